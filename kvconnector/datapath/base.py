@@ -94,33 +94,14 @@ class SegmentWindow:
         return stripe.first + turn * stripe.period - first_token, runs
 
 
-class Program:
-    """A read as one side executes it. `chunks` has dtype `planning.CHUNK_DTYPE`; chunk `i` has tag `first_tag + i`.
-
-    `chunks` may be what cuts them, for a read that may not need them: one that has an origin, and so `members` and
-    `rows`, which the chunks bring of each segment.
+class Program(msgspec.Struct, frozen=True, eq=False):
+    """A read as one side of it packs or unpacks it. `chunks` has dtype `planning.CHUNK_DTYPE`, in the order in which
+    they are sent; chunk `i` has tag `first_tag + i`.
     """
 
-    def __init__(
-        self,
-        segments: tuple[SegmentWindow, ...],
-        chunks: Chunks | Callable[[], Chunks],
-        blocks: tuple[GroupBlocks, ...],
-        members: tuple[range, ...] = (),
-        rows: tuple[range, ...] = (),
-    ) -> None:
-        self.segments = segments
-        self.blocks = blocks
-        self.members = members
-        self.rows = rows
-        self._chunks = chunks
-
-    @property
-    def chunks(self) -> Chunks:
-        """What is sent, in order."""
-        if callable(self._chunks):
-            self._chunks = self._chunks()
-        return self._chunks
+    segments: tuple[SegmentWindow, ...]
+    chunks: Chunks
+    blocks: tuple[GroupBlocks, ...]
 
     @property
     def chunks_nbytes(self) -> npt.NDArray[np.int64]:
@@ -132,17 +113,25 @@ class Program:
         return nbytes
 
 
-class ReadOrigin(msgspec.Struct, frozen=True, eq=False):
-    """Where a read's bytes are in the pools of the producer worker at `link`, for a data path that can go and get them.
+class DirectRead(msgspec.Struct, frozen=True, eq=False):
+    """A read in the pools of the producer worker at `link`: of segment `i` the `rows[i]` of the `members[i]` of its
+    stripe, from `their_blocks` to `blocks`.
 
-    `segments[i]` is the program's segment `i` in *its* tables, `blocks` are its blocks; both are what a peer said and
-    what a router passed on, so they are checked before use. `lease_key` is what its lease board knows them by, and
-    `token_stop` and `layer_stop` (a global index) the ends of the last token and layer that are read.
+    `their_segments[i]` is segment `i` in *its* tables; these and its blocks are what a peer said and what a router
+    passed on, so they are checked before use. `lease_key` is what its lease board knows them by, and `token_stop` and
+    `layer_stop` (a global index) the ends of the last token and layer that are read. `cut` is for when it is to be sent
+    instead: the chunks.
     """
 
+    read_id: int
     link: LinkId
     segments: tuple[SegmentWindow, ...]
+    their_segments: tuple[SegmentWindow, ...]
+    members: tuple[range, ...]
+    rows: tuple[range, ...]
     blocks: tuple[GroupBlocks, ...]
+    their_blocks: tuple[GroupBlocks, ...]
     lease_key: bytes
+    cut: Callable[[], Chunks]
     token_stop: int
     layer_stop: int = ALL_LAYERS.stop

@@ -13,7 +13,7 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
-from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
+from kvconnector.datapath.base import DirectRead, Program, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
 from kvconnector.errors import KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
@@ -188,13 +188,29 @@ class Executor:
         )
 
     def _start_receive(self, command: cmd.StartReceive) -> None:
-        source = command.source
+        source, transfer = command.source, command.transfer
         route = self._route(command.link, source.segments)
-        program = Program(
-            route.ours, lambda: source.chunks, command.blocks, source.members, source.rows
+        if route.theirs is None:
+            program = Program(route.ours, source.chunks, command.blocks)
+            self._driver.datapath.submit_receive(command.read_id, program)
+            return
+        known_blocks = () if command.is_followed else command.remote_blocks
+        self._driver.datapath.submit_direct(
+            DirectRead(
+                read_id=command.read_id,
+                link=command.link,
+                segments=route.ours,
+                their_segments=route.theirs,
+                members=source.members,
+                rows=source.rows,
+                blocks=command.blocks,
+                their_blocks=command.remote_blocks,
+                lease_key=lease_key(transfer.transfer_id, transfer.secret, known_blocks),
+                cut=lambda: source.chunks,
+                token_stop=source.token_stop,
+                layer_stop=source.layer_stop,
+            )
         )
-        origin = _origin_of(command, route)
-        self._driver.datapath.submit_receive(command.read_id, program, origin)
 
     def _route(self, link: LinkId, segments: tuple[Segment, ...]) -> _Route:
         route = self._routes.get(link)
@@ -269,19 +285,3 @@ class Executor:
         cmd.TellBegun: lambda self, c: self._outbox.begun(c.request_id),
         cmd.FinishLoad: _finish_load,
     }
-
-
-def _origin_of(command: cmd.StartReceive, route: _Route) -> ReadOrigin | None:
-    """Where the producer has what a read is to bring, if its pools can be reached."""
-    if route.theirs is None:
-        return None
-    transfer = command.transfer
-    known_blocks = () if command.is_followed else command.remote_blocks
-    return ReadOrigin(
-        link=command.link,
-        segments=route.theirs,
-        blocks=command.remote_blocks,
-        lease_key=lease_key(transfer.transfer_id, transfer.secret, known_blocks),
-        token_stop=command.source.token_stop,
-        layer_stop=command.source.layer_stop,
-    )

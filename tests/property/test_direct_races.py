@@ -6,7 +6,6 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import replace
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +13,7 @@ from kvconnector.errors import LeaseExpiredError
 from kvconnector.session import events as ev
 from tests.property.races import StaleBytesError
 from tests.unit.datapath.caches import BLOCKS, Shape
-from tests.unit.datapath.direct_pair import MANY_TOKENS, DirectPair, origin_of
+from tests.unit.datapath.direct_pair import MANY_TOKENS, DirectPair, direct_read
 from tests.unit.datapath.pump_pair import both_programs
 
 pytestmark = pytest.mark.ucx
@@ -45,12 +44,12 @@ class Races:
             array[...] = content
         p.path.publish_lease(key, MANY_TOKENS)
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
-        origin = msgspec.structs.replace(origin_of(theirs, TOKENS), lease_key=key)
+        read = direct_read(number, theirs, program, TOKENS, lease_key=key)
         begins = threading.Event()
         taker = threading.Thread(target=self._take_back, args=(begins, key, next_content))
         taker.start()
         begins.set()
-        d.path.submit_receive(number, program, origin)
+        d.path.submit_direct(read)
         ended = self._until_over(number)
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvconnector.datapath.base import DataEvent, Program, ReadOrigin, Report
+from kvconnector.datapath.base import DataEvent, DirectRead, Program, Report
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import ChunkCopies
@@ -158,23 +158,22 @@ class DataPath:
         """Send no further chunk of a read; no effect if it has ended."""
         self._sends.stop(link, read_id)
 
-    def submit_receive(
-        self, read_id: int, program: Program, origin: ReadOrigin | None = None
-    ) -> None:
+    def submit_receive(self, read_id: int, program: Program) -> None:
         """Receive a read: `ReceivePosted`, then `ReceiveFinished`; or `ReceiveFailed` or `ReceiveStopped` when nothing
         writes its blocks any more, and `ReceiveDrained` when its slots are free.
-
-        With an `origin` the data path may read there itself if the lease is published; then there is no
-        `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
         """
         self.machine.stay_awake()
-        if origin is None:
-            self._receives.submit(read_id, program)
-        else:
-            self._reads.submit(read_id, program, origin)
-            if self._are_copies_quick:
-                # a GPU copies meanwhile
-                self.machine.begin(1)
+        self._receives.submit(read_id, program)
+
+    def submit_direct(self, read: DirectRead) -> None:
+        """The same without the producer, if it publishes the lease: then there is no `ReceivePosted`, and
+        `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
+        """
+        self.machine.stay_awake()
+        self._reads.submit(read)
+        if self._are_copies_quick:
+            # a GPU copies meanwhile
+            self.machine.begin(1)
 
     def stop_receive(self, read_id: int) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
@@ -203,7 +202,7 @@ class DataPath:
             self._share.board.retract(key)
 
     def open_export(self, link: LinkId, export: PoolExport) -> str:
-        """Reach a producer worker's pools, so that origins at `link` can be read. How they will be, in words for the
+        """Reach a producer worker's pools, for direct reads at `link`. How they will be, in words for the
         log. `endpoint` is the transport's to that worker, if there is one; it must outlive the open export.
 
         Raises:

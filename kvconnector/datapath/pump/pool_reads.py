@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar
 
-from kvconnector.datapath.base import Program, ReadOrigin, SegmentWindow
+from kvconnector.datapath.base import DirectRead, SegmentWindow
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs
@@ -32,7 +32,7 @@ class PoolReads:
         """Compile what the first read would wait for. Raises TransportError: this path cannot read these pools."""
 
     @abstractmethod
-    def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
+    def make_jobs(self, read: DirectRead, remote: RemotePools) -> Jobs:
         """The copies of a read. Raises RelayoutError: what is outside the pools, or cannot be read on this path."""
 
     def end_jobs(self, jobs: Jobs) -> None:
@@ -48,8 +48,7 @@ class PoolReads:
 
 def sides_of(
     index: int,
-    program: Program,
-    origin: ReadOrigin,
+    read: DirectRead,
     tables: tuple[Pools, RemotePools],
     ids: tuple[Sequence[BlockIds], Sequence[BlockIds]],
 ) -> tuple[PagedSide, PagedSide, CopyGeometry]:
@@ -57,8 +56,8 @@ def sides_of(
     group, theirs and ours, as the device reads them. Raises RelayoutError: see `check_copy`; or the producer exported
     no such table, or the tokens begin in front of the blocks.
     """
-    ours, theirs = program.segments[index], origin.segments[index]
-    members, rows = program.members[index], program.rows[index]
+    ours, theirs = read.segments[index], read.their_segments[index]
+    members, rows = read.members[index], read.rows[index]
     table = tables[1].tables.get((theirs.group, theirs.family))
     if table is None:
         raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
@@ -68,12 +67,10 @@ def sides_of(
             (rows.start, members.start),
             theirs,
             table,
-            origin.blocks[theirs.group],
+            read.their_blocks[theirs.group],
             ids[0][theirs.group],
         ),
-        _side(
-            (rows.start, members.start), ours, here, program.blocks[ours.group], ids[1][ours.group]
-        ),
+        _side((rows.start, members.start), ours, here, read.blocks[ours.group], ids[1][ours.group]),
     )
     geometry = check_copy(
         *sides, num_parts=len(rows), num_heads=ours.num_heads, num_tokens=len(members)

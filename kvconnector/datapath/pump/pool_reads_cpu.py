@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.base import DirectRead
 from kvconnector.datapath.direct.process_memory import read_error
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
@@ -41,19 +41,18 @@ class CpuReads(PoolReads):
         self.function = int(self._compiled.address)
         self.context = self._context.ctypes.data
 
-    def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
-        theirs, ours = (
-            [np.ascontiguousarray(group.block_ids, np.int32) for group in blocks]
-            for blocks in (origin.blocks, program.blocks)
+    def make_jobs(self, read: DirectRead, remote: RemotePools) -> Jobs:
+        ids = (
+            [group.block_ids for group in read.their_blocks],
+            [group.block_ids for group in read.blocks],
         )
         copies = []
-        tables, ids = (self._pools, remote), (theirs, ours)
-        for index, members in enumerate(program.members):
+        for index, members in enumerate(read.members):
             if members:
-                src, dst, geometry = sides_of(index, program, origin, tables, ids)
+                src, dst, geometry = sides_of(index, read, (self._pools, remote), ids)
                 self._check_slot(src.table, dst.table, geometry.num_heads)
                 copies.append((src, dst, geometry))
-        return Jobs(read_cpu.make_read(remote.pid, copies), (theirs, ours, remote, copies))
+        return Jobs(read_cpu.make_read(remote.pid, copies), (ids, remote, copies))
 
     def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
         """See `PoolReads`. Statuses are values of `errno`."""

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from kvconnector.datapath.base import Program, ReadOrigin
+from kvconnector.datapath.base import DirectRead
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
@@ -101,10 +101,10 @@ class CudaReads(PoolReads):
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
 
-    def make_jobs(self, program: Program, origin: ReadOrigin, remote: RemotePools) -> Jobs:
-        segments = [index for index, members in enumerate(program.members) if members]
-        vectors = [group.block_ids for group in (*origin.blocks, *program.blocks)]
-        stream = self._copies.streams.marks.stream_of(program.blocks)
+    def make_jobs(self, read: DirectRead, remote: RemotePools) -> Jobs:
+        segments = [index for index, members in enumerate(read.members) if members]
+        vectors = [group.block_ids for group in (*read.their_blocks, *read.blocks)]
+        stream = self._copies.streams.marks.stream_of(read.blocks)
         buffer = self._copies.ids.lend(vectors, stream)
         try:
             places, nbytes_of_ids = buffer.write(vectors, self._pools.device)
@@ -112,7 +112,7 @@ class CudaReads(PoolReads):
             ids = buffer.there_address, buffer.here_address, max(nbytes_of_ids, _MIN_IDS_BYTES)
             words = [len(segments), *ids, handle]
             for index in segments:
-                words += self._words((program, origin, index), (remote, places), handle)
+                words += self._words(read, index, (remote, places), handle)
         except BaseException:
             self._copies.ids.give_back(buffer)
             raise
@@ -138,19 +138,20 @@ class CudaReads(PoolReads):
 
     def _words(
         self,
-        read: tuple[Program, ReadOrigin, int],
+        read: DirectRead,
+        index: int,
         there: tuple[RemotePools, list[BlockIdsAt]],
         stream: int,
     ) -> list[int]:
-        """The job for a segment, the last of `read`. Each group's ids, the producer's first, have a place."""
-        program, origin, index = read
+        """The job for a segment. Each group's ids, the producer's first, have a place."""
         remote, places = there
-        segment, num_groups = program.segments[index], len(origin.blocks)
+        num_groups = len(read.their_blocks)
         ids = places[:num_groups], places[num_groups:]
-        src, dst, geometry = sides_of(index, program, origin, (self._pools, remote), ids)
+        src, dst, geometry = sides_of(index, read, (self._pools, remote), ids)
         sides, counts = (src, dst), geometry[:3]
-        theirs = origin.blocks[origin.segments[index].group]
-        for side, group in zip(sides, (theirs, program.blocks[segment.group]), strict=True):
+        theirs = read.their_blocks[read.their_segments[index].group]
+        ours = read.blocks[read.segments[index].group]
+        for side, group in zip(sides, (theirs, ours), strict=True):
             check_ids_in_pool("the read's", group.block_ids, side.table.num_blocks)
         job = self._job(sides, counts)
         words = job.words.copy()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import Program, ReadOrigin, Report
+from kvconnector.datapath.base import DirectRead, Program, Report
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
@@ -44,21 +44,18 @@ class _Source:
 
 
 class _Read(msgspec.Struct, eq=False):
-    """What the rows do not say about a direct read."""
+    """What the rows do not say about a direct read. Its lease is waited for until `until_s`."""
 
-    read_id: int
-    program: Program
-    origin: ReadOrigin
+    asked: DirectRead
     source: _Source
     jobs: Jobs
     until_s: float
-    """How long its lease is waited for."""
     num_calls: int = 0
 
-    def is_published(self, token_stop: int) -> bool:
-        """Whether its lease is on the producer's board, and its blocks hold their tokens up to this one."""
-        origin = self.origin
-        return self.source.remote.is_published(origin.lease_key, token_stop, origin.layer_stop)
+    @property
+    def read_id(self) -> int:
+        """What its session knows it by."""
+        return self.asked.read_id
 
 
 class DirectReads:
@@ -125,22 +122,21 @@ class DirectReads:
         self._closing.append(source)
         self._close_unread(source)
 
-    def submit(self, read_id: int, program: Program, origin: ReadOrigin) -> None:
+    def submit(self, asked: DirectRead) -> None:
         """Read it from where it is, now or once its lease is published."""
-        source = self._sources.get(origin.link)
+        source = self._sources.get(asked.link)
         if source is None or self._reads is None:
-            self._fall_back(read_id, program)
+            self._send(asked)
             return
         try:
-            jobs = self._reads.make_jobs(program, origin, source.remote)
+            jobs = self._reads.make_jobs(asked, source.remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and says it
-            logger.debug("read %s is sent: %s", read_id, error)
-            self._fall_back(read_id, program)
+            logger.debug("read %s is sent: %s", asked.read_id, error)
+            self._send(asked)
             return
-        until_s = self._clock() + MAX_PATIENCE_S
         source.num_reads += 1
-        self._waiting.append(_Read(read_id, program, origin, source, jobs, until_s))
+        self._waiting.append(_Read(asked, source, jobs, self._clock() + MAX_PATIENCE_S))
         self.begin_waiting()
 
     @property
@@ -157,8 +153,8 @@ class DirectReads:
                 continue
             is_late = read.source.is_closing or self._clock() >= read.until_s
             try:
-                is_published = not read.source.is_closing and read.is_published(
-                    read.origin.token_stop
+                is_published = not read.source.is_closing and read.source.remote.is_published(
+                    read.asked.lease_key, read.asked.token_stop, read.asked.layer_stop
                 )
             except KVConnectorError as error:
                 logger.debug("read %s is sent: %s", read.read_id, error)
@@ -167,7 +163,7 @@ class DirectReads:
                 self._begin(read)
             elif is_late:
                 self._forget(read)
-                self._fall_back(read.read_id, read.program)
+                self._send(read.asked)
             else:
                 self._waiting.append(read)
 
@@ -198,6 +194,10 @@ class DirectReads:
             source.remote.close()
         self._sources.clear()
         self._closing.clear()
+
+    def _send(self, asked: DirectRead) -> None:
+        """Let the producer send it."""
+        self._fall_back(asked.read_id, Program(asked.segments, asked.cut(), asked.blocks))
 
     def _begin(self, read: _Read) -> None:
         assert self._reads is not None  # who submitted it otherwise?
@@ -235,7 +235,7 @@ class DirectReads:
         """All bytes are here: they count if the lease still holds."""
         try:
             # how far it is filled was seen before: now it may just be written again
-            is_published = read.is_published(0)
+            is_published = read.source.remote.is_published(read.asked.lease_key, 0, 0)
         except KVConnectorError as error:
             self._report.failed(read.read_id, error)
             return

@@ -105,8 +105,6 @@ class Caches:
             segments=(SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order),),
             chunks=np.array(chunks, CHUNK_DTYPE),
             blocks=(GroupBlocks.of(block_ids),),
-            members=(tokens,),
-            rows=(range(num_rows),),
         )
 
 

@@ -2,9 +2,9 @@
 
 from typing import ClassVar
 
-from kvconnector.datapath.base import ReadOrigin
+from kvconnector.datapath.base import DirectRead
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import TO_P, Pair, both_programs
+from tests.unit.datapath.pump_pair import TO_P, Pair
 
 KEY = b"sixteen bytes it"
 MANY_TOKENS = 1 << 20
@@ -22,15 +22,24 @@ class DirectPair(Pair):
         assert d.path.open_export(TO_P, self.export)
 
 
-def both(pair, tokens, heads=None):
-    """Blocks at both sides, last first at the producer, and a read of `tokens`."""
-    source, destination, theirs, program = both_programs(pair, tokens, **CUT, heads=heads)
-    return source, destination, program, origin_of(theirs, tokens)
-
-
-def origin_of(theirs, tokens):
-    """Where the tokens of the producer's program are read."""
-    return ReadOrigin(TO_P, theirs.segments, theirs.blocks, KEY, tokens.stop)
+def direct_read(read_id, theirs, ours, tokens, **changes):
+    """A read of what programs of both sides are to move."""
+    return DirectRead(
+        **{
+            "read_id": read_id,
+            "link": TO_P,
+            "segments": ours.segments,
+            "their_segments": theirs.segments,
+            "members": (tokens,),
+            "rows": (range((ours.chunks["part_start"] + ours.chunks["num_parts"]).max()),),
+            "blocks": ours.blocks,
+            "their_blocks": theirs.blocks,
+            "lease_key": KEY,
+            "cut": lambda: ours.chunks,
+            "token_stop": tokens.stop,
+            **changes,
+        }
+    )
 
 
 def only_consumer_steps(pair, read_id, kind):

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
 from kvconnector.errors import PeerLostError, TransportError
@@ -18,14 +17,15 @@ from kvconnector.session import events as ev
 from tests.support.fakes import FakeClock
 from tests.unit.datapath.caches import BLOCKS, unlike_sides
 from tests.unit.datapath.direct_pair import (
+    CUT,
     KEY,
     MANY_TOKENS,
     DirectPair,
-    both,
+    direct_read,
     give_up,
     only_consumer_steps,
 )
-from tests.unit.datapath.pump_pair import TO_P
+from tests.unit.datapath.pump_pair import TO_P, both_programs
 
 pytestmark = pytest.mark.ucx
 
@@ -46,8 +46,8 @@ def pair(clock):
 
 
 def ask(pair, read_id):
-    source, destination, program, origin = both(pair, TOKENS)
-    pair.d.path.submit_receive(read_id, program, origin)
+    source, destination, theirs, ours = both_programs(pair, TOKENS, **CUT)
+    pair.d.path.submit_direct(direct_read(read_id, theirs, ours, TOKENS))
     return source, destination
 
 
@@ -73,9 +73,8 @@ def test_any_geometry_arrives_byte_for_byte(data):
         program = pair.d.program(list(destination), tokens, **cut)
         theirs = pair.p.program(list(source), tokens, **cut)
         blocks = (GroupBlocks.of(list(source)[first:], first),)
-        origin = ReadOrigin(TO_P, theirs.segments, blocks, KEY, tokens.stop)
         pair.p.path.publish_lease(KEY, MANY_TOKENS)
-        pair.d.path.submit_receive(1, program, origin)
+        pair.d.path.submit_direct(direct_read(1, theirs, program, tokens, their_blocks=blocks))
         only_consumer_steps(pair, 1, ev.ReceiveFinished)
         pair.check_arrived(list(source), list(destination), tokens, window)
 

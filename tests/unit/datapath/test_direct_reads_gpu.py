@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import ReadOrigin
 from kvconnector.datapath.pump.choice import open_datapath
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import GroupBlocks
@@ -14,7 +13,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
-from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS
+from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, direct_read
 from tests.unit.datapath.exporter import Exporter
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
@@ -54,8 +53,8 @@ class Consumer(Caches):
         cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3, "heads": heads}
         there = theirs.program(source, tokens, **cut)
         blocks = (GroupBlocks.of(source[first_block:], first_block),)
-        origin = ReadOrigin(LINK, there.segments, blocks, KEY, tokens.stop)
-        self.path.submit_receive(read_id, self.program(destination, tokens, **cut), origin)
+        here = self.program(destination, tokens, **cut)
+        self.path.submit_direct(direct_read(read_id, there, here, tokens, their_blocks=blocks))
         return source, destination
 
     def until_over(self, read_id):

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import TransportError
@@ -46,8 +47,9 @@ class MappingPath:
     def close_export(self, link, then):
         self.unmapping.append(then)
 
-    def submit_receive(self, read_id, program, origin=None):
-        self._sending.submit_receive(read_id, program)
+    def submit_direct(self, read):
+        program = Program(read.segments, read.cut(), read.blocks)
+        self._sending.submit_receive(read.read_id, program)
 
 
 class MappingWorld(World):
