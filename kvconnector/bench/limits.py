@@ -107,7 +107,6 @@ def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str
     copies: Counter[tuple[str, str]] = Counter()
     for rank, target in zip(deployment.decode.ranks, targets, strict=True):
         topology = TpKVTopology(consumer, rank)
-        plan = plan_transfer(topology, producer, [range(num_tokens)], chunk_bytes=1 << 30)
-        for read in plan.reads:
+        for read in plan_transfer(topology, producer, [range(num_tokens)], chunk_bytes=1 << 30):
             copies[device_of[read.source], target] += read.total_bytes
     return copies

@@ -161,7 +161,7 @@ def build_report(
         topology = TpKVTopology(consumer, rank, replica_index=number)
         planned = plan_transfer(topology, producer, [tokens], chunk_bytes=chunk_bytes)
         name = str(rank)
-        reads += [_row(name, read, tokens) for read in planned.reads]
+        reads += [_row(name, read, tokens) for read in planned]
         released[name] = [str(each) for each in topology.holders(producer)]
     producers = _rank_rows(producer, reads, "producer")
     consumers = _rank_rows(consumer, reads, "consumer")

@@ -8,7 +8,6 @@ from kvconnector.planning.plan import ALL_LAYERS as ALL_LAYERS
 from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
 from kvconnector.planning.plan import PeerPlan as PeerPlan
 from kvconnector.planning.plan import SourceRead as SourceRead
-from kvconnector.planning.plan import TransferPlan as TransferPlan
 from kvconnector.planning.plan import plan_peer as plan_peer
 from kvconnector.planning.plan import plan_transfer as plan_transfer
 from kvconnector.planning.retention import KeepsAll as KeepsAll

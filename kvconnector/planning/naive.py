@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning.plan import ALL_LAYERS, TransferPlan
+from kvconnector.planning.plan import ALL_LAYERS, SourceRead
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 
 
@@ -54,9 +54,9 @@ def _is_held(group: GroupGeometry, layer: int, part: int, head: int, token: int)
     return is_own_turn and layer in group.layers and held.head_start <= head < held.head_stop
 
 
-def plan_items(plan: TransferPlan, consumer: RankGeometry) -> Iterator[Item]:
+def plan_items(plan: Iterable[SourceRead], consumer: RankGeometry) -> Iterator[Item]:
     """All items of a vectorised plan, in the order of its chunks."""
-    for read in plan.reads:
+    for read in plan:
         for chunk in read.chunks:
             segment = read.segments[int(chunk["segment"])]
             group = consumer.groups[segment.group]

@@ -63,13 +63,17 @@ class SourcePlan:
 class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     """What is read from one producer rank at a time: of `segments[i]` the `rows[i]` of `members[i]` of its stripe.
 
-    Where there are no rows, there are no members. Every message has at most `chunk_bytes`.
+    Where there are no rows, there are no members. Every message has at most `chunk_bytes`. `token_stop` is behind the
+    last token that is read, in the request's sequence, and `layer_stop` behind the last layer, a global index.
     """
 
     plan: SourcePlan
     members: tuple[range, ...]
     rows: tuple[range, ...]
     chunk_bytes: int
+    total_bytes: int
+    token_stop: int
+    layer_stop: int
 
     @property
     def source(self) -> Rank:
@@ -128,35 +132,6 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         nbytes *= chunks["num_tokens"]
         return nbytes
 
-    @property
-    def total_bytes(self) -> int:
-        return sum(
-            len(rows) * len(members) * segment.part_token_bytes
-            for segment, members, rows in zip(self.segments, self.members, self.rows, strict=True)
-        )
-
-    @property
-    def token_stop(self) -> int:
-        """Behind the last token that is read, in the request's sequence."""
-        reads = zip(self.segments, self.members, strict=True)
-        return 1 + max(segment.stripe.token(members[-1]) for segment, members in reads if members)
-
-    @property
-    def layer_stop(self) -> int:
-        """Behind the last layer that is read, a global index."""
-        reads = zip(self.segments, self.members, self.rows, strict=True)
-        return 1 + max(s.layers[rows.stop // s.num_parts - 1] for s, some, rows in reads if some)
-
-
-class TransferPlan(msgspec.Struct, frozen=True, eq=False):
-    """One read per producer rank that has something for us; none when there is nothing to fetch."""
-
-    reads: tuple[SourceRead, ...]
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(read.total_bytes for read in self.reads)
-
 
 @dataclass(frozen=True, slots=True)
 class PeerPlan:
@@ -167,8 +142,9 @@ class PeerPlan:
 
     def plan(
         self, token_ranges: Sequence[range], *, chunk_bytes: int, layers: range = ALL_LAYERS
-    ) -> TransferPlan:
-        """The reads that bring `token_ranges[group]` of every head here, in these layers (global indices).
+    ) -> tuple[SourceRead, ...]:
+        """The reads that bring `token_ranges[group]` of every head here, in these layers (global indices): one for each
+        producer rank that has something for us.
 
         `chunk_bytes` bounds every message. Raises GeometryError: the number of ranges is not the number of groups, a
         range has a step, starts below 0 or ends above `MAX_TOKENS`, or one token of one part exceeds `chunk_bytes`.
@@ -176,19 +152,23 @@ class PeerPlan:
         self._check_ranges(token_ranges)
         reads = []
         for source in self.sources:
-            rows = tuple([segment.rows_of(layers) for segment in source.segments])
-            members = tuple(
-                [
-                    segment.stripe.members(token_ranges[segment.group]) if some else range(0)
-                    for segment, some in zip(source.segments, rows, strict=True)
-                ]
-            )
-            for segment, tokens in zip(source.segments, members, strict=True):
-                if tokens:
+            all_members, all_rows = [], []
+            nbytes = token_stop = layer_stop = 0
+            for segment in source.segments:
+                rows = segment.rows_of(layers)
+                members = segment.stripe.members(token_ranges[segment.group]) if rows else range(0)
+                if members:
                     _tokens_that_fit(segment, chunk_bytes)
-            if any(members):
-                reads.append(SourceRead(source, members, rows, chunk_bytes))
-        return TransferPlan(reads=tuple(reads))
+                    nbytes += len(rows) * len(members) * segment.part_token_bytes
+                    token_stop = max(token_stop, 1 + segment.stripe.token(members[-1]))
+                    last_layer = segment.layers[rows.stop // segment.num_parts - 1]
+                    layer_stop = max(layer_stop, 1 + last_layer)
+                all_members.append(members)
+                all_rows.append(rows)
+            if nbytes:
+                what = (source, tuple(all_members), tuple(all_rows), chunk_bytes)
+                reads.append(SourceRead(*what, nbytes, token_stop, layer_stop))
+        return tuple(reads)
 
     def _check_ranges(self, token_ranges: Sequence[range]) -> None:
         if len(token_ranges) != self.num_groups:
@@ -235,7 +215,7 @@ def plan_transfer(
     token_ranges: Sequence[range],
     *,
     chunk_bytes: int,
-) -> TransferPlan:
+) -> tuple[SourceRead, ...]:
     """`plan_peer` and `PeerPlan.plan` in one call, for callers that plan once."""
     return plan_peer(consumer, producer).plan(token_ranges, chunk_bytes=chunk_bytes)
 

@@ -139,19 +139,22 @@ class Load(Tracked[LoadState]):
 
     def take_ready(
         self, plan: PeerPlan, sources: Collection[LinkId], *, chunk_bytes: int
-    ) -> list[SourceRead]:
+    ) -> tuple[SourceRead, ...]:
         """Reads of all that these producer workers have and that was not read for yet.
 
         Raises:
             GeometryError: see `PeerPlan.plan`.
         """
-        reads: list[SourceRead] = []
-        piece = None
-        while piece is None or (self.is_followed and any(piece.token_ranges)):
-            piece = self._ready(sources)
+        if not self.is_followed:
+            planned = plan.plan(self.left, chunk_bytes=chunk_bytes)
+            self.left = ()
+            return planned
+        reads: tuple[SourceRead, ...] = ()
+        while any((piece := self._ready(sources)).token_ranges):
             planned = plan.plan(piece.token_ranges, layers=piece.layers, chunk_bytes=chunk_bytes)
             is_last = piece.layers.stop == ALL_LAYERS.stop
-            if not is_last and planned.total_bytes < MIN_PIECE_BYTES * max(1, len(planned.reads)):
+            total_bytes = sum(read.total_bytes for read in planned)
+            if not is_last and total_bytes < MIN_PIECE_BYTES * max(1, len(planned)):
                 break  # more layers are to come, or all of them
             if self.begun is None:
                 self.left = tuple(
@@ -159,12 +162,12 @@ class Load(Tracked[LoadState]):
                     for taken, tokens in zip(piece.token_ranges, self.left, strict=True)
                 )
             self.begun = None if is_last else piece
-            reads += planned.reads
+            reads += planned
         return reads
 
     def _ready(self, sources: Collection[LinkId]) -> Piece:
         """More layers of what was begun, else tokens in all layers, else the first layers of the newest step."""
-        if not self.is_followed or not sources:
+        if not sources:
             return Piece(self.left)
         said = [self.progress.get(link, _NOTHING) for link in sources]
         stop = min(each.num_tokens for each in said)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.ids import EngineAddress
-from kvconnector.planning import GroupBlocks, TransferPlan, naive_plan, plan_items, plan_peer
+from kvconnector.planning import GroupBlocks, naive_plan, plan_items, plan_peer
 from kvconnector.session import load as load_module
 from kvconnector.session.load import Load
 from kvconnector.session.orders import WantRequest
@@ -79,7 +79,7 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
     def hear(source, said):
         load.hear(links[source], said, len(groups_stay))
         for one in load.take_ready(plan, list(links.values()), chunk_bytes=transfer.chunk_bytes):
-            for item in plan_items(TransferPlan((one,)), transfer.consumer):
+            for item in plan_items([one], transfer.consumer):
                 assert item.token < ranks[one.source].written[item.layer]
                 assert groups_stay[item.group] or ranks[one.source].is_over
                 read[item] += 1

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from kvconnector.errors import GeometryError
 from kvconnector.planning import (
     ALL_LAYERS,
-    TransferPlan,
     naive_plan,
     plan_items,
     plan_peer,
@@ -36,15 +35,15 @@ def test_all_and_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(
         assert Counter(delivered) == Counter(wanted)
         # once at all, not only once from each source
         assert len({item[1:] for item in delivered}) == len(delivered)
-        for read in plan.reads:
-            items = list(plan_items(TransferPlan((read,)), transfer.consumer))
+        for read in plan:
+            items = list(plan_items([read], transfer.consumer))
             assert read.total_bytes == read.chunk_nbytes.sum() > 0
             assert read.layer_stop == 1 + max(item.layer for item in items)
 
 
 @given(transfers())
 def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
-    for read in planned(transfer).reads:
+    for read in planned(transfer):
         assert read.chunk_nbytes.max() <= transfer.chunk_bytes
         assert read.chunk_nbytes.min() > 0
         check_order(read)
@@ -62,7 +61,7 @@ def test_the_first_and_the_last_chunk_are_short_as_far_as_rows_allow(transfer):
         patch.setattr(plan_module, "SHORT_CHUNK_BYTES", short := transfer.chunk_bytes // 4)
         cut = planned(transfer)
         assert Counter(plan_items(cut, transfer.consumer)) == everything
-        for read in cut.reads:
+        for read in cut:
             check_order(read)
             for end in (0, -1):
                 assert read.chunk_nbytes[end] <= short or read.chunks["num_parts"][end] == 1
@@ -97,12 +96,12 @@ def check_cuts(transfer, segment, tokens, chunks):
 def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, data):
     wide = [
         segment.part_token_bytes
-        for read in planned(transfer).reads
+        for read in planned(transfer)
         for segment in read.segments
         if segment.stripe.members(transfer.token_ranges[segment.group])
     ]
     if not wide:
-        assert planned(transfer).reads == ()
+        assert planned(transfer) == ()
         return
     chunk_bytes = data.draw(st.integers(0, max(wide) - 1))
     with pytest.raises(GeometryError, match="chunk_bytes") as refused:

@@ -24,7 +24,7 @@ def test_token_ranges_that_make_no_sense_are_refused(ranges):
 
 def test_the_last_tokens_that_fit_a_chunk_record():
     last = (1 << 31) - 1
-    (read,) = planned([range(last - 3, last)]).reads
+    (read,) = planned([range(last - 3, last)])
     assert read.chunks.tolist() == [(0, 0, 2, last - 3, 3)]
 
 

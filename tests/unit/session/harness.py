@@ -144,7 +144,7 @@ def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     consumer = TpKVTopology(ours or engine("d"), Rank(0, 0), replica_index=0)
     plan = plan_transfer(consumer, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
-    asked = cmd.StartReceive(read_id, "w", ADDRESS, 1, plan.reads[0], BLOCKS, key, BLOCKS, False)
+    asked = cmd.StartReceive(read_id, "w", ADDRESS, 1, plan[0], BLOCKS, key, BLOCKS, False)
     posted = ev.ReceivePosted(read_id, 2, 1 << 20)
     message = read_message(asked, posted, incarnation="one", orders={(0, 0): "HND"})
     fields = {name: getattr(message, name) for name in message.__struct_fields__}
