@@ -68,7 +68,7 @@ def build_driver(
             hello=hello_of(engine, rank, incarnation, config, transport),
             transport=transport,
             security=security_of(config),
-            traces=Traces(config.slow_load_s, outbox.traced),
+            traces=Traces(config.slow_load_s),
         )
 
     return Driver(

@@ -247,8 +247,8 @@ class Executor:
                 "the lease of request %s ended before every consumer had confirmed its read",
                 command.request_id,
             )
-        self._traces.release(command, self._driver.clock())
-        self._outbox.released(command.request_id, command.outcome)
+        stats = self._traces.release(command, self._driver.clock())
+        self._outbox.released(command.request_id, command.outcome, stats)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
         stats = self._traces.finish_load(command, self._driver.clock())
@@ -256,7 +256,7 @@ class Executor:
             is_abort = isinstance(command.error, TransferAbortedError)
             level = logging.DEBUG if is_abort else logging.WARNING
             logger.log(level, "load of request %s failed: %s", command.request_id, command.error)
-            self._outbox.failed(command.request_id, command.error)
+            self._outbox.failed(command.request_id, command.error, stats)
             return
         self._outbox.loaded(command.request_id, stats)
 

@@ -6,10 +6,14 @@ import threading
 from collections.abc import Iterable
 from functools import reduce
 
+from msgspec.structs import replace
+
 from kvconnector.errors import KVConnectorError
 from kvconnector.runtime.doorbell import Doorbell
-from kvconnector.session import RequestTrace, TransferStats, WorkerOutput, WorkerStats
+from kvconnector.session import WorkerOutput, WorkerStats
 from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
+
+NOTHING = WorkerStats()
 
 
 class Outbox:
@@ -59,12 +63,12 @@ class Outbox:
         for request_id in holds:
             self.released(request_id, "aborted")
 
-    def released(self, request_id: str, outcome: str) -> None:
+    def released(self, request_id: str, outcome: str, stats: WorkerStats = NOTHING) -> None:
         """The producer's blocks of a request are free."""
         with self._lock:
             self._open_holds.discard(request_id)
             error = self._refused_holds.pop(request_id, None)
-        stats = WorkerStats(leases_expired=int(outcome == "expired"), failures=_count(error))
+        stats = replace(stats, leases_expired=int(outcome == "expired"), failures=_count(error))
         reasons = {} if error is None else {request_id: _text(error)}
         names = frozenset({request_id})
         self._put(WorkerOutput(finished_sending=names, failed_sending=reasons, stats=stats))
@@ -75,26 +79,21 @@ class Outbox:
             self._forget_unasked(request_id)
         self._put(WorkerOutput(begun=frozenset({request_id})))
 
-    def loaded(self, request_id: str, stats: TransferStats | None) -> None:
+    def loaded(self, request_id: str, stats: WorkerStats = NOTHING) -> None:
         """The consumer's blocks of a request are filled."""
         with self._lock:
             self._open_loads.pop(request_id, None)
-        transfers = () if stats is None else (stats,)
-        names = frozenset({request_id})
-        self._put(WorkerOutput(finished_recving=names, stats=WorkerStats(transfers=transfers)))
+        self._put(WorkerOutput(finished_recving=frozenset({request_id}), stats=stats))
 
-    def failed(self, request_id: str, error: KVConnectorError) -> None:
+    def failed(
+        self, request_id: str, error: KVConnectorError, stats: WorkerStats = NOTHING
+    ) -> None:
         """The consumer's blocks of a request will not be filled; nothing writes them."""
         with self._lock:
             self._open_loads.pop(request_id, None)
-        reasons, stats = {request_id: _text(error)}, WorkerStats(failures=_count(error))
-        names = frozenset({request_id})
+        reasons, names = {request_id: _text(error)}, frozenset({request_id})
+        stats = replace(stats, failures=_count(error))
         self._put(WorkerOutput(finished_recving=names, failed_recving=reasons, stats=stats))
-
-    def traced(self, trace: RequestTrace) -> None:
-        """When the parts of a transfer happened. Nobody waits for it."""
-        with self._lock:
-            self._outputs.append(WorkerOutput(stats=WorkerStats(traces=(trace,))))
 
     def is_filled(self) -> bool:
         """Whether there is something to take."""

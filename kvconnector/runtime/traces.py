@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
-from kvconnector.session import Phase, RequestTrace, TransferStats
+from kvconnector.session import Phase, RequestTrace, TransferStats, WorkerStats
 from kvconnector.session import commands as cmd
 from kvconnector.session.commands import LinkId
 from kvconnector.session.events import DIRECT_PATH
@@ -18,20 +17,19 @@ TCP_FALLBACK = "-tcp-fallback"
 
 
 class Traces:
-    """A load that keeps its blocks waiting for longer than `slow_load_s` is logged; 0 logs none. `trace` takes each
-    transfer that is over. `tcp_fallbacks` are producer workers that TCP reaches although RDMA ports are active here.
+    """A load that keeps its blocks waiting for longer than `slow_load_s` is logged; 0 logs none. `tcp_fallbacks` are
+    producer workers that TCP reaches although RDMA ports are active here.
     """
 
-    def __init__(self, slow_load_s: float, trace: Callable[[RequestTrace], None]) -> None:
+    def __init__(self, slow_load_s: float) -> None:
         self._slow_load_s = slow_load_s
-        self._trace = trace
         self.tcp_fallbacks: set[LinkId] = set()
 
-    def finish_load(self, command: cmd.FinishLoad, now: float) -> TransferStats | None:
-        """A load is over. What it has moved; None if it read nothing."""
+    def finish_load(self, command: cmd.FinishLoad, now: float) -> WorkerStats:
+        """A load is over: when its parts happened, and what it has moved, if it read anything."""
         load = command.trace
         if load is None:
-            return None
+            return WorkerStats()
         paths = {
             path + TCP_FALLBACK * (path != DIRECT_PATH and link in self.tcp_fallbacks)
             for path, link in load.paths
@@ -48,16 +46,14 @@ class Traces:
             phases=_dated(load.phases(now)),
             waited_s=waited_s,
         )
-        self._trace(trace)
         if 0.0 < self._slow_load_s < waited_s:
             logger.warning("a load took %.3f s: %s", waited_s, trace)
-        if not path:
-            return None
-        return TransferStats(
+        moved = TransferStats(
             request_id=command.request_id, nbytes=load.nbytes, seconds=load.seconds, path=path
         )
+        return WorkerStats(transfers=(moved,) if path else (), traces=(trace,))
 
-    def release(self, command: cmd.ReleaseBlocks, now: float) -> None:
+    def release(self, command: cmd.ReleaseBlocks, now: float) -> WorkerStats:
         """A lease is over."""
         trace = RequestTrace(
             request_id=command.request_id,
@@ -65,7 +61,7 @@ class Traces:
             outcome=command.outcome,
             phases=_dated(command.trace.phases(now)),
         )
-        self._trace(trace)
+        return WorkerStats(traces=(trace,))
 
 
 def _dated(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:

@@ -19,7 +19,7 @@ def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), follow("f"), follow("g")])
     outbox.expect([DropRequest("g")])
-    outbox.loaded("a", None)
+    outbox.loaded("a")
     outbox.take()
     outbox.break_off(KVConnectorError("broken"))
     outbox.expect([load("late"), hold("s")])
