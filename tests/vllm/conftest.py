@@ -3,12 +3,7 @@ import importlib.util
 import pytest
 
 if importlib.util.find_spec("vllm") is None:
-    collect_ignore_glob = [
-        "test_*.py",
-        "scheduler_world.py",
-        "keeping_connector.py",
-        "slot_kernels.py",
-    ]
+    collect_ignore_glob = ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +15,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def cpu_kernels():
-    """vLLM's compiled operations for the CPU."""
     import torch
     from vllm.platforms import current_platform
 

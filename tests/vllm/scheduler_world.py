@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import torch
 from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    SupportsHMA,
+)
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
@@ -15,7 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconnector.ids import new_incarnation
-from kvconnector.integrations.vllm.messages import Handshake, HandshakeMetadata, WorkerReport
+from kvconnector.integrations.vllm.messages import Handshake, HandshakeMetadata
 from kvconnector.runtime import WorkerMetadata
 from kvconnector.session.orders import (
     DropRequest,
@@ -55,24 +60,21 @@ def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", eng
     """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector in front of ours in a
     `MultiConnector`.
     """
-    ours = {
+    transfer = {
         "kv_connector": "KVConnector",
         "kv_connector_module_path": "kvconnector.integrations.vllm",
         "kv_role": role,
         "kv_connector_extra_config": extra,
     }
-    other = {
-        "kv_connector": beside,
-        "kv_role": role,
-        "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
-    }
-    if beside == "KeepingConnector":
-        other["kv_connector_module_path"] = "tests.vllm.keeping_connector"
-    wrapper = {
-        "kv_connector": "MultiConnector",
-        "kv_role": role,
-        "kv_connector_extra_config": {"connectors": [other, ours]},
-    }
+    if beside:
+        other = {
+            "kv_connector": beside,
+            "kv_connector_module_path": __name__ if beside == "KeepingConnector" else None,
+            "kv_role": role,
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
+        }
+        children = {"kv_connector_extra_config": {"connectors": [other, transfer]}}
+        transfer = {"kv_connector": "MultiConnector", "kv_role": role, **children}
     arguments = {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -81,18 +83,13 @@ def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", eng
         "max_num_seqs": 8,
         "block_size": BLOCK_SIZE,
         "kv_cache_memory_bytes": 64 << 20,
-        "kv_transfer_config": {
-            **(wrapper if beside else ours),
-            "engine_id": "e",
-            "kv_load_failure_policy": policy,
-        },
+        "kv_transfer_config": {**transfer, "engine_id": "e", "kv_load_failure_policy": policy},
         **(engine or {}),
     }
     return EngineArgs(model=model, **arguments).create_engine_config()
 
 
 def attention_spec(kind="FullAttentionSpec", **options):
-    """One of vLLM's attention specs."""
     return getattr(kv_cache_interface, kind)(
         block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, **options
     )
@@ -108,7 +105,6 @@ def state_spec():
 
 
 def cache_config(specs):
-    """A configuration with one group per spec, of `LAYERS` layers each."""
     groups = [
         kv_cache_interface.KVCacheGroupSpec(
             layer_names=[f"model.layers.{LAYERS * number + layer}.attn" for layer in range(LAYERS)],
@@ -123,17 +119,8 @@ def cache_config(specs):
 
 def handshake(infos, pp_rank=0, tp_rank=0):
     """What a worker of engine `e` registers."""
-    parts = tuple(
-        PartGeometry(
-            name=name,
-            total_heads=HEADS,
-            head_start=0,
-            head_stop=HEADS,
-            head_dim=DIM,
-            item_size_bytes=4,
-        )
-        for name in "kv"
-    )
+    heads = {"total_heads": HEADS, "head_start": 0, "head_stop": HEADS}
+    parts = tuple(PartGeometry(name=n, head_dim=DIM, item_size_bytes=4, **heads) for n in "kv")
     groups = tuple(
         GroupGeometry(
             block_size=1 if info.keeps == "state" else BLOCK_SIZE // info.kernel_blocks,
@@ -159,11 +146,6 @@ def handshake(infos, pp_rank=0, tp_rank=0):
     )
 
 
-def begun(*request_ids):
-    """What workers say of prompts that their prefill engine computes."""
-    return WorkerReport(set(request_ids))
-
-
 class News:
     """A step's orders by kind."""
 
@@ -173,6 +155,31 @@ class News:
         self.loads = [order for order in step.orders if isinstance(order, LoadRequest)]
         self.withdrawn = [o.request_id for o in step.orders if isinstance(o, WithdrawRequest)]
         self.dropped = [o.request_id for o in step.orders if isinstance(o, DropRequest)]
+
+
+class KeepingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """For a `MultiConnector`: keeps every finished request's blocks, as one that saves them would, until
+    `finished_sending` names the request. It has `loads` tokens of each prompt.
+    """
+
+    loads = 0
+
+    def get_num_new_matched_tokens(self, request, num_computed_tokens):
+        tokens = self.loads if num_computed_tokens < self.loads else 0
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        """Nothing to remember."""
+
+    def build_connector_meta(self, scheduler_output):
+        return KVConnectorMetadata()
+
+    def request_finished_all_groups(self, request, block_ids):
+        return True, None
+
+
+# the rest of the interface is the workers', and there are none
+KeepingConnector.__abstractmethods__ = frozenset()
 
 
 class World:
@@ -232,7 +239,6 @@ class World:
         return self.news(planned), self.complete(planned, **finished)
 
     def news(self, planned):
-        """What a planned step tells our workers."""
         step = planned.kv_connector_metadata
         # a MultiConnector's children each have their own; ours is the last
         ours = step.metadata[-1] if hasattr(step, "metadata") else step
@@ -261,10 +267,8 @@ class World:
 
     @property
     def used_blocks(self):
-        """Blocks that some request owns."""
         pool = self.scheduler.kv_cache_manager.block_pool
         return int(pool.num_gpu_blocks - 1 - pool.get_num_free_blocks())
 
     def close(self):
-        """Stop the connector."""
         self.connector.shutdown()

@@ -6,25 +6,31 @@ Only the model is left out: what a forward pass writes is a known value for each
 from __future__ import annotations
 
 import time
+import types
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.triton_utils import dispatcher
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.block_table import ComputeSlotMappingKernel
 from vllm.v1.worker.gpu import kv_connector as runner
 
-from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.topology import TpKVTopology
 from tests.vllm.scheduler_world import World, vllm_config
-from tests.vllm.slot_kernels import v1_slots
 from tests.vllm.test_caches import one_group
 
 NUM_BLOCKS, DIM, LAYERS = 40, 8, 2
@@ -62,7 +68,6 @@ class Shape:
         )
 
     def spec(self):
-        """What vLLM says of each layer."""
         return (FullAttentionSpec if self.kv_heads else MLAAttentionSpec)(
             block_size=self.block_size,
             num_kv_heads=len(self.heads(0)),
@@ -79,6 +84,51 @@ def written(prompt, heads, content):
     head_numbers = torch.tensor(list(heads))[None, None, :, None]
     mixed = ((layers * 997 + tokens) * 131 + places) * 8 + head_numbers
     return (mixed * content + dims).remainder(1 << 20).float()
+
+
+SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+KERNEL_TOKENS = 64
+
+
+@lru_cache
+def _interpreted(kernel):
+    """A kernel's source with the real Triton, in whose place vLLM has a dummy where there is no GPU."""
+    source = getattr(kernel, "fn", kernel)
+    names = {**source.__globals__, "tl": tl, "triton": triton}
+    function = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
+    function.__module__, function.__qualname__ = source.__module__, source.__qualname__
+    return InterpretedFunction(function)
+
+
+def _v1_kernel():
+    here = ComputeSlotMappingKernel.kernel, None
+    # in whose place vLLM may have registered one for this platform
+    kernel, _ = dispatcher._registry.get(SLOT_MAPPING_KERNEL, here)
+    return _interpreted(kernel)
+
+
+def v1_slots(block_ids, num_tokens, block_size, shared):
+    """The slots of a request's first tokens on one rank, in blocks of vLLM's; -1 where another rank has the token. By
+    vLLM's V1 model runner: its CPU code knows no context parallelism.
+    """
+    table = torch.tensor([list(block_ids)], dtype=torch.int32)
+    slots = torch.full((num_tokens,), PAD_SLOT_ID - 1, dtype=torch.int64)
+    _v1_kernel()[(2,)](
+        num_tokens,
+        num_tokens,
+        torch.tensor([0, num_tokens], dtype=torch.int32),
+        torch.arange(num_tokens, dtype=torch.int64),
+        table,
+        table.stride(0),
+        slots,
+        KV_CACHE_BLOCK_SIZE=block_size,
+        TOTAL_CP_WORLD_SIZE=shared.world_size,
+        TOTAL_CP_RANK=shared.rank,
+        CP_KV_CACHE_INTERLEAVE_SIZE=shared.interleave_tokens,
+        PAD_ID=PAD_SLOT_ID,
+        BLOCK_SIZE=KERNEL_TOKENS,
+    )
+    return slots.tolist()
 
 
 class Rank:
@@ -98,14 +148,12 @@ class Rank:
             self._runner = runner.ActiveKVConnector(config, caches)
 
     def begin_step(self, planned):
-        """Give the connector its orders, as vLLM does behind a forward pass."""
         self._runner.pre_forward(planned)
         self._runner._start_load_kv()
 
     def end_step(self, planned):
-        """What the connector reports. With a draft model, vLLM 0.33 ends a step after that."""
         finished = planned.finished_req_ids
-        if hasattr(self._runner, "finalize_step"):
+        if hasattr(self._runner, "finalize_step"):  # with a draft model, vLLM 0.33 calls it later
             output = self._runner.post_forward(finished, defer_finalize=True)
             self._runner.finalize_step()
         else:
@@ -113,7 +161,6 @@ class Rank:
         return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)
 
     def own_tokens(self, num_tokens):
-        """Those of a request's tokens that this rank stores."""
         shared = self.placement.context_parallel
         return {
             token
@@ -123,25 +170,17 @@ class Rank:
 
     @property
     def heads(self):
-        """Its heads, in the model's numbers."""
         return self.shape.heads(self.placement.tp_rank)
 
     def slots(self, block_ids, num_tokens):
-        """Where vLLM has a request's tokens on this rank."""
-        geometry = BlockGeometry(
-            block_size=self.shape.block_size,
-            kernel_block_size=self.shape.block_size,
-            context_parallel=self.placement.context_parallel,
-        )
-        return v1_slots(block_ids, num_tokens, geometry)
+        shared = self.placement.context_parallel
+        return v1_slots(block_ids, num_tokens, self.shape.block_size, shared)
 
     def at(self, slot):
-        """A slot in the backend's tensors."""
         block, token = divmod(slot, self.layers[0].shape[2])
         return block, slice(None), token
 
     def write(self, token_ids, positions, block_ids):
-        """The forward pass over these positions of a request."""
         values = written(token_ids, self.heads, self.shape.content)
         slots = self.slots(block_ids, positions.stop)
         for token in positions:
@@ -164,8 +203,6 @@ class Rank:
 
 
 class SharedEngine:
-    """All workers of an engine, and its scheduler."""
-
     def __init__(self, model, role, shape, **options):
         self.shape = shape
         self.may_fail = False
@@ -220,7 +257,6 @@ class SharedEngine:
         )
 
     def step(self):
-        """One engine step with a forward pass: the outputs of the requests."""
         return self.end_step(self.begin_step())
 
     def begin_step(self):
@@ -240,7 +276,6 @@ class SharedEngine:
         return planned
 
     def end_step(self, planned):
-        """What the workers report."""
         self.loads.extend(self.world.news(planned).loads)
         output = self._aggregator.aggregate([rank.end_step(planned) for rank in self.ranks])
         reported = output.kv_connector_output
@@ -250,12 +285,10 @@ class SharedEngine:
         return self.world.complete(planned, reported)
 
     def block_ids(self, request_id):
-        """A request's blocks, in the scheduler's numbers."""
         (ids,) = self.world.scheduler.kv_cache_manager.get_block_ids(request_id)
         return list(ids)
 
     def close(self):
-        """Stop the workers and the scheduler half."""
         for rank in self.ranks:
             rank.connector.shutdown()
         if hasattr(self, "world"):
@@ -264,7 +297,6 @@ class SharedEngine:
 
 @contextmanager
 def engines(model, prefill, decode, policy="fail", **options):
-    """A prefill and a decode engine."""
     with (
         closing(SharedEngine(model, "kv_producer", prefill, **options)) as producer,
         closing(SharedEngine(model, "kv_consumer", decode, policy=policy, **options)) as consumer,

@@ -130,14 +130,6 @@ def test_packed_k_and_v_are_found_in_every_layout(layout):
         assert np.array_equal(read(v), raw(caches[name][..., DIM:]))
 
 
-def test_blocks_that_the_backend_splits_are_registered_split():
-    spec = attention(block_size=2 * SIZE)
-    group, _ = registered(spec, backend="FLASHINFER", kernel_block_size=SIZE)
-    assert group.info.kernel_blocks == 2
-    assert group.cache.geometry.block_size == SIZE
-    assert group.cache.views[0][0].num_blocks == 2 * BLOCKS
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size,dim", [(32, 32), (64, 128), (96, 64)])
 @pytest.mark.usefixtures("cpu_kernels")

@@ -4,56 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
 from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
 from kvconnector.errors import GeometryError
-from kvconnector.integrations.vllm.caches import register_groups
-from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.planning import GroupBlocks
-from kvconnector.session.orders import LoadRequest
 from tests.vllm.harness.model import make_model
 from tests.vllm.shared_tokens import Shape, check_read, engines, until
-from tests.vllm.slot_kernels import v1_slots
-from tests.vllm.test_caches import (
-    BLOCKS,
-    SIZE,
-    attention,
-    one_group,
-    placed,
-    registered,
-    vllm_config,
-)
+from tests.vllm.test_caches import BLOCKS, SIZE, attention, placed, registered
 
 pytestmark = pytest.mark.vllm
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    turns=st.integers(1, 4),
-    interleave=st.integers(1, 5),
-    world_size=st.integers(1, 4),
-    block_ids=st.lists(st.integers(0, 99), min_size=1, max_size=4),
-    data=st.data(),
-)
-def test_vllms_slots_are_the_naive_ones(turns, interleave, world_size, block_ids, data):
-    rank = data.draw(st.integers(0, world_size - 1))
-    geometry = BlockGeometry(
-        block_size=turns * interleave,
-        kernel_block_size=turns * interleave,
-        context_parallel=ContextParallel(
-            world_size=world_size, rank=rank, interleave_tokens=interleave
-        ),
-    )
-    num_tokens = len(block_ids) * geometry.virtual_block_tokens
-    expected = [naive_slot(block_ids, token, geometry) for token in range(num_tokens)]
-    assert v1_slots(block_ids, num_tokens, geometry) == expected
 
 
 def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
@@ -178,24 +140,6 @@ def test_windows_and_kernel_blocks_that_cannot_be_shared_are_refused(spec, kerne
     engine = {"tp_size": 2, "total_kv_heads": 4, "place": shared(0, 2 * SIZE)}
     with pytest.raises(GeometryError, match=text):
         registered(spec, kernel_block_size=kernel_block_size, **engine)
-
-
-def test_a_host_buffer_copies_every_kernel_block_of_joined_ones():
-    config, caches = one_group(latent(2 * SIZE), KVCacheLayout.LBNHC, SIZE)
-    buffer = HostBuffer(caches)
-    copied = []
-    buffer.copy_blocks = lambda source, target, ids, same_ids, direction: copied.append(
-        (ids, direction)
-    )
-    groups = register_groups(
-        vllm_config("FLASHMLA", tp_size=2), config, buffer.mirrors, shared(1, 2 * SIZE)
-    )
-    # virtual blocks of 4 x SIZE tokens
-    tokens = (3 * SIZE, 6 * SIZE)
-    load = LoadRequest("r", (tokens,), (GroupBlocks.of([4, 2, 3]),), (GroupBlocks.of([1]),))
-    buffer.before_load(load, groups)
-    buffer.after_load("r", is_filled=True)
-    assert copied == [([8, 9, 4, 5], "h2d")]
 
 
 GQA = {"tp_size": 4, "kv_heads": 2}

@@ -124,7 +124,6 @@ def test_ray_serve_gives_every_engine_an_id_and_an_address_of_its_own(monkeypatc
 
 
 def documents():
-    """The manifest's resources."""
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
     return list(yaml.safe_load_all(MANIFEST.read_text()))
 

@@ -50,22 +50,6 @@ def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
     assert np.array_equal(channels[:, :, 0], raw(conv[:, :, None])[:, :, 0])
 
 
-def test_ranks_hold_consecutive_channels_of_each_input():
-    spec = recurrent("MAMBA2", True, tp_size=2)
-    page = torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes, dtype=torch.int8)
-    cut = Cut(1, 2, 1)
-    parts = state_parts(
-        LayerCache("l", spec, page), cut, state_pieces(spec, cut, is_dim_first=True)
-    )
-    shares = {g.name: (g.total_heads, g.head_start, g.head_stop) for g, _ in parts}
-    assert shares == {
-        "conv-x": (24, 12, 24),
-        "conv-B": (8, 4, 8),
-        "conv-C": (8, 4, 8),
-        "temporal": (6, 3, 6),
-    }
-
-
 def test_other_states_need_equal_engines():
     spec = recurrent("MAMBA1", True)
     other = MambaSpec(

@@ -98,7 +98,6 @@ def main():
 
 
 def parse():
-    """The command line."""
     has_nixl = importlib.util.find_spec("nixl") is not None
     parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")

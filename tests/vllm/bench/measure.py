@@ -87,7 +87,6 @@ class Contender:
         return _all(self.pair.decode, zip(prompts, params, strict=True), ANSWER_TOKENS)
 
     def forget(self):
-        """Empty both prefix caches."""
         self.pair.prefill.forget()
         self.pair.decode.forget()
 
@@ -116,7 +115,6 @@ class Turns:
         self.found = {name: Found() for name in contenders}
 
     def run(self):
-        """Everything in the plan."""
         plan = self._plan
         pairs = [name for name, each in self._contenders.items() if not each.is_streamed]
         self._each(self._churn, pairs)

@@ -51,7 +51,6 @@ def main():
 
 
 def parse():
-    """The command line."""
     parser = argparse.ArgumentParser(prog="scripts/test_vllm")
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all of them without an argument")
     parser.add_argument("--no-nixl", action="store_true", help="our connector alone")

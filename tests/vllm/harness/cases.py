@@ -11,7 +11,7 @@ from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.servers import http_example, metrics
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """Two engines and what is done with them.
 
@@ -41,24 +41,16 @@ class Case:
 
 def _sharing(interleave_tokens):
     """Two ranks that share the tokens of one KV head."""
-    arguments = {
-        "decode_context_parallel_size": 2,
-        "cp_kv_cache_interleave_size": interleave_tokens,
-    }
-    return {"tp_size": 2, "arguments": arguments}
-
-
-def _case(name, **arguments):
-    return Case(name=name, **arguments)
+    interleave = {"cp_kv_cache_interleave_size": interleave_tokens}
+    return {"tp_size": 2, "arguments": {"decode_context_parallel_size": 2, **interleave}}
 
 
 def _dcp(name, **arguments):
-    gpus = {"needs_gpus": True, "gpu_dtype": "bfloat16"}
-    return _case(name, has_nixl=False, **{"model": {"kv_heads": 1}, **gpus, **arguments})
+    return Case(name, has_nixl=False, **{"model": {"kv_heads": 1}, **ON_GPUS_BF16, **arguments})
 
 
 def _both(name, engine, **arguments):
-    return _case(name, prefill=engine, decode=engine, **arguments)
+    return Case(name, prefill=engine, decode=engine, **arguments)
 
 
 def _blocks(size):
@@ -66,9 +58,11 @@ def _blocks(size):
 
 
 def _stream(name, **arguments):
-    return _case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
+    return Case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
 
 
+BOTH = ("kv_both", "kv_both")
+BOTH_WAYS = {"bidirectional_kv_xfer": True}
 BF16 = {"dtype": "bfloat16"}
 TP2 = {"tp_size": 2}
 PP2 = {"pp_size": 2}
@@ -81,61 +75,50 @@ NGRAM = {"arguments": {"speculative_config": LOOKUP}}
 STATES = {"kind": "states"}
 DEEP = {"kv_heads": 8, "layers": 8}
 MTP = {"draft": "mtp"}
-MLA = {
-    "model": {"kind": "mla", "layers": 2},
-    "needs_gpus": True,
-    "gpu_dtype": "bfloat16",
-}
 PACKED = {"environment": {"KVCONNECTOR_PATHS_DIRECT": "never"}}
 HND = {"environment": {"VLLM_KV_CACHE_LAYOUT": "HND"}}
-ON_GPUS = {"needs_gpus": True}
+SLEEPY = {"arguments": {"enable_sleep_mode": True}}
+ON_GPUS_BF16 = {"needs_gpus": True, "gpu_dtype": "bfloat16"}
+MLA = {"model": {"kind": "mla", "layers": 2}, **ON_GPUS_BF16}
+LOST = {"policy": "recompute", "leaves_nothing": False}
+PREFIXES = {"scenario": s.prefix_hits}
 CASES = (
-    _case("tp1-tp1", is_quick=True),
-    _case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
-    _case("tp2-tp1", prefill=TP2, is_quick=True),
-    _case("tp1-tp2", decode=TP2),
-    _case("block64-128", prefill=_blocks(64), decode=_blocks(128), is_quick=True),
-    _case("block128-64", prefill=_blocks(128), decode=_blocks(64)),
-    _case("block96-64", prefill=_blocks(96), decode=_blocks(64)),
-    _case("tp2-block64-tp1-block128", prefill=TP2 | _blocks(64), decode=_blocks(128)),
-    _case("gqa1-tp2-tp1", prefill=TP2, model={"kv_heads": 1}),
-    _case("gqa1-tp1-tp2", decode=TP2, model={"kv_heads": 1}),
-    _case("pp2-pp1", prefill=PP2),
-    _case("pp1-pp2", decode=PP2),
-    _case("pp2-pp2", prefill=PP2, decode=PP2),
-    _case("pp2-tp2", prefill=PP2, decode=TP2),
+    Case("tp1-tp1", is_quick=True),
+    Case("tp1-tp1-bf16", prefill=BF16, decode=BF16),
+    Case("tp2-tp1", prefill=TP2, is_quick=True),
+    Case("tp1-tp2", decode=TP2),
+    Case("block64-128", prefill=_blocks(64), decode=_blocks(128), is_quick=True),
+    Case("block128-64", prefill=_blocks(128), decode=_blocks(64)),
+    Case("block96-64", prefill=_blocks(96), decode=_blocks(64)),
+    Case("tp2-block64-tp1-block128", prefill=TP2 | _blocks(64), decode=_blocks(128)),
+    Case("gqa1-tp2-tp1", prefill=TP2, model={"kv_heads": 1}),
+    Case("gqa1-tp1-tp2", decode=TP2, model={"kv_heads": 1}),
+    Case("pp2-pp1", prefill=PP2),
+    Case("pp1-pp2", decode=PP2),
+    Case("pp2-pp2", prefill=PP2, decode=PP2),
+    Case("pp2-tp2", prefill=PP2, decode=TP2),
     _dcp("dcp1-dcp2", prefill=_blocks(32), decode=_sharing(16)),
     _dcp("dcp2-dcp1", prefill=_sharing(1)),
     _dcp("mla-dcp2-dcp1", prefill=_sharing(1), **MLA),
-    _dcp("prefix-hits-dcp2-dcp2", scenario=s.prefix_hits, prefill=_sharing(64), decode=_sharing(4)),
-    _case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
-    _case("window", model={"window": 128}),
-    _case("window-block64-128", model={"window": 128}, prefill=_blocks(64), decode=_blocks(128)),
-    _case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
-    _case("states-tp2-tp1", model=STATES, prefill=TP2 | UNCACHED, decode=UNCACHED),
-    _case("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=TP2 | UNCACHED),
-    _case("mla", **MLA),
-    _case("mla-tp1-tp2", decode=TP2, **MLA),
+    _dcp("prefix-hits-dcp2-dcp2", prefill=_sharing(64), decode=_sharing(4), **PREFIXES),
+    Case("cache-sizes", prefill={"cache_bytes": 96 << 20}, decode={"cache_bytes": 160 << 20}),
+    Case("window", model={"window": 128}),
+    Case("window-block64-128", model={"window": 128}, prefill=_blocks(64), decode=_blocks(128)),
+    Case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
+    Case("states-tp2-tp1", model=STATES, prefill=TP2 | UNCACHED, decode=UNCACHED),
+    Case("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=TP2 | UNCACHED),
+    Case("mla", **MLA),
+    Case("mla-tp1-tp2", decode=TP2, **MLA),
     _both("packed", PACKED, has_nixl=False),
-    _case("hnd-nhd", prefill=HND, decode=_blocks(128), **ON_GPUS, gpu_dtype="bfloat16"),
-    _both("graphs", {"arguments": {"enforce_eager": False}}, **ON_GPUS, gpu_dtype="bfloat16"),
-    _both("fp8", {"arguments": {"kv_cache_dtype": "fp8"}}, **ON_GPUS, gpu_dtype="bfloat16"),
-    _case("prefix-hits", scenario=s.prefix_hits),
-    _case(
-        "prefix-hits-block64-128",
-        scenario=s.prefix_hits,
-        prefill=_blocks(64),
-        decode=_blocks(128),
-    ),
-    _case(
-        "prefix-hits-block128-32",
-        scenario=s.prefix_hits,
-        prefill=_blocks(128),
-        decode=_blocks(32),
-    ),
-    _case("crowd", scenario=s.crowd),
-    _case("completions", scenario=s.completions),
-    _case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
+    Case("hnd-nhd", prefill=HND, decode=_blocks(128), **ON_GPUS_BF16),
+    _both("graphs", {"arguments": {"enforce_eager": False}}, **ON_GPUS_BF16),
+    _both("fp8", {"arguments": {"kv_cache_dtype": "fp8"}}, **ON_GPUS_BF16),
+    Case("prefix-hits", **PREFIXES),
+    Case("prefix-hits-block64-128", prefill=_blocks(64), decode=_blocks(128), **PREFIXES),
+    Case("prefix-hits-block128-32", prefill=_blocks(128), decode=_blocks(32), **PREFIXES),
+    Case("crowd", s.crowd),
+    Case("completions", s.completions),
+    Case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
     _stream("stream", prefill=CHUNKED),
     _stream("stream-packed", prefill=CHUNKED, options={"paths": {"direct": "never"}}),
     # a prompt is one step of several megabytes: its first layers are read while the others are computed
@@ -144,46 +127,23 @@ CASES = (
     _stream("stream-window", prefill=CHUNKED, model={"window": 128}),
     _stream("stream-states", model=STATES, prefill=CHUNKED_UNCACHED, decode=UNCACHED),
     _stream("stream-mtp", prefill={**CHUNKED, **MTP}, decode=MTP, model={"kind": "mtp"}),
-    _stream(
-        "stream-kill",
-        scenario=s.streamed_then_killed,
-        prefill=CHUNKED,
-        policy="recompute",
-        leaves_nothing=False,
-    ),
-    _case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
-    _case("ngram", decode=NGRAM),
+    _stream("stream-kill", scenario=s.streamed_then_killed, prefill=CHUNKED, **LOST),
+    Case("no-prefix-cache", prefill=UNCACHED, decode=UNCACHED),
+    Case("ngram", decode=NGRAM),
     _both("draft-model", {"draft": "draft_model"}),
     _both("eagle", {"draft": "eagle"}),
     _both("mtp", MTP, model={"kind": "mtp"}),
-    _case("preemption", scenario=s.preempted, decode={"cache_bytes": 66 << 18}),
-    _both(
-        "sleep",
-        {"arguments": {"enable_sleep_mode": True}},
-        scenario=s.slept,
-        has_nixl=False,
-        **ON_GPUS,
-    ),
-    _case("abort", scenario=s.abort),
-    _case("kill-recompute", scenario=s.killed, policy="recompute", leaves_nothing=False),
-    _case("kill-fail", scenario=s.killed, leaves_nothing=False),
-    _case("restart", scenario=s.restarted),
-    _case(
-        "consumer-gone",
-        scenario=s.consumer_gone,
-        options={"kv_lease_duration": 6},
-        leaves_nothing=False,
-    ),
-    _case("multi", found_by="multi"),
-    _case("by-name", found_by="name", has_nixl=False),
-    _case("both", roles=("kv_both", "kv_both")),
-    _case(
-        "chat",
-        scenario=s.chat,
-        options={"bidirectional_kv_xfer": True},
-        roles=("kv_both", "kv_both"),
-        leaves_nothing=False,
-    ),
-    _case("example", servers=http_example, has_nixl=False),
-    _case("metrics", servers=metrics, is_quick=True, has_nixl=False),
+    Case("preemption", s.preempted, decode={"cache_bytes": 66 << 18}),
+    _both("sleep", SLEEPY, scenario=s.slept, has_nixl=False, needs_gpus=True),
+    Case("abort", s.abort),
+    Case("kill-recompute", s.killed, **LOST),
+    Case("kill-fail", s.killed, leaves_nothing=False),
+    Case("restart", s.restarted),
+    Case("consumer-gone", s.consumer_gone, options={"kv_lease_duration": 6}, leaves_nothing=False),
+    Case("multi", found_by="multi"),
+    Case("by-name", found_by="name", has_nixl=False),
+    Case("both", roles=BOTH),
+    Case("chat", s.chat, options=BOTH_WAYS, roles=BOTH, leaves_nothing=False),
+    Case("example", servers=http_example, has_nixl=False),
+    Case("metrics", servers=metrics, is_quick=True, has_nixl=False),
 )

@@ -36,7 +36,6 @@ class Device:
 
     @property
     def name(self):
-        """For the report."""
         if self.kind == "cpu":
             return "cpu"
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -58,7 +57,6 @@ class Device:
         return {"CUDA_VISIBLE_DEVICES": ",".join(units)}
 
     def arguments(self, *, is_pipeline):
-        """Of an engine."""
         if self.kind == "cuda":
             return {"gpu_memory_utilization": MEMORY_SHARE, "disable_custom_all_reduce": True}
         return {"worker_cls": PIPELINE_WORKER} if is_pipeline else {}

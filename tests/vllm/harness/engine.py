@@ -69,7 +69,6 @@ class Answer:
 
     @classmethod
     def of(cls, output, computed_tokens=None, block_ids=(), **more):
-        """From vLLM's last output of a request."""
         (answer,) = output.outputs
         gaps = []
         for position in answer.logprobs or []:
@@ -115,14 +114,12 @@ class Engine:
         return request_id
 
     def answer(self, request_id, timeout_s=ANSWER_TIMEOUT_S):
-        """Wait for a request's end."""
         deadline = time.monotonic() + timeout_s
         while request_id not in self._answers:
             self._event(deadline, f"answer to {request_id}")
         return self._answers.pop(request_id)
 
     def ask(self, *arguments, **options):
-        """`submit` and `answer`."""
         return self.answer(self.submit(*arguments, **options))
 
     def call(self, command, *arguments):
@@ -294,7 +291,6 @@ class _Loop:
         return self._engine.reset_prefix_cache()
 
     def on_report(self):
-        """What a scenario may want to know of the engine's state."""
         pool = self._scheduler.kv_cache_manager.block_pool
         return {
             "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),

@@ -94,7 +94,6 @@ class Pair:
         return answer
 
     def prefilled(self, prompt):
-        """The parameters that the prefill engine answers with."""
         return self.offered(self.begin_prefill(prompt)).params
 
     def disaggregated(self, prompt):

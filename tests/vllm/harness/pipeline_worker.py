@@ -8,7 +8,6 @@ class PipelineCPUWorker(CPUWorker):  # type: ignore[misc]  # vLLM is not there w
     """`worker_cls` of engines with several stages."""
 
     def compile_or_warm_up_model(self):
-        """Allocate what a stage receives."""
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(

@@ -17,7 +17,6 @@ def say(text):
 
 
 def environment(device):
-    """Where the numbers come from."""
     from vllm import __version__
 
     return {
@@ -29,7 +28,6 @@ def environment(device):
 
 
 def as_row(case, connector, outcome, seconds):
-    """One run of a case."""
     return {"case": case, "connector": connector, **asdict(outcome), "seconds": round(seconds, 1)}
 
 

@@ -42,7 +42,6 @@ def transfer_config(case, connector, role, engine_id):
 
 
 def world_size(options):
-    """Ranks of an engine."""
     return options.get("tp_size", 1) * options.get("pp_size", 1)
 
 
@@ -73,7 +72,6 @@ def model_paths(case, folder):
 
 
 def specs_of(case, connector, folder, device):
-    """Both engines of a case."""
     model, draft_model = model_paths(case, folder)
     first = 0
     halves = zip(("prefill", "decode"), (case.prefill, case.decode), case.roles, strict=True)

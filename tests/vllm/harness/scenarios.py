@@ -27,7 +27,6 @@ class Outcome:
     differs_alone: list[str] = field(default_factory=list)
 
     def compare(self, what, answer, expected):
-        """Book one prompt."""
         self.prompts += 1
         self.equal += answer.tokens == expected
         if answer.tokens != expected:
@@ -36,7 +35,6 @@ class Outcome:
             self.complaints.append(f"{what}: tokens differ from the {first}th on ({answer.reason})")
 
     def compare_bytes(self, what, difference):
-        """Book one prompt whose caches were compared."""
         self.compared_bytes += 1
         self.equal_bytes += not difference
         if difference:
@@ -97,7 +95,6 @@ def _at_once(pair, outcome, prompts, max_tokens=16):
 
 
 def crowd(pair, outcome):
-    """Many requests at once."""
     prompts = [prompt_of(100 + 37 * number, seed=number) for number in range(CROWD)]
     _at_once(pair, outcome, prompts)
 

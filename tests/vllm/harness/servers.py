@@ -34,8 +34,6 @@ GPU_ARGUMENTS = (
 
 
 class Servers:
-    """Both servers; they end with `stack`."""
-
     def __init__(self, folder, stack, device):
         self._model = str(folder / "models" / "served")
         make_model(Path(self._model))
@@ -90,7 +88,6 @@ class Servers:
         return (self._arguments.folder / f"{name}.log").read_text(errors="replace")
 
     def kill(self, name):
-        """End a server without a goodbye."""
         process = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(TIMEOUT_S)
