@@ -128,7 +128,7 @@ def v1_slots(block_ids, num_tokens, block_size, shared):
         PAD_ID=PAD_SLOT_ID,
         BLOCK_SIZE=KERNEL_TOKENS,
     )
-    return slots.tolist()
+    return slots
 
 
 class Rank:
@@ -176,30 +176,26 @@ class Rank:
         shared = self.placement.context_parallel
         return v1_slots(block_ids, num_tokens, self.shape.block_size, shared)
 
-    def at(self, slot):
-        block, token = divmod(slot, self.layers[0].shape[2])
-        return block, slice(None), token
-
     def write(self, token_ids, positions, block_ids):
+        slots = self.slots(block_ids, positions.stop)[positions.start :]
         values = written(token_ids, self.heads, self.shape.content)
-        slots = self.slots(block_ids, positions.stop)
-        for token in positions:
-            if slots[token] != PAD_SLOT_ID:
-                for layer, value in zip(self.layers, values[:, token], strict=True):
-                    layer[self.at(slots[token])] = value
+        is_own = slots != PAD_SLOT_ID
+        for layer, value in zip(self.layers, values, strict=True):
+            place = self._place(slots[is_own])
+            layer[place] = value[positions.start : positions.stop][is_own]
 
     def right_tokens(self, token_ids, block_ids):
         """Positions whose slots on this rank hold what a forward pass over the tokens leaves."""
+        slots = self.slots(block_ids, len(token_ids))
         values = written(token_ids, self.heads, self.shape.content)
-        return {
-            token
-            for token, slot in enumerate(self.slots(block_ids, len(token_ids)))
-            if slot != PAD_SLOT_ID
-            and all(
-                torch.equal(layer[self.at(slot)], value)
-                for layer, value in zip(self.layers, values[:, token], strict=True)
-            )
-        }
+        is_right = slots != PAD_SLOT_ID
+        for layer, value in zip(self.layers, values, strict=True):
+            is_right &= (layer[self._place(slots)] == value).all(dim=(1, 2))
+        return set(is_right.nonzero().flatten().tolist())
+
+    def _place(self, slots):
+        tokens = self.layers[0].shape[2]
+        return slots // tokens, slice(None), slots % tokens
 
 
 class SharedEngine:

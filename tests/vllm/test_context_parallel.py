@@ -1,21 +1,24 @@
 """Ranks that share a request's tokens, in vLLM's own terms."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm.config import ParallelConfig
 from vllm.distributed import parallel_state
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.placement import Placement
 from tests.vllm.harness.model import make_model
 from tests.vllm.shared_tokens import Shape, check_read, engines, until
-from tests.vllm.test_caches import BLOCKS, SIZE, attention, placed, registered
+from tests.vllm.test_caches import SIZE, attention, placed, registered
 
 pytestmark = pytest.mark.vllm
+SHARED = placed(0, world_size=2, rank=0, interleave_tokens=2 * SIZE)
+WINDOW = attention(SlidingWindowSpec, sliding_window=48)
 
 
 def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
@@ -29,9 +32,7 @@ def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
         distributed_executor_backend="mp",
     )
     with monkeypatch.context() as patch:
-        return parallel, [
-            _placement_of(patch, parallel, rank) for rank in range(parallel.world_size)
-        ]
+        return [_placement_of(patch, parallel, rank) for rank in range(parallel.world_size)]
 
 
 def _placement_of(patch, parallel, rank):
@@ -65,7 +66,7 @@ def _placement_of(patch, parallel, rank):
 def test_every_token_of_a_head_is_on_one_rank_of_each_group(
     monkeypatch, tp_size, pp_size, pcp_size, dcp_size
 ):
-    _, found = vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size)
+    found = vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size)
     ranks = sorted((place.rank.pp_rank, place.rank.tp_rank) for place in found)
     assert ranks == [
         (stage, index) for stage in range(pp_size) for index in range(tp_size * pcp_size)
@@ -80,64 +81,27 @@ def test_every_token_of_a_head_is_on_one_rank_of_each_group(
 
 
 def test_ranks_of_prefill_context_parallelism_alone_are_copies_of_the_first(monkeypatch):
-    _, found = vllm_placements(monkeypatch, 2, 1, 2, 1)
+    found = vllm_placements(monkeypatch, 2, 1, 2, 1)
     assert [p.is_replica for p in found] == [False, False, True, True]
     assert [p.rank.tp_rank for p in found if not p.is_replica] == [0, 1]
     assert {p.context_parallel.world_size for p in found} == {1}
 
 
-def latent(block_size=SIZE):
-    return attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=block_size)
-
-
-def shared(rank, interleave):
-    return placed(rank, world_size=2, rank=rank, interleave_tokens=interleave)
-
-
-def test_a_group_says_which_tokens_a_rank_has():
-    engine = {"tp_size": 2, "place": shared(1, 8)}
-    layout = KVCacheLayout.LBNHC
-    group, _ = registered(latent(4 * SIZE), layout, "FLASHMLA", kernel_block_size=SIZE, **engine)
-    geometry = group.cache.geometry
-    assert (geometry.dcp_size, geometry.dcp_rank, geometry.interleave_tokens) == (2, 1, 8)
-    # turns fit into a kernel block, which stays as it is
-    assert (geometry.block_size, geometry.virtual_block_tokens) == (SIZE, 2 * SIZE)
-    assert (group.info.kernel_blocks, group.tensor_block_ids([3, 1])) == (4, [3, 1])
-    # vLLM keeps another group whole on every rank
-    spec = attention(SlidingWindowSpec, sliding_window=48, dcp_sharded=False)
-    group, _ = registered(spec, layout, **engine)
+def test_a_group_that_vllm_keeps_whole_on_every_rank_is_not_shared():
+    spec = replace(WINDOW, dcp_sharded=False)
+    group, _ = registered(spec, KVCacheLayout.LBNHC, tp_size=2, place=SHARED)
     assert group.cache.geometry.dcp_size == 1
-
-
-@pytest.mark.parametrize(
-    "spec,layout",
-    [
-        (latent(4 * SIZE), KVCacheLayout.LBHNC),
-        (attention(block_size=4 * SIZE), KVCacheLayout.LBNHC),
-    ],
-)
-def test_kernel_blocks_shorter_than_a_turn_are_joined(spec, layout):
-    engine = {"tp_size": 2, "total_kv_heads": 2 * spec.num_kv_heads, "place": shared(0, 2 * SIZE)}
-    group, _ = registered(spec, layout, kernel_block_size=SIZE, **engine)
-    assert (group.info.kernel_blocks, group.cache.geometry.block_size) == (1, 4 * SIZE)
-    view = group.cache.views[0][0]
-    assert (view.num_blocks, view.shape[2]) == (BLOCKS, 4 * SIZE)
-    assert group.tensor_block_ids([3, 1]) == [12, 13, 14, 15, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
     "spec,kernel_block_size,text",
     [
-        (
-            attention(SlidingWindowSpec, sliding_window=48),
-            None,
-            "groups that keep all of them.*window",
-        ),
+        (WINDOW, None, "groups that keep all of them.*window"),
         (attention(block_size=2 * SIZE), SIZE, "cp-kv-cache-interleave-size"),
     ],
 )
 def test_windows_and_kernel_blocks_that_cannot_be_shared_are_refused(spec, kernel_block_size, text):
-    engine = {"tp_size": 2, "total_kv_heads": 4, "place": shared(0, 2 * SIZE)}
+    engine = {"tp_size": 2, "total_kv_heads": 4, "place": SHARED}
     with pytest.raises(GeometryError, match=text):
         registered(spec, kernel_block_size=kernel_block_size, **engine)
 
@@ -160,9 +124,10 @@ CASES = {
     ),
     "to heads": (Shape(tp_size=2, kv_heads=2), Shape(**GQA, dcp_size=2, interleave_tokens=16)),
     "kernel blocks": (
-        Shape(tp_size=2, dcp_size=2, interleave_tokens=4, block_size=32, kernel_block_size=8),
+        Shape(**GQA, dcp_size=2, interleave_tokens=4, block_size=32, kernel_block_size=8),
+        # shorter than a turn: they are joined
         Shape(
-            tp_size=2,
+            **GQA,
             dcp_size=2,
             interleave_tokens=32,
             block_size=32,

@@ -284,25 +284,6 @@ def test_a_step_that_is_planned_ahead_changes_no_offer(world):
     assert {name: hold.num_tokens for name, hold in holds.items()} == {"r1": 100, "r2": 52}
 
 
-def test_loads_end_between_steps_that_are_planned_ahead(world):
-    engine = world(is_async=True)
-    request, other = engine.add(100, w.offer(100), max_tokens=2), engine.add(50, max_tokens=8)
-    first = engine.scheduler.schedule()
-    second = engine.scheduler.schedule()
-    engine.complete(first)
-    third = engine.scheduler.schedule()
-    engine.complete(second, finished_recving={"r1"})
-    fourth = engine.scheduler.schedule()
-    engine.complete(third)
-    assert [step.num_scheduled_tokens.get("r1") for step in (first, second, third, fourth)] == [
-        *(None, None, None),
-        1,
-    ]
-    (output,) = [one for one in engine.complete(fourth) if one.request_id == "r1"]
-    assert output.new_token_ids == [7]
-    assert (request.num_output_tokens, other.num_output_tokens) == (1, 4)
-
-
 @pytest.mark.parametrize(
     "role,is_bidirectional,delivers",
     [

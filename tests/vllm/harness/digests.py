@@ -24,59 +24,56 @@ class CacheDigests:
 
     def cache_digests(self, wanted):
         """Digests of this rank's caches; null blocks and recurrent states are left out."""
-        from vllm.distributed.parallel_state import get_dcp_group
+        from kvconnector.integrations.vllm.placement import Placement
 
-        worker = self
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        parallel = worker.vllm_config.parallel_config
-        dcp_size, dcp_rank = parallel.decode_context_parallel_size, 0
-        if dcp_size > 1:
-            dcp_rank = get_dcp_group().rank_in_group
-        tokens = tokens_of_rank(
-            wanted, dcp_size, dcp_rank, parallel.cp_kv_cache_interleave_size if dcp_size > 1 else 1
-        )
-        config = worker.model_runner.kv_cache_config
-        layers = worker.vllm_config.compilation_config.static_forward_context
+        place = Placement.here(self.vllm_config.parallel_config)
+        shared = place.context_parallel
+        tokens = tokens_of_rank(wanted, shared.world_size, shared.rank, shared.interleave_tokens)
+        config = self.model_runner.kv_cache_config
+        layers = self.vllm_config.compilation_config.static_forward_context
         found = {}
         for group, block_ids in zip(config.kv_cache_groups, wanted.block_ids, strict=True):
             for name in group.layer_names:
                 if not isinstance(layers[name].kv_cache, tuple):
-                    found |= self._layer(name, layers[name], config.num_blocks, block_ids, tokens)
+                    values, numbers = _layer(layers[name], config.num_blocks, block_ids, tokens)
+                    first = self._first_head(place.tp_rank, values.shape[1])
+                    for head, of_head in enumerate(values.T.tolist(), first):
+                        found[name, head] = dict(zip(numbers.tolist(), of_head, strict=True))
         return found
 
-    def _layer(self, name, layer, num_blocks, block_ids, tokens):
-        cache = layer.kv_cache  # [blocks, heads, tokens of a block, content]; MLA's has no heads
-        if cache.dim() == 3:
-            cache = cache.unsqueeze(1)
-        ratio = cache.shape[0] // num_blocks  # kernel blocks in one of vLLM's
-        block = cache.shape[2]
-        numbers, places = tokens
-        window = getattr(layer, "sliding_window", None) or np.inf
-        ids = np.append(block_ids, 0)  # block 0 stands for one that is not kept
-        owners = ids[np.minimum(places // (block * ratio), len(block_ids))]
-        # of a window, what the next token after the last one here sees
-        is_kept = (owners > 0) & (numbers > numbers.max(initial=0) + 1 - window)
-        numbers, places, owners = (each[is_kept] for each in (numbers, places, owners))
-        kernel_ids, inverse = np.unique(
-            owners * ratio + places % (block * ratio) // block, return_inverse=True
-        )
-        if layer.get_attn_backend().get_name() == "CPU_ATTN":
-            content = by_token(cache[kernel_ids.tolist()]).view(torch.uint8)
-        else:
-            content = cache.view(torch.uint8)[kernel_ids.tolist()].cpu()
-        rows = content.numpy()[inverse, :, places % block]
-        values = digest(rows)  # [tokens, heads]
-        worker = self
-        tp_size = worker.vllm_config.parallel_config.tensor_parallel_size
-        model = worker.vllm_config.model_config
+    def _first_head(self, rank, heads):
+        """The first KV head of a rank: heads are cut, or copied where there are fewer of them than ranks."""
+        model = self.vllm_config.model_config
         # a latent stands for all heads: every rank has it
         total = 1 if model.use_mla else model.get_total_num_kv_heads()
-        first = first_head(_tp_rank(), tp_size, total, values.shape[1])
-        return {
-            (name, first + head): dict(zip(numbers.tolist(), values[:, head].tolist(), strict=True))
-            for head in range(values.shape[1])
-        }
+        size = self.vllm_config.parallel_config.tensor_parallel_size
+        return rank * heads if heads * size <= total else rank * total // size
+
+
+def _layer(layer, num_blocks, block_ids, tokens):
+    """Digests `[tokens, heads]` of a layer, and the tokens' numbers."""
+    cache = layer.kv_cache  # [blocks, heads, tokens of a block, content]; MLA's has no heads
+    if cache.dim() == 3:
+        cache = cache.unsqueeze(1)
+    ratio = cache.shape[0] // num_blocks  # kernel blocks in one of vLLM's
+    block = cache.shape[2]
+    numbers, places = tokens
+    window = getattr(layer, "sliding_window", None) or np.inf
+    ids = np.append(block_ids, 0)  # block 0 stands for one that is not kept
+    owners = ids[np.minimum(places // (block * ratio), len(block_ids))]
+    # of a window, what the next token after the last one here sees
+    is_kept = (owners > 0) & (numbers > numbers.max(initial=0) + 1 - window)
+    numbers, places, owners = (each[is_kept] for each in (numbers, places, owners))
+    kernel_ids, inverse = np.unique(
+        owners * ratio + places % (block * ratio) // block, return_inverse=True
+    )
+    if layer.get_attn_backend().get_name() == "CPU_ATTN":
+        content = by_token(cache[kernel_ids.tolist()]).view(torch.uint8)
+    else:
+        content = cache.view(torch.uint8)[kernel_ids.tolist()].cpu()
+    return digest(content.numpy()[inverse, :, places % block]), numbers
 
 
 def by_token(content):
@@ -86,17 +83,6 @@ def by_token(content):
     k = k.reshape(blocks, heads, width // 2, tokens).transpose(2, 3)
     v = v.reshape(blocks, heads, tokens, width // 2)
     return torch.cat((k, v), dim=3).contiguous()
-
-
-def _tp_rank():
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-
-    return get_tensor_model_parallel_rank()
-
-
-def first_head(rank, size, total, heads):
-    """The first KV head of a rank: heads are cut, or copied where there are fewer of them than ranks."""
-    return rank * heads if heads * size <= total else rank * total // size
 
 
 def tokens_of_rank(wanted, dcp_size, dcp_rank, interleave):

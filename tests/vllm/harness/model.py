@@ -1,7 +1,6 @@
 """Small models with random weights, made locally: no hub, no tokenizer."""
 
 import importlib
-import json
 
 VOCAB_SIZE = 1024
 MAX_TOKENS = 4096
@@ -35,56 +34,42 @@ def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
         "eos_token_id": None,
     }
     torch.manual_seed(layers)
-    model = transformers.AutoModelForCausalLM.from_config(
-        _config(transformers, common, kind, window), dtype=torch.float32
-    )
+    config = _config(transformers, common, kind, window)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if parameter.dim() > 1 and "conv1d" not in parameter_name:
                 parameter.mul_(10 if "embed" in parameter_name else 4)
     if kind == "eagle":
-        _save_eagle(model, path)
+        # the layers alone
+        weights = {
+            name.removeprefix("model."): value
+            for name, value in model.state_dict().items()
+            if ".layers." in name and ".0.input_layernorm" not in name
+        }
+        _save(model, path, "LlamaForCausalLM", weights, "fc.weight")
     elif kind == "mtp":
-        _save_mtp(model, path)
+        # with a layer that drafts: a copy of the last one
+        weights, draft = model.state_dict(), "model.mtp_layers.0."
+        last = model.model.layers[-1].state_dict()
+        weights |= {draft + name: value.clone() for name, value in last.items()}
+        for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+            weights[f"{draft}{norm}.weight"] = torch.ones(common["hidden_size"])
+        model.config.num_nextn_predict_layers = 1
+        _save(model, path, "MiMoForCausalLM", weights, f"{draft}input_proj.weight")
     else:
         model.save_pretrained(path)
-    (path / "complete").write_text(json.dumps(common))
+    (path / "complete").touch()
     return path
 
 
-def _save_eagle(model, path):
-    """The layers alone, and a matrix that joins the target's hidden states with its embeddings."""
+def _save(model, path, architecture, weights, joint):
+    """With a matrix, `joint`, that joins the target's hidden states with its embeddings."""
     import torch
 
     width = model.config.hidden_size
-    weights = {
-        name.removeprefix("model."): value
-        for name, value in model.state_dict().items()
-        if ".layers." in name and ".0.input_layernorm" not in name
-    }
-    weights["fc.weight"] = torch.randn(width, 2 * width) / width**0.5
-    model.config.architectures = ["LlamaForCausalLM"]
-    model.config.save_pretrained(path)
-    importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
-
-
-def _save_mtp(model, path):
-    """With a layer that drafts: a copy of the last one, and a matrix that joins hidden states with embeddings."""
-    import torch
-
-    width = model.config.hidden_size
-    weights = dict(model.state_dict())
-    last, draft = f"model.layers.{model.config.num_hidden_layers - 1}.", "model.mtp_layers.0."
-    weights |= {
-        draft + name.removeprefix(last): value.clone()
-        for name, value in weights.items()
-        if name.startswith(last)
-    }
-    weights[f"{draft}input_proj.weight"] = torch.randn(width, 2 * width) / width**0.5
-    for norm in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
-        weights[f"{draft}{norm}.weight"] = torch.ones(width)
-    model.config.architectures = ["MiMoForCausalLM"]
-    model.config.num_nextn_predict_layers = 1
+    weights[joint] = torch.randn(width, 2 * width) / width**0.5
+    model.config.architectures = [architecture]
     model.config.save_pretrained(path)
     importlib.import_module("safetensors.torch").save_file(weights, path / "model.safetensors")
 

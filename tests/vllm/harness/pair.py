@@ -96,12 +96,8 @@ class Pair:
     def prefilled(self, prompt):
         return self.offered(self.begin_prefill(prompt)).params
 
-    def disaggregated(self, prompt):
-        """Prefill there, decode here."""
-        return self.decode.ask(prompt, self.prefilled(prompt))
-
     def compared(self, prompt, cached=0):
-        """`disaggregated`, and how the caches differ behind `cached` tokens that the decode engine had; "" if not."""
+        """Prefill there, decode here, and how the caches differ behind `cached` tokens that were here; "" if not."""
         prefill = self.prefill.answer(self.begin_prefill(prompt))
         return self._compared(prompt, prefill, self.decode.submit(prompt, prefill.params), cached)
 

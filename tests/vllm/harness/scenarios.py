@@ -169,8 +169,7 @@ def abort(pair, outcome):
     """Requests that are aborted before, during and after their transfer leave nothing behind."""
     prompt = prompt_of(900, seed=1)
     expected = pair.alone(prompt)
-    answer = pair.disaggregated(prompt)
-    outcome.compare("before the aborts", answer, expected)
+    _compare(pair, outcome, "before the aborts", prompt, expected)
     pair.decode.forget()
     before = pair.decode.submit(prompt, pair.prefilled(prompt))
     pair.decode.call("abort", before)
@@ -184,8 +183,7 @@ def abort(pair, outcome):
     time.sleep(SETTLE_S)
     pair.decode.call("abort", after)
     outcome.complaints += pair.leftovers()
-    answer = pair.disaggregated(prompt)
-    outcome.compare("after the aborts", answer, expected)
+    _compare(pair, outcome, "after the aborts", prompt, expected)
 
 
 def killed(pair, outcome):
@@ -195,7 +193,7 @@ def killed(pair, outcome):
     is_recomputed = pair.specs[1].transfer["kv_load_failure_policy"] == "recompute"
     warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
     expected = pair.alone(prompt)
-    pair.disaggregated(warm)
+    pair.compared(warm)
     offer = pair.prefilled(prompt)
     os.killpg(pair.prefill.pid, signal.SIGSTOP)
     request = pair.decode.submit(prompt, offer)
@@ -213,20 +211,18 @@ def restarted(pair, outcome):
     """The prefill engine is killed and started again under its name and port."""
     prompt = prompt_of(600, seed=3)
     expected = pair.alone(prompt)
-    answer = pair.disaggregated(prompt)
-    outcome.compare("before", answer, expected)
+    _compare(pair, outcome, "before", prompt, expected)
     pair.decode.forget()
     pair.restart_prefill()
     for number in range(3):
-        answer = pair.disaggregated(prompt)
-        outcome.compare(f"request {number} after", answer, expected)
+        _compare(pair, outcome, f"request {number} after", prompt, expected)
         pair.decode.forget()
 
 
 def consumer_gone(pair, outcome):
     """The decode engine dies before it reads: the prefill engine's blocks are free once the lease ends."""
-    answer = pair.disaggregated(prompt_of(100))
-    outcome.compare("before", answer, answer.tokens)
+    prompt = prompt_of(100)
+    _compare(pair, outcome, "before", prompt, pair.alone(prompt))
     pair.prefilled(prompt_of(900, seed=4))
     pair.decode.kill()
     outcome.complaints += pair.leftovers("prefill")
