@@ -14,16 +14,6 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture
-def cpu_kernels():
-    import torch
-    from vllm.platforms import current_platform
-
-    current_platform.import_kernels()
-    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
-        pytest.skip("this vLLM is its Python sources alone, without the CPU's kernels")
-
-
-@pytest.fixture
 def world(model):
     """Makes engines with one connector role; by default a decode engine with one full-attention group."""
     from kvconnector.integrations.vllm.caches import group_info

@@ -204,28 +204,15 @@ class World:
         self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._count = 0
 
-    def add(
-        self,
-        num_tokens,
-        params=None,
-        max_tokens=4,
-        prompt=None,
-        *,
-        stop_token=None,
-        trace_headers=None,
-    ):
+    def add(self, num_tokens, params=None, prompt=None, trace_headers=None, **sampling):
         """Queue a request. Requests of one `prompt` number share their tokens."""
-        sampling = SamplingParams(
-            max_tokens=max_tokens,
-            ignore_eos=True,
-            stop_token_ids=[] if stop_token is None else [stop_token],
-            extra_args={"kv_transfer_params": params} if params else None,
-        )
+        extra = {"kv_transfer_params": params} if params else None
+        sampling = {"max_tokens": 4, "ignore_eos": True, "extra_args": extra, **sampling}
         self._count += 1
         request = Request(
             request_id=f"r{self._count}",
             prompt_token_ids=[(500 * (prompt or self._count) + i) % 997 for i in range(num_tokens)],
-            sampling_params=sampling,
+            sampling_params=SamplingParams(**sampling),
             pooling_params=None,
             block_hasher=self._hasher,
             trace_headers=trace_headers,

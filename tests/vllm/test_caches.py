@@ -130,33 +130,6 @@ def test_packed_k_and_v_are_found_in_every_layout(layout):
         assert np.array_equal(read(v), raw(caches[name][..., DIM:]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size,dim", [(32, 32), (64, 128), (96, 64)])
-@pytest.mark.usefixtures("cpu_kernels")
-def test_the_cpu_attention_is_read_as_it_writes(dtype, size, dim):
-    spec = attention(block_size=size, head_size=dim, dtype=dtype)
-    group, caches = registered(spec, backend="CPU_ATTN", isa="vec")
-    tokens = size + 5
-    key, value = (torch.randn(tokens, HEADS, dim).to(dtype) for _ in "kv")
-    slots = torch.arange(2 * size, 2 * size + tokens)
-    key_cache, value_cache = caches[NAMES[1]].view(BLOCKS, HEADS, 2 * size, dim).chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(
-        key,
-        value,
-        key_cache,
-        value_cache,
-        slots,
-        "vec",
-        k_scale=1.0,
-        v_scale=1.0,
-        kv_cache_dtype="auto",
-    )
-    for view, expected_NHD in zip(group.cache.views[1], (key, value), strict=True):
-        found = read(view)[2:4].transpose(1, 0, 2, 3, 4).reshape(HEADS, 2 * size, dim, -1)
-        expected = raw(expected_NHD.transpose(0, 1)[None])[0]
-        assert np.array_equal(found[:, :tokens], expected)
-
-
 def store_in_tiles(key_NHD, value_NHD, key_cache, value_cache, slots, *isa, **scales):
     """As AMX code stores bfloat16: K as [16 tokens][dim pair][token][2], V as [16 dims][token pair][dim][2]."""
     size, dim = key_cache.shape[2:]

@@ -368,7 +368,7 @@ def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
             engine={"enable_prefix_caching": False},
             bidirectional_kv_xfer=True,
         )
-        engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=8, stop_token=7)
+        engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=8, stop_token_ids=[7])
         planned = engine.scheduler.schedule()
         if is_async:
             assert engine.scheduler.schedule().num_scheduled_tokens == {"r1": 1}

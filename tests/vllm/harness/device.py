@@ -21,26 +21,25 @@ class Device:
     first: int = 0
 
     @cached_property
+    def _gpus(self):
+        # not by torch: the engines are forked from this process, which must not touch CUDA
+        if self.kind == "cpu" or shutil.which("nvidia-smi") is None:
+            return []
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        return subprocess.check_output(query, text=True).splitlines()
+
+    @property
     def units(self):
         """Names of the cores or GPUs, as vLLM takes them."""
-        if self.kind == "cpu":
-            return [str(core) for core in range(os.cpu_count() or 1)]
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible is not None:
+        if self.kind == "cuda" and visible is not None:
             return [unit for unit in visible.split(",") if unit]
-        # not by torch: the engines are forked from this process, which must not touch CUDA
-        if shutil.which("nvidia-smi") is None:
-            return []
-        found = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True)
-        return [str(number) for number in range(len(found.stdout.splitlines()))]
+        number = (os.cpu_count() or 1) if self.kind == "cpu" else len(self._gpus)
+        return [str(unit) for unit in range(number)]
 
     @property
     def name(self):
-        if self.kind == "cpu":
-            return "cpu"
-        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        found = subprocess.run(query, capture_output=True, text=True, check=True)
-        return f"{len(self.units)} x {found.stdout.splitlines()[0]}"
+        return f"{len(self.units)} x {self._gpus[0]}" if self._gpus else self.kind
 
     def lacks(self, world_size):
         """Why an engine of so many ranks cannot run here; ranks may share cores, but not GPUs."""
