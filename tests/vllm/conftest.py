@@ -1,4 +1,5 @@
 import importlib.util
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -19,16 +20,15 @@ def world(model):
     from kvconnector.integrations.vllm.caches import group_info
     from tests.vllm import scheduler_world as w
 
-    worlds = []
+    stack = ExitStack()
 
     def make(role="kv_consumer", *, specs=None, is_async=False, **options):
         specs = specs or [w.attention_spec()]
         infos = tuple(group_info(spec, n, 1) for n, spec in enumerate(specs))
         config = w.vllm_config(model, role, **options)
         shakes = {(0, 0): w.handshake(infos)}
-        worlds.append(w.World(config, w.cache_config(specs), shakes, is_async=is_async))
-        return worlds[-1]
+        made = w.World(config, w.cache_config(specs), shakes, is_async=is_async)
+        return stack.enter_context(closing(made))
 
-    yield make
-    for one in worlds:
-        one.close()
+    with stack:
+        yield make

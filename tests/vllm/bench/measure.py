@@ -33,11 +33,9 @@ class Plan:
 
 @dataclass
 class Size:
-    """Requests of one length, times in seconds.
-
-    `first_s`: from the prefill engine's answer to the decode engine's first token. `best_s`: the decode engine's first
-    tokens to the same requests once more, when it has everything in its prefix cache. `right`: requests whose first
-    token is the prefill engine's own.
+    """Requests of one length, times in seconds. `first_s`: from the prefill engine's answer to the decode engine's
+    first token. `best_s`: the same requests once more, when the decode engine has everything in its prefix cache.
+    `right`: requests whose first token is the prefill engine's own.
     """
 
     transfer_s: list[float] = field(default_factory=list)

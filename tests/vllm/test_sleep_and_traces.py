@@ -1,11 +1,13 @@
-"""Engines of vLLM 0.33 that sleep and wake up with transfers under way; the model alone is left out."""
+"""Transfers in vLLM's traces, and engines of vLLM 0.33 that sleep and wake up with transfers under way."""
 
 import pytest
 
 from kvconnector.integrations.vllm.connector import KVConnector
+from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 from tests.vllm.shared_tokens import UNWRITTEN, Shape, check_read, engines, prefilled, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
+ENDPOINT = "http://127.0.0.1:4317"
 
 
 def sleep_and_wake(engine):
@@ -66,3 +68,37 @@ def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
         rank.connector.restore_kv_caches()
         consumer.may_fail = False
         check_read(producer, consumer, 2, 90)
+
+
+@pytest.fixture
+def spans(monkeypatch):
+    return record_spans(monkeypatch)
+
+
+@pytest.mark.parametrize("endpoint", [ENDPOINT, None])
+def test_both_engines_transfers_are_in_the_traces_of_their_requests(model, spans, endpoint):
+    two, one = (Shape(traces_endpoint=endpoint, tp_size=n, kv_heads=4) for n in (2, 1))
+    with engines(model, two, one) as (producer, consumer):
+        request = {"prompt": 1, "trace_headers": HEADERS}
+        held = producer.world.add(75, {"do_remote_decode": True}, max_tokens=1, **request)
+        (output,) = producer.step()
+        loaded = consumer.world.add(75, output.kv_transfer_params, **request)
+        until(lambda: loaded.num_output_tokens > 0, producer, consumer)
+        until(lambda: not producer.world.used_blocks, producer, consumer)
+        if endpoint is None:
+            assert (spans(), producer.num_traces, consumer.num_traces) == ((), 0, 0)
+            return
+        found = {
+            (
+                span.attributes["kvconnector.engine"],
+                span.name,
+                span.attributes["kvconnector.request"],
+            )
+            for span in spans()
+            if span.parent and f"{span.parent.span_id:016x}" == SPAN_ID
+        }
+        assert found == {
+            ("kv_producer", "kvconnector.hold", held.request_id),
+            ("kv_consumer", "kvconnector.load", loaded.request_id),
+        }
+        assert {f"{span.context.trace_id:032x}" for span in spans()} == {TRACE_ID}
