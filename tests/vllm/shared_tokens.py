@@ -223,22 +223,12 @@ class SharedEngine:
         backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
         layer = SimpleNamespace(get_attn_backend=lambda: backend)
         config.compilation_config.static_forward_context = dict.fromkeys(NAMES, layer)
-        self.ranks = []
-        try:
-            self.ranks.extend(
-                Rank(config, shape, self._placement(config, tp_rank, pcp_rank))
-                for pcp_rank in range(shape.pcp_size)
-                for tp_rank in range(shape.tp_size)
-            )
-            shakes = {
-                (0, rank.placement.rank.tp_rank): handshake
-                for rank in self.ranks
-                if (handshake := rank.connector.get_handshake_metadata()) is not None
-            }
-            self.world = World(config, self.ranks[0].cache_config, shakes)
-        except BaseException:
-            self.close()
-            raise
+        self.ranks = [
+            Rank(config, shape, self._placement(config, tp_rank, pcp_rank))
+            for pcp_rank in range(shape.pcp_size)
+            for tp_rank in range(shape.tp_size)
+        ]
+        self.world = World(config, self.ranks[0].cache_config, self.handshakes())
         self.loads = []
         self.num_traces = 0
         self._aggregator = KVOutputAggregator(len(self.ranks))
@@ -252,6 +242,13 @@ class SharedEngine:
             dcp_rank=(tp_rank * self.shape.pcp_size + pcp_rank) % self.shape.dcp_size,
         )
 
+    def handshakes(self):
+        return {
+            (0, rank.placement.rank.tp_rank): found
+            for rank in self.ranks
+            if (found := rank.connector.get_handshake_metadata()) is not None
+        }
+
     def step(self):
         return self.end_step(self.begin_step())
 
@@ -261,12 +258,9 @@ class SharedEngine:
         for request_id, count in planned.num_scheduled_tokens.items():
             request = self.world.scheduler.requests[request_id]
             stop = request.num_computed_tokens
+            positions = range(stop - count, stop)
             for rank in self.ranks:
-                rank.write(
-                    list(request.all_token_ids),
-                    range(stop - count, stop),
-                    self.block_ids(request_id),
-                )
+                rank.write(list(request.all_token_ids), positions, self.block_ids(request_id))
         for rank in self.ranks:
             rank.begin_step(planned)
         return planned
@@ -287,8 +281,7 @@ class SharedEngine:
     def close(self):
         for rank in self.ranks:
             rank.connector.shutdown()
-        if hasattr(self, "world"):
-            self.world.close()
+        self.world.close()
 
 
 @contextmanager

@@ -20,11 +20,7 @@ def sleep_and_wake(engine):
             layer.fill_(UNWRITTEN)
         rank.connector.restore_kv_caches()
         rank.connector.restore_kv_caches()
-    shakes = {
-        (0, rank.placement.rank.tp_rank): rank.connector.get_handshake_metadata()
-        for rank in engine.ranks
-    }
-    engine.world.connector.set_xfer_handshake_metadata_pp_aware(shakes)
+    engine.world.connector.set_xfer_handshake_metadata_pp_aware(engine.handshakes())
     engine.world.scheduler.reset_prefix_cache()
 
 
