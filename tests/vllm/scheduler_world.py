@@ -16,7 +16,7 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconnector.ids import new_incarnation
@@ -42,7 +42,6 @@ def offer(num_tokens, **changes):
     blocks = -(-num_tokens // BLOCK_SIZE)
     return {
         "do_remote_prefill": True,
-        "do_remote_decode": False,
         "remote_engine_id": "p",
         "remote_request_id": "there",
         "remote_block_ids": [list(range(1, blocks + 1))],
@@ -50,8 +49,6 @@ def offer(num_tokens, **changes):
         "remote_port": 9,
         "remote_num_tokens": num_tokens,
         "transfer_secret": SECRET,
-        "tp_size": 1,
-        "pp_size": 1,
         **changes,
     }
 
@@ -219,6 +216,9 @@ class World:
         )
         self.scheduler.add_request(request)
         return request
+
+    def abort(self, request_id):
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self, **finished):
         """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""

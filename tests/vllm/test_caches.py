@@ -309,16 +309,15 @@ def test_layers_are_numbered_by_name(name, number):
         layer_number("model.attn")
 
 
-def recurrent(kind, is_dim_first, tp_size=1, spec_blocks=0):
-    channels = CHANNELS[kind] // tp_size
+def recurrent(kind, is_dim_first):
+    channels = CHANNELS[kind]
     conv = (channels, WIDTH) if is_dim_first else (WIDTH, channels)
-    temporal = (channels, 16) if kind == "MAMBA1" else (6 // tp_size, 4, 16)
+    temporal = (channels, 16) if kind == "MAMBA1" else (6, 4, 16)
     return MambaSpec(
         block_size=SIZE,
         shapes=(conv, temporal),
         dtypes=(torch.bfloat16, torch.float32),
         mamba_type=MambaAttentionBackendEnum[kind],
-        num_speculative_blocks=spec_blocks,
     )
 
 

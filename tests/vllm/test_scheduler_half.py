@@ -57,9 +57,9 @@ def test_a_failed_load_is_computed_here_or_fails_its_request_alone(world, policy
 
 def test_an_aborted_load_keeps_its_blocks_until_nothing_writes_them(world):
     engine = world()
-    request, _ = _load(engine)
+    _load(engine)
     used = engine.used_blocks
-    engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
+    engine.abort("r1")
     news, _ = engine.step()
     assert news.dropped == ["r1"]
     assert engine.used_blocks == used > 0
@@ -70,8 +70,8 @@ def test_an_aborted_load_keeps_its_blocks_until_nothing_writes_them(world):
 
 def test_a_request_that_is_aborted_before_it_is_scheduled_releases_the_producer(world):
     engine = world()
-    request = engine.add(100, w.offer(100))
-    engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
+    engine.add(100, w.offer(100))
+    engine.abort("r1")
     news, _ = engine.step()
     assert [want.request_id for want in news.wants] == ["r1"]
     assert news.dropped == ["r1"]
@@ -156,10 +156,10 @@ def test_one_of_several_completions_reads_and_the_others_find_its_blocks(world, 
 @pytest.mark.parametrize("end", ["aborted", "failed"])
 def test_other_completions_do_not_wait_for_one_that_ended(world, end):
     engine = world(policy="fail")
-    first, other = (engine.add(100, w.offer(100), prompt=1) for _ in range(2))
+    _, other = (engine.add(100, w.offer(100), prompt=1) for _ in range(2))
     engine.step()
     if end == "aborted":
-        engine.scheduler.finish_requests("r1", type(first.status).FINISHED_ABORTED)
+        engine.abort("r1")
         engine.step()
     engine.step(finished_recving={"r1"}, failed_recving={"r1"})
     engine.step()
@@ -224,10 +224,10 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
 
 def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine = world(role="kv_producer")
-    request = engine.add(100, dict(REMOTE_DECODE), max_tokens=4)
+    engine.add(100, dict(REMOTE_DECODE), max_tokens=4)
     engine.add(40, max_tokens=1)
     _, outputs = engine.step()
-    engine.scheduler.finish_requests("r1", type(request.status).FINISHED_ABORTED)
+    engine.abort("r1")
     assert engine.step()[0].holds == []
     assert engine.used_blocks == 0
     consumer = world()  # which is not told to hand over
@@ -284,18 +284,15 @@ def test_a_step_that_is_planned_ahead_changes_no_offer(world):
     assert {name: hold.num_tokens for name, hold in holds.items()} == {"r1": 100, "r2": 52}
 
 
-@pytest.mark.parametrize(
-    "role,is_bidirectional,delivers",
-    [
-        ("kv_producer", False, True),
-        ("kv_both", False, True),
-        ("kv_consumer", False, False),
-        ("kv_consumer", True, True),
-    ],
-)
-def test_an_engine_that_hands_over_delivers(world, role, is_bidirectional, delivers):
-    engine = world(role=role, bidirectional_kv_xfer=is_bidirectional)
-    assert engine.scheduler.requires_kv_delivery == delivers
+def test_an_engine_that_hands_over_delivers(world):
+    ways = [
+        ("kv_producer", False),
+        ("kv_both", False),
+        ("kv_consumer", True),
+        ("kv_consumer", False),
+    ]
+    engines = [world(role=role, bidirectional_kv_xfer=both) for role, both in ways]
+    assert [e.scheduler.requires_kv_delivery for e in engines] == [True, True, True, False]
 
 
 def test_handshakes_that_are_not_this_engines_are_refused_and_a_repeated_one_changes_nothing(world):

@@ -15,7 +15,6 @@ DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NAMES}
 ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
 PREFILL = {"do_remote_prefill": True, **ADDRESS, **NAMES}
 CHUNKS = {"max_num_batched_tokens": 48}
-ABORTED = "FINISHED_ABORTED"
 
 
 def holds(news):
@@ -23,10 +22,6 @@ def holds(news):
     return [
         (hold.num_tokens, len(hold.blocks[0].block_ids), hold.is_complete) for hold in news.holds
     ]
-
-
-def abort(engine, request):
-    engine.scheduler.finish_requests(request.request_id, getattr(type(request.status), ABORTED))
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -80,7 +75,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
     engine = world()
     request = engine.add(100, dict(PREFILL))
     engine.step()
-    abort(engine, request)
+    engine.abort(request.request_id)
     assert engine.step()[0].dropped == ["r1"]
     engine.step(kv_connector_worker_meta=WorkerReport({"r1"}))
     assert engine.scheduler.requests == {}
@@ -218,7 +213,7 @@ def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
         consumer.may_fail = True
         both = [consumer]
         if end == "abort":
-            abort(producer.world, prompt)
+            producer.world.abort(prompt.request_id)
         elif end == "preempt":
             producer.world.scheduler.reset_prefix_cache(reset_running_requests=True)
         elif end == "sleep":
@@ -241,7 +236,7 @@ def test_a_decode_engine_that_gives_a_prompt_up(model):
         prompt, request = begin(producer, consumer, address)
         producer.step()
         until(lambda: arrived(consumer, request) == 48, consumer)
-        abort(consumer.world, request)
+        consumer.world.abort(request.request_id)
         consumer.may_fail = True
         until(prompt.is_finished, producer, consumer)
         leave_nothing(producer, consumer)

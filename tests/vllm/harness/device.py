@@ -41,12 +41,6 @@ class Device:
     def name(self):
         return f"{len(self.units)} x {self._gpus[0]}" if self._gpus else self.kind
 
-    def lacks(self, world_size):
-        """Why an engine of so many ranks cannot run here; ranks may share cores, but not GPUs."""
-        if self.kind == "cpu" or world_size <= len(self.units):
-            return ""
-        return f"an engine needs {world_size} GPUs, there are {len(self.units)}"
-
     def environment(self, first, world_size):
         """Of an engine whose ranks are on the units from `first` on, around the end."""
         first += self.first

@@ -103,10 +103,10 @@ class Pair:
 
     def _compared(self, prompt, prefill, decode, cached=0):
         end = len(prompt) - 1  # the last token is for the decode engine
-        expected = _digests(self.prefill, Wanted(prefill.block_ids, cached, end))
+        expected = self.prefill.call("digests", Wanted(prefill.block_ids, cached, end))
         answer = self.decode.answer(decode)
-        found = _digests(self.decode, Wanted(answer.block_ids, cached, end))
-        return answer, difference(expected, found) if cached < end else ""
+        found = self.decode.call("digests", Wanted(answer.block_ids, cached, end))
+        return answer, difference(merged(expected), merged(found)) if cached < end else ""
 
     def begin_streamed(self, prompt, **options):
         """Ask both engines at once, as a router does that knows the address: the names of both requests."""
@@ -134,7 +134,3 @@ class Pair:
             if report["used_blocks"]:
                 found.append(f"{name} leaks {report['used_blocks']} blocks")
         return found
-
-
-def _digests(engine, wanted):
-    return merged(engine.call("digests", wanted))
