@@ -86,25 +86,18 @@ def written(prompt, heads, content):
     return (mixed * content + dims).remainder(1 << 20).float()
 
 
-SLOT_MAPPING_KERNEL = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
-KERNEL_TOKENS = 64
-
-
 @lru_cache
-def _interpreted(kernel):
-    """A kernel's source with the real Triton, in whose place vLLM has a dummy where there is no GPU."""
+def _v1_kernel():
+    """vLLM's kernel with the real Triton's interpreter; where there is no GPU, vLLM has a dummy in Triton's place."""
+    here = ComputeSlotMappingKernel.kernel, None
+    # in whose place vLLM may have registered one for this platform
+    name = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
+    kernel, _ = dispatcher._registry.get(name, here)
     source = getattr(kernel, "fn", kernel)
     names = {**source.__globals__, "tl": tl, "triton": triton}
     function = types.FunctionType(source.__code__, names, source.__name__, source.__defaults__)
     function.__module__, function.__qualname__ = source.__module__, source.__qualname__
     return InterpretedFunction(function)
-
-
-def _v1_kernel():
-    here = ComputeSlotMappingKernel.kernel, None
-    # in whose place vLLM may have registered one for this platform
-    kernel, _ = dispatcher._registry.get(SLOT_MAPPING_KERNEL, here)
-    return _interpreted(kernel)
 
 
 def v1_slots(block_ids, num_tokens, block_size, shared):
@@ -126,7 +119,7 @@ def v1_slots(block_ids, num_tokens, block_size, shared):
         TOTAL_CP_RANK=shared.rank,
         CP_KV_CACHE_INTERLEAVE_SIZE=shared.interleave_tokens,
         PAD_ID=PAD_SLOT_ID,
-        BLOCK_SIZE=KERNEL_TOKENS,
+        BLOCK_SIZE=64,
     )
     return slots
 

@@ -14,10 +14,6 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 WINDOW = 48
 
 
-def _status(request):
-    return request.status.name
-
-
 def _load(world, num_tokens=100, **changes):
     """A request that waits for its load."""
     request = world.add(num_tokens, w.offer(num_tokens, **changes))
@@ -37,7 +33,7 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
         offer = w.offer(first + 1, remote_request_id="other")
         hit = engine.add(first + 1, offer, prompt=1)
         news, _ = engine.step()
-        assert (_status(hit), news.loads, news.dropped) == ("RUNNING", [], [hit.request_id])
+        assert (hit.status.name, news.loads, news.dropped) == ("RUNNING", [], [hit.request_id])
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -49,7 +45,7 @@ def test_a_failed_load_is_computed_here_or_fails_its_request_alone(world, policy
     _, outputs = engine.step(finished_recving={"r1"}, failed_recving={"r1"})
     ended = {output.request_id: str(output.finish_reason) for output in outputs if output.finished}
     news, _ = engine.step()
-    assert (news.loads, _status(other)) == ([], "RUNNING")
+    assert (news.loads, other.status.name) == ([], "RUNNING")
     assert ended == ({"r1": "error"} if policy == "fail" else {})
     assert ("r1" in engine.scheduler.requests) == (policy == "recompute")
     assert request.num_output_tokens == (policy == "recompute")
@@ -95,7 +91,7 @@ def test_what_another_connector_loads_is_not_read_from_the_producer(world, monke
     monkeypatch.setattr("tests.vllm.scheduler_world.KeepingConnector.loads", 64)
     engine = world(beside="KeepingConnector")
     request, news = _load(engine)
-    assert _status(request) == "WAITING_FOR_REMOTE_KVS"
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
     assert (news.loads, news.dropped) == ([], ["r1"])
     engine.step(finished_recving={"r1"})
     _, outputs = engine.step()
@@ -114,10 +110,10 @@ def test_a_request_that_we_loaded_is_resumed_through_another_connector(world, mo
         patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
         _offloading_step(engine)
     _offloading_step(engine)
-    assert _status(request) == "WAITING_FOR_REMOTE_KVS"
+    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
     _offloading_step(engine, finished_recving={"r1"})
     _offloading_step(engine)
-    assert _status(request) == "RUNNING"
+    assert request.status.name == "RUNNING"
 
 
 def _offloading_step(engine, **finished):
@@ -144,7 +140,7 @@ def test_one_of_several_completions_reads_and_the_others_find_its_blocks(world, 
         engine.step(kv_connector_worker_meta=WorkerReport({"r1"}))
         news, _ = engine.step()
     assert [load.request_id for load in news.loads] == ["r1"]
-    assert [_status(request) for request in requests[1:]] == ["WAITING", "WAITING"]
+    assert [request.status.name for request in requests[1:]] == ["WAITING", "WAITING"]
     engine.step(finished_recving={"r1"})
     news, outputs = engine.step()
     assert {output.request_id for output in outputs} == {"r1", "r2", "r3"}
@@ -196,7 +192,7 @@ def test_a_preempted_request_is_not_loaded_again(world):
     assert load.token_ranges == ((0, 99),)
     for _ in range(2):  # a report may repeat
         engine.step(finished_recving={"r1"})
-    assert (_status(request), request.num_output_tokens) == ("RUNNING", 1)
+    assert (request.status.name, request.num_output_tokens) == ("RUNNING", 1)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     news, _ = engine.step()
     assert news.loads == []
@@ -302,7 +298,7 @@ def test_handshakes_that_are_not_this_engines_are_refused_and_a_repeated_one_cha
     engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0, 0): engine.handshakes[0, 0]})
     engine.step(finished_recving={"r1"})
     engine.step()
-    assert _status(request) == "RUNNING"
+    assert request.status.name == "RUNNING"
     one, two = (
         w.handshake((GroupInfo(vllm_group=0, kernel_blocks=ratio),), tp_rank=ratio - 1)
         for ratio in (1, 2)

@@ -1,43 +1,30 @@
 """Whether a request's cache is the same on both engines, byte by byte, whatever their ranks, blocks and layouts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-
-Digests = dict[tuple[str, int], dict[int, int]]
-"""`{(layer, KV head): {token: digest of its K and V}}`."""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A request's blocks, by cache group, and the tokens to look at."""
-
-    block_ids: Sequence[Sequence[int]]
-    first_token: int
-    end_token: int
 
 
 class CacheDigests:
     """`worker_extension_cls` of every engine: methods that the engine calls on all its ranks."""
 
-    def cache_digests(self, wanted):
-        """Digests of this rank's caches; null blocks and recurrent states are left out."""
+    def cache_digests(self, block_ids, *tokens):
+        """`{(layer, KV head): {token: digest of its K and V}}` of this rank, for the tokens from the first of `tokens` to
+        in front of the last, in a request's blocks of each group. Null blocks and recurrent states are left out.
+        """
         from kvconnector.integrations.vllm.placement import Placement
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         place = Placement.here(self.vllm_config.parallel_config)
         shared = place.context_parallel
-        tokens = tokens_of_rank(wanted, shared.world_size, shared.rank, shared.interleave_tokens)
+        tokens = tokens_of_rank(*tokens, shared.world_size, shared.rank, shared.interleave_tokens)
         config = self.model_runner.kv_cache_config
         layers = self.vllm_config.compilation_config.static_forward_context
         found = {}
-        for group, block_ids in zip(config.kv_cache_groups, wanted.block_ids, strict=True):
+        for group, ids in zip(config.kv_cache_groups, block_ids, strict=True):
             for name in group.layer_names:
                 if not isinstance(layers[name].kv_cache, tuple):
-                    values, numbers = _layer(layers[name], config.num_blocks, block_ids, tokens)
+                    values, numbers = _layer(layers[name], config.num_blocks, ids, tokens)
                     first = self._first_head(place.tp_rank, values.shape[1])
                     for head, of_head in enumerate(values.T.tolist(), first):
                         found[name, head] = dict(zip(numbers.tolist(), of_head, strict=True))
@@ -85,9 +72,9 @@ def by_token(content):
     return torch.cat((k, v), dim=3).contiguous()
 
 
-def tokens_of_rank(wanted, dcp_size, dcp_rank, interleave):
+def tokens_of_rank(first_token, end_token, dcp_size, dcp_rank, interleave):
     """Tokens that a context parallel rank keeps, and their places in its own blocks one after the other."""
-    numbers = np.arange(wanted.first_token, wanted.end_token)
+    numbers = np.arange(first_token, end_token)
     numbers = numbers[numbers // interleave % dcp_size == dcp_rank]
     return numbers, numbers // (interleave * dcp_size) * interleave + numbers % interleave
 

@@ -284,8 +284,8 @@ class _Loop:
         self._engine.sleep(1)
         self._engine.wake_up()
 
-    def on_digests(self, wanted):
-        return self._engine.collective_rpc("cache_digests", args=(wanted,))
+    def on_digests(self, *wanted):
+        return self._engine.collective_rpc("cache_digests", args=wanted)
 
     def on_reset_cache(self):
         return self._engine.reset_prefix_cache()

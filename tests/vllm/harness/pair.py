@@ -4,7 +4,7 @@ import random
 import time
 from functools import cached_property
 
-from tests.vllm.harness.digests import Wanted, difference, merged
+from tests.vllm.harness.digests import difference, merged
 from tests.vllm.harness.engine import Engine, NoAnswerError, run_steps
 from tests.vllm.harness.model import VOCAB_SIZE
 from vllm_1p1d.router import REMOTE_DECODE
@@ -103,9 +103,9 @@ class Pair:
 
     def _compared(self, prompt, prefill, decode, cached=0):
         end = len(prompt) - 1  # the last token is for the decode engine
-        expected = self.prefill.call("digests", Wanted(prefill.block_ids, cached, end))
+        expected = self.prefill.call("digests", prefill.block_ids, cached, end)
         answer = self.decode.answer(decode)
-        found = self.decode.call("digests", Wanted(answer.block_ids, cached, end))
+        found = self.decode.call("digests", answer.block_ids, cached, end)
         return answer, difference(merged(expected), merged(found)) if cached < end else ""
 
     def begin_streamed(self, prompt, **options):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.vllm.harness.digests import Wanted, difference, digest, merged, tokens_of_rank
+from tests.vllm.harness.digests import difference, digest, merged, tokens_of_rank
 
 
 def test_one_wrong_byte_is_named():
@@ -27,8 +27,7 @@ def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_ag
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
 def test_context_parallel_ranks_have_each_token_once_in_its_turn(interleave):
-    wanted = Wanted([], 5, 83)
-    ranks = [tokens_of_rank(wanted, 3, rank, interleave) for rank in range(3)]
+    ranks = [tokens_of_rank(5, 83, 3, rank, interleave) for rank in range(3)]
     assert sorted(np.concatenate([numbers for numbers, _ in ranks])) == list(range(5, 83))
     for rank, (numbers, places) in enumerate(ranks):
         own = [token for token in range(83) if token // interleave % 3 == rank]

@@ -9,6 +9,7 @@ from vllm_1p1d.router import REMOTE_DECODE, Router
 NAMES = ("transfer_id", "transfer_secret")
 ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
 OFFER = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}
+BODIES = {"prompt": "first"}, {"prompt": "second"}
 BODY = {"prompt": "w1 w2", "max_tokens": 16, "n": 2, "stream": True, "stream_options": {}}
 
 
@@ -78,20 +79,15 @@ def streaming(decoding=None):
 
 
 def test_engines_that_stream_are_asked_at_once():
-    async def both():
-        prefilled, decoded, decoding = [], [], asyncio.Event()
+    prefilled, decoded, decoding = [], [], asyncio.Event()
 
-        async def decode(body):
-            if "transfer_id" in body["kv_transfer_params"]:
-                decoding.set()
-            return {"choices": [body["prompt"]]}, 200
+    async def decode(body):
+        if "transfer_id" in body["kv_transfer_params"]:
+            decoding.set()
+        return {"choices": [body["prompt"]]}, 200
 
-        engines = engine(prefilled, streaming(decoding)), engine(decoded, decode)
-        bodies = ({"prompt": "first"}, {"prompt": "second"})
-        assert await routed(*engines, *bodies) == (200, {"choices": ["second"]})
-        return prefilled, decoded
-
-    prefilled, decoded = asyncio.run(both())
+    engines = engine(prefilled, streaming(decoding)), engine(decoded, decode)
+    assert asyncio.run(routed(*engines, *BODIES)) == (200, {"choices": ["second"]})
     assert [body["kv_transfer_params"]["remote_block_ids"] for body, _ in decoded[:1]] == [[[1, 2]]]
     names = {name: prefilled[1][0]["kv_transfer_params"][name] for name in NAMES}
     asked = decoded[1][0]["kv_transfer_params"]
@@ -105,8 +101,7 @@ def test_a_decode_engine_that_fails_at_once_gets_the_prefill_engines_answer():
         return {}, 500 if "transfer_id" in body["kv_transfer_params"] else 200
 
     engines = engine([], streaming()), engine(decoded, decode)
-    bodies = [{"prompt": "first"}, {"prompt": "second"}]
-    assert asyncio.run(routed(*engines, *bodies)) == (200, {})
+    assert asyncio.run(routed(*engines, *BODIES)) == (200, {})
     assert ["remote_block_ids" in body["kv_transfer_params"] for body, _ in decoded] == [
         *(True, False, True)
     ]
@@ -129,7 +124,7 @@ def test_a_prefill_engine_that_refuses_or_is_another_one_is_not_waited_for(chang
         return {}, 200
 
     engines = engine([], prefill), engine(decoded, decode)
-    answer = asyncio.run(routed(*engines, {"prompt": "first"}, {"prompt": "second"}))
+    answer = asyncio.run(routed(*engines, *BODIES))
     asked = [body["kv_transfer_params"]["remote_engine_id"] for body, _ in decoded]
     if change == "refusal":
         assert (answer, asked) == ((400, {"error": "too long"}), ["first"] * len(asked))
