@@ -8,8 +8,8 @@ class CacheDigests:
     """`worker_extension_cls` of every engine: methods that the engine calls on all its ranks."""
 
     def cache_digests(self, block_ids, *tokens):
-        """`{(layer, KV head): {token: digest of its K and V}}` of this rank, for the tokens from the first of `tokens` to
-        in front of the last, in a request's blocks of each group. Null blocks and recurrent states are left out.
+        """`{(layer, KV head): {token: digest of its K and V}}` of this rank, for a request's tokens `range(*tokens)` and
+        its blocks by group. Null blocks and recurrent states are left out.
         """
         from kvconnector.integrations.vllm.placement import Placement
 
