@@ -58,6 +58,21 @@ def test_windows_are_told_when_the_prompt_is_done(world):
     assert windows == [False, False, False, True]
 
 
+def test_a_prompt_that_is_preempted_is_given_up(world):
+    engine = world(role="kv_producer", engine=CHUNKS)
+    engine.add(140, dict(DECODE), max_tokens=1)
+    engine.step()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    news, _ = engine.step()
+    assert (news.withdrawn, holds(news)) == (["r1"], [])
+    told = [engine.step()[0] for _ in range(3)]
+    # the workers know the name, and let go of the blocks at once
+    assert [holds(news) for news in told] == [[], [], [(140, 5, True)]]
+    assert told[-1].holds[0].transfer_id == "t"
+    engine.step(finished_sending={"r1"})
+    assert engine.used_blocks == 0
+
+
 @pytest.mark.parametrize(
     "names,stream", [({"transfer_secret": "no"}, True), ({"transfer_id": 5}, True), ({}, False)]
 )

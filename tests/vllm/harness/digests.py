@@ -8,8 +8,8 @@ class CacheDigests:
     """`worker_extension_cls` of every engine: methods that the engine calls on all its ranks."""
 
     def cache_digests(self, block_ids, *tokens):
-        """`{(layer, KV head): {token: digest of its K and V}}` of this rank, for tokens `range(*tokens)` of a request and
-        its blocks by group. Null blocks and recurrent states are left out.
+        """`{(layer, KV head): {token: digest of its K and V}}` of this rank, for a request's blocks by group and its
+        tokens `range(*tokens)`. Null blocks and recurrent states are left out.
         """
         from kvconnector.integrations.vllm.placement import Placement
 
