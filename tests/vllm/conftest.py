@@ -19,11 +19,12 @@ def world(model):
     """Makes engines with one connector role; by default a decode engine with one full-attention group."""
     from kvconnector.integrations.vllm.caches import group_info
     from tests.vllm import scheduler_world as w
+    from tests.vllm.test_caches import attention
 
     stack = ExitStack()
 
     def make(role="kv_consumer", *, specs=None, is_async=False, **options):
-        specs = specs or [w.attention_spec()]
+        specs = specs or [attention()]
         infos = tuple(group_info(spec, n, 1) for n, spec in enumerate(specs))
         config = w.vllm_config(model, role, **options)
         shakes = {(0, 0): w.handshake(infos)}

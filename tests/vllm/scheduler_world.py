@@ -30,10 +30,11 @@ from kvconnector.session.orders import (
     WithdrawRequest,
 )
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
+from tests.vllm.test_caches import DIM, HEADS
+from tests.vllm.test_caches import SIZE as BLOCK_SIZE
 
-BLOCK_SIZE = 32
 NUM_BLOCKS = 64
-HEADS, DIM, LAYERS = 4, 32, 4
+LAYERS = 4
 SECRET = "5" * 32
 
 
@@ -84,12 +85,6 @@ def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", eng
         **(engine or {}),
     }
     return EngineArgs(model=model, **arguments).create_engine_config()
-
-
-def attention_spec(kind="FullAttentionSpec", **options):
-    return getattr(kv_cache_interface, kind)(
-        block_size=BLOCK_SIZE, num_kv_heads=HEADS, head_size=DIM, dtype=torch.float32, **options
-    )
 
 
 def state_spec():

@@ -129,6 +129,7 @@ class Rank:
 
     def __init__(self, config, shape, placement):
         self.shape, self.placement = shape, placement
+        self.heads = shape.heads(placement.tp_rank)
         self.cache_config, caches = one_group(
             shape.spec(), shape.layout, shape.kernel_block_size, NAMES, NUM_BLOCKS
         )
@@ -160,10 +161,6 @@ class Rank:
             for token in range(num_tokens)
             if token // shared.interleave_tokens % shared.world_size == shared.rank
         }
-
-    @property
-    def heads(self):
-        return self.shape.heads(self.placement.tp_rank)
 
     def slots(self, block_ids, num_tokens):
         shared = self.placement.context_parallel

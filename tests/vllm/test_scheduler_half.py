@@ -2,11 +2,13 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo, WorkerReport
 from kvconnector.runtime import TransferParams
 from tests.vllm import scheduler_world as w
+from tests.vllm.test_caches import attention
 
 pytestmark = pytest.mark.vllm
 
@@ -328,7 +330,7 @@ def test_workers_wait_for_loads_only_where_nothing_is_computed(world, is_async):
 
 
 def _hybrid(world, role):
-    specs = [w.attention_spec(), w.attention_spec("SlidingWindowSpec", sliding_window=WINDOW)]
+    specs = [attention(), attention(SlidingWindowSpec, sliding_window=WINDOW)]
     return world(role=role, specs=specs)
 
 
@@ -352,7 +354,7 @@ def test_of_a_sliding_window_only_the_end_is_offered_and_loaded(world):
 
 def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
     """Only the stop token's step is known when the request ends; the next has been planned, and the state with it."""
-    specs = [w.attention_spec(), w.state_spec()]
+    specs = [attention(), w.state_spec()]
     for is_async in (False, True):
         engine = world(
             role="kv_both",

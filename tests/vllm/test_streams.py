@@ -3,10 +3,12 @@
 from contextlib import closing, contextmanager
 
 import pytest
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.integrations.vllm.messages import WorkerReport
 from tests.vllm import scheduler_world as w
 from tests.vllm.shared_tokens import Shape, SharedEngine, engines, prefilled, until
+from tests.vllm.test_caches import attention
 
 pytestmark = pytest.mark.vllm
 
@@ -49,7 +51,7 @@ def test_the_parts_of_draft_layers_are_told_a_step_later(world):
 
 
 def test_windows_are_told_when_the_prompt_is_done(world):
-    specs = [w.attention_spec(), w.attention_spec("SlidingWindowSpec", sliding_window=32)]
+    specs = [attention(), attention(SlidingWindowSpec, sliding_window=32)]
     engine = world(role="kv_producer", engine=CHUNKS, specs=specs)
     engine.add(91, dict(DECODE), max_tokens=1)
     windows = []
