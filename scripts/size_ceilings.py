@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1280,
     "tests/unit/runtime": 1200,
     "tests/unit/session": 1060,
-    "tests/vllm": 5600,
+    "tests/vllm": 5140,
 }
 
 
