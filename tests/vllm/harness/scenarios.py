@@ -89,9 +89,8 @@ def _at_once(pair, outcome, prompts, max_tokens=16):
         pair.decode.forget()
     offers = {prompt: pair.prefilled(list(prompt)) for prompt in expected}
     asks = [pair.decode.submit(p, offers[tuple(p)], max_tokens=max_tokens) for p in prompts]
-    for number, (request, prompt) in enumerate(zip(asks, prompts, strict=True)):
-        answer = pair.decode.answer(request)
-        outcome.compare(f"request {number}", answer, expected[tuple(prompt)])
+    for request, prompt in zip(asks, prompts, strict=True):
+        outcome.compare(request, pair.decode.answer(request), expected[tuple(prompt)])
 
 
 def crowd(pair, outcome):

@@ -90,9 +90,6 @@ def test_our_own_sections_and_variables_are_options():
 def test_wrong_options_are_named(extra, text):
     with pytest.raises(ConfigError, match=text):
         settings(**extra)
-
-
-def test_a_port_that_is_none_is_named():
     with pytest.raises(ConfigError, match=PORT_VARIABLE):
         settings({PORT_VARIABLE: "many"})
 
