@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import pytest
 from msgspec import structs
 
@@ -194,6 +196,14 @@ def test_whoever_follows_a_prompt_that_is_given_up_is_told(producer, ending):
     producer.grow("r", blocks=[[3]], num_tokens=4)
     orders = _orders(producer.build_step(), HoldRequest | WithdrawRequest)
     assert orders[2:] == [WithdrawRequest("r")]
+
+
+def test_with_stream_off_a_prompt_is_offered_when_it_is_done():
+    config = structs.replace(CONFIG, role="producer", stream=False)
+    with closing(Scheduler(config, _metadata())) as producer:
+        producer.on_new_request("r", STREAMED)
+        producer.grow("r", blocks=[[3]], num_tokens=4)
+        assert producer.build_step().orders == ()
 
 
 def test_a_name_of_a_transfer_is_used_once_at_a_time(producer):
