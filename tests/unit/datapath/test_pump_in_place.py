@@ -2,7 +2,6 @@
 
 import time
 
-import numpy as np
 import pytest
 
 from kvconnector.errors import PeerLostError, TransferTimeoutError
@@ -37,9 +36,9 @@ def step_producer(side):
     return side.path.step()
 
 
-def begin(pair, blocks=IN_A_ROW):
+def begin(pair):
     """A read whose chunks are posted, and which the consumer does not move on."""
-    send = pair.p.program(blocks, TOKENS, **CUT)
+    send = pair.p.program(IN_A_ROW, TOKENS, **CUT)
     pair.serve(pair.ask(1, pair.d.program(IN_A_ROW, TOKENS, **CUT)), send)
     for _ in range(3):
         pair.events += step_producer(pair.p)
@@ -49,24 +48,6 @@ def begin(pair, blocks=IN_A_ROW):
 
 def num_posted(side):
     return int((side.path.machine.send_slots.rows["state"] == r.POSTED).sum())
-
-
-def are_sent_from_the_pools(side):
-    rows = side.path.machine.send_slots.rows
-    posted = rows[rows["state"] == r.POSTED]
-    return bool((posted["source"] != posted["address"]).all())
-
-
-@pytest.mark.parametrize(
-    "blocks, in_place",
-    [(IN_A_ROW, True), ([*IN_A_ROW[1:], 0], False)],
-    ids=["run", "scattered"],
-)
-def test_one_run_is_sent_from_where_it_is_and_others_are_packed(pair, blocks, in_place):
-    begin(pair, blocks)
-    assert are_sent_from_the_pools(pair.p) == in_place
-    pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
-    np.testing.assert_array_equal(pair.d.dense(IN_A_ROW, TOKENS), pair.p.dense(blocks, TOKENS))
 
 
 def test_stopped_send_keeps_its_blocks_until_the_consumer_has_what_is_in_flight(pair):
