@@ -78,10 +78,7 @@ def test_what_cannot_be_is_refused_by_name(number):
     "wrong",
     [
         {"engine_id": ""},
-        {"role": "reader"},
-        {"lease": "lease"},
         {"lease": LeaseConfig(duration_s=0)},
-        {"peer": PeerConfig(timeout_s=float("nan"))},
         {"ucx": UcxConfig(tcp_segment_bytes=5000)},
     ],
     ids=str,

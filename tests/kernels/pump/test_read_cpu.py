@@ -48,7 +48,7 @@ class Reader:
         assert self.finish(make_read(src, dst, **counts_and_knobs)) == ALL
 
 
-def make_read(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
+def make_read(src, dst, *, num_parts, num_heads, num_tokens, **knobs):
     geometry = check_copy(
         src,
         dst,
@@ -58,7 +58,7 @@ def make_read(src, dst, *, num_parts, num_heads, num_tokens, pid=None, **knobs):
         head_dim=None,
         item_size_bytes=None,
     )
-    return read_cpu.make_read(pid or os.getpid(), [(src, dst, geometry)], **knobs)
+    return read_cpu.make_read(os.getpid(), [(src, dst, geometry)], **knobs)
 
 
 def check_pools(copy, src, dst, num_tokens, **knobs):
@@ -129,20 +129,6 @@ def test_read_of_nothing_is_over_at_once():
     reader = Reader()
     assert reader.finish(read_cpu.make_read(os.getpid(), [])) == ALL
     assert reader.num_calls == 1
-
-
-def test_process_that_is_gone():
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    src, dst = Pool("HND", 4).fill_random(), Pool("HND", 4)
-    read = make_read(
-        Window(src).side(), Window(dst).side(), num_parts=1, num_heads=4, num_tokens=8, pid=child
-    )
-    before = dst.buffer.clone()
-    assert Reader().finish(read) == errno.ESRCH
-    assert (dst.buffer == before).all()
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
