@@ -79,31 +79,34 @@ def test_an_id_whose_kernel_ids_overflow_is_refused():
         tables.add_row([[2**30]], 0)
 
 
-@pytest.mark.parametrize(
-    "sizes,complaint",
-    [
-        ({"block_size": 48, "kernel_block_size": 32}, "block_size=48, kernel_block_size=32"),
-        (
-            {"context_parallel": ContextParallel(world_size=2, interleave_tokens=3)},
-            "block_size=4, .*interleave_tokens=3",
-        ),
-        ({"block_size": 0}, "at least 1"),
-        ({"kernel_block_size": 0}, "at least 1"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(sizes, complaint):
+def geometry(**sizes):
+    return BlockGeometry(**({"block_size": 4, "kernel_block_size": 4} | sizes))
+
+
+UNEVEN = ContextParallel(world_size=2, interleave_tokens=3)
+IMPOSSIBLE = [
+    (geometry, {"block_size": 48, "kernel_block_size": 32}, "block_size=48, kernel_block_size=32"),
+    (geometry, {"context_parallel": UNEVEN}, "block_size=4, .*interleave_tokens=3"),
+    (geometry, {"block_size": 0}, "at least 1"),
+    (geometry, {"kernel_block_size": 0}, "at least 1"),
+    (ContextParallel, {"world_size": 0}, "."),
+    (ContextParallel, {"world_size": 2, "rank": 2}, "."),
+    (ContextParallel, {"rank": -1}, "."),
+    (ContextParallel, {"interleave_tokens": 0}, "."),
+    (make_groups, {"block_sizes": []}, "."),
+    (make_groups, {"kernel_block_sizes": [16]}, "."),
+    (make_groups, {"kernel_block_sizes": [16, 12]}, "."),
+    (make_groups, {"max_model_len": 0}, "."),
+    (make_groups, {"num_speculative_tokens": -1}, "."),
+    (make_groups, {"max_num_reqs": 0}, "."),
+    (make_groups, {"max_num_batched_tokens": 0}, "."),
+]
+
+
+@pytest.mark.parametrize("make,sizes,complaint", IMPOSSIBLE)
+def test_sizes_that_do_not_fit_are_refused(make, sizes, complaint):
     with pytest.raises(GeometryError, match=complaint):
-        BlockGeometry(**({"block_size": 4, "kernel_block_size": 4} | sizes))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"world_size": 0}, {"world_size": 2, "rank": 2}, {"rank": -1}, {"interleave_tokens": 0}],
-    ids=str,
-)
-def test_a_place_in_no_group_is_refused(fields):
-    with pytest.raises(GeometryError):
-        ContextParallel(**fields)
+        make(**sizes)
 
 
 @pytest.mark.parametrize(
@@ -120,24 +123,6 @@ def test_a_place_in_no_group_is_refused(fields):
 def test_rows_hold_the_longest_request(changes, widths):
     shapes = [tuple(table.device_tensor().shape) for table in make_groups(**changes)]
     assert shapes == [(4, width) for width in widths]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"block_sizes": []},
-        {"kernel_block_sizes": [16]},
-        {"kernel_block_sizes": [16, 12]},
-        {"max_model_len": 0},
-        {"num_speculative_tokens": -1},
-        {"max_num_reqs": 0},
-        {"max_num_batched_tokens": 0},
-    ],
-    ids=str,
-)
-def test_sizes_are_checked(changes):
-    with pytest.raises(GeometryError):
-        make_groups(**changes)
 
 
 @pytest.mark.gpu
