@@ -178,16 +178,13 @@ def test_what_makes_no_sense_is_refused(name, arguments, complaint):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"block_sizes": []}, {"max_num_reqs": 0}, {"max_num_batched_tokens": 0}], ids=str
+    "changes",
+    [{"block_sizes": []}, {"max_num_reqs": 0}, {"max_num_batched_tokens": 0}, {"device": "meta"}],
+    ids=str,
 )
-def test_sizes_are_checked(changes):
-    with pytest.raises(GeometryError):
+def test_sizes_and_devices_are_checked(changes):
+    with pytest.raises(ConfigError if "device" in changes else GeometryError):
         make_tables(CPU, **changes)
-
-
-def test_devices_without_kernels():
-    with pytest.raises(ConfigError, match="meta"):
-        make_tables({"device": "meta"})
 
 
 def test_a_full_staging_buffer_loses_nothing(place):
