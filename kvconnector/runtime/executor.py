@@ -189,7 +189,7 @@ class Executor:
 
     def _start_receive(self, command: cmd.StartReceive) -> None:
         source, transfer = command.source, command.transfer
-        route = self._route(command.link, source.segments)
+        route = self._route(command.link, source.plan.segments)
         if route.theirs is None:
             program = Program(route.ours, source.chunks, command.blocks)
             self._driver.datapath.submit_receive(command.read_id, program)

@@ -158,7 +158,8 @@ class Worker:
             thread.begin(step.engine, self._rank, self._incarnation)
         orders = checked_orders(step, pools, self._config.role)
         if orders:
-            self._layers = StepLayers(orders, pools)
+            if self._config.role != "consumer":
+                self._layers = StepLayers(orders, pools)
             self._outbox.expect(orders)
             thread.put(orders, inline=True)
 

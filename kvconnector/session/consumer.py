@@ -8,6 +8,7 @@ in blocks that belong to somebody else by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import starmap
 from typing import ClassVar
 
 from kvconnector.config import PeerConfig
@@ -163,7 +164,7 @@ class ConsumerSession:
         load.accept(event, now)
         load.asked = event
         load.trace.asked_s = now
-        load.left = tuple(range(*tokens) for tokens in event.token_ranges)
+        load.left = tuple(starmap(range, event.token_ranges))
         error = event.error or load.error
         if error is not None:
             return self._close(load, _ending(error), error, now)
@@ -195,7 +196,7 @@ class ConsumerSession:
             return []
         load.move(LoadState.READING)
         return [
-            self._reads.open(load, engine.workers[source.source].link, source, now)
+            self._reads.open(load, engine.workers[source.plan.source].link, source, now)
             for source in reads
         ]
 

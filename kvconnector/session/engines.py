@@ -108,10 +108,14 @@ class RemoteEngines:
         if isinstance(event, ev.Tick):
             return self._tick_due(event, now)
         if isinstance(event, WantRequest):
-            engine = self._engines.get(event.engine)
+            wanted = event.engine
+            engine = self._engines.get(wanted)
             if engine is None:
-                engine = self._engines[event.engine] = RemoteEngine(event.engine)
-            answers = self._wanted(engine, event, now)
+                engine = self._engines[wanted] = RemoteEngine(wanted)
+            engine.accept(event, now)
+            if engine.state is EngineState.READY:
+                return []
+            answers = self._wanted(engine, now)
         else:
             link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
             if link not in self._by_link:
@@ -177,8 +181,7 @@ class RemoteEngines:
             heappop(self._agenda)  # an earlier look was planned since
         return self._agenda[0][0] if self._agenda else NEVER
 
-    def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Answer]:
-        engine.accept(event, now)
+    def _wanted(self, engine: RemoteEngine, now: float) -> list[Answer]:
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, now)
         if engine.state is EngineState.RESOLVING:

@@ -36,7 +36,7 @@ class OpenReads(dict[int, StartReceive]):
             load.progress[link].blocks if load.is_followed else load.asked.remote_blocks,
             load.is_followed,
         )
-        load.reads[read.read_id] = source.source
+        load.reads[read.read_id] = source.plan.source
         load.trace.began(read.read_id, source.total_bytes, now)
         self[read.read_id] = read
         return read

@@ -224,20 +224,22 @@ class DataPath:
 
     def step(self) -> list[DataEvent]:
         """Move what can move; return what happened. Call it until nothing did."""
-        self._check_peers()
+        now_s = self._clock()
+        if now_s >= self._next_check_s or (self._is_meeting and self._is_warming_up()):
+            self._next_check_s = now_s + MAX_RUN_S
+            self._check_peers()
         if self.machine.sends.num_active:
             self._sends.poll()
         if self.machine.receives.num_active:
             self._receives.poll()
         self._reads.poll()
-        if self._reads.is_waiting:
-            self._reads.begin_waiting()
         # last: slots are free again, and reads are to be sent that were not before
-        self._receives.admit()
-        events = self._report.drain()
-        if events:
-            self.machine.stay_awake()
-        return events
+        if self._receives.waiting:
+            self._receives.admit()
+        if not self._report:
+            return []
+        self.machine.stay_awake()
+        return self._report.drain()
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
@@ -252,7 +254,7 @@ class DataPath:
             timeout_s = min(timeout_s, MAX_AWAITED_RUN_S)
         elif self.machine.is_active:
             timeout_s = min(timeout_s, MAX_RUN_S)
-        reason = self.machine.run(timeout_s, wants_slots=self._receives.wants_slots(), fds=fds)
+        reason = self.machine.run(timeout_s, wants_slots=bool(self._receives.waiting), fds=fds)
         if reason == r.TIMEOUT:
             self._copies.check_device()
 
@@ -293,12 +295,12 @@ class DataPath:
         """Begin and notice what can be begun and noticed in microseconds."""
         if self._are_copies_quick or not self.machine.lock.is_looping:
             self._refresh()
-            self.machine.run(-1.0, wants_slots=self._receives.wants_slots())
+            self.machine.run(-1.0, wants_slots=bool(self._receives.waiting))
 
     def release(self, return_by_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""
         self._refresh()
-        self.machine.release(return_by_s, wants_slots=self._receives.wants_slots())
+        self.machine.release(return_by_s, wants_slots=bool(self._receives.waiting))
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -333,7 +335,8 @@ class DataPath:
 
     def _refresh(self) -> None:
         """What the loop takes for granted."""
-        self._receives.begin()
+        if self._receives.promised:
+            self._receives.begin()
         if self.machine.sends.num_active:
             self._sends.refresh_endpoints()
 
@@ -347,10 +350,6 @@ class DataPath:
 
     def _check_peers(self) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""
-        now_s = self._clock()
-        if now_s < self._next_check_s and not self._is_warming_up():
-            return
-        self._next_check_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.warm_ups.complete(completion)
         self._sends.refresh()

@@ -137,14 +137,14 @@ class DirectReads:
             return
         source.num_reads += 1
         self._waiting.append(_Read(asked, source, jobs, self._clock() + MAX_PATIENCE_S))
-        self.begin_waiting()
+        self._begin_waiting()
 
     @property
     def is_waiting(self) -> bool:
-        """Whether `begin_waiting` is to be called soon."""
+        """Whether a lease is awaited: `poll` is to be called soon."""
         return bool(self._waiting) and self._machine.reads.num_active < MAX_READS
 
-    def begin_waiting(self) -> None:
+    def _begin_waiting(self) -> None:
         """Begin the reads whose leases are published by now, if there may be more; send those that waited too long."""
         waiting, self._waiting = self._waiting, []
         for read in waiting:
@@ -182,9 +182,11 @@ class DirectReads:
         return False
 
     def poll(self) -> None:
-        """See how far the reads came."""
+        """See how far the reads came, and begin what may begin now."""
         for index in list(self._active):
             self._report_progress(index)
+        if self._waiting:
+            self._begin_waiting()
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""

@@ -81,8 +81,10 @@ class Receives:
         self._window = window
         self.warm_ups = WarmUps(transport, report)
         self._receives: dict[int, _Receive] = {}
-        self._queue: deque[_Receive] = deque()
-        self._promised: list[_Receive] = []
+        self.waiting: deque[_Receive] = deque()
+        """For their first slots."""
+        self.promised: list[_Receive] = []
+        """Those with slots that the machine does not have yet."""
         self.refusals = Refusals(logger)
 
     def submit(self, read_id: int, program: Program) -> None:
@@ -94,7 +96,7 @@ class Receives:
             return
         receive = _Receive(read_id, program, new_tags(), num_chunks)
         self._receives[read_id] = receive
-        self._queue.append(receive)
+        self.waiting.append(receive)
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
@@ -105,7 +107,7 @@ class Receives:
         if receive.row >= 0:
             self._machine.receives.rows[receive.row]["stopped"] = 1
         elif not receive.window:
-            self._queue.remove(receive)
+            self.waiting.remove(receive)
             del self._receives[read_id]
             self._report.stopped(read_id)
 
@@ -124,25 +126,21 @@ class Receives:
                 receive.cancelled_s = self._clock()
             self._network.cancel(int(self._slots.rows[slot]["request"]))
 
-    def wants_slots(self) -> bool:
-        """Whether a receive waits for its first slot."""
-        return bool(self._queue)
-
     def admit(self) -> None:
         """Promise free slots to those that wait, in order."""
-        num_free = self._num_unpromised() if self._queue else 0
-        while self._queue and num_free:
-            receive = self._queue.popleft()
+        num_free = self._num_unpromised()
+        while self.waiting and num_free:
+            receive = self.waiting.popleft()
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
-            self._promised.append(receive)
+            self.promised.append(receive)
             self._report.append(
                 ev.ReceivePosted(receive.read_id, receive.window, receive.first_tag)
             )
 
     def begin(self) -> None:
         """Let the machine have what was promised: to be called before each of its runs, which then takes the slots."""
-        promised, self._promised = self._promised, []
+        promised, self.promised = self.promised, []
         for receive in promised:
             receive.jobs = self._make_jobs(receive)
             receive.row = self._machine.receives.add(
@@ -180,7 +178,7 @@ class Receives:
     def release(self) -> None:
         """Await nothing more, and leave what the network still holds to the transport."""
         self.warm_ups.forget_all()
-        self._promised.clear()
+        self.promised.clear()
         for receive in self._receives.values():
             receive.limit = 0
             for slot in self._posted(receive):
