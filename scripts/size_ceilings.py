@@ -30,7 +30,7 @@ ROOMS = {
     "kvconnector/datapath": 5020,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 530,
-    "kvconnector/runtime": 3320,
+    "kvconnector/runtime": 3330,
     "kvconnector/session": 3320,
     "kvconnector/topology": 1050,
     "kvconnector/transport": 2030,

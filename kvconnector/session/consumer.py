@@ -8,7 +8,6 @@ in blocks that belong to somebody else by then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import starmap
 from typing import ClassVar
 
 from kvconnector.config import PeerConfig
@@ -164,7 +163,7 @@ class ConsumerSession:
         load.accept(event, now)
         load.asked = event
         load.trace.asked_s = now
-        load.left = tuple(starmap(range, event.token_ranges))
+        load.left = tuple([range(*tokens) for tokens in event.token_ranges])
         error = event.error or load.error
         if error is not None:
             return self._close(load, _ending(error), error, now)
