@@ -1,6 +1,7 @@
 """Fixtures of tests over several processes."""
 
 import asyncio
+from contextlib import ExitStack, closing
 
 import pytest
 
@@ -16,39 +17,27 @@ def start():
     """
     from tests.integration import runtime_pair as rp
 
-    engines = []
+    with ExitStack() as stack:
 
-    def make(engine_id, role, *, elsewhere=False, **options):
-        kind = rp.RemoteEngine if elsewhere else rp.Engine
-        engines.append(kind(engine_id, role, **options))
-        return engines[-1]
+        def make(engine_id, role, *, elsewhere=False, **options):
+            kind = rp.RemoteEngine if elsewhere else rp.Engine
+            return stack.enter_context(closing(kind(engine_id, role, **options)))
 
-    yield make
-    for engine in reversed(engines):
-        engine.close()
+        yield make
 
 
 @pytest.fixture
-def forked(monkeypatch, request):
-    """Servers and ranks are forked.
-
-    Ranks on GPUs have interpreters of their own: NCCL does not start in forked ones.
-    """
-    from tests.support.forked import ForkedChild
-
-    if any(request.node.get_closest_marker(name) for name in ("gpu", "multi_gpu")):
-        return
-    monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
-
-
-@pytest.fixture
-def run_cluster(tmp_path, monkeypatch, forked):
+def run_cluster(tmp_path, monkeypatch, request):
     """Runs a test's coroutine on a fresh `Cluster`, within a deadline, and stops what it started.
 
-    What a killed process cannot remove goes with the test's own folder.
+    What a killed process cannot remove goes with the test's own folder. Servers and ranks are forked, but ranks on GPUs
+    have interpreters of their own: NCCL does not start in forked ones.
     """
     from minillm.cluster import Cluster
+    from tests.support.forked import ForkedChild
 
+    if not any(request.node.get_closest_marker(name) for name in ("gpu", "multi_gpu")):
+        monkeypatch.setattr(processes.Child, "start", ForkedChild.start)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
 
     def run(test):

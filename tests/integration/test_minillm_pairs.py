@@ -36,13 +36,16 @@ PLAIN = {**me.PACKED, "staging": {"pump": False}}
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines, and what they share. `path` is in the path of every load."""
+    """Two engines, and what they share. `path` is in the path of every load. With `long` prompts engines compute each
+    in one step, so long that its first layers are read while the others are computed.
+    """
 
     prefill: str
     decode: str
     model: ModelConfig = LLAMA
     connector: dict[str, Any] | None = None
     path: str = ""
+    long: tuple[int, ...] = ()
 
 
 CASES = {
@@ -55,6 +58,12 @@ CASES = {
     "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", connector=me.PACKED),
     "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", WINDOWS, me.PACKED),
     "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", STATES, me.DIRECT),
+    "one step": Case(
+        "tp=2,block=16", "tp=1,block=6,layout=NHD", connector=me.PACKED, long=(1100, 1700)
+    ),
+    "windows in one step": Case(
+        "tp=1,block=8", "tp=2,block=16", WINDOWS, me.DIRECT, long=(1100, 1700)
+    ),
 }
 SLOW_CASES = {
     "ranks to ranks": Case("tp=2,block=16,layout=NHD", "tp=2,block=4,layout=CROSS"),
@@ -97,10 +106,9 @@ class Pair:
     decode: Server
 
     @classmethod
-    async def start(cls, cluster, case, folder, step_tokens):
-        """Engines that compute so many tokens in a step."""
+    async def start(cls, cluster, case, folder):
         common = me.engine_options(folder, case.model, case.connector or {})
-        common += ["--max-batched-tokens", str(step_tokens)]
+        common += ["--max-batched-tokens", "2048" if case.long else str(STEP_TOKENS)]
         shapes = ([*common, "--engine", shape] for shape in (case.prefill, case.decode))
         prefill, decode, _ = await me.start_pair(cluster, *shapes)
         return cls(case, cluster, prefill, decode)
@@ -148,7 +156,7 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
     """
 
     async def main(cluster):
-        pair = await Pair.start(cluster, case, tmp_path, STEP_TOKENS)
+        pair = await Pair.start(cluster, case, tmp_path)
         offers = await asyncio.gather(*(pair.offered(me.prompt_of(n)) for n in LENGTHS))
         assert [known for _, known in offers] == [0] * len(LENGTHS)
         offer, _ = offers[0]
@@ -164,26 +172,7 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
         # windows and states are known behind fewer tokens than were loaded
         if case.model not in (WINDOWS, STATES):
             assert known == known_streamed == LONG // block * block
-        await me.wait_all_blocks_free(cluster, pair.prefill, pair.decode)
-
-    run_cluster(main)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case("tp=2,block=16", "tp=1,block=6,layout=NHD", connector=me.PACKED),
-        Case("tp=1,block=8", "tp=2,block=16", WINDOWS, me.DIRECT),
-    ],
-    ids=["llama", "windows"],
-)
-def test_a_prompt_of_one_step_decodes_to_the_same_tokens(case, run_cluster, tmp_path):
-    """Long enough that its first layers are read while the others are computed."""
-
-    async def main(cluster):
-        pair = await Pair.start(cluster, case, tmp_path, 2048)
-        offer, _ = await pair.offered(me.prompt_of(20, 7))
-        for seed, length in enumerate((1100, 1700)):
+        for seed, length in enumerate(case.long):
             assert await pair.streamed(offer, me.prompt_of(length, seed)) == 0
         await me.wait_all_blocks_free(cluster, pair.prefill, pair.decode)
 

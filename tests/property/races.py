@@ -97,6 +97,9 @@ class Races:
         self._count = 0
         self.read_by(self.e)
 
+    def close(self):
+        self.world.close()
+
     def _start(self, name, role, timeout_s, **settings):
         num_blocks = 2 * len(BLOCKS)
         shape = FakeEngine(name, MODEL, block_sizes=(BLOCK,), num_blocks=(num_blocks,))
@@ -368,13 +371,3 @@ STREAM_CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
     "moved to other blocks": lambda races, name, offer: races.preempt(name, tells=False),
 }
 """What happens only to a prompt that is computed while it is read."""
-
-
-@contextmanager
-def racing(**options):
-    """Races whose workers are closed in the end."""
-    races = Races(**options)
-    try:
-        yield races
-    finally:
-        races.world.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from kvconnector.datapath.pump.machine import Slots
 from kvconnector.session.lease import Lease
 from kvconnector.session.load import Load
 from kvconnector.wire import messages
-from tests.property.races import SETTINGS, StaleBytesError, racing
+from tests.property.races import SETTINGS, Races, StaleBytesError
 
 pytestmark = pytest.mark.ucx
 
@@ -46,7 +47,7 @@ def check(races, num_races, show):
 @pytest.mark.parametrize("seed, num_races", BATCHES)
 @pytest.mark.parametrize("path", PATHS)
 def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, show):
-    with racing(seed=seed, **PATHS[path]) as races:
+    with closing(Races(seed=seed, **PATHS[path])) as races:
         races.run(num_races)
     check(races, num_races, show)
 
@@ -59,9 +60,8 @@ def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(path, seed, num_rac
 
     if path == "checked":
         pytest.importorskip("xxhash")
-    with racing(
-        seed=seed, make_caches=GpuCaches, slow_down=Sleeper(seed).delay, **PATHS_ON_GPU[path]
-    ) as races:
+    options = {"make_caches": GpuCaches, "slow_down": Sleeper(seed).delay, **PATHS_ON_GPU[path]}
+    with closing(Races(seed=seed, **options)) as races:
         races.run(num_races)
     check(races, num_races, show)
 
@@ -107,5 +107,5 @@ FAULTS = [
 def test_races_find_a_fault(path, options, fault, causes, monkeypatch):
     if fault:
         monkeypatch.setattr(*fault)
-    with racing(**PATHS[path], **options) as races, pytest.raises(StaleBytesError):
+    with closing(Races(**PATHS[path], **options)) as races, pytest.raises(StaleBytesError):
         races.run(600 if path in ON_STREAMS else 60, *causes)

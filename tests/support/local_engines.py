@@ -2,6 +2,7 @@
 
 import random
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -52,14 +53,13 @@ class LocalEngine:
 
     def run(self, *requests):
         """Run requests side by side; returns the tokens of all their answers."""
-        names = [each.request_id for each in requests]
         wanted = [(each.request_id, i) for each in requests for i in range(each.num_answers)]
         lengths = {each.request_id: each.max_tokens for each in requests}
         for each in requests:
             self.scheduler.add(each)
         deadline = time.monotonic() + DEADLINE_S
         while any(len(self.answers.get(key, ())) < lengths[key[0]] for key in wanted):
-            assert time.monotonic() < deadline, f"{names} are not answered in time"
+            assert time.monotonic() < deadline, f"{wanted} are not answered in time"
             self.step()
         return [self.answers[key] for key in wanted]
 
@@ -90,8 +90,7 @@ def generate(
         cache=msgspec.convert({**pool, **cache}, CacheConfig),
         max_batched_tokens=max_batched_tokens,
     )
-    engine = LocalEngine(config, Path())
-    try:
+    with closing(LocalEngine(config, Path())) as engine:
         engine.scheduler.add(Request("r", list(prompt), max_tokens))
         while not engine.answers:
             engine.step()
@@ -99,8 +98,6 @@ def generate(
         while engine.scheduler.has_requests:
             engine.step()
         return engine.answers["r", 0]
-    finally:
-        engine.close()
 
 
 def token_ids(sampled):
