@@ -97,18 +97,12 @@ def test_a_refused_greeting_says_why(p, doctor, monkeypatch):
 
 
 def test_keys(tmp_path, doctor):
-    ours, theirs = (generate_keys(tmp_path / name) for name in ("ours", "theirs"))
-    for name in ("ours", "theirs"):
-        authorised = tmp_path / name / "authorized_clients"
-        authorised.write_text(f"{ours.public_key}\n{theirs.public_key}\n")
-    control = {
-        "secret_key_file": str(tmp_path / "theirs/curve.secret"),
-        "authorized_clients_file": str(tmp_path / "theirs/authorized_clients"),
-    }
-    with closing(_engine("p", control=control)) as p:
-        where = f"{_address(p)},{theirs.public_key}"
-        keys = ("--keys", str(tmp_path / "ours"))
-        assert doctor("--peer", where, *keys)["bandwidth"]["verdict"] == "ok"
+    names = ("ours", "theirs")
+    keys, controls = rp.keyed_controls(tmp_path, ours=names, theirs=names)
+    with closing(_engine("p", control=controls["theirs"])) as p:
+        where = f"{_address(p)},{keys['theirs'].public_key}"
+        ours = ("--keys", str(tmp_path / "ours"))
+        assert doctor("--peer", where, *ours)["bandwidth"]["verdict"] == "ok"
         generate_keys(tmp_path / "stranger")
         found = doctor("--peer", where, "--keys", str(tmp_path / "stranger"))
         assert found["peer"]["verdict"] == "FAIL"

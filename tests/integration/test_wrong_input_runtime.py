@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from kvconnector.errors import IncompatiblePeerError, LocalError, RemoteProtocolError
 from tests.integration import runtime_pair as rp
 from tests.support.ports import free_ports
@@ -115,19 +114,11 @@ def test_held_blocks_outside_the_pool_are_not_offered(pair, name):
 
 
 def test_keys_that_were_not_agreed_on(start, tmp_path, name):
-    engines = []
-    keys = {engine_id: generate_keys(tmp_path / engine_id) for engine_id in ("p", "d", "thief")}
-    for engine_id, trusted in (("p", "pd"), ("d", "pd"), ("thief", "p")):
-        folder = tmp_path / engine_id
-        listed = folder / AUTHORIZED_CLIENTS_FILE
-        listed.write_text("".join(f"{keys[other].public_key}\n" for other in trusted))
-        control = {
-            "secret_key_file": str(folder / SECRET_KEY_FILE),
-            "authorized_clients_file": str(listed),
-        }
-        role = "producer" if engine_id == "p" else "consumer"
-        engines.append(start(engine_id, role, control=control))
-    p, d, thief = engines
+    keys, controls = rp.keyed_controls(tmp_path, p=("p", "d"), d=("p", "d"), thief=("p",))
+    p, d, thief = (
+        start(engine_id, "producer" if engine_id == "p" else "consumer", control=control)
+        for engine_id, control in controls.items()
+    )
     params = p.offer(name, [1, 2], 30)
     thief.load("stolen", params, [5, 6], 31)
     d.load("false key", {**params, "remote_public_key": keys["thief"].public_key}, [7, 8], 31)

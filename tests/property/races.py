@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,7 +95,7 @@ class Races:
         self._pace = {}
         self._ended = {}
         self._held = {}
-        self._count = 0
+        self._names = (f"r{number}" for number in count(1))
         self.read_by(self.e)
 
     def close(self):
@@ -161,8 +162,7 @@ class Races:
 
     def _offer(self, block_ids):
         """A request of new bytes that the producer holds: its name, and what was in its blocks."""
-        self._count += 1
-        name, num_tokens = f"r{self._count}", len(block_ids) * BLOCK
+        name, num_tokens = next(self._names), len(block_ids) * BLOCK
         self.p.workers[0].caches.scribble(0, block_ids)
         self._held[name] = block_ids
         granted = _dense(self.p, block_ids, num_tokens)
@@ -170,8 +170,7 @@ class Races:
 
     def _compute(self, block_ids):
         """A prompt that `p` computes from now on."""
-        self._count += 1
-        name = f"r{self._count}"
+        name = next(self._names)
         offer = self.p.grant(name, [()], 0, is_complete=False)
         offer = replace(offer, blocks=(), num_tokens=len(block_ids) * BLOCK)
         self._prompt = Prompt(name, offer, block_ids, self.random.choice([1.0, 0.5, 0.2]))

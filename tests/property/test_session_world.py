@@ -1,5 +1,7 @@
 """Producers and consumers over bad links, peers that die, freeze and come back: what an engine may rely on, always."""
 
+from itertools import count
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -60,7 +62,7 @@ class Deployment(RuleBasedStateMachine):
         self.shadows = {}
         self.held = []
         self.wanted = []
-        self.count = 0
+        self.numbers = count(1)
         for index in range(3):
             self._start(index)
 
@@ -166,7 +168,7 @@ class Deployment(RuleBasedStateMachine):
         if len(self.free[producer]) < needed:
             return None
         ids = [self.free[producer].pop() for _ in range(needed)]
-        name = self._name("r")
+        name = f"r{next(self.numbers)}"
         caches = [worker.caches for worker in engine.workers]
         dense = dense_of(caches, [ids], num_tokens)
         if is_computed:
@@ -181,7 +183,7 @@ class Deployment(RuleBasedStateMachine):
         return held
 
     def _want(self, held, *, is_followed=False):
-        self.engines[2].want(name := self._name("w"), held.offer, is_followed=is_followed)
+        self.engines[2].want(name := f"w{next(self.numbers)}", held.offer, is_followed=is_followed)
         self.wanted.append(Wanted(self.engines[2], name, held, is_followed=is_followed))
         return self.wanted[-1]
 
@@ -261,10 +263,6 @@ class Deployment(RuleBasedStateMachine):
     def thaw(self):
         for engine in self.engines:
             self.world.freeze(engine, frozen=False)
-
-    def _name(self, prefix):
-        self.count += 1
-        return f"{prefix}{self.count}"
 
     def _start(self, index):
         self.engines[index] = self.world.start(

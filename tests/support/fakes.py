@@ -213,9 +213,8 @@ class FakeCaches:
 
     def scribble(self, group, block_ids):
         """Overwrite whole blocks of one group with fresh random bytes, as their next owner would."""
-        for layer in self.rank.groups[group].layers:
-            for part in range(len(self.rank.groups[group].parts)):
-                array = self.arrays[group, layer, part]
+        for (index, _, _), array in self.arrays.items():
+            if index == group:
                 fresh = np.empty_like(array[list(block_ids)])
                 _fill(fresh, self._rng)
                 array[list(block_ids)] = fresh
