@@ -22,7 +22,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransportError,
 )
-from tests.support.control_recorder import DEADLINE_S, STEP_S, Recorder, new_keys, small_limits
+from tests.support.control_suite import DEADLINE_S, STEP_S, Recorder, new_keys, small_limits
 from tests.support.remote import RemoteObject
 
 OURS, OTHERS = new_keys(), new_keys()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvconnector.control.address import parse_address
 from tests.control.test_control_zmq import open_channel
-from tests.support.control_recorder import Recorder, new_keys, small_limits
+from tests.support.control_suite import Recorder, new_keys, small_limits
 
 ROUNDS = 4
 CONNECTIONS = 150

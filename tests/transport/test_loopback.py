@@ -1,11 +1,10 @@
 """The loopback transport is a transport like others."""
 
 from tests.support.loopback import LoopbackNetwork
-from tests.support.transport_control_suite import TransportControlSuite
-from tests.support.transport_suite import TransportPair, Worker
+from tests.support.transport_suite import TransportPair, TransportSuite, Worker
 
 
-class TestLoopback(TransportControlSuite):
+class TestLoopback(TransportSuite):
     def pair(self):
         network = LoopbackNetwork()
         a, b = network.transport(), network.transport()

@@ -13,12 +13,12 @@ from kvconnector.errors import ConfigError, IncompatiblePeerError, PeerLostError
 from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
-from tests.support.transport_control_suite import TransportControlSuite
 from tests.support.transport_suite import (
     DEADLINE_S,
     HostMemory,
     Ledger,
     TransportPair,
+    TransportSuite,
     Worker,
     exchange,
 )
@@ -65,7 +65,7 @@ def remote_pair(**settings):
     )
 
 
-class TestOneProcess(TransportControlSuite):
+class TestOneProcess(TransportSuite):
     """Both sides in one process."""
 
     def pair(self):
@@ -73,21 +73,21 @@ class TestOneProcess(TransportControlSuite):
 
 
 @pytest.mark.skipif("ucx-py" not in INSTALLED, reason="ucx-py is not installed")
-class TestUcxPy(TransportControlSuite):
+class TestUcxPy(TransportSuite):
     """The other binding."""
 
     def pair(self):
         return connected_pair(binding="ucx-py")
 
 
-class TestTwoProcessesOfOneHost(TransportControlSuite):
+class TestTwoProcessesOfOneHost(TransportSuite):
     """Shared memory, as the settings' defaults have it."""
 
     def pair(self):
         return remote_pair()
 
 
-class TestTwoProcessesAsOfTwoHosts(TransportControlSuite):
+class TestTwoProcessesAsOfTwoHosts(TransportSuite):
     """Endpoints that UCX watches, over tcp, as the settings' defaults have it."""
 
     def pair(self):

@@ -21,7 +21,7 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
 from kvconnector.session import events as ev
 from tests.integration import runtime_pair as rp
-from tests.support.control_recorder import new_keys
+from tests.support.control_suite import new_keys
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 from tests.support.transport_suite import HostMemory
