@@ -4,8 +4,6 @@ A block is run, unless the line in front of it is `<!-- not run: REASON -->`; `<
 tests.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from dataclasses import dataclass

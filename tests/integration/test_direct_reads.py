@@ -23,13 +23,6 @@ DIRECT, PACKED = {"direct"}, {"packed"}
 NEVER = {"paths": {"direct": "never"}}
 
 
-def test_a_producer_may_say_never(start):
-    p = start("p", "producer", seed=1, **SETTINGS | NEVER)
-    d = start("d", "consumer", **SETTINGS)
-    assert rp.arrives(p, d, "w", [1, 2], [3, 4])
-    assert d.paths["w"] == PACKED
-
-
 @pytest.mark.parametrize("settings, path", [({}, DIRECT), (NEVER, PACKED)])
 def test_layers_of_a_step_arrive_before_the_others_are_computed(start, settings, path, monkeypatch):
     for module in (layers, load):

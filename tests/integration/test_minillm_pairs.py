@@ -4,8 +4,6 @@ Real processes, real UCX. The tokens must be those of a single-rank model that c
 Property tests have all shapes; these are kinds of parallelism, of block sizes and of layouts in whole engines.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

@@ -1,7 +1,5 @@
 """What the operators of a deployment choose, and what its engines remember of their requests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st

@@ -4,8 +4,6 @@ Real drivers and data paths over UCX, in one thread with a clock of its own: so 
 and nobody waits for a deadline. Every engine gives its blocks to their next owner in the turn in which it may.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import numpy as np
 
 from kvconnector.errors import PeerLostError
 from kvconnector.transport.ucx import open_ucx_transport
-from tests.support.fakes import Dense, FakeCaches, FakeEngine, attention_model, dense_of
+from tests.support.fakes import FakeCaches, FakeEngine, attention_model, dense_of
 from tests.support.inproc_control import ControlFaults
 from tests.support.world import Offer, World
 
@@ -50,7 +48,7 @@ class Prompt:
     pace: float
     num_written: int = 0
     is_over: bool = False
-    granted: Dense | None = None
+    granted: dict | None = None
 
 
 class Races:

@@ -1,7 +1,5 @@
 """Blocks and slots are used again as early as they may be while a slow consumer reads: right bytes or an error."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from typing import Any
 

@@ -1,13 +1,9 @@
 """Stand-ins for what an engine brings: a clock that tests move, and caches in numpy arrays of any layout."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from kvconnector.cache.views import KVView
 from kvconnector.datapath import CacheGroup
@@ -20,11 +16,7 @@ from kvconnector.topology import (
     TpKVTopology,
 )
 
-Layout: TypeAlias = Literal["HND", "NHD", "K-transposed", "interleaved"]
-LAYOUTS: tuple[Layout, ...] = ("HND", "NHD", "K-transposed", "interleaved")
-
-Dense: TypeAlias = dict[tuple[int, int, int], npt.NDArray[Any]]
-"""What a request's cache holds, whatever the engine: `[total_heads, num_tokens, head_dim]` by (group, layer, part)."""
+LAYOUTS = ("HND", "NHD", "K-transposed", "interleaved")
 
 
 class FakeClock:
@@ -155,7 +147,7 @@ class FakeEngine:
     pp_size: int = 1
     block_sizes: tuple[int, ...] = (4,)
     num_blocks: tuple[int, ...] = (32,)
-    layout: Layout = "HND"
+    layout: str = "HND"
     dcp_size: int = 1
     interleave_tokens: int = 1
 
@@ -226,7 +218,9 @@ class FakeCaches:
 
 
 def dense_of(caches, block_ids, num_tokens):
-    """A request's whole cache, gathered from all ranks. Copies; replicas are made equal first."""
+    """A request's whole cache, gathered from all ranks: `[total_heads, num_tokens, head_dim]` by (group, layer, part).
+    Copies; replicas are made equal first.
+    """
     dense = {}
     for cache in caches:
         for index, group in enumerate(cache.rank.groups):

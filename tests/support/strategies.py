@@ -4,8 +4,6 @@ Two engines of one drawn `FakeModel` can exchange blocks, however differently th
 matters is every relation between two sizes (divides, does not divide, equal, one is one), not large numbers.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -149,10 +147,6 @@ def engine_pairs(draw, *, even_heads=False):
     )
 
 
-def ranks(engine):
-    return st.sampled_from([rank.rank for rank in engine.ranks])
-
-
 @st.composite
 def token_ranges(draw):
     """What is missing of one group: empty, or tokens that start and end anywhere in blocks."""
@@ -164,7 +158,7 @@ def token_ranges(draw):
 def transfers(draw):
     """Loads that can be planned: `chunk_bytes` holds at least one token of the consumer's widest part."""
     consumer_engine, producer = draw(engine_pairs())
-    consumer = consumer_engine.rank_geometry(draw(ranks(consumer_engine)))
+    consumer = draw(st.sampled_from(consumer_engine.ranks))
     widest = max(part.token_bytes for group in consumer.groups for part in group.parts)
     return Transfer(
         topology=TpKVTopology(consumer_engine, consumer.rank),

@@ -3,8 +3,6 @@ connected workers. Their memory is reached through `Worker.allocate`, so that th
 behind a proxy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import select

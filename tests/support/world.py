@@ -5,8 +5,6 @@ calls and the copied bytes is the real code; only sockets, threads and time are 
 (`world.hub.faults`, `world.network.faults`) and from `kill`, `freeze` and `sever`.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 
