@@ -7,6 +7,7 @@ import sys
 import tomllib
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,11 +97,6 @@ def test_all_commands_of_a_page_run_in_order(page, text, tmp_path):
         assert expected in shown, shown[-5000:]
 
 
-class Gauges:
-    num_loading = 0
-    held = frozenset()
-
-
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.parametrize("block", blocks("python"), ids=str)
@@ -121,7 +117,8 @@ def test_python_runs(block, capsys):
         "num_computed_tokens": 0,
     }
     if block.page == "docs/monitoring.md":
-        names |= {"scheduler": Gauges(), "output": kvc.WorkerOutput(), "traceparent": ""}
+        gauges = SimpleNamespace(num_loading=0, held=frozenset())
+        names |= {"scheduler": gauges, "output": kvc.WorkerOutput(), "traceparent": ""}
     text = block.text.replace("start_http_server(9400)", "start_http_server(0, '127.0.0.1')")
     names["__name__"] = "__main__"
     with closing(prefill.worker), closing(prefill.scheduler):

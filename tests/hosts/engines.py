@@ -44,7 +44,6 @@ class Server(cluster.Server):
         return self.process.pids()[1:]
 
     async def wait_healthy(self, session, deadline):
-        """See `minillm.cluster.Server`."""
         while not await self.is_healthy(session):
             if not self.process.is_running():
                 raise self._failure("ended while starting")
@@ -83,7 +82,6 @@ class Servers(cluster.Cluster):
         self._started = []
 
     async def stop(self, names):
-        """Stop all servers."""
         await asyncio.gather(*(server.stop() for server in self._started))
 
     def keys(self, *names):

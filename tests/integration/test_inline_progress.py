@@ -14,7 +14,6 @@ pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 NUM_REQUESTS = 20
 """At once: more than there are rows for at first."""
-PATHS = pytest.mark.parametrize("direct", ["always", "never"])
 
 
 @pytest.fixture
@@ -30,7 +29,7 @@ def engines(start):
     return make
 
 
-@PATHS
+@pytest.mark.parametrize("direct", ["always", "never"])
 def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct):
     p, d = engines(direct)
     interval_s = sys.getswitchinterval()

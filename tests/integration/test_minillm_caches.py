@@ -105,9 +105,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
     run_cluster(main)
 
 
-PROMPTS_TO_SWAP = [me.prompt_of(30 + index, index) for index in range(6)]
 TOKENS_TO_SWAP = 24
-
 SMALL_SHAPES = ("pp=2,block=8", "dcp=2,interleave=4,block=4")
 
 
@@ -123,7 +121,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device
             ["--device", device, "--engine", "block=16"],
             [*on_device, "--engine", f"{shape},layout=NHD,blocks=20,host=64"],
         )
-        prompts = PROMPTS_TO_SWAP
+        prompts = [me.prompt_of(30 + index, index) for index in range(6)]
         await asyncio.gather(*(me.answered(cluster, router, p, TOKENS_TO_SWAP) for p in prompts))
         values = await read_metrics(cluster.session, decode.url)
         assert values["minillm_swapped_blocks"] > 0

@@ -88,8 +88,7 @@ class Races:
 
 @pytest.mark.parametrize("num_races", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(num_races, show):
-    pair = DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))
-    with closing(pair):
+    with closing(DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))) as pair:
         races = Races(pair)
         for number in range(1, num_races + 1):
             races.run(number)

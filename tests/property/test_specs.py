@@ -3,8 +3,6 @@ from hypothesis import strategies as st
 
 from kvconnector.cache.specs import CacheLimits, DType, SlidingWindowSpec
 
-UINT8 = DType("uint8")
-
 
 @given(
     block_size=st.integers(1, 9),
@@ -16,7 +14,11 @@ def test_a_sliding_window_has_pages_for_any_step_and_at_most_one_too_many(
     block_size, window, batched, max_model_len
 ):
     spec = SlidingWindowSpec(
-        block_size=block_size, num_kv_heads=1, head_size=1, dtype=UINT8, sliding_window=window
+        block_size=block_size,
+        num_kv_heads=1,
+        head_size=1,
+        dtype=DType("uint8"),
+        sliding_window=window,
     )
     limits = CacheLimits(max_model_len=max_model_len, max_num_batched_tokens=batched)
     worst = 0
