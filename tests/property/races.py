@@ -85,7 +85,6 @@ class Races:
             network=SimpleNamespace(transport=over_ucx),
             make_caches=make_caches,
         )
-        self.close = self.world.close
         self.p = self._start("p", "producer", P_TIMEOUT_S)
         # what is sent over UCX cannot be lost on its way, so `d` is told over the other channel
         on_hub = {"insecure": True, "over_ucx": False}
@@ -96,6 +95,9 @@ class Races:
         self._held = {}
         self._names = (f"r{number}" for number in count(1))
         self.read_by(self.e)
+
+    def close(self):
+        self.world.close()
 
     def _start(self, name, role, timeout_s, **settings):
         num_blocks = 2 * len(BLOCKS)

@@ -110,3 +110,12 @@ def test_an_engine_goes_on_where_it_has_told_layers_or_computes_them_again(befor
     step = range(before.num_tokens, before.ahead_tokens) if before.ahead_layers else ()
     is_again = any(token >= after.num_tokens for token in step) and after[:2] != before[:2]
     assert after.continues(before) == (told(after) >= told(before) and not is_again)
+
+
+@given(MARKS, st.integers(0, 10))
+def test_up_to_which_layer_tokens_are_there(mark, stop):
+    def has(layer):
+        return stop <= mark.num_tokens or (layer < mark.ahead_layers and stop <= mark.ahead_tokens)
+
+    there = next((n for n in range(4) if not has(n)), 99)
+    assert min(mark.layer_stop(stop), 99) == there
