@@ -52,7 +52,7 @@ ROOMS = {
     "tests/hosts": 930,
     "tests/integration": 1440,
     "tests/kernels": 1690,
-    "tests/property": 2070,
+    "tests/property": 2080,
     "tests/support": 2310,
     "tests/transport": 710,
     "tests/unit": 1280,
