@@ -126,7 +126,9 @@ class Driver:
         self._is_enough = is_enough or _never
         self._look()
         if not self._is_enough():
-            self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
+            if self.datapath.pump(self._pump_s(timeout_s), self.control.filenos()):
+                # before all else: a peer waits for what comes of a message
+                self._take_tagged()
             self.work()
 
     def progress_inline(self, is_enough: Callable[[], bool] | None = None) -> None:

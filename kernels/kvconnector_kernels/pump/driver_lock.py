@@ -37,6 +37,7 @@ LOCK = np.dtype(
 _PARK_MS = 1000
 """A release wakes who waits for the lock; this only bounds what a lost wake-up would cost."""
 _EVENTFD_BYTES = 8
+NS_PER_MS = 1_000_000
 
 
 @helper
@@ -86,12 +87,15 @@ def has_pending(state):
 @helper
 def must_return(state, run, found, now):
     """Whether to return with what was found, or with what others say is pending: inline at once, else after the grace
-    period, in which another thread may take it.
+    period, in which another thread may take it. A short one is for an engine that has asked for something: nobody else
+    is on the way to what was found.
     """
     if run.owner == r.INLINE:
         return found != 0 or has_pending(state)
     if found:
         store_flag(state.lock + _PENDING, 1)
+        if state.grace_ns < NS_PER_MS:
+            return True
     elif not has_pending(state):
         state.pending_ns = 0
         return False

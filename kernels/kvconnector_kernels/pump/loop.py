@@ -14,7 +14,6 @@ from kvconnector_kernels.pump.native import array_at, call, record_at
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper
 
-_NS_PER_MS = 1_000_000
 _MAX_PROGRESS_STEPS = 64
 _NUM_OWN_FDS = 2
 """UCX's descriptor, and the eventfd that wakes the driver."""
@@ -81,7 +80,7 @@ def _pause(state, run, now):
 @helper
 def _grant_grace(state, run, now):
     """Wait for a moment of the grace period, and of a long one asleep: nothing sleeps for less than a millisecond."""
-    if state.grace_ns < _NS_PER_MS:
+    if state.grace_ns < driver_lock.NS_PER_MS:
         _pause(state, run, now)
         return
     driver_lock.release(state, run)
@@ -95,7 +94,7 @@ def _sleep(state, run, left_ns):
     """Sleep until UCX or a watched descriptor has something, or the time is over."""
     if steps.status_of(call(state.worker_arm, (state.worker,))) == steps.OK:
         driver_lock.release(state, run)
-        steps.is_readable(state, run, 0, left_ns // _NS_PER_MS + 1)
+        steps.is_readable(state, run, 0, left_ns // driver_lock.NS_PER_MS + 1)
         driver_lock.acquire(state, run)
         if run.owner == r.DRIVER:
             driver_lock.forget_wakes(state)

@@ -241,9 +241,9 @@ class DataPath:
         self.machine.stay_awake()
         return self._report.drain()
 
-    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
+    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> bool:
         """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
-        waits in the transport, or time is over.
+        waits in the transport, or time is over. Whether it was one of the two before the last.
 
         Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """
@@ -257,6 +257,7 @@ class DataPath:
         reason = self.machine.run(timeout_s, wants_slots=bool(self._receives.waiting), fds=fds)
         if reason == r.TIMEOUT:
             self._copies.check_device()
+        return reason == r.READABLE
 
     def notify(self) -> bool:
         """There is something to do for who owns this data path. Whether it is awake, or woken by this, to see it. Any

@@ -150,15 +150,12 @@ class Sends:
 
     def refresh_endpoints(self) -> None:
         """Before every run: the handles may have changed since, and a lost peer's is none any more."""
-        for link in {send.link for send in self._sends.values() if send.error is None}:
-            try:
-                _, handle = self._endpoint(link)
-            except KVConnectorError as error:
-                self._fail(link, error)
-                continue
-            for row, send in self._sends.items():
-                if send.link == link:
-                    self._machine.sends.rows[row]["endpoint"] = handle
+        for row, send in self._sends.items():
+            if send.error is None:
+                try:
+                    _, self._machine.sends.rows[row]["endpoint"] = self._endpoint(send.link)
+                except KVConnectorError as error:
+                    self._fail(send.link, error)
 
     def poll(self) -> None:
         """See what ended."""
