@@ -9,13 +9,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
-from tests.support.fakes import (
-    FakeCaches,
-    FakeEngine,
-    attention_model,
-    dense_of,
-    equalise_replicas,
-)
+from tests.support.fakes import FakeCaches, FakeEngine, attention_model, dense_of, equalise_replicas
 from tests.support.remote import RemoteObject
 
 DEADLINE_S = 40.0
@@ -111,10 +105,7 @@ def keyed_controls(folder, **trusts):
         listed = folder / name / AUTHORIZED_CLIENTS_FILE
         listed.write_text("".join(f"{keys[other].public_key}\n" for other in trusted))
         secret = folder / name / SECRET_KEY_FILE
-        controls[name] = {
-            "secret_key_file": str(secret),
-            "authorized_clients_file": str(listed),
-        }
+        controls[name] = {"secret_key_file": str(secret), "authorized_clients_file": str(listed)}
     return keys, controls
 
 

@@ -8,13 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.planning import (
-    ALL_LAYERS,
-    naive_plan,
-    plan_items,
-    plan_peer,
-    plan_transfer,
-)
+from kvconnector.planning import ALL_LAYERS, naive_plan, plan_items, plan_peer, plan_transfer
 from kvconnector.planning import plan as plan_module
 from tests.support.strategies import transfers
 
