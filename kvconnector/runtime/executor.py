@@ -25,7 +25,6 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import lease_key
-from kvconnector.session.read_check import decode_chunks
 from kvconnector.session.reads import as_sent
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
@@ -180,7 +179,7 @@ class Executor:
         read = command.read
         program = Program(
             segments=tuple(self._pools.window(segment) for segment in read.segments),
-            chunks=decode_chunks(read.chunks),
+            chunks=command.chunks,
             blocks=command.blocks,
         )
         self._driver.datapath.submit_send(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NewType
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
@@ -100,6 +102,7 @@ class StartSend(Command, msgspec.Struct, frozen=True, eq=False):
 
     link: LinkId
     read: Read
+    chunks: npt.NDArray[np.void]
     blocks: tuple[GroupBlocks, ...]
 
 

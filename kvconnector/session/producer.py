@@ -182,7 +182,7 @@ class ProducerSession:
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
         try:
-            self._read_check.check(
+            chunks = self._read_check.check(
                 read, lease.blocks, lease.watermark, is_streamed=lease.is_streamed
             )
         except KVConnectorError as error:
@@ -192,7 +192,7 @@ class ProducerSession:
         self._by_send[key] = lease.transfer_id
         if lease.state is LeaseState.HELD:
             lease.move(LeaseState.READING)
-        return [cmd.StartSend(event.link, read, lease.blocks)]
+        return [cmd.StartSend(event.link, read, chunks, lease.blocks)]
 
     def _unknown_read(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""

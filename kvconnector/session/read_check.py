@@ -62,9 +62,9 @@ class ReadCheck:
         watermark: Watermark,
         *,
         is_streamed: bool = False,
-    ) -> None:
-        """Accept a read that stays inside the lease and the staging slots. One of a lease that `is_streamed` may leave
-        its blocks to us.
+    ) -> npt.NDArray[np.void]:
+        """The chunks of a read, all of which stay inside the lease and the staging slots. One of a lease that
+        `is_streamed` may leave its blocks to us.
 
         Raises:
             RemoteProtocolError: naming what is outside: a group, family, layer, head, part, token, block id, a token
@@ -73,8 +73,9 @@ class ReadCheck:
         if read.blocks or not is_streamed:
             _check_blocks(read.blocks, leased)
         route = self._routes.get(read.segments) or self._add_route(read.segments)
-        records = decode_chunks(read.chunks).view("<i4").reshape(-1, _NUM_FIELDS)
-        chunks = records.T.astype(np.int64, order="C")
+        records = decode_chunks(read.chunks)
+        fields = np.frombuffer(read.chunks, "<i4").reshape(-1, _NUM_FIELDS)
+        chunks = fields.T.astype(np.int64, order="C")
         # of rows and of tokens
         segment, starts, counts = chunks[0], chunks[1::2], chunks[2::2]
         lowest, highest = int(np.minimum.reduce(segment)), int(np.maximum.reduce(segment))
@@ -108,6 +109,7 @@ class ReadCheck:
                 nbytes=int(nbytes[worst]),
                 max_chunk_bytes=self._max_chunk_bytes,
             )
+        return records
 
     def _add_route(self, segments: tuple[m.ReadSegment, ...]) -> tuple[_Limits, ...]:
         if not segments:

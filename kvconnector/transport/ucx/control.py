@@ -51,9 +51,9 @@ class ControlReceives:
             message = self._libucp.take_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
             if message is None:
                 break
-            if not self._accept(message, limits.get(message.tag, -1)):
-                self.refuse(message)
-                events.append(ControlRefused(message.tag, message.nbytes))
+            event = self._accept(message, limits.get(message.tag, -1))
+            if event is not None:
+                events.append(event)
         if self._arriving:
             events += self._arrived()
         return events
@@ -67,25 +67,31 @@ class ControlReceives:
         for tag, queue in self._arriving.items():
             for arriving in queue:
                 if arriving.request:
-                    self._requests.adopt(arriving.request, tag, _buffer(arriving), None)
+                    assert arriving.memory is not None  # it has not failed
+                    address = _address(arriving.memory)
+                    buffer = Buffer(address, arriving.nbytes, "cpu", arriving.memory)
+                    self._requests.adopt(arriving.request, tag, buffer, None)
         self._arriving.clear()
 
-    def _accept(self, message: Unexpected, limit_bytes: int) -> bool:
-        """Begin to receive a message, unless there is no memory to be spent on it."""
-        held_bytes = sum(arriving.nbytes for arriving in self._arriving.get(message.tag, ()))
+    def _accept(self, message: Unexpected, limit_bytes: int) -> ControlEvent | None:
+        """Begin to receive a message, unless there is no memory to be spent on it; what is known of it at once."""
+        queue = self._arriving.get(message.tag)
+        held_bytes = sum(arriving.nbytes for arriving in queue) if queue else 0
         if message.nbytes > limit_bytes or (
             held_bytes and held_bytes + message.nbytes > MAX_ARRIVING_LIMITS * limit_bytes
         ):
-            return False
+            self.refuse(message)
+            return ControlRefused(message.tag, message.nbytes)
         # one byte more: memory of none has no address, and an address of none refuses a message
-        arriving = _Arriving(0, message.nbytes, bytearray(message.nbytes + 1))
-        posted = self._libucp.receive_unexpected(message, _buffer(arriving).address, message.nbytes)
-        arriving.request = posted.request
+        memory = bytearray(message.nbytes + 1)
+        posted = self._libucp.receive_unexpected(message, _address(memory), message.nbytes)
         self.has_begun |= posted.status == IN_PROGRESS
-        if posted.status not in (OK, IN_PROGRESS):
-            arriving.memory = None
+        is_good = posted.status in (OK, IN_PROGRESS)
+        arriving = _Arriving(posted.request, message.nbytes, memory if is_good else None)
+        if not (queue or posted.request):
+            return _event_of(message.tag, arriving)
         self._arriving.setdefault(message.tag, deque()).append(arriving)
-        return True
+        return None
 
     def _arrived(self) -> list[ControlEvent]:
         """What is complete, each tag's messages in their order."""
@@ -93,12 +99,7 @@ class ControlReceives:
         for tag in list(self._arriving):
             queue = self._arriving[tag]
             while queue and self._is_over(queue[0]):
-                arriving = queue.popleft()
-                if arriving.memory is None:
-                    events.append(ControlRefused(tag, arriving.nbytes))
-                else:
-                    payload = bytes(memoryview(arriving.memory)[: arriving.nbytes])
-                    events.append(ControlMessage(tag, payload))
+                events.append(_event_of(tag, queue.popleft()))
             if not queue:
                 del self._arriving[tag]
         return events
@@ -122,8 +123,13 @@ class ControlReceives:
             self.has_begun = True
 
 
-def _buffer(arriving: _Arriving) -> Buffer:
-    assert arriving.memory is not None  # it has not failed
+def _event_of(tag: int, arriving: _Arriving) -> ControlEvent:
+    """What is told of a message that is over."""
+    if arriving.memory is None:
+        return ControlRefused(tag, arriving.nbytes)
+    return ControlMessage(tag, bytes(memoryview(arriving.memory)[: arriving.nbytes]))
+
+
+def _address(memory: bytearray) -> int:
     # of one character, whatever the length: ctypes makes a type for every length of an array
-    address = ctypes.addressof(ctypes.c_char.from_buffer(arriving.memory))
-    return Buffer(address, arriving.nbytes, "cpu", arriving.memory)
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

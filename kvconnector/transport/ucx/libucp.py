@@ -20,8 +20,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from kvconnector.errors import TransportError
 
@@ -112,8 +111,7 @@ class _EpAttr(ctypes.Structure):
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Posted:
+class Posted(NamedTuple):
     """What posting an operation gave: a request that is under way, or else (request 0) its final status."""
 
     request: int
@@ -121,8 +119,7 @@ class Posted:
     message_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Unexpected:
+class Unexpected(NamedTuple):
     """A message that came before its receive."""
 
     handle: int
