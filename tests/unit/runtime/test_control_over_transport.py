@@ -151,20 +151,3 @@ def test_each_confused_peer_is_warned_of_once(deploy, caplog):
     deployment.world.turn()
     for worker in deployment.d.workers:
         assert caplog.text.count(f"refused {worker.control.address}'s connection") == 1
-
-
-def test_a_consumer_that_vanishes_while_it_reads_costs_the_producer_its_lease_alone(deploy):
-    chunks = {"staging": {"chunk_bytes": 40, "budget_bytes": 1 << 16, "window": 1}}
-    deployment = deploy(producer={**chunks, **STAY}, consumer=chunks)
-    (p,) = deployment.p.workers
-    deployment.request("r")
-    slots = p.datapath.machine.send_slots
-    assert deployment.world.run(lambda: slots.num_busy > 0)
-    deployment.world.freeze(deployment.d)
-    for _ in range(5):
-        deployment.world.turn()
-    assert slots.num_busy > 0
-    for worker in deployment.d.workers:
-        deployment.world.network.lose(worker.transport.address)
-    assert deployment.world.run(deployment.p.is_quiet, seconds_per_turn=0.5)
-    assert p.poll().finished_sending == {"r"}

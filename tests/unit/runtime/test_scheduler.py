@@ -111,11 +111,6 @@ def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
     assert _start(scheduler) == 7
 
 
-def test_a_full_local_hit_gives_the_blocks_back(scheduler):
-    assert _start(scheduler, computed=7) == 0
-    assert _orders(scheduler.build_step(), DropRequest) == [DropRequest("w")]
-
-
 def test_mistakes_are_refused_before_anything_changes(scheduler):
     scheduler.on_new_request("w", PARAMS)
     for blocks in ([[1], [2]], [[-1]]):

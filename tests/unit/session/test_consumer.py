@@ -23,17 +23,6 @@ def side():
     return h.consumer()
 
 
-def test_a_load_asks_every_rank_and_confirms_to_every_rank(side):
-    links, reads = h.start_load(side, h.engine(**WIDE))
-    assert len(links) == len(reads) == 2
-    assert h.finished(side.tell(ev.ReceiveFinished(reads[0]))) == []
-    ended = side.tell(ev.ReceiveAdvanced(reads[1]), ev.ReceiveFinished(reads[1]))
-    assert h.finished(ended) == h.OK
-    confirmed = [c.link for c in h.of(ended, cmd.SendMessage) if isinstance(c.message, m.Done)]
-    assert confirmed == links
-    assert side.num_loads == side.num_reads == 0
-
-
 def test_a_rank_speaks_for_its_own_reads_only(side):
     links, reads = h.start_load(side, h.engine(**WIDE))
     assert side.tell(h.cut_short(links[0], reads[1])) == []
