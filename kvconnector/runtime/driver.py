@@ -211,17 +211,13 @@ class Driver:
         self.tagged.remove(link)
         return self.links.remove(link)
 
-    def _sleep_s(self, timeout_s: float) -> float:
-        if self.num_queued or self.tagged.has_more:
-            return 0.0
-        deadline = self._next_deadline()
-        if deadline is not None:
-            timeout_s = min(timeout_s, deadline - self.clock())
-        return max(0.0, min(timeout_s, MAX_SLEEP_S))
-
     def _pump_s(self, timeout_s: float) -> float:
         """How long to stay in the data path: what the control channel does not show is asked for soon."""
-        return self._sleep_s(timeout_s if self.control.is_settled else min(timeout_s, BUSY_PUMP_S))
+        if self._events or self._commands or self.tagged.has_more:
+            return 0.0
+        timeout_s = min(timeout_s, MAX_SLEEP_S if self.control.is_settled else BUSY_PUMP_S)
+        deadline = self._next_deadline()
+        return timeout_s if deadline is None else min(timeout_s, max(0.0, deadline - self.clock()))
 
     def _next_deadline(self) -> float | None:
         """The first of the sessions', who change it when something happens."""

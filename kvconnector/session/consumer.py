@@ -90,9 +90,11 @@ class ConsumerSession:
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest."""
-        soonest = min(self._reads.next_deadline(), self._engines.next_deadline())
+        soonest = self._engines.next_deadline()
         for load in self._loads.values():
             soonest = min(soonest, load.deadline)
+        for read in self._reads.values():
+            soonest = min(soonest, read.deadline)
         return None if soonest == NEVER else soonest
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
@@ -176,10 +178,8 @@ class ConsumerSession:
 
     def _advance(self, load: Load, engine: RemoteEngine, now: float) -> list[Command]:
         """Open one read per producer rank that has something for us which was not read for yet."""
-        # a READY engine has a plan, and only an asked load starts
-        assert engine.plan is not None
-        assert load.asked is not None
-        links = engine.links
+        assert engine.plan is not None  # it is READY
+        links = engine.links if load.is_followed else ()
         try:
             chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
             reads = load.take_ready(engine.plan, links, chunk_bytes=chunk_bytes)

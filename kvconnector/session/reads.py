@@ -52,10 +52,6 @@ class OpenReads(dict[int, StartReceive]):
             return None
         return read
 
-    def next_deadline(self) -> float:
-        """When the first peer is late with its answer to a cancellation."""
-        return min([read.deadline for read in self.values()], default=NEVER)
-
     def stop(self, read: StartReceive, now: float) -> list[Command]:
         """Write no more for a read, and tell its peer if that is still sending."""
         read.is_stopped = True
