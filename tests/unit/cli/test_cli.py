@@ -93,11 +93,9 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
     [
         ("plan --prefill tp=3,dcp=2", "tp=3, dcp=2"),
         ("plan --prefill dcp=2,interleave=5", "interleave=5"),
-        ("plan --prefill tp=x", "'tp=x'"),
         ("plan --prefill pp=99", "num_layers=32"),
         ("plan --model nothing", "'nothing'"),
         ("plan --chunk 10B", "chunk_bytes=10"),
-        ("plan --chunk ten", "'ten'"),
         ("plan --tokens 0", "tokens=0"),
         ("plan --mla --kv-heads 2", "num_kv_heads=2"),
         ("plan --dtype bfloat17", "'bfloat17'"),
@@ -105,9 +103,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("bench relayout --peer moon", "'moon'"),
         ("bench relayout --peer nixl", "'relayout'"),
         ("bench relayout --device tpu", "'tpu'"),
-        ("bench relayout --tokens many", "'many'"),
         ("bench transfer --device cuda:0,x:1", "'0,x'"),
-        ("bench transfer --model nothing,layers=1", "'nothing'"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, line, named):
