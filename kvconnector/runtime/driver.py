@@ -181,8 +181,9 @@ class Driver:
                         self._events.extend(self.datapath.step())
                     return
             self._events.extend(self.datapath.step())
-            # after the step, which drives the transport: nobody sleeps while something waits there
-            self._take_tagged()
+            if not self._events:
+                # after the step, which drives the transport: nobody sleeps while something waits there
+                self._take_tagged()
             deadline = self._next_deadline()
             if deadline is not None and deadline <= self.clock():
                 self._events.append(ev.Tick())
