@@ -41,10 +41,12 @@ class _Limits:
         """
         room = leased[self.group].token_range(self.block_tokens)
         tokens = self.stripe.members(range(room.start, min(room.stop, watermark.num_tokens)))
-        num_rows = len(self.layers) * self.num_parts
-        ahead_rows = bisect_left(self.layers, watermark.ahead_layers) * self.num_parts
-        ahead_stop = self.stripe.count_below(min(room.stop, watermark.ahead_tokens))
-        return 0, tokens.start, num_rows, tokens.stop, self.token_bytes, ahead_rows, ahead_stop
+        num_rows, ahead = len(self.layers) * self.num_parts, (0, 0)
+        if watermark.ahead_layers:
+            ahead_rows = bisect_left(self.layers, watermark.ahead_layers) * self.num_parts
+            ahead_stop = self.stripe.count_below(min(room.stop, watermark.ahead_tokens))
+            ahead = ahead_rows, ahead_stop
+        return 0, tokens.start, num_rows, tokens.stop, self.token_bytes, *ahead
 
 
 class ReadCheck:
@@ -78,12 +80,12 @@ class ReadCheck:
         chunks = fields.T.astype(np.int64, order="C")
         # of rows and of tokens
         segment, starts, counts = chunks[0], chunks[1::2], chunks[2::2]
-        lowest, highest = int(np.minimum.reduce(segment)), int(np.maximum.reduce(segment))
-        if lowest < 0 or highest >= len(route):
+        # unsigned, negative ones are the largest
+        if np.maximum.reduce(segment.view(np.uint64)) >= len(route):
             raise RemoteProtocolError(
                 "a segment index is out of range",
-                lowest=lowest,
-                highest=highest,
+                lowest=int(segment.min()),
+                highest=int(segment.max()),
                 segments=len(route),
             )
         bounds = np.array([limits.bounds(leased, watermark) for limits in route], np.int64).T
@@ -97,7 +99,7 @@ class ReadCheck:
         # only of chunks inside is this sure to fit 64 bits; the others are refused anyway
         nbytes = counts[0] * counts[1] * bounds[4]
         inside &= nbytes <= self._max_chunk_bytes
-        if not inside.all():
+        if not np.logical_and.reduce(inside, axis=None):
             worst = int(np.argmin(inside.all(axis=0)))
             limits = np.broadcast_to(bounds, (7, len(segment)))[:, worst].tolist()
             raise RemoteProtocolError(
