@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    SupportsHMA,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
@@ -22,13 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvconnector.ids import new_incarnation
 from kvconnector.integrations.vllm.messages import Handshake, HandshakeMetadata
 from kvconnector.runtime import WorkerMetadata
-from kvconnector.session.orders import (
-    DropRequest,
-    HoldRequest,
-    LoadRequest,
-    WantRequest,
-    WithdrawRequest,
-)
+from kvconnector.session import orders
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
 from tests.vllm.test_caches import DIM, HEADS
 from tests.vllm.test_caches import SIZE as BLOCK_SIZE
@@ -142,14 +132,16 @@ class News:
     """A step's orders by kind."""
 
     def __init__(self, step):
-        self.holds = [order for order in step.orders if isinstance(order, HoldRequest)]
-        self.wants = [order for order in step.orders if isinstance(order, WantRequest)]
-        self.loads = [order for order in step.orders if isinstance(order, LoadRequest)]
-        self.withdrawn = [o.request_id for o in step.orders if isinstance(o, WithdrawRequest)]
-        self.dropped = [o.request_id for o in step.orders if isinstance(o, DropRequest)]
+        def of(kind):
+            return [order for order in step.orders if isinstance(order, kind)]
+
+        self.holds, self.wants = of(orders.HoldRequest), of(orders.WantRequest)
+        self.loads = of(orders.LoadRequest)
+        self.withdrawn = [order.request_id for order in of(orders.WithdrawRequest)]
+        self.dropped = [order.request_id for order in of(orders.DropRequest)]
 
 
-class KeepingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """For a `MultiConnector`: keeps every finished request's blocks, as one that saves them would, until
     `finished_sending` names the request. It has `loads` tokens of each prompt.
     """
@@ -164,7 +156,7 @@ class KeepingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Nothing to remember."""
 
     def build_connector_meta(self, scheduler_output):
-        return KVConnectorMetadata()
+        return base.KVConnectorMetadata()
 
     def request_finished_all_groups(self, request, block_ids):
         return True, None

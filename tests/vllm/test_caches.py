@@ -5,19 +5,8 @@ import numpy as np
 import pytest
 import torch
 from vllm import _custom_ops as ops
+from vllm.v1 import kv_cache_interface as kv
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    KVQuantMode,
-    MambaSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    UniformTypeKVCacheSpecs,
-)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -72,7 +61,7 @@ def vllm_config(backend, isa="", tp_size=1, total_kv_heads=HEADS, names=NAMES):
     )
 
 
-def attention(kind=FullAttentionSpec, **options):
+def attention(kind=kv.FullAttentionSpec, **options):
     arguments = {
         "block_size": SIZE,
         "num_kv_heads": HEADS,
@@ -87,16 +76,16 @@ def one_group(spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOC
     names = list(names)
     page = spec.page_size_bytes
     is_compact = layout.is_layer_compact
-    tensor = KVCacheTensor(
+    tensor = kv.KVCacheTensor(
         size=page * num_blocks * len(names),
         layers=names,
         layer_stride=page * num_blocks if is_compact else page,
         block_stride=page if is_compact else page * len(names),
     )
-    config = KVCacheConfig(
+    config = kv.KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[tensor],
-        kv_cache_groups=[KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
+        kv_cache_groups=[kv.KVCacheGroupSpec(layer_names=names, kv_cache_spec=spec)],
     )
     sizes = None if kernel_block_size is None else [kernel_block_size]
     caches = allocate_kv_cache(config, torch.device("cpu"), layout, sizes)
@@ -219,7 +208,7 @@ def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected
     "spec,backend,expected",
     [  # a latent is one head on every rank, and quantised content is moved with its scales
         (
-            attention(MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
+            attention(kv.MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
             "FLASHMLA",
             ("latent", 1, 576, 2),
         ),
@@ -236,18 +225,18 @@ def test_content_that_is_one_part_is_moved_whole(spec, backend, expected):
 
 def test_layers_of_different_shape_share_a_block_table():
     specs = {
-        NAMES[0]: attention(MLAAttentionSpec, num_kv_heads=1, head_size=576),
+        NAMES[0]: attention(kv.MLAAttentionSpec, num_kv_heads=1, head_size=576),
         "model.layers.0.self_attn.indexer.k_cache": attention(
-            MLAAttentionSpec, num_kv_heads=1, head_size=132
+            kv.MLAAttentionSpec, num_kv_heads=1, head_size=132
         ),
     }
-    config = KVCacheConfig(
+    config = kv.KVCacheConfig(
         num_blocks=BLOCKS,
         kv_cache_tensors=[],
         kv_cache_groups=[
-            KVCacheGroupSpec(
+            kv.KVCacheGroupSpec(
                 layer_names=list(specs),
-                kv_cache_spec=UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs=specs),
+                kv_cache_spec=kv.UniformTypeKVCacheSpecs(block_size=SIZE, kv_cache_specs=specs),
             )
         ],
     )
@@ -270,9 +259,9 @@ def test_a_layer_that_shares_anothers_cache_is_moved_once():
     [
         (attention(), "SOME_NEW_ATTN", "SOME_NEW_ATTN"),
         (attention(num_head_slots=2 * HEADS), "FLASHINFER", "num_head_slots"),
-        (attention(kv_quant_mode=KVQuantMode.NVFP4), "FLASHINFER", "kv_quant_mode"),
+        (attention(kv_quant_mode=kv.KVQuantMode.NVFP4), "FLASHINFER", "kv_quant_mode"),
         (attention(tokens_per_state=2), "FLASHMLA", "tokens_per_state"),
-        (attention(SinkFullAttentionSpec, sink_len=4), "FLASH_ATTN", "SinkFullAttentionSpec"),
+        (attention(kv.SinkFullAttentionSpec, sink_len=4), "FLASH_ATTN", "SinkFullAttentionSpec"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
@@ -281,7 +270,7 @@ def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
 
 
 def test_of_chunked_attention_a_chunk_is_kept():
-    group, _ = registered(attention(ChunkedLocalAttentionSpec, attention_chunk_size=64))
+    group, _ = registered(attention(kv.ChunkedLocalAttentionSpec, attention_chunk_size=64))
     assert (group.info.keeps, group.info.extent_tokens) == ("chunk", 64)
 
 
@@ -304,7 +293,7 @@ def recurrent(kind, is_dim_first):
     channels = CHANNELS[kind]
     conv = (channels, WIDTH) if is_dim_first else (WIDTH, channels)
     temporal = (channels, 16) if kind == "MAMBA1" else (6, 4, 16)
-    return MambaSpec(
+    return kv.MambaSpec(
         block_size=SIZE,
         shapes=(conv, temporal),
         dtypes=(torch.bfloat16, torch.float32),
@@ -339,7 +328,7 @@ def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
 
 def test_other_states_need_equal_engines():
     spec = recurrent("MAMBA1", True)
-    other = MambaSpec(
+    other = kv.MambaSpec(
         block_size=SIZE,
         shapes=spec.shapes,
         dtypes=spec.dtypes,

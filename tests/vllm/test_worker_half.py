@@ -25,14 +25,7 @@ from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
-from kvconnector.session import TransferStats, WorkerOutput, WorkerStats
-from kvconnector.session.orders import (
-    DropRequest,
-    HoldRequest,
-    LoadRequest,
-    WantRequest,
-    WithdrawRequest,
-)
+from kvconnector.session import TransferStats, WorkerOutput, WorkerStats, orders
 from tests.vllm.test_caches import (
     BLOCKS,
     NAMES,
@@ -50,7 +43,7 @@ LAYER = NAMES[0]
 
 
 def hold(request_id="p", ids=(2, 1)):
-    return HoldRequest(
+    return orders.HoldRequest(
         request_id=request_id,
         transfer_id=request_id,
         secret="5" * 32,
@@ -60,7 +53,7 @@ def hold(request_id="p", ids=(2, 1)):
 
 
 def load(request_id="d", ids=(4, 2, 3), tokens=(3 * SIZE, 6 * SIZE)):
-    return LoadRequest(request_id, (tokens,), (GroupBlocks.of(ids),), (GroupBlocks.of([1]),))
+    return orders.LoadRequest(request_id, (tokens,), (GroupBlocks.of(ids),), (GroupBlocks.of([1]),))
 
 
 @pytest.fixture
@@ -150,13 +143,13 @@ def test_layers_are_told_in_order_and_before_the_step_is():
         replace(hold("s", ids), num_tokens=n, is_complete=False)
         for ids, n in (((), 0), ((2, 1), 7), ((2, 1, 3), 9))
     )
-    step = ConnectorStep.of(StepMetadata(orders=(first, second, DropRequest("x"))))
+    step = ConnectorStep.of(StepMetadata(orders=(first, second, orders.DropRequest("x"))))
     for name in [*NAMES[::-1], "another.layer"]:
         half.layer_written(step, name)
     assert worker.orders == [replace(second, num_tokens=0, ahead_tokens=7)]
     assert told == [0, 1, 2]
     half.start_step(step)
-    assert worker.orders[1:] == [second, DropRequest("x")]
+    assert worker.orders[1:] == [second, orders.DropRequest("x")]
     half.layer_written(step, LAYER)  # of a draft model's kernels
     half.layer_written(ConnectorStep.of(StepMetadata()), LAYER)
     half.layer_written(ConnectorStep.of(StepMetadata(orders=(third,))), LAYER)
@@ -192,10 +185,10 @@ def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end)
     worker = TakingWorker()
     worker.output, worker.awaited = WorkerOutput(), WorkerOutput(begun=frozenset({"d"}))
     half = worker_half(worker)
-    want = WantRequest("d", "t", "5" * 32, "p", "tcp://127.0.0.1:9", "", is_followed=True)
+    want = orders.WantRequest("d", "t", "5" * 32, "p", "tcp://127.0.0.1:9", "", is_followed=True)
     half.start_step(ConnectorStep.of(StepMetadata(orders=(want,))))
     if end == "dropped":
-        half.start_step(ConnectorStep.of(StepMetadata(orders=(DropRequest("d"),))))
+        half.start_step(ConnectorStep.of(StepMetadata(orders=(orders.DropRequest("d"),))))
     half.finished(is_idle=True)
     assert half.take_report().begun == ({"d"} if end == "begun" else set())
     half.finished(is_idle=True)
@@ -207,11 +200,11 @@ def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)
     bad, good = load("bad", ids=(3,)), load()
-    half.start_step(ConnectorStep.of(StepMetadata(orders=(bad, good, DropRequest("x")))))
-    assert worker.orders == [DropRequest("bad"), good, DropRequest("x")]
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(bad, good, orders.DropRequest("x")))))
+    assert worker.orders == [orders.DropRequest("bad"), good, orders.DropRequest("x")]
     host_buffer.copy_blocks = None
-    half.start_step(ConnectorStep.of(StepMetadata(orders=(hold(), DropRequest("y")))))
-    assert worker.orders[3:] == [WithdrawRequest("p"), DropRequest("y")]
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(hold(), orders.DropRequest("y")))))
+    assert worker.orders[3:] == [orders.WithdrawRequest("p"), orders.DropRequest("y")]
     finished = half.finished()
     assert (finished.finished_recving, finished.failed_recving) == ({"bad"}, {"bad"})
     assert finished.finished_sending == {"p", "old"}
@@ -295,6 +288,5 @@ def test_the_plugin_registers_the_name_once():
     integration.register()
     found = KVConnectorFactory.get_connector_class_by_name("KVConnector")
     assert found is integration.KVConnector
-    assert found.build_kv_connector_stats({"transfer_duration": [1.0]}).data == {
-        "transfer_duration": [1.0]
-    }
+    times = {"transfer_duration": [1.0]}
+    assert found.build_kv_connector_stats(times).data == times

@@ -17,13 +17,12 @@ from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.engine import EngineSpec
-from tests.vllm.harness.model import VOCAB_SIZE, make_model
+from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import NIXL, OURS, environment, say
 from tests.vllm.harness.runner import in_own_process, preload, side_channel, transfer_config
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
-LLAMA_VOCABULARY = 128256
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -32,7 +31,7 @@ LLAMA_8B = {
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "vocab_size": LLAMA_VOCABULARY,
+    "vocab_size": 128256,
     "max_position_embeddings": 131072,
     "rope_theta": 500000.0,
 }
@@ -43,7 +42,6 @@ PLANS = {
         burst_requests=4,
         burst_tokens=256,
         churn_tokens=0,
-        vocabulary=VOCAB_SIZE,
     ),
     "cuda": Plan(
         lengths=[512, 2048, 8192],
@@ -51,7 +49,6 @@ PLANS = {
         burst_requests=8,
         burst_tokens=4096,
         churn_tokens=150_000,
-        vocabulary=LLAMA_VOCABULARY,
     ),
 }
 

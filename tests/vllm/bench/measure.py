@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.vllm.harness.engine import NoAnswerError
+from tests.vllm.harness.model import VOCAB_SIZE
 from tests.vllm.harness.pair import Pair
 
 ANSWER_TOKENS = 8
@@ -28,7 +29,6 @@ class Plan:
     burst_requests: int
     burst_tokens: int
     churn_tokens: int
-    vocabulary: int
 
 
 @dataclass
@@ -166,7 +166,7 @@ class Turns:
 
     def _prompt(self, length, source=None):
         source = source or self._source
-        return [source.randrange(4, self._plan.vocabulary) for _ in range(length)]
+        return [source.randrange(1, VOCAB_SIZE) for _ in range(length)]
 
     def _churn(self, contender, _found):
         source = random.Random(3)
