@@ -30,8 +30,8 @@ ROOMS = {
     "kvconnector/datapath": 5020,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 530,
-    "kvconnector/runtime": 3330,
-    "kvconnector/session": 3330,
+    "kvconnector/runtime": 3320,
+    "kvconnector/session": 3320,
     "kvconnector/topology": 1050,
     "kvconnector/transport": 2030,
     "kvconnector/wire": 510,
@@ -60,11 +60,11 @@ ROOMS = {
     "tests/unit/cache": 680,
     "tests/unit/cli": 680,
     "tests/unit/control": 110,
-    "tests/unit/datapath": 2020,
+    "tests/unit/datapath": 1980,
     "tests/unit/minillm": 1280,
-    "tests/unit/runtime": 1210,
-    "tests/unit/session": 1060,
-    "tests/vllm": 5120,
+    "tests/unit/runtime": 1190,
+    "tests/unit/session": 1040,
+    "tests/vllm": 5090,
 }
 
 
