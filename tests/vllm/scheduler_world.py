@@ -80,9 +80,7 @@ def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", eng
 def state_spec():
     """A recurrent layer's, as large as the attention's pages."""
     return kv_cache_interface.MambaSpec(
-        block_size=1024,
-        shapes=((2 * BLOCK_SIZE * HEADS * DIM,),),
-        dtypes=(torch.float32,),
+        block_size=1024, shapes=((2 * BLOCK_SIZE * HEADS * DIM,),), dtypes=(torch.float32,)
     )
 
 

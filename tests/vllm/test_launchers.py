@@ -51,21 +51,6 @@ def test_an_offer_survives_a_sidecar_that_copies_the_fields_it_knows():
     assert TransferParams.from_mapping(json.loads(json.dumps(copied))) == OFFER
 
 
-@pytest.mark.parametrize("name", ["KVConnector", "NixlConnector"])
-def test_vllm_finds_the_connector_under_the_name_that_a_launcher_knows(name):
-    from vllm.config import KVTransferConfig
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    from kvconnector.integrations.vllm.connector import KVConnector
-
-    config = KVTransferConfig(
-        kv_connector=name,
-        kv_role="kv_both",
-        kv_connector_module_path="kvconnector.integrations.vllm",
-    )
-    assert KVConnectorFactory.get_connector_class(config) is KVConnector
-
-
 def test_dynamo_speaks_to_the_alias_as_to_nixl():
     found = importlib.util.find_spec("dynamo")
     if found is None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import copy_kv_blocks
 from vllm.platforms import current_platform
@@ -283,7 +284,11 @@ def test_statistics_become_prometheus_metrics_of_their_engine():
         assert registry.get_sample_value(f"vllm:kvconnector_{name}", names) == value
 
 
-def test_the_plugin_registers_the_name_once():
+@pytest.mark.parametrize("name", ["KVConnector", "NixlConnector"])
+def test_vllm_finds_the_connector_by_its_module_and_by_its_plugin(name):
+    role = {"kv_role": "kv_both", "kv_connector_module_path": integration.__name__}
+    config = KVTransferConfig(kv_connector=name, **role)  # launchers know NixlConnector
+    assert KVConnectorFactory.get_connector_class(config) is integration.KVConnector
     integration.register()
     integration.register()
     found = KVConnectorFactory.get_connector_class_by_name("KVConnector")

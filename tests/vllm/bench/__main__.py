@@ -37,11 +37,7 @@ LLAMA_8B = {
 }
 PLANS = {
     "cpu": Plan(
-        lengths=[128, 512],
-        step_tokens=256,
-        burst_requests=4,
-        burst_tokens=256,
-        churn_tokens=0,
+        lengths=[128, 512], step_tokens=256, burst_requests=4, burst_tokens=256, churn_tokens=0
     ),
     "cuda": Plan(
         lengths=[512, 2048, 8192],

@@ -17,14 +17,10 @@ from kvconnector.integrations.vllm.settings import (
 def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            engine_id="e",
-            kv_role=role,
-            kv_connector_extra_config=extra,
+            engine_id="e", kv_role=role, kv_connector_extra_config=extra
         ),
         parallel_config=SimpleNamespace(
-            data_parallel_index=2,
-            decode_context_parallel_size=1,
-            prefill_context_parallel_size=1,
+            data_parallel_index=2, decode_context_parallel_size=1, prefill_context_parallel_size=1
         ),
         model_config=SimpleNamespace(
             model="/models/m", dtype="torch.bfloat16", get_total_num_hidden_layers=lambda: 4
