@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1280,
     "tests/unit/runtime": 1190,
     "tests/unit/session": 1040,
-    "tests/vllm": 5090,
+    "tests/vllm": 5070,
 }
 
 
