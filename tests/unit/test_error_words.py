@@ -26,7 +26,7 @@ from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 from tests.support.transport_suite import HostMemory
 from tests.support.world import World
-from tests.unit.runtime.test_scheduler import consumer_scheduler
+from tests.unit.runtime.test_scheduler import PARAMS, consumer_scheduler
 from tests.unit.session import harness as h
 
 MODEL = attention_model()
@@ -118,18 +118,6 @@ def asking(method, **arguments):
 
 def engine(name, role):
     return closing(rp.Engine(name, role))
-
-
-PARAMS = {
-    "remote_engine_id": "p",
-    "remote_request_id": "r",
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_host": "127.0.0.1",
-    "remote_port": 1,
-    "remote_num_tokens": 12,
-    "transfer_secret": "0" * 32,
-    "do_remote_prefill": True,
-}
 
 
 def a_failed_driver():

@@ -23,13 +23,11 @@ class RecordingTransfer(NoTransfer):
 
     def __init__(self):
         super().__init__()
-        self.computed = {}
         self.loads = {}
         self.offers = {}
         self.aborted = []
 
     def matched_tokens(self, request_id, num_prompt, num_computed, params):
-        self.computed[request_id] = num_computed
         external = max(0, num_prompt - 1 - num_computed) if params == REMOTE else 0
         return external, external > 0
 
