@@ -1,9 +1,19 @@
 import json
 
 import pytest
+from msgspec import structs, to_builtins
 
 from kvconnector.runtime import TransferParams
 
+OFFER = TransferParams(
+    remote_engine_id="p",
+    remote_request_id="r",
+    remote_block_ids=[[1, 2], [3]],
+    remote_host="h",
+    remote_port=5,
+    remote_num_tokens=8,
+    transfer_secret="0123456789abcdef" * 2,
+)
 # what routers know of NixlConnector's
 NIXL_KEYS = {
     "do_remote_prefill",
@@ -24,33 +34,15 @@ NIXL_KEYS = {
     "more", [{}, {"remote_first_blocks": [0, 7], "remote_public_key": "*-+/{}%$#" * 4}]
 )
 def test_a_router_that_passes_on_only_what_it_knows_loses_nothing(name, more):
-    params = TransferParams(
-        remote_engine_id="p",
-        remote_request_id=name,
-        remote_block_ids=[[1, 2], [3]],
-        remote_host="h",
-        remote_port=5,
-        remote_num_tokens=8,
-        transfer_secret="0123456789abcdef" * 2,
-        **more,
-    )
+    params = structs.replace(OFFER, remote_request_id=name, **more)
     sent = json.loads(json.dumps(params.to_mapping()))
     assert set(sent) == NIXL_KEYS
     assert TransferParams.from_mapping(sent) == params
 
 
 def test_keys_of_their_own_are_read_as_well_and_go_first():
-    params = {
-        "remote_engine_id": "p",
-        "remote_request_id": "r",
-        "remote_block_ids": [[1]],
-        "remote_host": "h",
-        "remote_port": 5,
-        "remote_num_tokens": 8,
-        "transfer_secret": "5" * 32,
-        "remote_first_blocks": [3],
-    }
+    params = to_builtins(structs.replace(OFFER, remote_first_blocks=[3, 0]))
     plain = TransferParams.from_mapping(params)
-    assert (plain.remote_request_id, plain.transfer_secret) == ("r", "5" * 32)
+    assert (plain.remote_request_id, plain.transfer_secret) == ("r", OFFER.transfer_secret)
     folded = TransferParams.from_mapping({**params, "remote_request_id": f"r|{'6' * 32}||1"})
     assert folded == plain
