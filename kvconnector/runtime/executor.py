@@ -17,7 +17,6 @@ from kvconnector.datapath.base import DirectRead, Program, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
 from kvconnector.errors import KVConnectorError, TransferAbortedError
 from kvconnector.ids import Incarnation, Rank
-from kvconnector.planning import Segment
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.traces import Traces
 from kvconnector.session import commands as cmd
@@ -25,7 +24,6 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import lease_key
-from kvconnector.session.reads import as_sent
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
 from kvconnector.wire import encode
@@ -42,7 +40,7 @@ logger = logging.getLogger(__name__)
 class _Route:
     """What all reads of one producer worker share: windows of their segments here and, if reachable, there."""
 
-    segments: tuple[Segment, ...]
+    segments: tuple[m.ReadSegment, ...]
     ours: tuple[SegmentWindow, ...]
     theirs: tuple[SegmentWindow, ...] | None
 
@@ -85,7 +83,6 @@ class Executor:
         self._driver = driver
         self._outbox = outbox
         self._pools = pools
-        self._orders = pools.orders()
         self._hello = hello
         self._transport = transport
         self._control_endpoints: dict[LinkId, int] = {}
@@ -188,7 +185,7 @@ class Executor:
 
     def _start_receive(self, command: cmd.StartReceive) -> None:
         source, transfer = command.source, command.transfer
-        route = self._route(command.link, source.plan.segments)
+        route = self._route(command.link, command.segments)
         if route.theirs is None:
             program = Program(route.ours, source.chunks, command.blocks)
             self._driver.datapath.submit_receive(command.read_id, program)
@@ -211,17 +208,16 @@ class Executor:
             )
         )
 
-    def _route(self, link: LinkId, segments: tuple[Segment, ...]) -> _Route:
+    def _route(self, link: LinkId, segments: tuple[m.ReadSegment, ...]) -> _Route:
         route = self._routes.get(link)
         if route is None or route.segments is not segments:
-            sent = [as_sent(s, self._orders[s.group, s.family]) for s in segments]
             theirs = self._exports.get(link)
             route = _Route(
                 segments,
-                ours=tuple(self._pools.window(s) for s in sent),
+                ours=tuple(self._pools.window(s) for s in segments),
                 theirs=None
                 if theirs is None
-                else tuple(window_in(s, theirs.groups[s.group]) for s in sent),
+                else tuple(window_in(s, theirs.groups[s.group]) for s in segments),
             )
             self._routes[link] = route
         return route

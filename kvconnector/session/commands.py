@@ -15,7 +15,7 @@ from kvconnector.session.trace import HoldTrace, LoadTrace
 from kvconnector.session.watermark import Watermark
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Message, Probe, Read, TransferKey
+from kvconnector.wire.messages import Message, Probe, Read, ReadSegment, TransferKey
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
@@ -121,7 +121,8 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that `is_followed` is
     published under its id and secret alone.
 
-    The rest is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
+    The worker at `link` had this `incarnation` when it was greeted; `segments` are those of all reads from it. The rest
+    is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
     awaits nothing more of it. `is_asked`: the peer was told. `is_peer_over`: the peer sends no more than the data plane
     knows of. `deadline` bounds the peer's answer to a cancellation.
     """
@@ -130,6 +131,8 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     request_id: str
     engine: EngineAddress
     link: LinkId
+    incarnation: str
+    segments: tuple[ReadSegment, ...]
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
     transfer: TransferKey

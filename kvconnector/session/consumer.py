@@ -53,14 +53,13 @@ class ConsumerSession:
     ) -> None:
         self._timeout_s = peer.transfer_timeout_s
         self._chunk_bytes = chunk_bytes
-        self._orders = orders
         self._stream = stream
         self._rank = rank
         self._loads: dict[str, Load] = {}
         self._progress_at = 0.0
         self._reads = OpenReads(drain_timeout_s=self._timeout_s)
         topology = TpKVTopology(geometry, rank)
-        self._engines = RemoteEngines(topology, peer, self._wants, self._reads.any_at)
+        self._engines = RemoteEngines(topology, peer, self._wants, self._reads.any_at, orders)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -195,7 +194,7 @@ class ConsumerSession:
             return []
         load.move(LoadState.READING)
         return [
-            self._reads.open(load, engine.workers[source.plan.source].link, source, now)
+            self._reads.open(load, engine.workers[source.plan.source], source, now)
             for source in reads
         ]
 
@@ -204,14 +203,10 @@ class ConsumerSession:
         if read.is_stopped:
             return [cmd.DrainReceive(event.read_id, 0)]  # the peer will never hear of this read
         load = self._loads[read.request_id]
-        engine = self._engines.ready(read.engine)
-        assert engine is not None  # the read would be stopped
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
         load.deadline = now + self._timeout_s
-        incarnation = engine.workers[read.source.source].incarnation
-        message = read_message(read, event, incarnation=incarnation, orders=self._orders)
-        return [cmd.SendMessage(read.link, message)]
+        return [cmd.SendMessage(read.link, read_message(read, event))]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
         load = self._loads.get(self._reads[event.read_id].request_id)

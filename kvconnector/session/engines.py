@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
     Worker,
+    as_sent,
     geometry_of,
     look_up,
 )
@@ -67,8 +68,10 @@ class RemoteEngines:
         settings: PeerConfig,
         wants: Wants,
         is_read: Callable[[EngineAddress], bool],
+        orders: Mapping[tuple[int, int], str],
     ) -> None:
         self._topology = topology
+        self._orders = orders
         self._settings = settings
         self._wants = wants
         self._is_read = is_read
@@ -238,10 +241,15 @@ class RemoteEngines:
         answers: list[Answer] = self._close(engine)
         if holders:
             engine.move(EngineState.HELLO)
+        planned = {each.source: each.segments for each in engine.plan.sources}
         for rank in holders:
             entry = entries[rank]
             theirs = geometry.rank_geometry(rank)
-            worker = Worker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
+            segments = tuple(
+                [as_sent(s, self._orders[s.group, s.family]) for s in planned.get(rank, ())]
+            )
+            timeout_s = self._settings.timeout_s
+            worker = Worker(self._open(engine, rank), theirs, now, timeout_s, segments)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link))

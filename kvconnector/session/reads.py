@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import count
 
 from kvconnector.ids import EngineAddress
-from kvconnector.planning import Segment, SourceRead
+from kvconnector.planning import SourceRead
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId, StartReceive
 from kvconnector.session.load import Load
+from kvconnector.session.remote_engine import Worker
 from kvconnector.wire import messages as m
 
 
@@ -22,18 +22,20 @@ class OpenReads(dict[int, StartReceive]):
         self._drain_timeout_s = drain_timeout_s
         self._numbers = count(1)
 
-    def open(self, load: Load, link: LinkId, source: SourceRead, now: float) -> StartReceive:
-        """A new read of what is at `link`, under a number of its own."""
+    def open(self, load: Load, worker: Worker, source: SourceRead, now: float) -> StartReceive:
+        """A new read of what is at a worker, under a number of its own."""
         assert load.asked is not None  # nothing is read before
         read = StartReceive(
             next(self._numbers),
             load.request_id,
             load.engine,
-            link,
+            worker.link,
+            worker.incarnation,
+            worker.segments,
             source,
             load.asked.local_blocks,
             load.key,
-            load.progress[link].blocks if load.is_followed else load.asked.remote_blocks,
+            load.progress[worker.link].blocks if load.is_followed else load.asked.remote_blocks,
             load.is_followed,
         )
         load.reads[read.read_id] = source.plan.source
@@ -68,37 +70,14 @@ class OpenReads(dict[int, StartReceive]):
         return [cmd.DrainReceive(read.read_id, sent_chunks)]
 
 
-def as_sent(segment: Segment, order: str) -> m.ReadSegment:
-    """A planned segment as it travels."""
-    return m.ReadSegment(
-        group=segment.group,
-        family=segment.family,
-        first_layer=segment.layers[0],
-        num_layers=len(segment.layers),
-        head_start=segment.head_start,
-        head_stop=segment.head_stop,
-        order=order,
-        token_first=segment.stripe.first,
-        token_run=segment.stripe.run,
-        token_period=segment.stripe.period,
-    )
-
-
-def read_message(
-    read: StartReceive,
-    posted: ev.ReceivePosted,
-    *,
-    incarnation: str,
-    orders: Mapping[tuple[int, int], str],
-) -> m.Read:
+def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:
     """What a producer rank is asked, now that its chunks have slots. Blocks of a followed prompt it knows itself."""
-    segments = tuple(as_sent(s, orders[s.group, s.family]) for s in read.source.segments)
     return m.Read(
         transfer_id=read.transfer.transfer_id,
         secret=read.transfer.secret,
         read_id=read.read_id,
-        incarnation=incarnation,
-        segments=segments,
+        incarnation=read.incarnation,
+        segments=read.segments,
         chunks=read.source.chunks.tobytes(),
         blocks=() if read.is_followed else read.remote_blocks,
         window=posted.window,

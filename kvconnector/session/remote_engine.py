@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
-from kvconnector.planning import PeerPlan
+from kvconnector.planning import PeerPlan, Segment
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
@@ -69,13 +69,15 @@ ENGINE_TABLE: Table[EngineState] = Table(
 class Worker:
     """One rank of a remote engine that we greeted. `vouched_at` is when we sent the newest message that it has
     answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
-    ours. `unanswered` are the numbers of heartbeats, and when they were sent.
+    ours. `segments` are those of all reads from it, as they travel. `unanswered` are the numbers of heartbeats, and
+    when they were sent.
     """
 
     link: LinkId
     geometry: RankGeometry
     vouched_at: float
     timeout_s: float
+    segments: tuple[m.ReadSegment, ...] = ()
     answered: bool = False
     warm: bool = False
     incarnation: str = ""
@@ -118,6 +120,22 @@ def look_up(
         engine_id=name.engine_id,
         ranks=tuple(rank.global_rank(shape.tp_size) for rank in ranks),
         world_size=shape.world_size,
+    )
+
+
+def as_sent(segment: Segment, order: str) -> m.ReadSegment:
+    """A planned segment as it travels."""
+    return m.ReadSegment(
+        group=segment.group,
+        family=segment.family,
+        first_layer=segment.layers[0],
+        num_layers=len(segment.layers),
+        head_start=segment.head_start,
+        head_stop=segment.head_stop,
+        order=order,
+        token_first=segment.stripe.first,
+        token_run=segment.stripe.run,
+        token_period=segment.stripe.period,
     )
 
 

@@ -8,6 +8,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import read_message
+from kvconnector.session.remote_engine import as_sent
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -144,9 +145,10 @@ def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     consumer = TpKVTopology(ours or engine("d"), Rank(0, 0), replica_index=0)
     plan = plan_transfer(consumer, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
-    asked = cmd.StartReceive(read_id, "w", ADDRESS, 1, plan[0], BLOCKS, key, BLOCKS, False)
-    posted = ev.ReceivePosted(read_id, 2, 1 << 20)
-    message = read_message(asked, posted, incarnation="one", orders={(0, 0): "HND"})
+    segments = tuple(as_sent(segment, "HND") for segment in plan[0].segments)
+    route = (ADDRESS, 1, "one", segments)
+    asked = cmd.StartReceive(read_id, "w", *route, plan[0], BLOCKS, key, BLOCKS, False)
+    message = read_message(asked, ev.ReceivePosted(read_id, 2, 1 << 20))
     fields = {name: getattr(message, name) for name in message.__struct_fields__}
     return m.Read(**{**fields, **changes})
 
