@@ -55,15 +55,15 @@ ROOMS = {
     "tests/property": 2070,
     "tests/support": 2310,
     "tests/transport": 710,
-    "tests/unit": 1280,
+    "tests/unit": 1270,
     "tests/unit/bench": 750,
     "tests/unit/cache": 680,
     "tests/unit/cli": 680,
     "tests/unit/control": 110,
     "tests/unit/datapath": 1980,
     "tests/unit/minillm": 1280,
-    "tests/unit/runtime": 1190,
-    "tests/unit/session": 1040,
+    "tests/unit/runtime": 1180,
+    "tests/unit/session": 1050,
     "tests/vllm": 5070,
 }
 
