@@ -22,13 +22,21 @@ REQUEST_TIMEOUT_S = 120.0
 class Server:
     """One server process and, once it is healthy, its base URL."""
 
-    def __init__(self, child: Child, port_file: Path) -> None:
+    def __init__(self, child: Child, port_file: Path | None = None, url: str = "") -> None:
         self.child = child
-        self.url = ""
+        self.url = url
         self._port_file = port_file
 
+    async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
+        """Whether the server answers."""
+        try:
+            async with session.get(f"{self.url}/health") as response:
+                return response.status == 200
+        except aiohttp.ClientError:
+            return False  # not listening yet, or gone
+
     async def wait_healthy(self, session: aiohttp.ClientSession, deadline: float) -> None:
-        """Poll the port file, then /health.
+        """Poll the port file if there is one, then /health.
 
         Raises:
             ChildFailedError: the process ended or is not healthy at `deadline` (event loop time).
@@ -37,14 +45,10 @@ class Server:
         while loop.time() < deadline:
             if not self.child.is_running:
                 raise self.child.failure("ended while starting")
-            if self._port_file.exists():
+            if self._port_file is not None and self._port_file.exists():
                 self.url = f"http://127.0.0.1:{int(self._port_file.read_text())}"
-                try:
-                    async with session.get(f"{self.url}/health") as response:
-                        if response.status == 200:
-                            return
-                except aiohttp.ClientError:
-                    pass  # not listening yet, or gone: the next round tells
+            if self.url and await self.is_healthy(session):
+                return
             await asyncio.sleep(POLL_S)
         raise self.child.failure("was not healthy in time")
 

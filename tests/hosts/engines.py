@@ -7,11 +7,9 @@ import shlex
 import signal
 import sys
 
-import aiohttp
-
 from kvconnector.cli import main
 from minillm import cluster
-from minillm.processes import ChildFailedError, log_tail
+from minillm.processes import Child
 
 HTTP_PORT = 8000
 STOP_GRACE_S = 15.0
@@ -37,38 +35,21 @@ class Server(cluster.Server):
     """One server on a host."""
 
     def __init__(self, url, name, process, log):
-        self.url, self.name, self.process, self.log = url, name, process, log
+        super().__init__(Child(name, process, log), url=url)
+        self.process = process
 
     def ranks(self):
         """The process ids of an engine's ranks, as seen from outside."""
         return self.process.pids()[1:]
 
-    async def wait_healthy(self, session, deadline):
-        while not await self.is_healthy(session):
-            if not self.process.is_running():
-                raise self._failure("ended while starting")
-            if asyncio.get_running_loop().time() > deadline:
-                raise self._failure("was not healthy in time")
-            await asyncio.sleep(cluster.POLL_S)
-
-    async def is_healthy(self, session):
-        try:
-            async with session.get(f"{self.url}/health") as response:
-                return response.status == 200
-        except aiohttp.ClientError:
-            return False
-
     async def stop(self):
         """SIGTERM, and SIGKILL if that does not end it."""
         self.process.signal(signal.SIGTERM)
         kill_s = asyncio.get_running_loop().time() + STOP_GRACE_S
-        while self.process.is_running():
+        while self.child.is_running:
             if asyncio.get_running_loop().time() > kill_s:
                 self.process.signal(signal.SIGKILL, all_below=True)
             await asyncio.sleep(0.02)
-
-    def _failure(self, what):
-        return ChildFailedError(f"{self.name} {what}\n--- {self.log} ---\n{log_tail(self.log)}")
 
 
 class Servers(cluster.Cluster):

@@ -52,7 +52,7 @@ class Cluster:
         for host in self.hosts.values():
             host.restore()
         for name, server in self.running.items():
-            if not (server.process.is_running() and await server.is_healthy(self.servers.session)):
+            if not (server.child.is_running and await server.is_healthy(self.servers.session)):
                 await server.stop()
                 self.running[name] = self._server(name)
         await self.servers.wait_healthy(*self.running.values())

@@ -72,8 +72,9 @@ class HostProcess:
         """The program and what it has started."""
         return [self.pid, *descendants(self.pid)]
 
-    def is_running(self):
-        return self.popen.poll() is None
+    @property
+    def returncode(self):
+        return self.popen.poll()
 
     def signal(self, number, *, all_below=False):
         """Send a signal to the program, or to it and all that it has started."""
