@@ -49,7 +49,7 @@ ROOMS = {
     "tests/control": 410,
     "tests/docs": 420,
     "tests/golden": 60,
-    "tests/hosts": 930,
+    "tests/hosts": 910,
     "tests/integration": 1430,
     "tests/kernels": 1690,
     "tests/property": 2070,
