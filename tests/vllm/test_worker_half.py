@@ -27,20 +27,11 @@ from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats, orders
-from tests.vllm.test_caches import (
-    BLOCKS,
-    NAMES,
-    SIZE,
-    attention,
-    one_group,
-    placed,
-    registered,
-    vllm_config,
-)
+from tests.vllm import test_caches as c
 
 pytestmark = pytest.mark.vllm
 
-LAYER = NAMES[0]
+LAYER = c.NAMES[0]
 
 
 def hold(request_id="p", ids=(2, 1)):
@@ -53,7 +44,7 @@ def hold(request_id="p", ids=(2, 1)):
     )
 
 
-def load(request_id="d", ids=(4, 2, 3), tokens=(3 * SIZE, 6 * SIZE)):
+def load(request_id="d", ids=(4, 2, 3), tokens=(3 * c.SIZE, 6 * c.SIZE)):
     return orders.LoadRequest(request_id, (tokens,), (GroupBlocks.of(ids),), (GroupBlocks.of([1]),))
 
 
@@ -68,12 +59,12 @@ def host_buffer(monkeypatch):
 
     for name in ("insert_blocks_to_device", "swap_out_blocks_to_host"):
         monkeypatch.setattr(type(current_platform), name, staticmethod(copy), raising=False)
-    spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * SIZE)
-    config, caches = one_group(spec, KVCacheLayout.LBNHC, SIZE)
+    spec = c.attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * c.SIZE)
+    config, caches = c.one_group(spec, KVCacheLayout.LBNHC, c.SIZE)
     buffer = HostBuffer(caches)
     buffer.copy_blocks = copy_kv_blocks
-    place = placed(1, world_size=2, rank=1, interleave_tokens=2 * SIZE)
-    engine = vllm_config("FLASHMLA", tp_size=2)
+    place = c.placed(1, world_size=2, rank=1, interleave_tokens=2 * c.SIZE)
+    engine = c.vllm_config("FLASHMLA", tp_size=2)
     buffer.groups = register_groups(engine, config, buffer.mirrors, place)
     return buffer
 
@@ -82,7 +73,7 @@ def test_offered_blocks_are_copied_to_host_memory_first(host_buffer):
     device, mirror = host_buffer._caches[LAYER], host_buffer.mirrors[LAYER]
     host_buffer.before_hold(hold(), host_buffer.groups)
     assert torch.equal(mirror[2:6], device[2:6])
-    assert not mirror[[0, 1, *range(6, 2 * BLOCKS)]].any()
+    assert not mirror[[0, 1, *range(6, 2 * c.BLOCKS)]].any()
 
 
 def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_buffer):
@@ -126,7 +117,7 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
     settings = Settings(config, False, 64, 480.0, "m")
     cache_config = SimpleNamespace(needs_kv_cache_zeroing=is_clearing)
     untraced = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
-    half = WorkerHalf(untraced, cache_config, settings, placed())
+    half = WorkerHalf(untraced, cache_config, settings, c.placed())
     half._worker = worker
     if host_buffer is not None:
         half._host_buffer = host_buffer
@@ -139,13 +130,13 @@ def test_layers_are_told_in_order_and_before_the_step_is():
     worker, told = TakingWorker(), []
     worker.layer_written = told.append
     half = worker_half(worker)
-    half._prompts.heed([registered(attention())[0]])
+    half._prompts.heed([c.registered(c.attention())[0]])
     first, second, third = (
         replace(hold("s", ids), num_tokens=n, is_complete=False)
         for ids, n in (((), 0), ((2, 1), 7), ((2, 1, 3), 9))
     )
     step = ConnectorStep.of(StepMetadata(orders=(first, second, orders.DropRequest("x"))))
-    for name in [*NAMES[::-1], "another.layer"]:
+    for name in [*c.NAMES[::-1], "another.layer"]:
         half.layer_written(step, name)
     assert worker.orders == [replace(second, num_tokens=0, ahead_tokens=7)]
     assert told == [0, 1, 2]
@@ -234,7 +225,7 @@ def test_caches_in_use_outlive_a_worker_that_closes(monkeypatch):
     )
     half = worker_half(TakingWorker())
     half._worker.close = close
-    half._groups = [registered(attention())[0]]
+    half._groups = [c.registered(c.attention())[0]]
     cache = weakref.ref(half._groups[0].tensors[LAYER])
     half.close()
     (text,) = logged

@@ -5,13 +5,7 @@ import pytest
 
 from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm import check_version
-from kvconnector.integrations.vllm.settings import (
-    HOST_VARIABLE,
-    PORT_VARIABLE,
-    Settings,
-    check_deployment,
-    model_description,
-)
+from kvconnector.integrations.vllm import settings as integration
 
 
 def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
@@ -30,7 +24,7 @@ def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
 
 
 def settings(environ=None, **arguments):
-    return Settings.of(vllm_config(**arguments), environ or {})
+    return integration.Settings.of(vllm_config(**arguments), environ or {})
 
 
 @pytest.mark.parametrize(
@@ -47,7 +41,7 @@ def test_one_host_needs_no_options(vllm_role, role):
 
 
 def test_nixl_options_and_variables_keep_their_meaning():
-    environ = {HOST_VARIABLE: "127.0.0.1", PORT_VARIABLE: "5600"}
+    environ = {integration.HOST_VARIABLE: "127.0.0.1", integration.PORT_VARIABLE: "5600"}
     found = settings(
         environ, kv_lease_duration=60, backends=["UCX"], enforce_handshake_compat=False
     )
@@ -86,15 +80,15 @@ def test_our_own_sections_and_variables_are_options():
 def test_wrong_options_are_named(extra, text):
     with pytest.raises(ConfigError, match=text):
         settings(**extra)
-    with pytest.raises(ConfigError, match=PORT_VARIABLE):
-        settings({PORT_VARIABLE: "many"})
+    with pytest.raises(ConfigError, match=integration.PORT_VARIABLE):
+        settings({integration.PORT_VARIABLE: "many"})
 
 
 def test_what_peers_compare_may_be_named():
     config = vllm_config(model_name="org/m")
-    found = model_description(config, Settings.of(config, {}).model_name)
+    found = integration.model_description(config, integration.Settings.of(config, {}).model_name)
     assert (found.model, found.dtype, found.num_layers) == ("org/m", "bfloat16", 4)
-    assert model_description(vllm_config(cache_dtype="fp8"), "m").dtype == "fp8"
+    assert integration.model_description(vllm_config(cache_dtype="fp8"), "m").dtype == "fp8"
 
 
 @pytest.mark.parametrize(
@@ -113,7 +107,7 @@ def test_context_parallel_engines_do_not_load_into_several_copies_of_a_cache(
     config.parallel_config.decode_context_parallel_size = dcp_size
     refusal = pytest.raises(ConfigError, match="prefill_context_parallel_size=2")
     with nullcontext() if is_taken else refusal:
-        check_deployment(config, role)
+        integration.check_deployment(config, role)
 
 
 @pytest.mark.parametrize("found", ["0.32.1.dev3+g123", "0.33.0", "0.0.0", "dev"])
