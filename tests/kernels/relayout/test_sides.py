@@ -20,7 +20,7 @@ from kvconnector_kernels.relayout import (
     relayout_triton,
     upload_block_ids,
 )
-from tests.kernels.relayout.pools import Pool, Window
+from tests.kernels.relayout.pools import ORDERS, Pool, Window
 
 COUNTS = {"num_parts": 2, "num_heads": 4, "num_tokens": 24}
 
@@ -105,11 +105,7 @@ def test_what_describes_no_memory_or_no_copy_is_refused(number):
 
 
 def test_the_order_of_a_table():
-    assert [Pool(order, 4).table().order for order in ("HND", "NHD", "HDN")] == [
-        "HND",
-        "NHD",
-        "HDN",
-    ]
+    assert tuple(Pool(order, 4).table().order for order in ORDERS) == ORDERS
     rows = np.concatenate([Pool("HND", 4).table().rows, Pool("HDN", 4).table().rows])
     with pytest.raises(GeometryMismatchError, match=r"HDN.*HND"):
         _ = _table(rows=rows, num_heads=4, head_dim=6).order

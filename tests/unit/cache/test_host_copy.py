@@ -46,7 +46,6 @@ def test_tokens_arrive_and_nothing_else_changes(sizes, layouts, num_blocks, seed
 
     for source, target, old in zip(src_arrays, dst_arrays, before, strict=True):
         wanted = tokens_of(source, src_ids, num_tokens)
-        np.testing.assert_array_equal(tokens_of(target, dst_ids, num_tokens), wanted)
         for position in range(num_tokens):
             block, offset = divmod(position, sizes[1])
             old[dst_ids[block], :, offset] = wanted[:, position]

@@ -16,6 +16,7 @@ ISSUE = (
     "plan --prefill tp=2,pp=1,block=16 --decode tp=1,pp=2,block=64 --layers 32 --kv-heads 8"
     " --head-dim 128 --dtype bfloat16 --tokens 2000 --start 0 --chunk 2MiB"
 )
+BENCH = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json"
 
 
 @pytest.fixture
@@ -145,9 +146,7 @@ def test_keygen_makes_keys_that_work_and_never_overwrites_them(kvconnector, tmp_
 
 def test_bench_prints_a_table_and_last_the_environment(kvconnector, tmp_path):
     report = tmp_path / "report.json"
-    status, out, err = kvconnector(
-        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json", report
-    )
+    status, out, err = kvconnector(BENCH, report)
     assert status == 0
     assert "relayout" in err
     assert " cores, " in out.splitlines()[-1]
@@ -158,9 +157,7 @@ def test_bench_prints_a_table_and_last_the_environment(kvconnector, tmp_path):
 def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatch, tmp_path):
     monkeypatch.setattr(relayout, "relayout", lambda *args, **kwargs: None)
     report = tmp_path / "report.json"
-    status, out, err = kvconnector(
-        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --json", report
-    )
+    status, out, err = kvconnector(BENCH, report)
     assert (status, out) == (1, "")
     assert "wrong result" in err
     assert not report.exists()
@@ -171,9 +168,6 @@ def test_version(kvconnector):
 
 
 def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
-    status, _, err = kvconnector(
-        "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 1 --json",
-        tmp_path / "no" / "x.json",
-    )
+    status, _, err = kvconnector(BENCH, tmp_path / "no" / "x.json")
     assert status == 2
     assert "cannot write the report" in err

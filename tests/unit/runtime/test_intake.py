@@ -1,7 +1,5 @@
-import numpy as np
 import pytest
 
-from kvconnector.datapath import Pools
 from kvconnector.errors import BlockIdError, LocalError
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.intake import checked_orders
@@ -12,9 +10,9 @@ from kvconnector.session.orders import (
     WantRequest,
     WithdrawRequest,
 )
-from tests.support.fakes import FakeCaches, FakeEngine, attention_model
+from tests.unit.datapath.caches import Caches, Shape
 
-BLOCK_SIZE, NUM_BLOCKS = 4, 10
+NUM_BLOCKS = 10
 OUTSIDE = [
     GroupBlocks.of([1, NUM_BLOCKS]),
     GroupBlocks(first_block=0, wire_ids=b"\xff\xff\xff\xff"),
@@ -24,10 +22,7 @@ UNUSABLE = [*OUTSIDE, GroupBlocks.of([1]), GroupBlocks.of([1, 2], 1)]
 
 @pytest.fixture
 def pools():
-    shape = FakeEngine("e", attention_model(), block_sizes=(BLOCK_SIZE,), num_blocks=(NUM_BLOCKS,))
-    return Pools(
-        FakeCaches(shape, shape.geometry().ranks[0], np.random.default_rng(0)).groups(), "cpu"
-    )
+    return Caches(Shape(block=4, blocks=NUM_BLOCKS), seed=None).pools
 
 
 def _load(name, blocks, remote=None, tokens=(0, 8)):
