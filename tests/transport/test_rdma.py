@@ -189,19 +189,14 @@ def test_why_ucx_has_no_rdma_lane(two_ports, options, offers, modules, remedy):
     assert re.search(remedy, why), why
 
 
-@pytest.fixture
-def on_another_host():
+def on_another_host(transport):
     """A transport's address as if its host were another."""
-
-    def address(transport):
-        here = WorkerAddress.decode(transport.address)
-        return replace(here, host_id=b"?" * HOST_ID_BYTES, shares_memory=False).encode()
-
-    return address
+    here = WorkerAddress.decode(transport.address)
+    return replace(here, host_id=b"?" * HOST_ID_BYTES, shares_memory=False).encode()
 
 
 def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_required(
-    two_ports, on_another_host, caplog
+    two_ports, caplog
 ):
     peer = open_ucx_transport(options={"TLS": "tcp"})
     warned, strict, without = (

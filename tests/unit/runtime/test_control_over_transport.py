@@ -16,10 +16,10 @@ STAY = {"control": {"insecure": True, "over_ucx": False}}
 
 
 class Traffic:
-    """What a world's workers say on their control channels."""
+    """Which kinds of messages a world's workers say on their control channels."""
 
     def __init__(self, *engines):
-        self.messages = []
+        self.kinds = set()
         for engine in engines:
             for worker in engine.workers:
                 self._listen(worker.control)
@@ -28,14 +28,10 @@ class Traffic:
         send = control.send
 
         def listening(handle, payload):
-            self.messages.append(decode(payload))
+            self.kinds.add(type(decode(payload)))
             send(handle, payload)
 
         control.send = listening
-
-    @property
-    def kinds(self):
-        return {type(message) for message in self.messages}
 
 
 class Deployment:
