@@ -2,10 +2,7 @@
 
 import asyncio
 import functools
-import json
 import random
-
-import msgspec
 
 from minillm.client import complete
 from minillm.config import ModelConfig
@@ -40,14 +37,6 @@ async def answered(cluster, router, prompt, max_tokens):
     pairs = zip(result.logprobs, expected, strict=True)
     assert max(abs(a - b.logprob) for a, b in pairs) < LOGPROB_TOLERANCE
     assert (result.kv_transfer_stats["bytes"] > 0) == (len(prompt) > 1)
-
-
-def engine_options(folder, model, connector):
-    """Of an engine of this model and these connector settings, where a load that fails is an error."""
-    path = folder / "model.json"
-    path.write_bytes(msgspec.json.encode(model))
-    common = ["--model-config", str(path), "--failure-policy", "fail"]
-    return [*common, "--connector", json.dumps(connector)]
 
 
 async def start_pair(cluster, prefill, decode):

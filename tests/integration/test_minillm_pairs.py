@@ -10,6 +10,7 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from minillm.cluster import Cluster, Server
@@ -103,14 +104,6 @@ class Pair:
     prefill: Server
     decode: Server
 
-    @classmethod
-    async def start(cls, cluster, case, folder):
-        common = me.engine_options(folder, case.model, case.connector or {})
-        common += ["--max-batched-tokens", "2048" if case.long else str(STEP_TOKENS)]
-        shapes = ([*common, "--engine", shape] for shape in (case.prefill, case.decode))
-        prefill, decode, _ = await me.start_pair(cluster, *shapes)
-        return cls(case, cluster, prefill, decode)
-
     async def offered(self, prompt):
         """One engine after the other: the prefill engine's offer, and the tokens that the decode engine knew."""
         offer = await me.offer_of(self.cluster, self.prefill, prompt)
@@ -154,7 +147,14 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
     """
 
     async def main(cluster):
-        pair = await Pair.start(cluster, case, tmp_path)
+        path = tmp_path / "model.json"
+        path.write_bytes(msgspec.json.encode(case.model))
+        common = ["--model-config", str(path), "--failure-policy", "fail"]
+        common += ["--connector", json.dumps(case.connector or {})]
+        common += ["--max-batched-tokens", "2048" if case.long else str(STEP_TOKENS)]
+        shapes = ([*common, "--engine", shape] for shape in (case.prefill, case.decode))
+        prefill, decode, _ = await me.start_pair(cluster, *shapes)
+        pair = Pair(case, cluster, prefill, decode)
         offers = await asyncio.gather(*(pair.offered(me.prompt_of(n)) for n in LENGTHS))
         assert [known for _, known in offers] == [0] * len(LENGTHS)
         offer, _ = offers[0]

@@ -297,7 +297,7 @@ class Races:
             self.random.shuffle(engines)
             for engine in engines:
                 if not engine.is_frozen and self.random.random() < self._pace.get(engine, 1.0):
-                    engine.turn(0.0)
+                    engine.responder.turn(0.0)
                     engine.workers[0].driver.turn(0.0)
                     self._poll(engine.workers[0])
             prompt = self._prompt

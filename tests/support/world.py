@@ -128,12 +128,8 @@ class WorldEngine:
         equalise_replicas([worker.caches for worker in self.workers])
         self.directory = world.hub.open()
         metadata = [worker.metadata for worker in self.workers]
-        self._responder = DirectoryService(self.directory, directory_of(geometry, metadata))
+        self.responder = DirectoryService(self.directory, directory_of(geometry, metadata))
         self.is_frozen = False
-
-    def turn(self, timeout_s):
-        """One turn of the directory service."""
-        self._responder.turn(timeout_s)
 
     def grant(self, request_id, block_ids, num_tokens, *, grown_from=None, **how):
         """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
@@ -226,7 +222,8 @@ class World:
     def turn(self):
         """Every engine that runs takes one turn, in a random order."""
         running = [engine for engine in self.engines if not engine.is_frozen]
-        members = [*running, *(worker.driver for engine in running for worker in engine.workers)]
+        members = [engine.responder for engine in running]
+        members += [worker.driver for engine in running for worker in engine.workers]
         self.random.shuffle(members)
         for member in members:
             member.turn(0.0)
