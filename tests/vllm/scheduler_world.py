@@ -98,7 +98,6 @@ def cache_config(specs):
 
 
 def handshake(infos, pp_rank=0, tp_rank=0):
-    """What a worker of engine `e` registers."""
     heads = {"total_heads": HEADS, "head_start": 0, "head_stop": HEADS}
     parts = tuple(PartGeometry(name=n, head_dim=DIM, item_size_bytes=4, **heads) for n in "kv")
     groups = tuple(

@@ -294,7 +294,6 @@ def until(condition, *engines):
 
 
 def prefilled(producer, prompt_number, num_tokens):
-    """A request that the producer hands over: its prompt and the parameters for a router."""
     request = producer.world.add(
         num_tokens, {"do_remote_decode": True}, max_tokens=1, prompt=prompt_number
     )

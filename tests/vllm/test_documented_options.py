@@ -8,14 +8,12 @@ import pytest
 from tests.docs.blocks import blocks, recorded
 
 pytestmark = pytest.mark.vllm
-EXTRA = ("--prefill-args", "--decode-args")
 
 
 @pytest.fixture(scope="module")
 def parser():
-    arguments = pytest.importorskip(
-        "vllm.entrypoints.launchers.cli_args"
-    )  # vLLM 0.32's place of it
+    # vLLM 0.32's place of it
+    arguments = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     return arguments.make_arg_parser(FlexibleArgumentParser())
@@ -29,5 +27,5 @@ def test_vllm_takes_the_options_in_the_documentation(block, parser, tmp_path):
         if name == "vllm":
             parser.parse_args(arguments[1:])
         for option, value in pairwise(arguments):
-            if option in EXTRA:
+            if option in {"--prefill-args", "--decode-args"}:
                 parser.parse_args(["MODEL", *shlex.split(value)])

@@ -42,7 +42,6 @@ SIDECAR_FIELDS = {
     *("remote_request_id", "remote_host", "remote_port", "remote_num_tokens"),
     *("tp_size", "pp_size", "dcp_size"),
 }
-START_S = 60.0
 
 
 def test_an_offer_survives_a_sidecar_that_copies_the_fields_it_knows():
@@ -73,7 +72,6 @@ def test_dynamo_speaks_to_the_alias_as_to_nixl():
 
 
 def settings_of(transfer, environ):
-    """What an engine makes of its `kv_transfer_config` and environment."""
     config = vllm_config(transfer["kv_role"], **transfer.get("kv_connector_extra_config", {}))
     config.kv_transfer_config.engine_id = transfer.get("engine_id", "e")
     config.parallel_config.data_parallel_index = 0
@@ -81,9 +79,8 @@ def settings_of(transfer, environ):
 
 
 def test_ray_serve_gives_every_engine_an_id_and_an_address_of_its_own(monkeypatch):
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("ray is not installed")
-    from ray import serve, util
+    serve = pytest.importorskip("ray.serve", reason="ray is not installed")
+    from ray import util
     from ray.serve.llm import LLMConfig
 
     monkeypatch.setattr(util, "get_node_ip_address", lambda: "10.0.0.7")
@@ -160,7 +157,7 @@ async def _through_vllm_router(asked):
         )
         session = await stack.enter_async_context(ClientSession())
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(60):
                 while True:
                     try:
                         body = {"model": "m", "prompt": "p", "max_tokens": 5}

@@ -7,7 +7,6 @@ from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 from tests.vllm.shared_tokens import UNWRITTEN, Shape, check_read, engines, prefilled, until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
-ENDPOINT = "http://127.0.0.1:4317"
 
 
 def sleep_and_wake(engine):
@@ -66,13 +65,9 @@ def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
         check_read(producer, consumer, 2, 90)
 
 
-@pytest.fixture
-def spans(monkeypatch):
-    return record_spans(monkeypatch)
-
-
-@pytest.mark.parametrize("endpoint", [ENDPOINT, None])
-def test_both_engines_transfers_are_in_the_traces_of_their_requests(model, spans, endpoint):
+@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:4317", None])
+def test_both_engines_transfers_are_in_the_traces_of_their_requests(model, monkeypatch, endpoint):
+    spans = record_spans(monkeypatch)
     two, one = (Shape(traces_endpoint=endpoint, tp_size=n, kv_heads=4) for n in (2, 1))
     with engines(model, two, one) as (producer, consumer):
         request = {"prompt": 1, "trace_headers": HEADERS}

@@ -15,7 +15,6 @@ pytestmark = pytest.mark.vllm
 NAMES = {"transfer_id": "t", "transfer_secret": w.SECRET}
 DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NAMES}
 ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
-PREFILL = {"do_remote_prefill": True, **ADDRESS, **NAMES}
 CHUNKS = {"max_num_batched_tokens": 48}
 
 
@@ -90,7 +89,7 @@ def test_without_names_that_can_be_used_or_streams_a_prompt_is_offered_at_the_en
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
     engine = world()
-    request = engine.add(100, dict(PREFILL))
+    request = engine.add(100, {"do_remote_prefill": True, **ADDRESS, **NAMES})
     engine.step()
     engine.abort(request.request_id)
     assert engine.step()[0].dropped == ["r1"]

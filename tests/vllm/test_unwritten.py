@@ -67,7 +67,6 @@ def load(ids, tokens, first=0):
 
 
 def made_of_nan(spec, layout=KVCacheLayout.LBHNC, backend="FLASH_ATTN", **engine):
-    """A registered group, whose caches hold no zero."""
     group, caches = registered(spec, layout, backend, **engine)
     for cache in caches.values():
         cache.fill_(float("nan"))

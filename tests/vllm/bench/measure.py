@@ -80,7 +80,6 @@ class Contender:
         return offers, answers, [answer.first_token_s for answer in answers]
 
     def decoded(self, prompts, params=None):
-        """The decode engine's answers, with parameters or from its own prefix cache."""
         params = params or [None] * len(prompts)
         return _all(self.pair.decode, zip(prompts, params, strict=True), ANSWER_TOKENS)
 

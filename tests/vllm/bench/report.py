@@ -4,11 +4,7 @@ import json
 import statistics
 from dataclasses import asdict
 
-TITLES = {
-    "kvconnector": "kvconnector",
-    "streamed": "kvconnector, streamed",
-    "nixl": "NixlConnector",
-}
+TITLES = {"streamed": "kvconnector, streamed", "nixl": "NixlConnector"}
 
 
 def save(folder, found, plan, environment, command):
@@ -31,7 +27,7 @@ def as_markdown(report):
     found = report["found"]
     headings = ["tokens"]
     for name in found:
-        headings += [f"{TITLES[name]}: transfer", "first token", "best possible", "right"]
+        headings += [f"{TITLES.get(name, name)}: transfer", "first token", "best possible", "right"]
     lines = [headings, ["---"] * len(headings)]
     for length in report["plan"]["lengths"]:
         cells = [str(length)]
@@ -49,7 +45,9 @@ def as_markdown(report):
         contacts += ["", _ms(each["first_contact_s"]), "", ""]
     table = "".join(f"| {' | '.join(line)} |\n" for line in [*lines, bursts, contacts])
     errors = [
-        f"{TITLES[name]} failed: {each['error']}\n" for name, each in found.items() if each["error"]
+        f"{TITLES.get(name, name)} failed: {each['error']}\n"
+        for name, each in found.items()
+        if each["error"]
     ]
     facts = "; ".join(f"{name} {value}" for name, value in report["environment"].items())
     return f"{table}\n{facts}\n\n`{report['command']}`\n" + "".join(errors)
@@ -74,7 +72,7 @@ def draw(report, path):
     lengths = report["plan"]["lengths"]
     found = report["found"]
     for number, (name, each) in enumerate(found.items()):
-        _line(axes, each["sizes"], "first_s", TITLES[name], f"C{number}")
+        _line(axes, each["sizes"], "first_s", TITLES.get(name, name), f"C{number}")
     best = "best possible: from the decode engine's prefix cache"
     _line(axes, next(iter(found.values()))["sizes"], "best_s", best, "0.5")
     axes.set_xscale("log", base=2)

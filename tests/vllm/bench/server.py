@@ -16,7 +16,6 @@ class Timed(Answer):
 
     @property
     def first_token_s(self):
-        """From the request to the first token."""
         return self.first - self.asked
 
 

@@ -74,7 +74,6 @@ def parse():
 
 
 def connectors_of(case, arguments):
-    """Those that a case is run with."""
     has_nixl = case.has_nixl and importlib.util.find_spec("nixl") is not None
     return [OURS, NIXL] if has_nixl and not (arguments.no_nixl or arguments.quick) else [OURS]
 

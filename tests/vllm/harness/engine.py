@@ -14,7 +14,6 @@ from typing import Any
 START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
-IDLE_S = 0.001
 POLL_S = 0.01
 PR_SET_PDEATHSIG = 1
 
@@ -40,7 +39,6 @@ class EngineSpec:
 
     @property
     def options(self):
-        """What vLLM's engines take, however they are run."""
         return {
             "model": self.model,
             "skip_tokenizer_init": True,
@@ -107,7 +105,6 @@ class Engine:
         self._event(time.monotonic() + START_TIMEOUT_S, "start")
 
     def submit(self, prompt, params=None, max_tokens=16, logprobs=None):
-        """Queue a request; its id."""
         self._count += 1
         request_id = f"request-{self._count}"
         self._send("submit", request_id, prompt, params, max_tokens, logprobs)
@@ -123,7 +120,6 @@ class Engine:
         return self.answer(self.submit(*arguments, **options))
 
     def call(self, command, *arguments):
-        """What a command returns."""
         self._send(command, *arguments)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while True:
@@ -254,7 +250,7 @@ class _Loop:
                         ("finished", {request_id: Answer.of(output, *self._end(request_id))})
                     )
             if not self._submitted:
-                time.sleep(IDLE_S)
+                time.sleep(0.001)
 
     def _look(self):
         """Keep what nobody tells of a request after its end: its blocks, and how much of it is computed."""

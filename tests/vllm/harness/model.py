@@ -3,7 +3,6 @@
 import importlib
 
 VOCAB_SIZE = 1024
-MAX_TOKENS = 4096
 
 
 def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
@@ -28,7 +27,7 @@ def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
         "num_key_value_heads": kv_heads,
         "head_dim": 32,
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": MAX_TOKENS,
+        "max_position_embeddings": 4096,
         "tie_word_embeddings": False,
         "bos_token_id": 0,
         "eos_token_id": None,

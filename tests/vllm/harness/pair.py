@@ -15,7 +15,6 @@ ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 
 
 def prompt_of(num_tokens, seed=0):
-    """Random token ids, the same for the same arguments."""
     source = random.Random(f"{num_tokens}-{seed}")
     return [source.randrange(1, VOCAB_SIZE) for _ in range(num_tokens)]
 
@@ -82,7 +81,6 @@ class Pair:
         return prompts[gaps.index(max(gaps))]
 
     def begin_prefill(self, prompt, **names):
-        """Ask the prefill engine alone; the request's name."""
         return self.prefill.submit(prompt, {**REMOTE_DECODE, **names}, max_tokens=1)
 
     def offered(self, request):

@@ -11,7 +11,6 @@ HEADINGS = ("case", "connector", "tokens equal", "bytes equal", "seconds", "stat
 
 
 def say(text):
-    """A line of the run's log."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
@@ -32,7 +31,6 @@ def as_row(case, connector, outcome, seconds):
 
 
 def as_cells(row):
-    """What is shown of a row."""
     own = [f"vLLM itself differs: {each}" for each in row["differs_alone"]]
     return [
         row["case"],
@@ -45,7 +43,6 @@ def as_cells(row):
 
 
 def as_markdown(rows, skipped):
-    """The report: one line a run, and what did not run."""
     lines = [HEADINGS, ["---"] * len(HEADINGS), *map(as_cells, rows)]
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
     return table + "".join(f"\nNot run: {name}: {why}" for name, why in skipped.items()) + "\n"

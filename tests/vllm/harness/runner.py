@@ -13,7 +13,6 @@ from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.scenarios import Outcome, restarted
 
 CANDIDATES = 40
-DRAFT_TOKENS = 3
 
 
 def side_channel(connector, *, is_port_kept=False):
@@ -82,7 +81,7 @@ def specs_of(case, connector, folder, device):
         arguments = device.arguments(is_pipeline="pp_size" in options)
         if draft_model:
             draft = {"method": options["draft"], "model": draft_model}
-            arguments["speculative_config"] = draft | {"num_speculative_tokens": DRAFT_TOKENS}
+            arguments["speculative_config"] = draft | {"num_speculative_tokens": 3}
         environment = {
             **device.environment(first, world_size(options)),
             **EXACT,

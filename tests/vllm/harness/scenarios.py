@@ -9,7 +9,6 @@ from tests.vllm.harness.engine import ANSWER_TIMEOUT_S
 from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 64, 130, 600, 2000)
-CROWD = 8
 SETTLE_S = 0.5
 
 
@@ -41,7 +40,6 @@ class Outcome:
             self.complaints.append(f"{what}: {difference}")
 
     def check(self, what, found, expected=True):
-        """Complain unless a value is what it must be."""
         if found != expected:
             self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
 
@@ -94,7 +92,7 @@ def _at_once(pair, outcome, prompts, max_tokens=16):
 
 
 def crowd(pair, outcome):
-    prompts = [prompt_of(100 + 37 * number, seed=number) for number in range(CROWD)]
+    prompts = [prompt_of(100 + 37 * number, seed=number) for number in range(8)]
     _at_once(pair, outcome, prompts)
 
 
@@ -115,7 +113,6 @@ def slept(pair, outcome):
 
 
 def completions(pair, outcome):
-    """Several completions of one prompt, which is prefilled once."""
     _at_once(pair, outcome, [prompt_of(600, seed=6)] * 3)
 
 
@@ -134,7 +131,7 @@ def streamed(pair, outcome):
             outcome.compare_bytes(what, difference)
             for engine in (pair.prefill, pair.decode):
                 engine.call("reset_cache")
-    prompts = [prompt_of(100 + 150 * number, seed=number) for number in range(CROWD // 2)]
+    prompts = [prompt_of(100 + 150 * number, seed=number) for number in range(4)]
     alone = [pair.alone(prompt) for prompt in prompts]
     begun = [pair.begin_streamed(prompt) for prompt in prompts]
     for (prefill, decode), expected in zip(begun, alone, strict=True):

@@ -21,7 +21,6 @@ from vllm_1p1d.router import REMOTE_DECODE
 NAMES = ("prefill", "decode")
 # engine ports are the router's plus 1 and 2, control ports plus 11 and 12
 PORTS = (0, 1, 2, 11, 12)
-LEASE_S = 6
 TIMEOUT_S = 60.0
 NUM_TOKENS = 300
 # K and V of four layers with four heads of 32 floats
@@ -108,7 +107,7 @@ def samples_of(text):
 def metrics(folder, outcome, device):
     """Transfers, an expired lease and a lost producer, as an operator sees them."""
     # of this process, which is the case's own
-    os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": str(LEASE_S), "VLLM_LOG_STATS_INTERVAL": "1"}
+    os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": "6", "VLLM_LOG_STATS_INTERVAL": "1"}
     with ExitStack() as stack:
         servers = Servers(folder, stack, device)
         _a_transfer(servers, outcome)
