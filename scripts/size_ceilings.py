@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 100,
     "examples/minillm": 5510,
     "examples/vllm_1p1d": 500,
-    "scripts": 700,
+    "scripts": 310,
     "tests": 90,
     "tests/control": 410,
     "tests/docs": 420,
@@ -64,7 +64,7 @@ ROOMS = {
     "tests/unit/minillm": 1280,
     "tests/unit/runtime": 1170,
     "tests/unit/session": 1050,
-    "tests/vllm": 5060,
+    "tests/vllm": 5020,
 }
 
 
