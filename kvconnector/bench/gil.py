@@ -30,7 +30,7 @@ TURN_S = 0.9 * PREFILL_STEP_S
 ALONE_TURNS = 20
 """In which engines work without transfers, to count their steps."""
 MAX_OVER_IDLE = 1.3
-"""A load beside busy engines may take so much of an idle one's time and a step of D, which sees its end after that."""
+"""A load beside busy engines may take so many times an idle one and a step of D, behind which D sees its end."""
 Loads: TypeAlias = tuple[LoadName, LoadName]
 IDLE: Loads = ("idle", "idle")
 BESIDE: dict[Loads, str] = {
@@ -46,7 +46,7 @@ RHYTHMS = {"back to back": False, "one in each step of 50 ms": True}
 """Whether requests come at the producer's pace."""
 Turns: TypeAlias = list[tuple[list[Driven], list[Driven]]]
 """What the ranks of both engines did, in turns of both at once."""
-Steps = list[tuple[str, StepMetadata]]
+Steps: TypeAlias = list[tuple[str, StepMetadata]]
 """As `RankProcess.drive` takes them."""
 
 

@@ -119,8 +119,8 @@ class DirectRead(msgspec.Struct, frozen=True, eq=False):
 
     `their_segments[i]` is segment `i` in *its* tables; these and its blocks are what a peer said and what a router
     passed on, so they are checked before use. `lease_key` is what its lease board knows them by, and `token_stop` and
-    `layer_stop` (a global index) the ends of the last token and layer that are read. `cut` is for when it is to be sent
-    instead: the chunks.
+    `layer_stop` (a global index) the ends of the last token and layer that are read. `cut` makes the chunks, for a read
+    that the producer has to send after all.
     """
 
     read_id: int

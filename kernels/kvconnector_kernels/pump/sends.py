@@ -157,8 +157,8 @@ def pack_next(state):
 
 @helper
 def end_sends(state):
-    """Whether a send came to its end early: nothing reads its blocks any more. A stopped one may have slots in flight,
-    unless it sends from the pools. Of a complete one its consumer soon says something, and nobody waits for it before.
+    """Whether a send was stopped and is over: nothing reads its blocks any more. It may have slots in flight, unless it
+    sends from the pools. A complete one does not count: nobody waits for it before its consumer confirms the read.
     """
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     ended = False

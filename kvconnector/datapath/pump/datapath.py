@@ -243,7 +243,7 @@ class DataPath:
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> bool:
         """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
-        waits in the transport, or time is over. Whether it was one of the two before the last.
+        waits in the transport, or time is over. True if a descriptor or a control message was the reason.
 
         Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """
@@ -278,7 +278,7 @@ class DataPath:
         return self.machine.is_starved
 
     def has_pending(self) -> bool:
-        """Whether inline progress would find something to do. For a thread that asks in each of its steps."""
+        """Whether inline progress would find something to do. Each call counts as a poll of the engine's thread."""
         self.machine.note_poll()
         if self._is_meeting:
             return False  # meeting a peer compiles and maps: nobody does that in passing
