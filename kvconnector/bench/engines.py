@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -16,7 +16,7 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import TIMEOUT_S, Settings, control_settings
 from kvconnector.bench.processes import EngineProcesses
-from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess, Started
+from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess
 from kvconnector.bench.remote import RemoteProcesses
 from kvconnector.bench.results import ContenderKind
 from kvconnector.config import ConnectorConfig
@@ -31,21 +31,31 @@ ROUTER_HOP_S = 2e-3
 
 
 class Engine(ExitStack):
-    """An engine's ranks, and in this process its scheduler, if there is a configuration. `close` ends both."""
+    """An engine's ranks, and in this process its scheduler; without a configuration NIXL's agents. `close` ends both.
 
-    def __init__(self, ranks: EngineProcesses, config: ConnectorConfig | None) -> None:
+    They start as soon as it is made, beside those of others; `await_started` comes before all else.
+    """
+
+    def __init__(
+        self, ranks: EngineProcesses, config: ConnectorConfig | None, num_threads: int = 0
+    ) -> None:
         super().__init__()
         self.ranks = self.enter_context(ranks)
-        self.started: list[Started] = []
         self._aggregator = KVOutputAggregator(len(ranks.spec.shape.ranks))
-        try:
-            if config is not None:
-                self.started = ranks.call(RankProcess.start_worker, config)
-                self.scheduler = Scheduler(config, [each.metadata for each in self.started])
-                self.callback(self.scheduler.close)
-        except BaseException:
-            self.close()
-            raise
+        self._config = config
+        if config is None:
+            self._agents = ranks.begin(RankProcess.open_agent, num_threads)
+        else:
+            self._workers = ranks.begin(RankProcess.start_worker, config)
+
+    def await_started(self) -> None:
+        """Raises CallFailedError: a rank did not start."""
+        if self._config is None:
+            self.agents = self._agents()
+        else:
+            self.started = self._workers()
+            self.scheduler = Scheduler(self._config, [each.metadata for each in self.started])
+            self.callback(self.scheduler.close)
 
     def offer(self, blocks: dict[str, list[int]], num_tokens: int) -> dict[str, dict[str, Any]]:
         """Hold requests for a consumer, each in these blocks: the `kv_transfer_params` of each."""
@@ -148,7 +158,9 @@ class Runner:
 
 
 class ProcessPair(ExitStack, Runner):
-    """Two engines, with the connector, or without a configuration for one of NIXL's settings. `close` ends them."""
+    """Two engines, with the connector, or without a configuration for one of NIXL's settings. They start when it is
+    made, and have started once it is entered; `close` ends them.
+    """
 
     def __init__(
         self, deployment: Deployment, configs: dict[str, ConnectorConfig], nixl: int | None = None
@@ -158,21 +170,35 @@ class ProcessPair(ExitStack, Runner):
         self._configs = configs
         self._nixl = nixl
         try:
-            self.prefill, self.decode = map(self._start, ("prefill", "decode"))
+            # one of another host answers before it comes back
+            self.decode, self.prefill = map(self._start, ("decode", "prefill"))
         except BaseException:
             self.close()
             raise
 
+    def __enter__(self) -> Self:
+        """Raises CallFailedError: an engine did not start."""
+        try:
+            self._await_started()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def _await_started(self) -> None:
+        self.prefill.await_started()
+        self.decode.await_started()
+
     def _start(self, engine_id: str) -> Engine:
         options, spec = self.deployment.options, self.deployment.spec(engine_id)
+        setting = None if self._nixl is None else NIXL_SETTINGS[self._nixl]
         ranks: EngineProcesses
         if engine_id == "prefill" and options.connect:
             ranks = RemoteProcesses(options, spec, self._nixl)
         else:
-            nixl = self._nixl
-            variables = {} if nixl is None else NIXL_SETTINGS[nixl].variables(options.tls)
-            ranks = EngineProcesses(spec, variables)
-        return self.enter_context(Engine(ranks, self._configs.get(engine_id)))
+            ranks = EngineProcesses(spec, setting.variables(options.tls) if setting else {})
+        num_threads = setting.num_threads if setting else 0
+        return self.enter_context(Engine(ranks, self._configs.get(engine_id), num_threads))
 
     def verify(self, transfer: Transfer) -> float:
         self.prepare(transfer)
@@ -228,7 +254,9 @@ class EnginePair(ProcessPair):
         engine = self.prefill if engine_id == "prefill" else self.decode
         engine.ranks.kill()
         engine.close()
-        setattr(self, engine_id, self._start(engine_id))
+        engine = self._start(engine_id)
+        setattr(self, engine_id, engine)
+        engine.await_started()
 
     def run(self, transfer: Transfer) -> float:
         request_id, num_tokens = self.new_request_id(), transfer.num_tokens
@@ -270,17 +298,11 @@ class NixlPair(ProcessPair):
 
     def __init__(self, deployment: Deployment, nixl: int) -> None:
         super().__init__(deployment, {}, nixl)
-        setting = NIXL_SETTINGS[nixl]
-        self.name = setting.name
-        try:
-            opened, _ = (
-                engine.ranks.call(RankProcess.open_agent, setting.num_threads)
-                for engine in (self.prefill, self.decode)
-            )
-            self.decode.ranks.call(RankProcess.join_agent, opened)
-        except BaseException:
-            self.close()
-            raise
+        self.name = NIXL_SETTINGS[nixl].name
+
+    def _await_started(self) -> None:
+        super()._await_started()
+        self.decode.ranks.call(RankProcess.join_agent, self.prefill.agents)
 
     def run(self, transfer: Transfer) -> float:
         blocks = transfer.prefill_blocks, transfer.decode_blocks

@@ -8,7 +8,7 @@ Two rhythms: requests back to back, which is more than any engine asks for, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TypeAlias
@@ -50,10 +50,9 @@ Steps: TypeAlias = list[tuple[str, StepMetadata]]
 """As `RankProcess.drive` takes them."""
 
 
-def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
+def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
     """A case for each request size, rhythm and load of the engines."""
     deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
-    cases = []
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:
@@ -71,8 +70,7 @@ def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
                     idle = ours
                 else:
                     ours, *notes = _judge(ours, idle, alone, turns)
-                cases.append(CaseResult(case, (ours,), tuple(notes)))
-    return cases
+                yield CaseResult(case, (ours,), tuple(notes))
 
 
 def _measure(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -20,96 +20,88 @@ from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, Progress, format_seconds
+from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
 
 DEFAULT_TOKENS = (1024, 4096, 16384, 32768)
 ITERATIONS = 10
+MAX_TURNS = 4
+"""Prompts of one case have at most so many sets of blocks, lest short ones are read from a processor's cache."""
+SEQUENCE_EVERY = 3
+"""In one of how many turns the way is timed that streaming is compared with."""
 STREAMED, IN_SEQUENCE = "streamed", "one after the other"
 
 
-def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
-    """Prompts of every length, both ways in turns; what arrives is checked before the first and after the last."""
-    deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
-    shapes, count = (deployment.prefill, deployment.decode), options.compute.prompts
-    # prompts that are computed at once fill their blocks, and are checked as one
-    unit = math.lcm(*(shape.virtual_block_tokens for shape in shapes))
-    tokens = [each + (-each % unit if count > 1 else 0) for each in deployment.tokens]
-    deployment = replace(deployment, tokens=(count * max(tokens),))
-    cases = []
-    progress(f"starting {deployment}")
-    with EnginePair(deployment) as pair, ThreadPoolExecutor(1) as thread:
-        handover = _Handover(pair, thread, options.compute)
-        pair.prepare(
-            deployment.transfer(deployment.tokens[0])
-        )  # shorter prompts begin with the same
-        for _ in range(WARMUP):  # which also tells where the producer is
-            handover.measure([deployment.transfer(min(tokens))], IN_SEQUENCE)
-        for num_tokens in tokens:
-            case = deployment.case_name(num_tokens)
-            progress(case)
-            found = _case(case, handover, *_prompts(deployment, num_tokens, unit))
-            for each in found.measurements:  # the table comes last, and a run may be ended before
-                times = ", ".join(format_seconds(each.percentile_s(level)) for level in (50, 99))
-                kept = each.figures["prefill_steps_kept"]
-                progress(f"{each.contender}: {times}, {kept:.2f} of the producer's steps")
-            cases.append(found)
-    return cases
-
-
-def _prompts(
-    deployment: Deployment, num_tokens: int, unit: int
-) -> tuple[Transfer, list[list[Transfer]]]:
-    """Prompts that are computed at once, in turns that have blocks of their own as far as there are some, lest short
-    ones are read from a processor's cache; and the long one of which all are parts.
+def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
+    """Prompts of every length, both ways in turns; what arrives is checked before the first and after the last. Of
+    several numbers of prompts at once, those are left out that are more than the longest with the smallest number.
     """
-    options, longest = deployment.options, max(deployment.tokens)
-    count = options.compute.prompts
-    has_turns = num_tokens % unit == 0  # they fill their blocks
-    num_turns = (
-        min(options.iterations or ITERATIONS, longest // (count * num_tokens)) if has_turns else 1
+    deployment, compute = Deployment.of(options, options.tokens or DEFAULT_TOKENS), options.compute
+    unit = math.lcm(
+        *(each.virtual_block_tokens for each in (deployment.prefill, deployment.decode))
     )
-    whole = deployment.transfer(num_turns * count * num_tokens)
-    theirs, ours = (
-        shape.num_blocks(num_tokens) for shape in (deployment.prefill, deployment.decode)
+    sizes = [
+        # prompts that are computed at once fill their blocks, and are checked as one
+        (count, each + (-each % unit if count > 1 else 0))
+        for count in compute.prompts
+        for each in deployment.tokens
+    ]
+    most = max(count * each for count, each in sizes if count == min(compute.prompts))
+    pools = replace(deployment, tokens=(most,))
+    progress(f"starting {deployment}")
+    with EnginePair(pools) as pair, ThreadPoolExecutor(1) as thread:
+        handover = _Handover(pair, thread, compute)
+        pair.prepare(pools.transfer(most))  # shorter prompts begin with the same
+        for _ in range(WARMUP):  # which also tells where the producer is
+            handover.measure([pools.transfer(min(deployment.tokens))], compute.step, IN_SEQUENCE)
+        for count, num_tokens in sizes:
+            if count * num_tokens <= most:
+                case = f"{deployment.case_name(num_tokens)}, {count} at once"
+                progress(case)
+                yield _case(case, handover, _prompts(pools, count, num_tokens))
+
+
+def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transfer]]:
+    """Prompts that are computed at once, in turns that have blocks of their own as far as there are some."""
+    shapes, whole = (pools.prefill, pools.decode), pools.transfer(max(pools.tokens))
+    fill = not any(num_tokens % each.virtual_block_tokens for each in shapes)
+    num_turns = min(
+        pools.options.iterations or ITERATIONS, MAX_TURNS, whole.num_tokens // (count * num_tokens)
     )
+    theirs, ours = (each.num_blocks(num_tokens) for each in shapes)
     prompts = [
         Transfer(
             num_tokens,
             whole.prefill_blocks[each * theirs : (each + 1) * theirs],
             whole.decode_blocks[each * ours : (each + 1) * ours],
         )
-        for each in range(num_turns * count)
+        for each in range(num_turns * count if fill else count)
     ]
-    return whole, [prompts[first : first + count] for first in range(0, len(prompts), count)]
+    return [prompts[first : first + count] for first in range(0, len(prompts), count)]
 
 
-def _case(
-    name: str, handover: _Handover, whole: Transfer, turns: Sequence[Sequence[Transfer]]
-) -> CaseResult:
-    """Both ways, the streamed one as ours; `turns` are all parts of `whole`."""
+def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -> CaseResult:
+    """Both ways, the streamed one as ours."""
     pair, compute = handover.pair, handover.compute
-    options = pair.deployment.options
+    pools, model = pair.deployment, pair.deployment.options.model
+    count, num_tokens = len(turns[0]), turns[0][0].num_tokens
+    share = max(1, compute.step // count)
     samples: dict[str, list[float]] = {STREAMED: [], IN_SEQUENCE: []}
     steps_s = dict.fromkeys(samples, 0.0)
-    iterations = options.iterations or ITERATIONS
-    for way in samples:
+    for way, warmed in ((IN_SEQUENCE, turns[:1]), (STREAMED, turns)):
         pair.decode.ranks.call(RankProcess.poison)
-        for prompts in turns:
-            handover.measure(prompts, way)
-        pair.check(whole)
-    for turn in range(iterations):
-        for way in samples:
-            exposed_s, seconds = handover.measure(turns[turn % len(turns)], way)
+        for prompts in warmed:
+            handover.measure(prompts, share, way)
+        pair.check(pools.transfer(len(warmed) * count * num_tokens))
+    for turn in range(pools.options.iterations or ITERATIONS):
+        for way in samples if turn % SEQUENCE_EVERY == 0 else (STREAMED,):
+            exposed_s, seconds = handover.measure(turns[turn % len(turns)], share, way)
             samples[way] += exposed_s
             steps_s[way] += seconds
-    pair.check(whole)
-    num_tokens = turns[0][0].num_tokens
-    last = num_tokens % compute.share or compute.share
-    computed_s = iterations * compute.prompts * num_tokens / compute.rate
+    pair.check(pools.transfer(len(turns) * count * num_tokens))
     return CaseResult(
-        case=f"{name}, {compute.prompts} at once, {compute.rate} tokens/s in steps of {compute.step}",
+        case=f"{name}, {compute.rate} tokens/s in steps of {compute.step}",
         measurements=tuple(
             Measurement(
                 contender=way,
@@ -117,8 +109,9 @@ def _case(
                 samples_s=tuple(times),
                 figures={
                     "prompt_tokens": num_tokens,
-                    "last_step_bytes": options.model.token_bytes * last,
-                    "prefill_steps_kept": computed_s / steps_s[way],
+                    "prompts": count,
+                    "last_step_bytes": model.token_bytes * (num_tokens % share or share),
+                    "prefill_steps_kept": len(times) * num_tokens / compute.rate / steps_s[way],
                 },
             )
             for way, times in samples.items()
@@ -136,9 +129,11 @@ class _Handover:
         self._thread = thread
         self._address: dict[str, Any] = {}
 
-    def measure(self, prompts: Sequence[Transfer], way: str) -> tuple[list[float], float]:
-        """Seconds from the end of the last step to the end of each load, and seconds of all steps. Raises
-        KVConnectorError: a load failed, or the producer. TransferTimeoutError: it takes too long.
+    def measure(
+        self, prompts: Sequence[Transfer], share: int, way: str
+    ) -> tuple[list[float], float]:
+        """Seconds from the end of the last step to the end of each load, and seconds of all steps, of `share` tokens of
+        each prompt. Raises KVConnectorError: a load failed, or the producer. TransferTimeoutError: it takes too long.
         """
         prefill, decode = self.pair.prefill, self.pair.decode
         requests = {self.pair.new_request_id(): prompt for prompt in prompts}
@@ -147,7 +142,7 @@ class _Handover:
             prefill.scheduler.on_new_request(request_id, {"do_remote_decode": True, **names})
             params = {"do_remote_prefill": True, **self._address, **names}
             decode.scheduler.on_new_request(request_id, params)
-        computed = self._thread.submit(self._compute_and_offer, requests)
+        computed = self._thread.submit(self._compute_and_offer, requests, share)
         if way == IN_SEQUENCE:
             for request_id, params in computed.result()[2].items():
                 prompt = requests[request_id]
@@ -162,15 +157,13 @@ class _Handover:
         return [each - computed_s for each in ended_s], steps_s
 
     def _compute_and_offer(
-        self, requests: Mapping[str, Transfer]
+        self, requests: Mapping[str, Transfer], share: int
     ) -> tuple[float, float, dict[str, dict[str, Any]]]:
         """When the last step was over, the seconds of all steps, and the producer's answers."""
-        prefill, compute = self.pair.prefill, self.compute
+        prefill = self.pair.prefill
         blocks = {request_id: prompt.prefill_blocks for request_id, prompt in requests.items()}
         num_tokens = next(iter(requests.values())).num_tokens
-        # one prompt warms up as one
-        share = compute.share if len(requests) > 1 else compute.step
-        steps_s = prefill.compute(blocks, num_tokens, share, compute.rate)
+        steps_s = prefill.compute(blocks, num_tokens, share, self.compute.rate)
         return time.perf_counter(), steps_s, prefill.offer(blocks, num_tokens)
 
     def _await(self, requests: Mapping[str, Transfer], computed: Future[Any]) -> list[float]:

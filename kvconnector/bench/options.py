@@ -27,24 +27,19 @@ Settings: TypeAlias = Mapping[str, Mapping[str, object]]
 
 
 class Compute(NamedTuple):
-    """A producer that computes: tokens a second, tokens in a step, and prompts at once, which share a step's tokens."""
+    """A producer that computes: tokens a second, tokens in a step, and how many prompts at once share these."""
 
     rate: int = 8000
     step: int = 2048
-    prompts: int = 1
+    prompts: tuple[int, ...] = (1,)
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """From "8000", "8000,2048" or "8000,2048,1". Raises ConfigError: something else, or a zero."""
+        """From "8000", "8000,2048" or "8000,2048,1,8". Raises ConfigError: something else, or a zero."""
         numbers = parse_numbers(text)
-        if 0 in numbers or len(numbers) > len(cls._fields):
+        if 0 in numbers:
             raise ConfigError("expected positive numbers", names=cls._fields, given=text)
-        return cls(*numbers)
-
-    @property
-    def share(self) -> int:
-        """Tokens of each prompt in a step."""
-        return max(1, self.step // self.prompts)
+        return msgspec.convert((*numbers[:2], numbers[2:])[: len(numbers)], cls)
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,6 +86,7 @@ def run(options: BenchOptions, progress: Progress) -> Matrix:
         WARMUP + (options.iterations or DEFAULT_ITERATIONS)
     )
     with Engine(EngineProcesses(spec), config) as engine:
+        engine.await_started()
         store.set(f"host/{rank}", socket.gethostname())
         pairs = []
         for producer, consumer in permutations(range(size), 2):

@@ -89,7 +89,7 @@ class _Child:
 
 
 class EngineProcesses(ExitStack):
-    """All ranks of one engine, in rank order; `close` ends them. Raises CallFailedError: a rank did not start."""
+    """All ranks of one engine, in rank order; the first call says whether they started. `close` ends them."""
 
     def __init__(
         self, spec: EngineSpec, environment: Mapping[str, str] = MappingProxyType({})
@@ -102,7 +102,6 @@ class EngineProcesses(ExitStack):
                 child = _Child(spec, index, environment)
                 self.callback(child.stop)
                 self._children.append(child)
-            self.call(RankProcess.ready)
         except BaseException:
             self.close()
             raise

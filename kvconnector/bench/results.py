@@ -53,6 +53,15 @@ class CaseResult(msgspec.Struct, frozen=True):
     def ours(self) -> Measurement:
         return next(each for each in self.measurements if each.kind == "ours")
 
+    def print_to(self, console: Console) -> None:
+        """Tables of the times and of the other figures."""
+        console.print(self.case, style="bold", soft_wrap=True)
+        console.print(_times(self))
+        if any(each.figures for each in self.measurements):
+            console.print(_figures(self))
+        for note in self.notes:
+            console.print(f"  {note}", soft_wrap=True)
+
     def time_over_ours(self, contender: Measurement) -> float:
         """How many times as long as ours its median is: for a limit, the part of its speed that we reach."""
         return contender.percentile_s(50) / self.ours.percentile_s(50)
@@ -76,17 +85,6 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
                 measured["gigabytes_per_s"] = each.gigabytes_per_s
                 measured["time_over_ours"] = case.time_over_ours(each)
         return found
-
-    def print_to(self, console: Console) -> None:
-        """Tables, and last where they were measured."""
-        for case in self.cases:
-            console.print(f"{self.benchmark}: {case.case}", style="bold", soft_wrap=True)
-            console.print(_times(case))
-            if any(each.figures for each in case.measurements):
-                console.print(_figures(case))
-            for note in case.notes:
-                console.print(f"  {note}", soft_wrap=True)
-        console.print(str(self.environment), soft_wrap=True)
 
 
 def _times(case: CaseResult) -> Table:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair, NixlPair, Runner
+from kvconnector.bench.engines import EnginePair, NixlPair, ProcessPair, Runner
 from kvconnector.bench.limits import limits_of
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import WARMUP, BenchOptions
@@ -19,7 +19,7 @@ BACK_TO_BACK = 2
 
 def run(
     options: BenchOptions, progress: Progress, *, tokens: tuple[int, ...], iterations: int
-) -> Sequence[CaseResult]:
+) -> Iterator[CaseResult]:
     """Every request size between our engines, and with a peer between its own; `tokens` and `iterations` are defaults.
 
     The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
@@ -30,13 +30,10 @@ def run(
     iterations = options.iterations or iterations
     if options.peer:
         _refuse_what_nixl_cannot(deployment)
-    cases = []
     with ExitStack() as exits:
-        notes: list[str] = []
         progress(f"starting {deployment}")
-        pair = exits.enter_context(EnginePair(deployment))
-        contenders = [pair, *_start_peers(exits, deployment, notes, progress)]
-        pair.pause()
+        pair = EnginePair(deployment)
+        contenders, notes = _start(exits, pair)
         for num_tokens in deployment.tokens:
             case = deployment.case_name(num_tokens)
             progress(case)
@@ -53,27 +50,25 @@ def run(
                     for runner, times in zip(runners, samples, strict=True)
                 )
                 told = (*came, *pair.lanes, *notes)
-                cases.append(CaseResult(f"{case}, {how}", measured, told))
-    return cases
+                yield CaseResult(f"{case}, {how}", measured, told)
 
 
-def _start_peers(
-    exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
-) -> list[NixlPair]:
-    """NIXL's engines in each of its settings, stopped."""
-    contenders = []
-    for index, setting in enumerate(NIXL_SETTINGS) if deployment.options.peer else ():
-        progress(f"starting {setting.name}")
+def _start(exits: ExitStack, ours: EnginePair) -> tuple[list[ProcessPair], list[str]]:
+    """Our engines and NIXL's in each of its settings, started at once and stopped; why others do not run."""
+    num_peers = len(NIXL_SETTINGS) if ours.deployment.options.peer else 0
+    peers = (exits.push(NixlPair(ours.deployment, index)) for index in range(num_peers))
+    contenders, notes = list[ProcessPair](), list[str]()
+    for index, pair in enumerate((exits.push(ours), *peers)):
         try:
-            nixl = exits.enter_context(NixlPair(deployment, index))
+            pair.__enter__()
         except KVConnectorError as error:
-            if index == 0 and not deployment.options.connect:
+            if index == 0 or (index == 1 and not ours.deployment.options.connect):
                 raise
-            notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
+            notes.append(f"{pair.name} does not run here: {str(error).splitlines()[-1]}")
             continue
-        nixl.pause()
-        contenders.append(nixl)
-    return contenders
+        pair.pause()
+        contenders.append(pair)
+    return contenders, notes
 
 
 def _take_turns(

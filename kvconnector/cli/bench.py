@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,13 +18,13 @@ from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import THREAD_VARIABLES
 from kvconnector.bench.remote import serve
-from kvconnector.bench.results import BenchReport, CaseResult, Progress
+from kvconnector.bench.results import BenchReport, CaseResult, Measurement, Progress
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR
 from kvconnector.cli.console import finish_loglog, picture, print_json, terminal
 from kvconnector.errors import ConfigError
 
-BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Sequence[CaseResult]]] = {
+BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Iterable[CaseResult]]] = {
     "transfer": partial(transfer.run, tokens=(2048,), iterations=10),
     "request": partial(transfer.run, tokens=(16, 128, 512), iterations=100),
     "handover": handover.run,
@@ -61,7 +61,7 @@ def bench(
     iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
     minutes: Annotated[float, typer.Option(help="How long a soak runs.", min=1e-3)] = 1.0,
     compute: Annotated[
-        str, typer.Option(help="handover: P's tokens/s, tokens a step, prompts at once.")
+        str, typer.Option(help="handover: P's tokens/s, tokens a step, prompts at once (1,8).")
     ] = "8000,2048,1",
     connect: Annotated[
         str, typer.Option(help="Producer's host: HOST:PORT[,KEY] of a `bench serve` there.")
@@ -94,18 +94,10 @@ def bench(
         raise ConfigError("only a handover is drawn", benchmark=benchmark)
     if benchmark == "serve":
         serve(_tell)
-        return
-    if benchmark == "pairs":
+    elif benchmark == "pairs":
         _pairs(options, json)
-        return
-    _report(run_benchmark(benchmark, options), json, svg)
-
-
-def _report(report: BenchReport, json: Path | None, svg: Path | None) -> None:
-    if not _is_told(report.to_json(), json):
-        report.print_to(terminal())
-    if svg is not None:
-        draw(report, svg)
+    else:
+        _run(benchmark, options, json, svg)
 
 
 def _pairs(options: BenchOptions, json: Path | None) -> None:
@@ -128,8 +120,8 @@ def _tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
-    """Run one, with a single thread for the libraries' pools. Raises ResultMismatchError: a result was wrong."""
+def _run(name: str, options: BenchOptions, json: Path | None, svg: Path | None) -> None:
+    """With a single thread for the libraries' pools; each case is printed when it is known."""
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
     if name not in BENCHMARKS:
@@ -139,14 +131,22 @@ def run_benchmark(name: str, options: BenchOptions) -> BenchReport:
     if options.connect and name not in (*HAVE_PEERS, "handover"):
         raise ConfigError("this is measured on one host", benchmark=name, connect=options.connect)
     environment = record_environment()
-    cases = BENCHMARKS[name](options, lambda text: _tell(f"{name}: {text}"))
-    return BenchReport(
+    cases = []
+    for case in BENCHMARKS[name](options, lambda text: _tell(f"{name}: {text}")):
+        cases.append(case)
+        if str(json) != "-":
+            case.print_to(terminal())
+    report = BenchReport(
         benchmark=name,
         command=shlex.join(["kvconnector", *sys.argv[1:]]),
         options=options,
         environment=environment,
         cases=tuple(cases),
     )
+    if not _is_told(report.to_json(), json):
+        terminal().print(str(environment), soft_wrap=True)
+    if svg is not None:
+        draw(report, svg)
 
 
 def _is_told(report: dict[str, Any], path: Path | None) -> bool:
@@ -166,15 +166,19 @@ def _is_told(report: dict[str, Any], path: Path | None) -> bool:
 
 def draw(report: BenchReport, path: Path) -> None:
     """Draw a handover's times by the prompt's length: each a dot, and their medians a line. Raises as `picture`."""
-    tokens = [int(case.ours.figures["prompt_tokens"]) for case in report.cases]
-    ways = zip(*(case.measurements for case in report.cases), strict=True)
+    lines: dict[str, dict[int, Measurement]] = {}
+    for each in (each for case in report.cases for each in case.measurements):
+        prompts, tokens = (int(each.figures[name]) for name in ("prompts", "prompt_tokens"))
+        label = each.contender + (f", {prompts} at once" if prompts > 1 else "")
+        lines.setdefault(label, {})[tokens] = each
     with picture(path, 6.4, 3.6) as figure:
         axes = figure.add_subplot()
-        for color, found in zip(("C0", "C1"), ways, strict=True):
-            for length, each in zip(tokens, found, strict=True):
+        for number, (label, line) in enumerate(lines.items()):
+            for tokens, each in line.items():
                 times_ms = [seconds * 1e3 for seconds in each.samples_s]
-                axes.plot([length] * len(times_ms), times_ms, ".", color=color, alpha=0.3)
-            medians_ms = [each.percentile_s(50) * 1e3 for each in found]
-            axes.loglog(tokens, medians_ms, "o-", color=color, label=found[0].contender)
-        finish_loglog(axes, tokens, xlabel="prompt, tokens", ylabel="last step to loaded cache, ms")
+                axes.plot([tokens] * len(times_ms), times_ms, ".", color=f"C{number}", alpha=0.3)
+            medians_ms = [each.percentile_s(50) * 1e3 for each in line.values()]
+            axes.loglog(list(line), medians_ms, "o-", color=f"C{number}", label=label)
+        lengths = list(dict.fromkeys(tokens for line in lines.values() for tokens in line))
+        finish_loglog(axes, lengths, xlabel="prompt, tokens", ylabel="last step to loaded, ms")
         figure.tight_layout()

@@ -22,7 +22,7 @@ def _run(name, **fields):
             **fields,
         }
     )
-    return BENCHMARKS[name](options, lambda _: None)
+    return list(BENCHMARKS[name](options, lambda _: None))
 
 
 @pytest.mark.ucx

@@ -32,10 +32,13 @@ def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
 def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays():
     before = _children()
     nowhere = msgspec.structs.replace(SPEC, shape=EngineShape(pp=3))
-    with pytest.raises(
-        CallFailedError, match=r"prefill pp0tp0 ended; its output: (.|\n)*num_layers=2"
+    with (
+        pytest.raises(
+            CallFailedError, match=r"prefill pp0tp0 ended; its output: (.|\n)*num_layers=2"
+        ),
+        EngineProcesses(nowhere) as engine,
     ):
-        EngineProcesses(nowhere)
+        engine.call(RankProcess.ready)
     assert _children() == before
 
 
@@ -56,6 +59,7 @@ def test_processes_that_are_stopped_end_with_a_benchmark_that_is_killed():
 
 def _stop_ranks(connection):
     with EngineProcesses(SPEC) as engine:
+        engine.call(RankProcess.ready)
         engine.pause()
         connection.send(_children())
         connection.recv()
