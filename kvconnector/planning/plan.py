@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from math import lcm
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +37,6 @@ CHUNK_DTYPE = np.dtype(
 """One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first one; `token_start` counts
 the members of the segment's stripe."""
 
-_NUM_FIELDS = CHUNK_DTYPE.itemsize // 4
 SHORT_CHUNK_BYTES = 16 << 20
 """Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are halved down to
 about this, as far as they have rows. Not further: while a GPU computes, each piece waits for its turn there."""
@@ -52,12 +53,22 @@ class SourcePlan:
     """The part of a plan that does not depend on the request, for one producer rank.
 
     `align_tokens[i]` are the member counts at whose multiples chunks of `segments[i]` are best cut, best first: common
-    multiples of both sides' block sizes, then those of the larger one, then of the smaller.
+    multiples of both sides' block sizes, then those of the larger one, then of the smaller. `token_bytes[i]` are those
+    of a token of one row.
     """
 
     source: Rank
     segments: tuple[Segment, ...]
     align_tokens: tuple[tuple[int, ...], ...]
+    token_bytes: tuple[int, ...]
+
+
+class Cut(NamedTuple):
+    """Where chunks of a segment begin and end: all pairs of neighbours among its rows and among its members."""
+
+    segment: int
+    rows: list[int]
+    tokens: list[int]
 
 
 class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
@@ -88,46 +99,54 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
     @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
         """The messages, of dtype `CHUNK_DTYPE`, in sending order."""
-        pieces = [
-            cut_segment(
-                index,
-                segment,
-                self.members[index],
-                self.rows[index],
-                chunk_bytes=self.chunk_bytes,
-                align_tokens=self.plan.align_tokens[index],
-            )
-            for index, segment in enumerate(self.segments)
-        ]
-        chunks = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        cuts = [self._cut(index) for index, members in enumerate(self.members) if members]
         if self.chunk_bytes > SHORT_CHUNK_BYTES:
-            chunks = np.concatenate((self._cut_down(chunks[0], shortest_first=True), chunks[1:]))
-            last = self._cut_down(chunks[-1], shortest_first=False)
-            chunks = np.concatenate((chunks[:-1], last))
-        return chunks.view(CHUNK_DTYPE).reshape(-1)
+            for end in (0, -1):
+                self._shorten(cuts[end], end)
+        # few numbers mostly: numpy would take longer to begin than Python takes for all of them
+        fields = [
+            (index, row, next_row - row, token, next_token - token)
+            for index, rows, tokens in cuts
+            for row, next_row in pairwise(rows)
+            for token, next_token in pairwise(tokens)
+        ]
+        return np.array(fields, CHUNK_DTYPE)
 
-    def _cut_down(
-        self, chunk: npt.NDArray[np.int32], *, shortest_first: bool
-    ) -> npt.NDArray[np.int32]:
-        """One chunk as several, each half as long as the next, down to `SHORT_CHUNK_BYTES` or a row."""
-        segment, part_start, rows, token_start, num_tokens = chunk.tolist()
-        row_bytes = num_tokens * self.segments[segment].part_token_bytes
-        counts: list[int] = []
+    def _cut(self, index: int) -> Cut:
+        """One segment. The first layers come first. A chunk takes as many (layer, part) rows with all tokens as fit;
+        where a single row does not fit, rows are cut along tokens, at multiples of the first of `align_tokens` that
+        fits: both sides keep whole blocks where that is possible.
+        """
+        tokens, rows = self.members[index], self.rows[index]
+        tokens_fit = self.chunk_bytes // self.plan.token_bytes[index]
+        if len(tokens) <= tokens_fit:
+            rows_fit, token_edges = tokens_fit // len(tokens), [tokens.start, tokens.stop]
+        else:
+            align_tokens = self.plan.align_tokens[index]
+            step = next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
+            first_edge = tokens.start // step * step + step
+            rows_fit = 1
+            token_edges = [tokens.start, *range(first_edge, tokens.stop, step), tokens.stop]
+        return Cut(index, [*range(rows.start, rows.stop, rows_fit), rows.stop], token_edges)
+
+    def _shorten(self, cut: Cut, end: int) -> None:
+        """Make the first or the last chunk several, each half as long as its neighbour, down to `SHORT_CHUNK_BYTES` or
+        a row. Only chunks with all tokens have several rows.
+        """
+        edges, (first, second, *_) = cut.rows, cut.tokens
+        row_bytes = (second - first) * self.plan.token_bytes[cut.segment]
+        at = 1 if end == 0 else len(edges) - 1
+        rows = edges[at] - edges[at - 1]
         while rows > 1 and rows * row_bytes > SHORT_CHUNK_BYTES:
-            counts.append(rows - rows // 2)
             rows //= 2
-        counts.append(rows)
-        if shortest_first:
-            counts.reverse()
-        pieces = []
-        for count in counts:
-            pieces.append((segment, part_start, count, token_start, num_tokens))
-            part_start += count
-        return np.array(pieces, np.int32)
+            if end == 0:
+                edges.insert(1, edges[0] + rows)
+            else:
+                edges.insert(-1, edges[-1] - rows)
 
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
-        per_token, chunks = np.array([s.part_token_bytes for s in self.segments]), self.chunks
+        per_token, chunks = np.array(self.plan.token_bytes), self.chunks
         nbytes: npt.NDArray[np.int64] = per_token[chunks["segment"]] * chunks["num_parts"]
         nbytes *= chunks["num_tokens"]
         return nbytes
@@ -154,12 +173,17 @@ class PeerPlan:
         for source in self.sources:
             all_members, all_rows = [], []
             nbytes = token_stop = layer_stop = 0
-            for segment in source.segments:
+            for segment, token_bytes in zip(source.segments, source.token_bytes, strict=True):
                 rows = segment.rows_of(layers)
                 members = segment.stripe.members(token_ranges[segment.group]) if rows else range(0)
                 if members:
-                    _tokens_that_fit(segment, chunk_bytes)
-                    nbytes += len(rows) * len(members) * segment.part_token_bytes
+                    if token_bytes > chunk_bytes:
+                        raise GeometryError(
+                            "chunk_bytes is smaller than one token of one part",
+                            chunk_bytes=chunk_bytes,
+                            part_token_bytes=token_bytes,
+                        )
+                    nbytes += len(rows) * len(members) * token_bytes
                     token_stop = max(token_stop, 1 + segment.stripe.token(members[-1]))
                     last_layer = segment.layers[rows.stop // segment.num_parts - 1]
                     layer_stop = max(layer_stop, 1 + last_layer)
@@ -196,6 +220,7 @@ def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
             align_tokens=tuple(
                 _alignments(groups[s.group], theirs[s.group], s.stripe) for s in target.segments
             ),
+            token_bytes=tuple(s.part_token_bytes for s in target.segments),
         )
         for target in consumer.targets(producer)
     ]
@@ -218,54 +243,3 @@ def plan_transfer(
 ) -> tuple[SourceRead, ...]:
     """`plan_peer` and `PeerPlan.plan` in one call, for callers that plan once."""
     return plan_peer(consumer, producer).plan(token_ranges, chunk_bytes=chunk_bytes)
-
-
-def cut_segment(
-    index: int,
-    segment: Segment,
-    tokens: range,
-    rows: range,
-    *,
-    chunk_bytes: int,
-    align_tokens: Sequence[int],
-) -> npt.NDArray[np.int32]:
-    """Chunks of rows of one segment as int32 rows of `CHUNK_DTYPE`'s fields, which numpy copies faster than records.
-
-    The first layers come first; `tokens` are members of the stripe. A chunk takes as many (layer, part) rows with all
-    tokens as fit; where a single row does not fit, rows are cut along tokens, at multiples of the first of
-    `align_tokens` that fits: both sides keep whole blocks where that is possible. Raises GeometryError: one token of
-    one row exceeds `chunk_bytes`.
-    """
-    if not tokens:
-        return np.empty((0, _NUM_FIELDS), np.int32)
-    tokens_fit = _tokens_that_fit(segment, chunk_bytes)
-    if len(tokens) <= tokens_fit:
-        token_edges = np.array([tokens.start, tokens.stop])
-        rows_fit = tokens_fit // len(tokens)
-    else:
-        step = next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
-        first_edge = tokens.start // step * step + step
-        token_edges = np.concatenate(
-            ([tokens.start], np.arange(first_edge, tokens.stop, step), [tokens.stop])
-        )
-        rows_fit = 1
-    row_starts = np.arange(rows.start, rows.stop, rows_fit)
-    # written once, in place: a long request of many layers has tens of thousands of chunks
-    chunks = np.empty((len(row_starts), len(token_edges) - 1, _NUM_FIELDS), np.int32)
-    chunks[..., 0] = index
-    chunks[..., 1] = row_starts[:, None]
-    chunks[..., 2] = np.minimum(rows.stop - row_starts, rows_fit)[:, None]
-    chunks[..., 3] = token_edges[:-1]
-    chunks[..., 4] = token_edges[1:] - token_edges[:-1]
-    return chunks.reshape(-1, _NUM_FIELDS)
-
-
-def _tokens_that_fit(segment: Segment, chunk_bytes: int) -> int:
-    tokens_fit = chunk_bytes // segment.part_token_bytes
-    if tokens_fit < 1:
-        raise GeometryError(
-            "chunk_bytes is smaller than one token of one part",
-            chunk_bytes=chunk_bytes,
-            part_token_bytes=segment.part_token_bytes,
-        )
-    return tokens_fit

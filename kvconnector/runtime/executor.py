@@ -189,6 +189,8 @@ class Executor:
         if route.theirs is None:
             program = Program(route.ours, source.chunks, command.blocks)
             self._driver.datapath.submit_receive(command.read_id, program)
+            for event in self._driver.datapath.reported():
+                self._driver.submit(event)
             return
         known_blocks = () if command.is_followed else command.remote_blocks
         self._driver.datapath.submit_direct(

@@ -48,9 +48,10 @@ class LoadTrace:
         self.seconds = max(self.seconds, event.seconds)
         self.paths.add((event.path, link))
         for new in event.phases:
-            old = self.parts.get(new.name, new)
-            times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
-            self.parts[new.name] = Phase(new.name, *times)
+            old = self.parts.setdefault(new.name, new)
+            if old is not new:
+                times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
+                self.parts[new.name] = Phase(new.name, *times)
 
     def phases(self, now: float) -> tuple[Phase, ...]:
         """All that it went through by now."""

@@ -55,7 +55,7 @@ class Buffer:
 
 def buffer_of_bytes(content: bytes) -> Buffer:
     """The memory of a bytes object, to be read only."""
-    address = ctypes.cast(ctypes.c_char_p(content), ctypes.c_void_p).value or 0
+    address = ctypes.c_void_p.from_buffer(ctypes.c_char_p(content)).value or 0
     return Buffer(address, len(content), "cpu", content)
 
 

@@ -159,8 +159,8 @@ class DataPath:
         self._sends.stop(link, read_id)
 
     def submit_receive(self, read_id: int, program: Program) -> None:
-        """Receive a read: `ReceivePosted`, then `ReceiveFinished`; or `ReceiveFailed` or `ReceiveStopped` when nothing
-        writes its blocks any more, and `ReceiveDrained` when its slots are free.
+        """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
+        `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
         """
         self.machine.stay_awake()
         self._receives.submit(read_id, program)
@@ -224,10 +224,6 @@ class DataPath:
 
     def step(self) -> list[DataEvent]:
         """Move what can move; return what happened. Call it until nothing did."""
-        now_s = self._clock()
-        if now_s >= self._next_check_s or (self._is_meeting and self._is_warming_up()):
-            self._next_check_s = now_s + MAX_RUN_S
-            self._check_peers()
         if self.machine.sends.num_active:
             self._sends.poll()
         if self.machine.receives.num_active:
@@ -236,9 +232,14 @@ class DataPath:
         # last: slots are free again, and reads are to be sent that were not before
         if self._receives.waiting:
             self._receives.admit()
-        if not self._report:
-            return []
-        self.machine.stay_awake()
+        if not self._report:  # which somebody waits for
+            self._check_peers()
+        if self._report:
+            self.machine.stay_awake()
+        return self.reported()
+
+    def reported(self) -> list[DataEvent]:
+        """What is known without a look at anything: whoever asked for something goes on with that at once."""
         return self._report.drain()
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> bool:
@@ -350,7 +351,11 @@ class DataPath:
         return self._is_meeting
 
     def _check_peers(self) -> None:
-        """What the loop does not do: warm-up messages, and lost peers."""
+        """What the loop does not do, if it is time: warm-up messages, and lost peers."""
+        now_s = self._clock()
+        if now_s < self._next_check_s and not (self._is_meeting and self._is_warming_up()):
+            return
+        self._next_check_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.warm_ups.complete(completion)
         self._sends.refresh()

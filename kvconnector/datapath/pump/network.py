@@ -105,7 +105,12 @@ CORRUPTED = 2
 """What a copy that finds a chunk damaged returns."""
 
 
-def phases_of(program: np.void, **phases: tuple[str, str]) -> tuple[Phase, ...]:
+def values_of(programs: npt.NDArray[np.void], index: int) -> dict[str, int]:
+    """A program's fields by name: four of them one by one would take as long."""
+    return dict(zip(programs.dtype.names or (), programs[index].tolist(), strict=True))
+
+
+def phases_of(program: np.void | Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
     """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
     return tuple(
         Phase(name, int(program[first]) / NS_PER_S, int(program[last]) / NS_PER_S)
@@ -114,7 +119,7 @@ def phases_of(program: np.void, **phases: tuple[str, str]) -> tuple[Phase, ...]:
     )
 
 
-def error_of(program: np.void, network: Network) -> KVConnectorError | None:
+def error_of(program: np.void | Mapping[str, int], network: Network) -> KVConnectorError | None:
     """Why a send or a receive failed, or None."""
     kind, value, chunk = (int(program[f"error_{name}"]) for name in ("kind", "value", "chunk"))
     if kind == r.NO_ERROR:

@@ -13,6 +13,7 @@ from kvconnector.datapath.base import DirectRead, Program, Report
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
+from kvconnector.datapath.pump.network import NS_PER_S, values_of
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
@@ -26,7 +27,6 @@ logger = logging.getLogger(__name__)
 MAX_PATIENCE_S = 20e-3
 """A read that comes before its lease is published, or before the producer's kernels have filled its blocks, looks again
 for so long. Then its producer is asked to send it, and waits itself."""
-_NS_PER_S = 1e9
 
 
 @dataclass(slots=True, eq=False)
@@ -213,21 +213,21 @@ class DirectReads:
         self._active[index] = read
 
     def _report_progress(self, index: int) -> None:
-        read, row = self._active[index], self._machine.reads.rows[index]
+        read, row = self._active[index], values_of(self._machine.reads.rows, index)
         assert self._reads is not None  # who read otherwise?
-        num_calls = int(row["num_calls"])
+        num_calls = row["num_calls"]
         if row["phase"] != r.OVER:
             if num_calls > read.num_calls and not row["stopped"]:
                 self._report.append(ev.ReceiveAdvanced(read.read_id))
             read.num_calls = num_calls
             return
         if row["error_kind"] != r.NO_ERROR:
-            error = self._reads.error_of(int(row["error_value"]), read.source.remote)
+            error = self._reads.error_of(row["error_value"], read.source.remote)
             self._report.failed(read.read_id, error)
         elif not row["all_begun"]:
             self._report.stopped(read.read_id)
         else:
-            seconds = int(row["ended_ns"] - row["started_ns"]) / _NS_PER_S
+            seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
             self._finish(read, seconds)
         del self._active[index]
         self._machine.reads.remove(index)

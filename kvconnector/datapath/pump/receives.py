@@ -7,14 +7,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvconnector.control.refusals import Refusals
 from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.datapath.pump.network import NS_PER_S, error_of, phases_of
+from kvconnector.datapath.pump.network import NS_PER_S, error_of, phases_of, values_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.transport import Transport
@@ -97,6 +95,7 @@ class Receives:
         receive = _Receive(read_id, program, new_tags(), num_chunks)
         self._receives[read_id] = receive
         self.waiting.append(receive)
+        self.admit()
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
@@ -127,8 +126,12 @@ class Receives:
             self._network.cancel(int(self._slots.rows[slot]["request"]))
 
     def admit(self) -> None:
-        """Promise free slots to those that wait, in order."""
-        num_free = self._num_unpromised()
+        """Promise free slots to those that wait, in order. A receive in front of its first run has none yet."""
+        rows = self._machine.receives.rows
+        num_free = self._slots.num_free
+        for receive in self._receives.values():
+            if receive.row < 0 or not rows[receive.row]["started_ns"]:
+                num_free -= receive.window
         while self.waiting and num_free:
             receive = self.waiting.popleft()
             receive.window = min(self._window, receive.limit, num_free)
@@ -186,15 +189,6 @@ class Receives:
                 self._adopt(slot, receive)
                 self._slots.rows[slot]["state"] = r.ARRIVED
 
-    def _num_unpromised(self) -> int:
-        """Slots that are free, and that no receive in front of its first run will take."""
-        rows = self._machine.receives.rows
-        return self._slots.num_free - sum(
-            receive.window
-            for receive in self._receives.values()
-            if receive.row < 0 or not rows[receive.row]["started_ns"]
-        )
-
     def _make_jobs(self, receive: _Receive) -> Jobs:
         """The copies of a receive; where there can be none it receives and drops what it has promised to."""
         copies = self._machine.copies
@@ -223,19 +217,19 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
-    def _finished(self, receive: _Receive, row: np.void) -> ev.ReceiveFinished:
-        seconds = int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
+    def _finished(self, receive: _Receive, row: dict[str, int]) -> ev.ReceiveFinished:
+        seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
         wire, unpack = ("arriving_ns", "arrived_ns"), ("arriving_ns", "ended_ns")
         phases = phases_of(row, wire=wire, unpack=unpack)
         return ev.ReceiveFinished(receive.read_id, seconds, self._network.path_name, phases)
 
     def _report_progress(self, receive: _Receive) -> None:
-        row = self._machine.receives.rows[receive.row]
+        row = values_of(self._machine.receives.rows, receive.row)
         read_id, report = receive.read_id, self._report
-        unpacked, phase = int(row["num_unpacked"]), int(row["phase"])
+        unpacked, phase = row["num_unpacked"], row["phase"]
         is_complete = unpacked == row["num_chunks"]
         if unpacked > receive.unpacked and not is_complete and not row["stopped"]:
-            report.append(ev.ReceiveAdvanced(read_id, unpacked / int(row["num_chunks"])))
+            report.append(ev.ReceiveAdvanced(read_id, unpacked / row["num_chunks"]))
         receive.unpacked = unpacked
         if phase != r.RUNNING and not receive.is_reported:
             receive.is_reported = True
