@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
@@ -33,7 +33,7 @@ ROUTER_HOP_S = 2e-3
 class Engine(ExitStack):
     """An engine's ranks, and in this process its scheduler; without a configuration NIXL's agents. `close` ends both.
 
-    They start as soon as it is made, beside those of others; `await_started` comes before all else.
+    They start when it is made, and other engines may meanwhile; `await_started` comes before all else.
     """
 
     def __init__(
@@ -158,9 +158,7 @@ class Runner:
 
 
 class ProcessPair(ExitStack, Runner):
-    """Two engines, with the connector, or without a configuration for one of NIXL's settings. They start when it is
-    made, and have started once it is entered; `close` ends them.
-    """
+    """Two engines, with the connector, or without a configuration for one of NIXL's settings. `close` ends them."""
 
     def __init__(
         self, deployment: Deployment, configs: dict[str, ConnectorConfig], nixl: int | None = None
@@ -170,24 +168,15 @@ class ProcessPair(ExitStack, Runner):
         self._configs = configs
         self._nixl = nixl
         try:
-            # one of another host answers before it comes back
+            # both at once: one of another host has started when it comes back, so it comes last
             self.decode, self.prefill = map(self._start, ("decode", "prefill"))
+            self.prefill.await_started()
+            self.decode.await_started()
+            if nixl is not None:
+                self.decode.ranks.call(RankProcess.join_agent, self.prefill.agents)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        """Raises CallFailedError: an engine did not start."""
-        try:
-            self._await_started()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def _await_started(self) -> None:
-        self.prefill.await_started()
-        self.decode.await_started()
 
     def _start(self, engine_id: str) -> Engine:
         options, spec = self.deployment.options, self.deployment.spec(engine_id)
@@ -299,10 +288,6 @@ class NixlPair(ProcessPair):
     def __init__(self, deployment: Deployment, nixl: int) -> None:
         super().__init__(deployment, {}, nixl)
         self.name = NIXL_SETTINGS[nixl].name
-
-    def _await_started(self) -> None:
-        super()._await_started()
-        self.decode.ranks.call(RankProcess.join_agent, self.prefill.agents)
 
     def run(self, transfer: Transfer) -> float:
         blocks = transfer.prefill_blocks, transfer.decode_blocks

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair, NixlPair, ProcessPair, Runner
+from kvconnector.bench.engines import EnginePair, NixlPair, Runner
 from kvconnector.bench.limits import limits_of
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import WARMUP, BenchOptions
@@ -31,9 +31,11 @@ def run(
     if options.peer:
         _refuse_what_nixl_cannot(deployment)
     with ExitStack() as exits:
+        notes: list[str] = []
         progress(f"starting {deployment}")
-        pair = EnginePair(deployment)
-        contenders, notes = _start(exits, pair)
+        pair = exits.enter_context(EnginePair(deployment))
+        contenders = [pair, *_start_peers(exits, deployment, notes, progress)]
+        pair.pause()
         for num_tokens in deployment.tokens:
             case = deployment.case_name(num_tokens)
             progress(case)
@@ -53,22 +55,23 @@ def run(
                 yield CaseResult(f"{case}, {how}", measured, told)
 
 
-def _start(exits: ExitStack, ours: EnginePair) -> tuple[list[ProcessPair], list[str]]:
-    """Our engines and NIXL's in each of its settings, started at once and stopped; why others do not run."""
-    num_peers = len(NIXL_SETTINGS) if ours.deployment.options.peer else 0
-    peers = (exits.push(NixlPair(ours.deployment, index)) for index in range(num_peers))
-    contenders, notes = list[ProcessPair](), list[str]()
-    for index, pair in enumerate((exits.push(ours), *peers)):
+def _start_peers(
+    exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
+) -> list[NixlPair]:
+    """NIXL's engines in each of its settings, stopped."""
+    contenders = []
+    for index, setting in enumerate(NIXL_SETTINGS) if deployment.options.peer else ():
+        progress(f"starting {setting.name}")
         try:
-            pair.__enter__()
+            nixl = exits.enter_context(NixlPair(deployment, index))
         except KVConnectorError as error:
-            if index == 0 or (index == 1 and not ours.deployment.options.connect):
+            if index == 0 and not deployment.options.connect:
                 raise
-            notes.append(f"{pair.name} does not run here: {str(error).splitlines()[-1]}")
+            notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
             continue
-        pair.pause()
-        contenders.append(pair)
-    return contenders, notes
+        nixl.pause()
+        contenders.append(nixl)
+    return contenders
 
 
 def _take_turns(
