@@ -19,6 +19,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.simulated_ranks import ConsumerRank, Directory, ProducerRank, Thread
 from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
+from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -183,5 +184,7 @@ class Simulation:
             rank.take(granted)
         asked = LoadRequest(name, ((0, request.num_tokens),), ours, theirs)
         for consumer in self._consumers[request.consumer]:
-            consumer.take(WantRequest(name, name, SECRET, producer, producer, ""))
+            consumer.take(
+                WantRequest(name, name, SECRET, EngineAddress(EngineId(producer), producer))
+            )
             consumer.take(asked)

@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import RemoteProtocolError
+from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks
 
 # the wire's own types: a peer would end the connection, and with it other requests, over a value that it does not take
@@ -69,10 +70,11 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     do_remote_decode: bool = False
 
     @property
-    def address(self) -> str:
-        """Where the producer's directory service listens."""
+    def engine(self) -> EngineAddress:
+        """The producer, and where its directory service listens."""
         host = f"[{self.remote_host}]" if ":" in self.remote_host else self.remote_host
-        return f"tcp://{host}:{self.remote_port}"
+        address = f"tcp://{host}:{self.remote_port}"
+        return EngineAddress(EngineId(self.remote_engine_id), address, self.remote_public_key)
 
     @property
     def is_followed(self) -> bool:

@@ -219,9 +219,7 @@ class Scheduler:
                 request_id=request_id,
                 transfer_id=params.remote_request_id,
                 secret=params.transfer_secret,
-                engine_id=params.remote_engine_id,
-                address=params.address,
-                public_key=params.remote_public_key,
+                engine=params.engine,
                 is_followed=params.is_followed,
             )
         )

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
-from kvconnector.ids import EngineAddress, Rank
+from kvconnector.ids import Rank
 from kvconnector.planning import ALL_LAYERS, PeerPlan, SourceRead
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
@@ -98,8 +98,8 @@ class Load(Tracked[LoadState]):
 
     def __init__(self, wanted: WantRequest, now: float) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
-        self.request_id: str = wanted.request_id
-        self.engine: EngineAddress = wanted.engine
+        self.request_id = wanted.request_id
+        self.engine = wanted.engine
         self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.is_followed = wanted.is_followed
         self.has_begun = False
@@ -110,7 +110,7 @@ class Load(Tracked[LoadState]):
         self.reads: dict[int, Rank] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
-        self.trace = LoadTrace(wanted.engine_id, wanted.is_followed, now)
+        self.trace = LoadTrace(wanted.engine.engine_id, wanted.is_followed, now)
 
     def hear(self, link: LinkId, said: m.Progress, num_groups: int) -> bool:
         """Take what a producer worker says, unless it said more before. Whether it had more to say.

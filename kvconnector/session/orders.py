@@ -7,7 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineAddress, EngineId
+from kvconnector.ids import EngineAddress
 from kvconnector.planning import GroupBlocks
 from kvconnector.topology import EngineGeometry
 
@@ -44,21 +44,14 @@ class WithdrawRequest(_Order, frozen=True):
 
 
 class WantRequest(_Order, frozen=True):
-    """A request whose blocks are on a producer is queued at this consumer: find the peer, keep the lease alive.
-    `is_followed`: the producer may still compute them.
+    """A request whose blocks are on a producer, the `engine`, is queued at this consumer: find the peer, keep the lease
+    alive. `is_followed`: the producer may still compute them.
     """
 
     transfer_id: str
     secret: str
-    engine_id: str
-    address: str
-    public_key: str
+    engine: EngineAddress
     is_followed: bool = False
-
-    @property
-    def engine(self) -> EngineAddress:
-        """The producer."""
-        return EngineAddress(EngineId(self.engine_id), self.address, self.public_key)
 
 
 class LoadRequest(_Order, frozen=True):

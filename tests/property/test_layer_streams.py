@@ -69,7 +69,7 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
         source.source: Rank(transfer.producer.rank_geometry(source.source), steps, groups_stay)
         for source in plan.sources
     }
-    load = Load(WantRequest("w", "t", "5" * 32, *EngineAddress("p", ""), is_followed=True), 0.0)
+    load = Load(WantRequest("w", "t", "5" * 32, EngineAddress("p", ""), is_followed=True), 0.0)
     load.left = transfer.token_ranges
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()

@@ -14,7 +14,7 @@ import numpy as np
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath import Pools
 from kvconnector.datapath.pump.choice import open_datapath
-from kvconnector.ids import new_incarnation, new_secret
+from kvconnector.ids import EngineAddress, new_incarnation, new_secret
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.directory import DirectoryService
@@ -145,8 +145,9 @@ class WorldEngine:
 
     def want(self, request_id, offer, *, is_followed=False):
         """Queue a request whose blocks are elsewhere, or will be."""
-        names = (offer.transfer_id, offer.secret, offer.engine_id, offer.address)
-        self._order(WantRequest(request_id, *names, "", is_followed))
+        engine = EngineAddress(offer.engine_id, offer.address)
+        names = (offer.transfer_id, offer.secret)
+        self._order(WantRequest(request_id, *names, engine, is_followed))
 
     def load(self, request_id, offer, block_ids, token_ranges):
         """Load token ranges of a wanted request into blocks that hold the sequence from its start."""

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 import kvconnector.integrations.vllm as integration
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import LocalError, MemoryInUseError
+from kvconnector.ids import EngineAddress
 from kvconnector.integrations.vllm import worker as worker_module
 from kvconnector.integrations.vllm.caches import register_groups
 from kvconnector.integrations.vllm.host_buffer import HostBuffer
@@ -177,7 +178,9 @@ def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end)
     worker = TakingWorker()
     worker.output, worker.awaited = WorkerOutput(), WorkerOutput(begun=frozenset({"d"}))
     half = worker_half(worker)
-    want = orders.WantRequest("d", "t", "5" * 32, "p", "tcp://127.0.0.1:9", "", is_followed=True)
+    want = orders.WantRequest(
+        "d", "t", "5" * 32, EngineAddress("p", "tcp://127.0.0.1:9"), is_followed=True
+    )
     half.start_step(ConnectorStep.of(StepMetadata(orders=(want,))))
     if end == "dropped":
         half.start_step(ConnectorStep.of(StepMetadata(orders=(orders.DropRequest("d"),))))

@@ -1,6 +1,7 @@
 import pytest
 
 from kvconnector.errors import BlockIdError, LocalError
+from kvconnector.ids import EngineAddress
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.intake import checked_orders
 from kvconnector.session.orders import (
@@ -57,7 +58,7 @@ def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
 
 
 def test_orders_for_the_other_role_refuse_the_step(pools):
-    want = WantRequest("w", "t", "", "p", "tcp://", "")
+    want = WantRequest("w", "t", "", EngineAddress("p", "tcp://"))
     for order, role in ((want, "producer"), (WithdrawRequest("r"), "consumer")):
         with pytest.raises(LocalError, match=f"a {role} takes no"):
             checked_orders(StepMetadata(orders=(order,)), pools, role)

@@ -1,4 +1,5 @@
 from kvconnector.errors import KVConnectorError
+from kvconnector.ids import EngineAddress
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
 
@@ -12,7 +13,7 @@ def load(name):
 
 
 def follow(name):
-    return WantRequest(name, name, "5" * 32, "p", "tcp://p", "", is_followed=True)
+    return WantRequest(name, name, "5" * 32, EngineAddress("p", "tcp://p"), is_followed=True)
 
 
 def test_a_broken_driver_ends_all_that_the_engine_waits_for():

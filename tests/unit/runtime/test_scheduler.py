@@ -93,7 +93,7 @@ def test_the_last_prompt_token_and_what_is_computed_stay_here(scheduler):
     assert step.engine is not None
     want, load = step.orders
     assert load.token_ranges == ((3, 7),)
-    assert want.address == "tcp://[::1]:5"
+    assert want.engine.address == "tcp://[::1]:5"
     assert scheduler.build_step().is_empty
 
 

@@ -191,7 +191,7 @@ def consumer(geometry=None, peer=PEER):
 
 
 def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
-    return WantRequest(request_id, key.transfer_id, key.secret, *address, is_followed)
+    return WantRequest(request_id, key.transfer_id, key.secret, address, is_followed)
 
 
 def load_asked(request_id="w", tokens=(0, 12)):

@@ -56,7 +56,7 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
 
 def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
     (link,) = h.connect(side)
-    side.tell(WantRequest("x", "y", h.SECRET, *h.ADDRESS))
+    side.tell(WantRequest("x", "y", h.SECRET, h.ADDRESS))
     (first,) = h.of(side.tell(h.load_asked()), cmd.StartReceive)
     side.tell(ev.ReceivePosted(first.read_id, 2, 1 << 20))
     (second,) = h.of(side.tell(h.load_asked("x")), cmd.StartReceive)
