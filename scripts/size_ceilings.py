@@ -29,9 +29,9 @@ ROOMS = {
     "kvconnector/control": 1330,
     "kvconnector/datapath": 5020,
     "kvconnector/integrations": 2820,
-    "kvconnector/planning": 530,
+    "kvconnector/planning": 500,
     "kvconnector/runtime": 3320,
-    "kvconnector/session": 3330,
+    "kvconnector/session": 3320,
     "kvconnector/topology": 1050,
     "kvconnector/transport": 2030,
     "kvconnector/wire": 510,
@@ -62,9 +62,9 @@ ROOMS = {
     "tests/unit/control": 110,
     "tests/unit/datapath": 1980,
     "tests/unit/minillm": 1280,
-    "tests/unit/runtime": 1170,
+    "tests/unit/runtime": 1180,
     "tests/unit/session": 1050,
-    "tests/vllm": 5020,
+    "tests/vllm": 5030,
 }
 
 

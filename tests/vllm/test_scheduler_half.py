@@ -190,7 +190,11 @@ def test_a_preempted_request_is_not_loaded_again(world):
     engine = world()
     request, news = _load(engine)
     (want,), (load,) = news.wants, news.loads
-    assert (want.request_id, want.transfer_id, want.engine.address) == ("r1", "there", "tcp://127.0.0.1:9")
+    assert (want.request_id, want.transfer_id, want.engine.address) == (
+        "r1",
+        "there",
+        "tcp://127.0.0.1:9",
+    )
     assert load.token_ranges == ((0, 99),)
     for _ in range(2):  # a report may repeat
         engine.step(finished_recving={"r1"})
