@@ -5,6 +5,7 @@ Legend: B blocks, H heads, N tokens of a block, D head dim, C latent dim, T toke
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -75,9 +76,7 @@ class PagedCache:
                 continue
             is_state = group.kind == "state"
             for tensor in spec.tensors(count, cross_layers=layout == "CROSS" and not is_state):
-                memory = torch.zeros(
-                    tensor.size, dtype=torch.uint8, device=device, pin_memory=pinned
-                )
+                memory = _allocate(tensor.size, device, pinned)
                 names = tensor.shared_by
                 layer_spec = spec.kv_cache_specs[names[0]]
                 views_of = _layer_views(layer_spec, names, memory, count, backends)
@@ -157,6 +156,13 @@ class LatentPagedAttention:
     ) -> tuple[int, ...]:
         """In memory as written; of all layers blocks first."""
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
+
+def _allocate(nbytes: int, device: str, pinned: bool) -> Tensor:
+    if device == "cpu" and not pinned:
+        # in pages of its own: so small caches could not be shared with other engines otherwise
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
 
 
 def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionBackend]:

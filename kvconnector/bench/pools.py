@@ -8,6 +8,7 @@ caches are.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -145,7 +146,10 @@ def choose_blocks(
 def _allocate(nbytes: int, device: str) -> Any:
     """That many bytes, each page touched."""
     if device == "cpu":
-        return np.full(nbytes, POISON, dtype=np.uint8)
+        # in pages of its own, so that the worker can share it
+        storage = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        storage[...] = POISON
+        return storage
     import torch
 
     return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)

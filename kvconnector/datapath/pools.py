@@ -75,6 +75,16 @@ class Pools:
                 device=self.device,
             )
 
+    def ranges(self) -> list[tuple[int, int]]:
+        """From the first to the last byte of every part, `(start, stop)` addresses."""
+        found = []
+        for table in self.tables.values():
+            counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
+            for start, *strides in table.rows.tolist():
+                last = sum(s * (n - 1) for s, n in zip(strides, counts, strict=True))
+                found.append((start, start + last + table.item_size_bytes))
+        return found
+
     def orders(self) -> dict[tuple[int, int], str]:
         """The element order that each table is read and written fastest in."""
         return {key: _order_of(table) for key, table in self.tables.items()}

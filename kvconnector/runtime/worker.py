@@ -67,7 +67,9 @@ class Worker:
         """Take the caches, allocate staging, and open the transport and the control channel.
 
         `caches` are the tensors of each layer, for `cache_group` with the other arguments; or, where layers differ,
-        the cache groups. The tensors must outlive `close`.
+        the cache groups. The tensors must outlive `close`, and nobody may write them during this call: on the CPU they
+        become memory that consumers on this host can map, if they have pages of their own (by `mmap`, or 32 MiB and
+        more in one allocation).
 
         Raises:
             LocalError: caches were registered before.

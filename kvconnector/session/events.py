@@ -110,7 +110,7 @@ class ReceiveAdvanced(OfReceive, frozen=True):
 
 
 DIRECT_PATH = "direct"
-"""Of reads of the producer's pools, through CUDA IPC or cross-memory attach."""
+"""Of reads of the producer's pools, through CUDA IPC or shared memory."""
 
 
 class ReceiveFinished(OfReceive, frozen=True):

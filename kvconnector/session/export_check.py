@@ -25,11 +25,13 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
         raise RemoteProtocolError(
             "a lease board has a power of two of buckets", num_buckets=export.num_buckets
         )
-    if (export.device == "cuda") != bool(export.allocations):
+    is_cuda = export.device == "cuda"
+    if is_cuda != bool(export.allocations) or (is_cuda and export.ranges):
         raise RemoteProtocolError(
-            "an export has CUDA allocations on CUDA devices only",
+            "an export has CUDA allocations on CUDA devices, and ranges of shared memory on the CPU",
             device=export.device,
             allocations=len(export.allocations),
+            ranges=len(export.ranges),
         )
     tables = {(table.group, table.family): table for table in export.tables}
     expected = {
@@ -82,7 +84,11 @@ def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
 
 
 def _check_memory(table: ExportedTable, export: PoolExport) -> None:
-    """Every element of every part is addressable, and on CUDA in one of the allocations that will be opened."""
+    """Every element of every part is in one of the ranges or allocations: only these are mapped."""
+    places = [
+        *((each.address, each.nbytes) for each in export.ranges),
+        *((each.address, each.nbytes) for each in export.allocations),
+    ]
     counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
     for row in rows_of(
         table
@@ -90,9 +96,7 @@ def _check_memory(table: ExportedTable, export: PoolExport) -> None:
         address, *strides = row
         stop = address + sum(s * (count - 1) for s, count in zip(strides, counts, strict=True))
         stop += table.item_size_bytes
-        is_inside = export.device == "cpu" or any(
-            a.address <= address and stop <= a.address + a.nbytes for a in export.allocations
-        )
+        is_inside = any(at <= address and stop <= at + nbytes for at, nbytes in places)
         if address < 1 or min(strides) < 0 or stop > _MAX_ADDRESS or not is_inside:
             raise RemoteProtocolError(
                 "an exported part is outside the memory that is shared",

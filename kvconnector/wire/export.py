@@ -16,6 +16,8 @@ Address = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 NONCE_BYTES = 16
+BOARD_OFFSET = 4096
+"""Of the lease board, behind the nonce."""
 BUCKET_BYTES = 256
 """Of a lease board: 8 entries of 32 bytes, see `datapath.direct.board`."""
 IPC_HANDLE_BYTES = 64
@@ -47,18 +49,27 @@ class IpcAllocation(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     nbytes: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
 
 
-class PoolExport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How to read one producer worker's pools, and its lease board: `num_buckets` (a power of two) at `board_address`.
+class SharedRange(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """`nbytes` from `address` in the exporting process are at `offset` of the file that it shares."""
 
-    At `nonce_address` of process `pid` is `nonce`. `gpu_uuid` and `allocations` are empty on the CPU.
+    address: Address
+    nbytes: Annotated[int, Meta(ge=1, le=(1 << 63) - 1)]
+    offset: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class PoolExport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+    """How to read one producer worker's pools, and its lease board of `num_buckets` (a power of two).
+
+    Descriptor `fd` of process `pid` is a file in memory that it shares: first `nonce`, at `BOARD_OFFSET` the board, and
+    on the CPU the pools, in `ranges`. CUDA pools are in `allocations` of the GPU `gpu_uuid`.
     """
 
     pid: Annotated[int, Meta(ge=1, lt=1 << 31)]
-    nonce_address: Address
+    fd: Annotated[int, Meta(ge=0, lt=1 << 31)]
     nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-    board_address: Address
     num_buckets: Annotated[int, Meta(ge=1, le=1 << 20)]
     device: Literal["cpu", "cuda"]
     tables: Annotated[tuple[ExportedTable, ...], Meta(max_length=MAX_TABLES)]
+    ranges: Annotated[tuple[SharedRange, ...], Meta(max_length=MAX_ALLOCATIONS)] = ()
     gpu_uuid: Annotated[str, Meta(max_length=128)] = ""
     allocations: Annotated[tuple[IpcAllocation, ...], Meta(max_length=MAX_ALLOCATIONS)] = ()

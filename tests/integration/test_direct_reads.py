@@ -80,7 +80,9 @@ def remote_offer(p, d):
 def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_again(
     start, monkeypatch
 ):
-    """The consumer is held right after it found the lease; its engine's thread makes no progress inline."""
+    """The consumer is held right after it found the lease; its engine's thread makes no progress inline. What is mapped
+    outlives its producer, and the lease was never taken back.
+    """
     found, may_go_on, original = threading.Event(), threading.Event(), RemotePools.is_published
 
     def is_published(pools, *arguments):
@@ -92,7 +94,7 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
 
     p = start("p", "producer", elsewhere=True, seed=3, **SETTINGS)
     d = start("d", "consumer", **SETTINGS)
-    params = remote_offer(p, d)
+    params, expected = remote_offer(p, d), p.dense([9, 3], 30)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePools, "is_published", is_published)
         patch.setattr(DataPath, "try_acquire", lambda path, limit_s: False)
@@ -101,7 +103,8 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
         p.kill()
         may_go_on.set()
         rp.until(lambda: "w" in d.received, d)
-    assert "PeerLostError" in d.failed["w"]
+    assert d.failed == {}
+    assert rp.same(expected, d.dense([5, 6], 30))
 
     again = start("p", "producer", elsewhere=True, seed=4, **SETTINGS)
     d.load("v", remote_offer(again, d), [5, 6], 31)

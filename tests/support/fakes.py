@@ -1,5 +1,7 @@
 """Stand-ins for what an engine brings: a clock that tests move, and caches in numpy arrays of any layout."""
 
+import math
+import mmap
 import time
 from dataclasses import dataclass
 
@@ -263,18 +265,24 @@ def _allocate(group, num_blocks, layout):
     size = group.block_size
     if layout == "interleaved" and len(set(shapes)) == 1:
         heads, dim, dtype = shapes[0]
-        together = np.zeros((num_blocks, len(shapes), size, heads, dim), dtype=dtype)
+        together = shareable((num_blocks, len(shapes), size, heads, dim), dtype)
         return [together[:, part].transpose(0, 2, 1, 3) for part in range(len(shapes))]
     arrays = []
     for index, (heads, dim, dtype) in enumerate(shapes):
         if layout == "NHD":
-            array = np.zeros((num_blocks, size, heads, dim), dtype=dtype).transpose(0, 2, 1, 3)
+            array = shareable((num_blocks, size, heads, dim), dtype).transpose(0, 2, 1, 3)
         elif layout == "K-transposed" and index == 0:
-            array = np.zeros((num_blocks, heads, dim, size), dtype=dtype).transpose(0, 1, 3, 2)
+            array = shareable((num_blocks, heads, dim, size), dtype).transpose(0, 1, 3, 2)
         else:
-            array = np.zeros((num_blocks, heads, size, dim), dtype=dtype)
+            array = shareable((num_blocks, heads, size, dim), dtype)
         arrays.append(array)
     return arrays
+
+
+def shareable(shape, dtype):
+    """Zeros that a worker can share with its peers: in pages of their own."""
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype, math.prod(shape)).reshape(shape)
 
 
 def _fill(array, rng):

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import os
 from contextlib import closing
 
 import pytest
@@ -14,7 +13,7 @@ import kvconnector as kvc
 from kvconnector import errors as e
 from kvconnector.cache.specs import merge_specs
 from kvconnector.control.security import check_server
-from kvconnector.datapath.direct.process_memory import read_memory
+from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.ids import new_secret
 from kvconnector.planning import GroupBlocks
@@ -190,7 +189,7 @@ TABLE = {
         an_event_out_of_order,
         ["EndpointOpened is not possible for a peer that is ready", "link -1", "story="],
     ),
-    e.TransportError: (calling(read_memory, os.getpid(), 8, 8), ["no memory there", "pid="]),
+    e.TransportError: (calling(SharedMemory(0).share, [(4097, 4098)]), ["share pages", "address="]),
     e.CorruptionError: (
         a_load(before=damage, verify=("checksum", "checksum")),
         ["not what its producer sent", "chunk=0", *PEER],

@@ -1,4 +1,4 @@
-"""The lease board: which blocks of a producer worker may be read right now, in memory that consumers read.
+"""The lease board: which blocks of a producer worker may be read right now, in memory that consumers map.
 
 A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the lease's, `ready`
 equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within `ahead`: the tokens up to
@@ -14,7 +14,6 @@ is written as `ready` is, behind the kernels.
 
 from __future__ import annotations
 
-import mmap
 import struct
 from collections.abc import Callable
 from typing import Protocol
@@ -22,6 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from kvconnector.datapath.device_memory import kept_unless_idle
+from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.planning import ALL_LAYERS
 from kvconnector.session.watermark import MAX_AHEAD_LAYERS, Watermark
 from kvconnector.wire.export import BUCKET_BYTES
@@ -72,13 +72,13 @@ def is_valid(bucket: bytes, key: bytes, token_stop: int, layer_stop: int = ALL_L
 
 
 class LeaseBoard:
-    """The board of one producer worker. One thread at a time.
+    """The board of one producer worker, at the beginning of `memory`. One thread at a time.
 
     `open_writer(address, nbytes)` makes what writes `ready` into the board's memory; None where the blocks are complete
     when their lease is published, as on the CPU: `ready` is then written at once.
 
     Raises:
-        TransportError: the writer cannot be made.
+        TransportError: the writer cannot be made, or the memory.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class LeaseBoard:
         num_buckets: int = NUM_BUCKETS,
     ) -> None:
         self.num_buckets = num_buckets
-        self._memory = mmap.mmap(-1, num_buckets * BUCKET_BYTES)
-        self._entries = np.frombuffer(self._memory, ENTRY_DTYPE)
+        self.memory = SharedMemory(num_buckets * BUCKET_BYTES)
+        self._entries = self.memory.array[: num_buckets * BUCKET_BYTES].view(ENTRY_DTYPE)
         self._issued = np.zeros(len(self._entries), np.int64)
         self._is_taken = np.zeros(len(self._entries), np.bool_)
         self._published: dict[bytes, int] = {}
@@ -146,8 +146,9 @@ class LeaseBoard:
             self.retract(key)
         writer, self._writer = self._writer, None
         if writer is not None:
-            with kept_unless_idle(self._memory, "the lease board's memory"):
+            with kept_unless_idle(self.memory, "the lease board's memory"):
                 writer.close()
+        self.memory.close()
 
     def _write(self, field: str, index: int, value: int) -> None:
         if self._writer is None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import secrets
-
-import numpy as np
 
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
@@ -16,42 +12,37 @@ from kvconnector.wire.export import (
     MAX_ALLOCATIONS,
     MAX_ROWS_BYTES,
     MAX_TABLES,
-    NONCE_BYTES,
     ExportedTable,
     IpcAllocation,
     PoolExport,
 )
 
-_PR_SET_PTRACER = 0x59616D61
-_PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
-
 
 class PoolExporter:
-    """What consumers are told of `pools` and `board`, and the memory of the nonce. `message` is valid while this lives.
-
-    Under Yama's `ptrace_scope` 1 only this process's ancestors could read it: making this lets every process of this
-    user do so.
+    """What consumers are told of `pools` and `board`. On the CPU it moves the pools into the memory that the board is
+    in: nobody may write them meanwhile. `message` is valid until the board is closed.
 
     Raises:
-        TransportError: pools that are too large to be told, or CUDA memory that has no IPC handle.
+        TransportError: pools that are too large to be told, that cannot be shared (see `SharedMemory.share`), or CUDA
+            memory that has no IPC handle.
     """
 
     def __init__(self, pools: Pools, board: LeaseBoard) -> None:
         self.board = board
-        self._nonce = np.frombuffer(secrets.token_bytes(NONCE_BYTES), np.uint8)
         is_cuda = pools.device.startswith("cuda")
+        tables = _tables_of(pools)
         self.message = PoolExport(
             pid=os.getpid(),
-            nonce_address=self._nonce.ctypes.data,
-            nonce=self._nonce.tobytes(),
-            board_address=board.address,
+            fd=board.memory.fd,
+            nonce=board.memory.nonce,
             num_buckets=board.num_buckets,
             device="cuda" if is_cuda else "cpu",
-            tables=_tables_of(pools),
+            tables=tables,
+            ranges=() if is_cuda else board.memory.share(pools.ranges()),
             gpu_uuid=_gpu_uuid(pools.device) if is_cuda else "",
             allocations=_allocations_of(pools) if is_cuda else (),
         )
-        allow_reads()
+        board.memory.seal()
 
 
 def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:
@@ -100,9 +91,3 @@ def _gpu_uuid(device: str) -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def allow_reads() -> None:
-    """Let every process of this user read this one's memory, see `PoolExporter`."""
-    # refused where Yama is not: then nothing is needed
-    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _PR_SET_PTRACER_ANY, 0, 0, 0)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import PoolExport
@@ -24,29 +21,23 @@ class Mappings:
         self._device = device
         self._driver = CudaDriver()
         self._opened: list[int] = []
-        self._places: list[tuple[int, int, int]] = []
+        self.places: list[tuple[int, int, int]] = []
+        """Address there, bytes, what to add for the address here."""
         with torch.cuda.device(device):
             self._driver.enter(torch.device(device).index)
             if export.pid == os.getpid():
                 self._reach_own(export, torch)
-                self._places = [(a.address, a.nbytes, 0) for a in export.allocations]
+                self.places = [(a.address, a.nbytes, 0) for a in export.allocations]
                 return
             try:
                 for allocation in export.allocations:
                     here = self._driver.open_ipc(allocation.handle)
                     self._opened.append(here)
                     there = allocation.address
-                    self._places.append((there, allocation.nbytes, here - there))
+                    self.places.append((there, allocation.nbytes, here - there))
             except TransportError:
                 self.close()
                 raise
-
-    def to_here(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of a part table with the addresses that they have here."""
-        moved: npt.NDArray[np.int64] = rows.copy()
-        for row in moved:
-            row[0] += self._offset_of(int(row[0]))
-        return moved
 
     def close(self) -> None:
         """Unmap. Idempotent. Raises TransportError: the driver refuses."""
@@ -59,12 +50,6 @@ class Mappings:
             self._driver.enter(torch.device(self._device).index)
             for address in opened:
                 self._driver.close_ipc(address)
-
-    def _offset_of(self, address: int) -> int:
-        for there, nbytes, offset in self._places:
-            if there <= address < there + nbytes:
-                return offset
-        raise TransportError("an exported part is in no allocation", address=hex(address))
 
     def _reach_own(self, export: PoolExport, torch: Any) -> None:
         """Memory of another GPU in this process needs no mapping, but peer access."""

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.direct import board
 from kvconnector.datapath.direct.mappings import Mappings
-from kvconnector.datapath.direct.process_memory import MemoryReader, read_memory
+from kvconnector.datapath.direct.peer_memory import PeerMemory
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.export_check import rows_of
-from kvconnector.wire.export import BUCKET_BYTES, PoolExport
+from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
 
 logger = logging.getLogger(__name__)
 
+Place = tuple[int, int, int]
+"""Memory of the producer: its address there, its bytes, and what to add to an address for the one that it has here."""
+
 
 class RemotePools:
-    """An export, opened: part tables with addresses that mean something here, and the lease board.
-
-    On the CPU these are addresses of process `pid`; on a GPU they are mapped where kernels on `device` read them.
-    `export` must have passed `check_export`.
+    """An export, opened: part tables with the addresses that kernels on `device` read, and the lease board. `export`
+    must have passed `check_export`.
 
     Raises:
         TransportError: another host or pid namespace, no permission, other devices, or memory that cannot be mapped.
@@ -36,54 +37,47 @@ class RemotePools:
             raise TransportError(
                 "pools of another kind of device", theirs=export.device, ours=device
             )
-        self.pid = export.pid
-        self._export = export
-        self._check_process()
-        self._buckets = MemoryReader(export.pid, BUCKET_BYTES)
-        self._mappings = Mappings(export, device) if kind == "cuda" else None
-        to_here = self._mappings.to_here if self._mappings is not None else _unchanged
+        self._num_buckets = export.num_buckets
+        self._memory = PeerMemory(export)
+        self._mappings: Mappings | None = None
         try:
-            self.tables = tables_of(export, device, to_here)
+            if kind == "cuda":
+                self._mappings = Mappings(export, device)
+            places = self._memory.places if self._mappings is None else self._mappings.places
+            self.tables = tables_of(export, device, places)
         except BaseException:
             self.close()
             raise
 
     def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
-        """Whether blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop` right now.
-        Raises PeerLostError: the producer's process is gone. TransportError: its memory cannot be read any more.
+        """Whether blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop` right
+        now.
         """
-        at = self._export.board_address + board.bucket_offset(key, self._export.num_buckets)
-        return board.is_valid(self._buckets.read(at), key, token_stop, layer_stop)
+        at = BOARD_OFFSET + board.bucket_offset(key, self._num_buckets)
+        bucket = self._memory.array[at : at + BUCKET_BYTES].tobytes()
+        return board.is_valid(bucket, key, token_stop, layer_stop)
 
     def close(self) -> None:
         """Unmap whatever was mapped: no copy may be under way. Idempotent."""
+        self._memory.close()
         if self._mappings is not None:
             try:
                 self._mappings.close()
             except KVConnectorError as error:
                 logger.warning("memory of a producer stays mapped: %s", error)
 
-    def _check_process(self) -> None:
-        """That the pid names the process that we greeted: nobody else has its nonce."""
-        export = self._export
-        if read_memory(export.pid, export.nonce_address, len(export.nonce)) != export.nonce:
-            raise TransportError("the producer's process id is another process here", pid=self.pid)
-
-
-def _unchanged(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return rows
-
 
 def tables_of(
-    export: PoolExport,
-    device: str,
-    to_here: Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]] = _unchanged,
+    export: PoolExport, device: str, places: Iterable[Place]
 ) -> dict[tuple[int, int], PartTable]:
-    """Its part tables by group and family, at the addresses of `to_here`. Raises TransportError: they make no sense."""
+    """Its part tables by group and family, at the addresses that they have here. Raises TransportError: they make no
+    sense, or a part is in none of the places.
+    """
+    known = list(places)
     try:
         return {
             (table.group, table.family): PartTable(
-                to_here(rows_of(table)),
+                _to_here(rows_of(table), known),
                 num_blocks=table.num_blocks,
                 block_size=table.block_size,
                 num_heads=table.num_heads,
@@ -95,3 +89,15 @@ def tables_of(
         }
     except RelayoutError as exc:
         raise TransportError(f"the producer's part tables make no sense: {exc}") from exc
+
+
+def _to_here(rows: npt.NDArray[np.int64], places: list[Place]) -> npt.NDArray[np.int64]:
+    for row in rows:
+        address = int(row[0])
+        for there, nbytes, offset in places:
+            if there <= address < there + nbytes:
+                row[0] += offset
+                break
+        else:
+            raise TransportError("an exported part is in no allocation", address=hex(address))
+    return rows

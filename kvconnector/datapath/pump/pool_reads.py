@@ -10,7 +10,6 @@ from kvconnector.datapath.base import DirectRead, SegmentWindow
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs
-from kvconnector.errors import KVConnectorError
 from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.block_ids import BlockIds
@@ -37,10 +36,6 @@ class PoolReads:
 
     def end_jobs(self, jobs: Jobs) -> None:
         """Take back what the jobs of a read that is over were lent."""
-
-    @abstractmethod
-    def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
-        """What the status of a failed read means."""
 
     def finish(self) -> None:
         """Wait for copies, and begin none. Raises TransportError: the device has failed, or a copy does not end."""

@@ -15,7 +15,7 @@ from kvconnector.datapath.pump.copies import Jobs, words_of
 from kvconnector.datapath.pump.copies_cuda import CudaCopies, job_of, shares_of, windows_of
 from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.pool_reads import PoolReads, sides_of
-from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.errors import TransportError
 from kvconnector_kernels.pump import read_cuda
 from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
@@ -124,12 +124,6 @@ class CudaReads(PoolReads):
         buffer = jobs.kept[0]
         assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
         self._copies.ids.give_back(buffer)
-
-    def error_of(self, status: int, remote: RemotePools) -> KVConnectorError:
-        """See `PoolReads`. Statuses are of the CUDA driver."""
-        return TransportError(
-            "the GPU does not take a read of the producer's pools", status=status, pid=remote.pid
-        )
 
     def finish(self) -> None:
         """See `PoolReads`. The block ids of copies that do not end stay where they are."""

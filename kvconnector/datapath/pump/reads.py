@@ -214,7 +214,6 @@ class DirectReads:
 
     def _report_progress(self, index: int) -> None:
         read, row = self._active[index], values_of(self._machine.reads.rows, index)
-        assert self._reads is not None  # who read otherwise?
         num_calls = row["num_calls"]
         if row["phase"] != r.OVER:
             if num_calls > read.num_calls and not row["stopped"]:
@@ -222,7 +221,10 @@ class DirectReads:
             read.num_calls = num_calls
             return
         if row["error_kind"] != r.NO_ERROR:
-            error = self._reads.error_of(row["error_value"], read.source.remote)
+            error = TransportError(
+                "the GPU does not take a read of the producer's pools",
+                status=row["error_value"],
+            )
             self._report.failed(read.read_id, error)
         elif not row["all_begun"]:
             self._report.stopped(read.read_id)

@@ -10,7 +10,7 @@ from kvconnector.datapath.base import Program, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
-from tests.support.fakes import FakeEngine, attention_model
+from tests.support.fakes import FakeEngine, attention_model, shareable
 
 BLOCKS = 12
 LAYOUTS = ("HND", "NHD", "HDN")
@@ -118,10 +118,11 @@ def _sizes(shape):
 def _allocate(shape, seed):
     dtype = np.dtype(f"u{shape.item}")
     _, sizes = _sizes(shape)
-    if seed is None:
-        return np.zeros(sizes, dtype)
-    rng = np.random.default_rng(seed)
-    return rng.integers(1, np.iinfo(dtype).max, sizes, dtype, endpoint=True)
+    stored = shareable(sizes, dtype)
+    if seed is not None:
+        rng = np.random.default_rng(seed)
+        stored[...] = rng.integers(1, np.iinfo(dtype).max, sizes, dtype, endpoint=True)
+    return stored
 
 
 def _logical(shape, stored):

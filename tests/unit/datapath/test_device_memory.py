@@ -61,7 +61,7 @@ def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch):
     board = board_over(cuda, monkeypatch)
     board.close()
     assert cuda.num_unregistered == 1
-    memory = weakref.ref(board._memory)
+    memory = weakref.ref(board.memory)
     del board
     assert not is_kept(memory)
 
@@ -84,7 +84,7 @@ def test_board_that_the_gpu_may_yet_write_is_never_freed(
     with pytest.raises(TransportError, match=reason):
         board.close()
     assert cuda.num_unregistered == (unregistering != OK)
-    memory = weakref.ref(board._memory)
+    memory = weakref.ref(board.memory)
     del board
     assert is_kept(memory)
     assert "may yet touch the lease board's memory" in caplog.text

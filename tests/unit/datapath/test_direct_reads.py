@@ -1,7 +1,9 @@
 """Direct reads on the CPU: a consumer's data path reads the pools of a producer's, here in one process."""
 
+import fcntl
+import os
 import subprocess
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import msgspec
 import numpy as np
@@ -160,18 +162,37 @@ def test_worker_closes_while_a_read_waits(pair):
     pair.d.path.close()
 
 
-def test_exports_that_are_not_what_they_say(pair):
+def shared_file(nbytes, seals=fcntl.F_SEAL_SHRINK):
+    """A descriptor of memory that could be a producer's."""
+    fd = os.memfd_create("elsewhere", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, nbytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+def test_exports_that_are_not_what_they_say(pair, tmp_path):
     pair.d.path.close_export(TO_P)
+    os.mkfifo(tmp_path / "fifo")
     process = subprocess.Popen(["sleep", "100"])
-    for change, error, text in (
-        ({"nonce": bytes(16)}, TransportError, "another process"),
-        ({"pid": process.pid}, TransportError, "another process|no memory"),
-        # another user's, or, where we may read it, with nothing there
-        ({"pid": 1, "nonce_address": 4096}, TransportError, "does not let|no memory there"),
-        ({"device": "cuda"}, TransportError, "another kind of device"),
-    ):
-        with pytest.raises(error, match=text):
-            pair.d.path.open_export(TO_P, msgspec.structs.replace(pair.export, **change))
+    with ExitStack() as stack:
+        fds = [
+            os.open(tmp_path / "fifo", os.O_RDWR),
+            shared_file(1 << 30, seals=fcntl.F_SEAL_GROW),
+            shared_file(4096),
+            shared_file(1 << 30),
+        ]
+        stack.callback(lambda: [os.close(fd) for fd in fds])
+        for change, text in (
+            ({"nonce": bytes(16)}, "another process"),
+            ({"pid": process.pid, "fd": 1 << 20}, "another process"),
+            ({"fd": fds[0]}, "cannot be mapped"),
+            ({"fd": fds[1]}, "not sealed against"),
+            ({"fd": fds[2]}, "the export names more"),
+            ({"fd": fds[3]}, "another process"),
+            ({"device": "cuda"}, "another kind of device"),
+        ):
+            with pytest.raises(TransportError, match=text):
+                pair.d.path.open_export(TO_P, msgspec.structs.replace(pair.export, **change))
     process.kill()
     process.wait()
     gone = msgspec.structs.replace(pair.export, pid=process.pid)

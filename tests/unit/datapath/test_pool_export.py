@@ -26,6 +26,7 @@ MIXED = FakeModel(
         FakeGroup((2,), (FakePart("latent", 1, 6, 1),)),
     ),
 )
+GPU = IpcAllocation(handle=bytes(64), address=1, nbytes=(1 << 63) - 1)
 
 
 class Exported:
@@ -72,7 +73,15 @@ def test_an_export_is_what_its_geometry_says(worker):
 
 REFUSED = {
     "a board of three buckets": (lambda w: w.changed(num_buckets=3), "power of two"),
-    "CUDA without allocations": (lambda w: w.changed(device="cuda"), "CUDA devices only"),
+    "CUDA without allocations": (lambda w: w.changed(device="cuda"), "on CUDA devices"),
+    "CUDA with shared pools": (
+        lambda w: w.changed(device="cuda", allocations=(GPU,)),
+        "on the CPU",
+    ),
+    "memory that is not shared": (
+        lambda w: w.changed(ranges=w.message.ranges[1:]),
+        "outside the memory",
+    ),
     "no table": (lambda w: w.changed(tables=()), "one table per"),
     "a table twice": (lambda w: w.changed(tables=w.message.tables * 2), "one table per"),
     "another group": (lambda w: w.with_first_table(group=1), "one table per"),
@@ -107,7 +116,7 @@ def test_on_cuda_every_part_is_inside_one_allocation():
 
     def on_cuda(address, nbytes):
         allocation = IpcAllocation(handle=handle, address=address, nbytes=nbytes)
-        return worker.changed(device="cuda", allocations=(allocation,))
+        return worker.changed(device="cuda", allocations=(allocation,), ranges=())
 
     check_export(on_cuda(address, nbytes), worker.geometry)
     for place in ((address + 1, nbytes), (address, nbytes - 1)):

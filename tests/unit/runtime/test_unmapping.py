@@ -19,7 +19,9 @@ ANYWHERE = IpcAllocation(handle=bytes(IPC_HANDLE_BYTES), address=1, nbytes=(1 <<
 def cuda_export(pools):
     """What a GPU's pools would tell, and what keeps it valid."""
     exporter = PoolExporter(pools, LeaseBoard(num_buckets=1))
-    export = msgspec.structs.replace(exporter.message, device="cuda", allocations=(ANYWHERE,))
+    export = msgspec.structs.replace(
+        exporter.message, device="cuda", ranges=(), allocations=(ANYWHERE,)
+    )
     return export, exporter
 
 

@@ -97,9 +97,8 @@ def failed(error):
 
 EXPORT = PoolExport(
     pid=1,
-    nonce_address=1 << 12,
+    fd=3,
     nonce=bytes(16),
-    board_address=2 << 12,
     num_buckets=1,
     device="cpu",
     tables=(),

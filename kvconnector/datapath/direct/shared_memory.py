@@ -1,0 +1,163 @@
+"""Memory that a producer worker shares with the consumers on its host: a file without a name, which both sides map.
+
+The file begins with a page that holds a nonce, then the lease board, then the caches of a worker on the CPU. These stay
+at their addresses: their pages are replaced by pages of the file with the same content.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from kvconnector.errors import TransportError
+from kvconnector.wire.export import BOARD_OFFSET, NONCE_BYTES, SharedRange
+
+PAGE_BYTES = mmap.PAGESIZE
+_F_SEAL_FUTURE_WRITE = 0x10
+MIN_OWN_PAGES_BYTES = 32 << 20
+"""Common allocators give larger allocations pages of their own: glibc's highest threshold is this, those of jemalloc,
+tcmalloc and mimalloc are lower."""
+_PIECE_BYTES = 64 << 20
+_MAP_FIXED = 0x10
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+class SharedMemory:
+    """`nbytes` of zeros, page aligned, in `array`, and whatever `share` adds; other processes open it by `fd`.
+
+    Raises:
+        TransportError: the kernel gives no such memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
+        nbytes += BOARD_OFFSET
+        self._nbytes = nbytes + -nbytes % PAGE_BYTES
+        try:
+            self.fd = os.memfd_create("kvconnector", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.ftruncate(self.fd, self._nbytes)
+            self._memory = mmap.mmap(self.fd, self._nbytes)
+        except OSError as error:
+            raise TransportError("no memory can be shared", reason=str(error)) from error
+        self._memory[:NONCE_BYTES] = self.nonce
+        self.array = np.frombuffer(self._memory, np.uint8)[BOARD_OFFSET:]
+
+    def share(self, ranges: Iterable[tuple[int, int]]) -> tuple[SharedRange, ...]:
+        """Move memory of this process, `(start, stop)` addresses, into the file, in place; where it lies there. Nobody
+        may write it meanwhile. Child processes share it from now on, and do not get copies.
+
+        Raises:
+            TransportError: pages hold something else, too, or are registered with a device; or the kernel refuses.
+        """
+        places = []
+        for start, stop in _whole_pages(ranges):
+            places.append(SharedRange(address=start, nbytes=stop - start, offset=self._nbytes))
+            self._nbytes += stop - start
+        if places and num_pinned() > 0:
+            raise TransportError("memory of this process is registered with a device")
+        try:
+            os.ftruncate(self.fd, self._nbytes)
+            for place in places:
+                self._move(place)
+        except OSError as error:
+            raise TransportError("the caches cannot be shared", reason=str(error)) from error
+        return tuple(places)
+
+    def seal(self) -> None:
+        """From now on the file has its size, and others may only read it: the kernel sees to it."""
+        with suppress(OSError):  # older kernels do not know it
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+
+    def close(self) -> None:
+        """Let nobody open it any more. It stays where it is mapped. Idempotent."""
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def _move(self, place: SharedRange) -> None:
+        """Piece by piece: no more than one is there twice, and each is whole if the next one fails."""
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        for done in range(0, place.nbytes, _PIECE_BYTES):
+            address, offset = place.address + done, place.offset + done
+            nbytes = min(_PIECE_BYTES, place.nbytes - done)
+            source = memoryview((ctypes.c_char * nbytes).from_address(address))
+            while source:
+                source = source[os.pwrite(self.fd, source, offset + nbytes - len(source)) :]
+            found = _map()(
+                address, nbytes, protection, mmap.MAP_SHARED | _MAP_FIXED, self.fd, offset
+            )
+            if found == _MAP_FAILED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The pages of these ranges, joined where they follow each other. Raises TransportError: their first or last page
+    may hold something else.
+    """
+    starts, stops = _shared_mappings()
+    pages = []
+    for start, stop in joined(ranges):
+        first, last = start - start % PAGE_BYTES, stop + -stop % PAGE_BYTES
+        is_alone = (first == start or first in starts) and (last == stop or last in stops)
+        if stop - start < MIN_OWN_PAGES_BYTES and not is_alone:
+            raise TransportError(
+                "caches that share pages with other data cannot be shared: map them (mmap), or allocate at least"
+                f" {MIN_OWN_PAGES_BYTES >> 20} MiB at once",
+                address=hex(start),
+                nbytes=stop - start,
+            )
+        pages.append((first, last))
+    return joined(pages)
+
+
+def _shared_mappings() -> tuple[set[int], set[int]]:
+    """Where the shared mappings of this process start, and where they stop. No allocator hands out parts of them."""
+    starts, stops = set(), set()
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        for line in maps:
+            place, permissions = line.split(maxsplit=2)[:2]
+            if permissions.endswith("s"):
+                start, stop = place.split("-")
+                starts.add(int(start, 16))
+                stops.add(int(stop, 16))
+    return starts, stops
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges in ascending order, those that touch or overlap as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(stop, found[-1][1])
+        else:
+            found.append((start, stop))
+    return found
+
+
+def num_pinned() -> int:
+    """KiB of this process that a device reads and writes where it lies: it would keep the old pages."""
+    with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+        return sum(int(line.split()[1]) for line in status if line.startswith("VmPin:"))
+
+
+@cache
+def _map() -> Any:
+    function = ctypes.CDLL(None, use_errno=True).mmap
+    function.restype = ctypes.c_void_p
+    function.argtypes = (
+        ctypes.c_void_p,
+        ctypes.c_size_t,
+        *[ctypes.c_int] * 3,
+        ctypes.c_long,
+    )
+    return function

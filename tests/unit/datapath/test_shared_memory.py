@@ -1,0 +1,96 @@
+"""Caches that become shared in place: same addresses, same bytes, and no page that belongs to somebody else."""
+
+import mmap
+import os
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.datapath.direct.shared_memory import (
+    MIN_OWN_PAGES_BYTES,
+    SharedMemory,
+    joined,
+)
+from kvconnector.errors import TransportError
+
+PAGE = mmap.PAGESIZE
+
+
+def bounds(array):
+    return array.ctypes.data, array.ctypes.data + array.nbytes
+
+
+def in_pages(num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS):
+    array = np.frombuffer(mmap.mmap(-1, num_bytes, flags), np.uint8)
+    array[...] = np.random.default_rng(num_bytes).integers(0, 256, num_bytes)
+    return array
+
+
+def as_peers_see(memory, place):
+    with open(f"/proc/{os.getpid()}/fd/{memory.fd}", "rb") as opened:
+        return np.fromfile(opened, np.uint8, place.nbytes, offset=place.offset)
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        in_pages(3 * PAGE),
+        in_pages(2 * PAGE + 100),
+        in_pages(4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+        np.random.default_rng(0).integers(0, 256, MIN_OWN_PAGES_BYTES + 100).astype(np.uint8),
+    ],
+    ids=["pages", "a mapping", "private pages", "a large allocation"],
+)
+def test_what_is_shared_stays_where_it_is_and_peers_see_each_change(array):
+    before, memory = array.copy(), SharedMemory(1)
+    for _ in range(2):  # a second worker may register the same caches
+        (place,) = memory.share([bounds(array)])
+        memory.seal()
+        np.testing.assert_array_equal(array, before)
+        assert place.address <= array.ctypes.data
+        assert place.address + place.nbytes >= array.ctypes.data + array.nbytes
+        array[-1] ^= 1
+        before[-1] ^= 1
+        lead = array.ctypes.data - place.address
+        seen = as_peers_see(memory, place)[lead : lead + array.nbytes]
+        np.testing.assert_array_equal(seen, before)
+        memory.close()
+        memory = SharedMemory(1)
+    np.testing.assert_array_equal(array, before)
+
+
+@pytest.mark.parametrize("start, stop", [(1, 0), (0, -1), (100, 2 * PAGE)])
+def test_pages_that_others_may_use_are_not_touched(start, stop):
+    array = in_pages(4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    first = array.ctypes.data
+    memory = SharedMemory(1)
+    with pytest.raises(TransportError, match="share pages with other data"):
+        memory.share([(first + start, first + (stop if stop > 0 else array.nbytes + stop))])
+    assert os.fstat(memory.fd).st_size == 2 * PAGE
+
+
+def test_memory_that_a_device_knows_is_not_moved(monkeypatch):
+    monkeypatch.setattr("kvconnector.datapath.direct.shared_memory.num_pinned", lambda: 4)
+    with pytest.raises(TransportError, match="registered with a device"):
+        SharedMemory(1).share([bounds(in_pages(PAGE))])
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 10)).map(lambda p: (p[0], sum(p)))))
+def test_joined_ranges_hold_the_same_bytes(ranges):
+    found = joined(ranges)
+    assert {b for r in ranges for b in range(*r)} == {b for r in found for b in range(*r)}
+    assert all(first[1] < second[0] for first, second in pairwise(found))
+
+
+def test_other_processes_cannot_write_it():
+    memory = SharedMemory(1)
+    memory.seal()
+    opened = os.open(f"/proc/{os.getpid()}/fd/{memory.fd}", os.O_RDWR)
+    with pytest.raises(PermissionError):
+        os.pwrite(opened, b"x", 0)
+    with pytest.raises(PermissionError):
+        mmap.mmap(opened, PAGE)
+    os.close(opened)
