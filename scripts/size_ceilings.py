@@ -31,7 +31,7 @@ ROOMS = {
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 500,
     "kvconnector/runtime": 3320,
-    "kvconnector/session": 3320,
+    "kvconnector/session": 3330,
     "kvconnector/topology": 1050,
     "kvconnector/transport": 2030,
     "kvconnector/wire": 520,
