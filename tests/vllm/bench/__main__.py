@@ -7,11 +7,11 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tests.vllm.bench.measure import Contender, Plan, Turns
+from tests.vllm.bench.measure import BURSTS, Contender, Plan, Turns
 from tests.vllm.bench.report import as_markdown, draw, save
 from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
@@ -72,22 +72,21 @@ def main():
         for name in arguments.connectors.split(","):
             specs = (_spec(arguments, plan, device, name, half) for half in ROLES)
             pairs[name] = stack.enter_context(closing(Pair(*specs, run=serve)))
-        for pair in pairs.values():
-            pair.wait_until_ready()
-        say("the engines are ready")
         contenders = {}
         for name, pair in pairs.items():
             contenders[name] = Contender(pair)
             if name == OURS:
                 contenders["streamed"] = Contender(pair, is_streamed=True)
-        found = Turns(contenders, plan, say, keep).run()
-    report = keep(found)
-    say(as_markdown(report))
-    if importlib.util.find_spec("matplotlib"):
-        draw(report, folder / "bench.svg")
-    else:
-        say(f"no plot without matplotlib; elsewhere: --draw {folder / 'bench.json'}")
-    return 1 if any(each.error for each in found.values()) else 0
+        turns = Turns(contenders, plan, say, keep)
+        with suppress(KeyboardInterrupt):  # what is known by then
+            turns.run()
+        report = keep(turns.found)
+        say(as_markdown(report))
+        if importlib.util.find_spec("matplotlib"):
+            draw(report, folder / "bench.svg")
+        else:
+            say(f"no plot without matplotlib; elsewhere: --draw {folder / 'bench.json'}")
+    return 0 if all(len(each.bursts) == BURSTS for each in turns.found.values()) else 1
 
 
 def parse():

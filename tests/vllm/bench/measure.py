@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from tests.vllm.bench.report import as_markdown
 from tests.vllm.harness.engine import NoAnswerError
 from tests.vllm.harness.model import VOCAB_SIZE
 from tests.vllm.harness.pair import Pair
@@ -114,6 +115,8 @@ class Turns:
     def run(self):
         plan = self._plan
         pairs = [name for name, each in self._contenders.items() if not each.is_streamed]
+        self._each(lambda contender, _: contender.pair.wait_until_ready(), pairs)
+        self._say("the engines are ready")
         self._each(self._churn, pairs)
         prompt = self._prompt(plan.lengths[0])
         self._each(partial(_first_contact, prompt), pairs)
@@ -123,7 +126,6 @@ class Turns:
             prompts = [self._prompt(plan.burst_tokens) for _ in range(plan.burst_requests)]
             self._each(partial(_burst, prompts))
             self._keep(self.found)
-        return self.found
 
     def _length(self, length):
         for number in range(WARM_UP + self._plan.repetitions):
@@ -132,8 +134,7 @@ class Turns:
                 for found in self.found.values():
                     found.sizes[length] = Size()
             self._each(partial(_request, prompt))
-        self._say(f"{length} tokens: done")
-        self._keep(self.found)
+        self._say(as_markdown(self._keep(self.found)))
 
     def _each(self, do, among=None):
         self._turn += 1
@@ -141,7 +142,7 @@ class Turns:
         for name in names if self._turn % 2 else reversed(names):
             try:
                 do(self._contenders[name], self.found[name])
-            except NoAnswerError as error:
+            except (NoAnswerError, OSError) as error:  # OSError: the engine is gone
                 self.found[name].error = str(error)
                 self._say(f"{name}: {error}")
 
