@@ -22,7 +22,8 @@ class PeerMemory:
     """
 
     def __init__(self, export: PoolExport) -> None:
-        fd = _open(export)
+        self._pid, self._statm = export.pid, -1
+        fd = _open(export, f"fd/{export.fd}")
         try:
             nbytes = _checked_nbytes(fd, export)
             self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -38,17 +39,33 @@ class PeerMemory:
             raise TransportError(
                 "the producer's process id is another process here", pid=export.pid
             )
+        if export.device == "cuda":
+            self._statm = _open(export, "statm")
         here = self.array.ctypes.data
         self.places = [(r.address, r.nbytes, here + r.offset - r.address) for r in export.ranges]
 
+    def check_alive(self) -> None:
+        """Whether CUDA memory of the process is still there, which is freed after its other memory. What is mapped in
+        `array` stays. Raises PeerLostError: it may be gone.
+        """
+        try:
+            num_pages = os.pread(self._statm, 32, 0)
+        except OSError:  # the process is gone altogether
+            num_pages = b"0 "
+        if num_pages.startswith(b"0 "):
+            raise PeerLostError("the process that is read is gone", pid=self._pid)
+
     def close(self) -> None:
         """Unmap it. Idempotent."""
-        del self.array
+        self.array = np.empty(0, np.uint8)
         self._memory.close()
+        statm, self._statm = self._statm, -1
+        if statm >= 0:
+            os.close(statm)
 
 
-def _open(export: PoolExport) -> int:
-    path = f"/proc/{export.pid}/fd/{export.fd}"
+def _open(export: PoolExport, name: str) -> int:
+    path = f"/proc/{export.pid}/{name}"
     try:
         # whatever the peer has there: opening it must not wait
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
