@@ -9,6 +9,7 @@ request asks for is in exactly one chunk of exactly one read. In a context paral
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,13 +105,13 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
             for end in (0, -1):
                 self._shorten(cuts[end], end)
         # few numbers mostly: numpy would take longer to begin than Python takes for all of them
-        fields = [
-            (index, row, next_row - row, token, next_token - token)
-            for index, rows, tokens in cuts
-            for row, next_row in pairwise(rows)
-            for token, next_token in pairwise(tokens)
-        ]
-        return np.array(fields, CHUNK_DTYPE)
+        fields: list[int] = []
+        for index, rows, tokens in cuts:
+            pieces = [(token, stop - token) for token, stop in pairwise(tokens)]
+            for row, stop in pairwise(rows):
+                for piece in pieces:
+                    fields += (index, row, stop - row, *piece)
+        return np.frombuffer(array("i", fields), CHUNK_DTYPE)
 
     def _cut(self, index: int) -> Cut:
         """One segment. The first layers come first. A chunk takes as many (layer, part) rows with all tokens as fit;

@@ -13,7 +13,7 @@ from kvconnector.datapath.base import DirectRead, Program, Report
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
-from kvconnector.datapath.pump.network import NS_PER_S, values_of
+from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
@@ -213,9 +213,9 @@ class DirectReads:
         self._active[index] = read
 
     def _report_progress(self, index: int) -> None:
-        read, row = self._active[index], values_of(self._machine.reads.rows, index)
-        num_calls = row["num_calls"]
+        read, row = self._active[index], self._machine.reads.rows[index]
         if row["phase"] != r.OVER:
+            num_calls = int(row["num_calls"])
             if num_calls > read.num_calls and not row["stopped"]:
                 self._report.append(ev.ReceiveAdvanced(read.read_id))
             read.num_calls = num_calls
@@ -223,13 +223,13 @@ class DirectReads:
         if row["error_kind"] != r.NO_ERROR:
             error = TransportError(
                 "the GPU does not take a read of the producer's pools",
-                status=row["error_value"],
+                status=int(row["error_value"]),
             )
             self._report.failed(read.read_id, error)
         elif not row["all_begun"]:
             self._report.stopped(read.read_id)
         else:
-            seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
+            seconds = int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
             self._finish(read, seconds)
         del self._active[index]
         self._machine.reads.remove(index)
