@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 
@@ -19,7 +22,7 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     Raises:
         IncompatiblePeerError: tables are missing or too many, or one has other counts than the geometry.
         RemoteProtocolError: values that make no sense: a lease board of an impossible size, rows that are not whole, an
-            address or a stride below zero, an end beyond the address space or outside every allocation.
+            address or a stride below zero, an end outside every range or allocation, or two of these that overlap.
     """
     if export.num_buckets & (export.num_buckets - 1):
         raise RemoteProtocolError(
@@ -46,9 +49,13 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
             found=sorted((table.group, table.family) for table in export.tables),
             expected=sorted(expected),
         )
+    places = [(p.address, p.address + p.nbytes) for p in (*export.ranges, *export.allocations)]
+    # were it in two, a part could be checked in the one and read in the other
+    if any(second < stop for (_, stop), (second, _) in pairwise(sorted(places))):
+        raise RemoteProtocolError("ranges of shared memory overlap", pid=export.pid)
     for table in export.tables:
         _check_counts(table, theirs.groups[table.group])
-        _check_memory(table, export)
+        _check_memory(table, places)
 
 
 def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
@@ -83,20 +90,15 @@ def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
         )
 
 
-def _check_memory(table: ExportedTable, export: PoolExport) -> None:
-    """Every element of every part is in one of the ranges or allocations: only these are mapped."""
-    places = [
-        *((each.address, each.nbytes) for each in export.ranges),
-        *((each.address, each.nbytes) for each in export.allocations),
-    ]
+def _check_memory(table: ExportedTable, places: Sequence[tuple[int, int]]) -> None:
+    """Every element of every part is in one of the `(start, stop)` addresses: only these are mapped."""
     counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
-    for row in rows_of(
-        table
-    ).tolist():  # Python's integers: products of a peer's values may exceed 64 bits
+    # Python's integers: products of a peer's values may exceed 64 bits
+    for row in rows_of(table).tolist():
         address, *strides = row
-        stop = address + sum(s * (count - 1) for s, count in zip(strides, counts, strict=True))
-        stop += table.item_size_bytes
-        is_inside = any(at <= address and stop <= at + nbytes for at, nbytes in places)
+        last = address + sum(s * (count - 1) for s, count in zip(strides, counts, strict=True))
+        stop = last + table.item_size_bytes
+        is_inside = any(first <= address and stop <= end for first, end in places)
         if address < 1 or min(strides) < 0 or stop > _MAX_ADDRESS or not is_inside:
             raise RemoteProtocolError(
                 "an exported part is outside the memory that is shared",

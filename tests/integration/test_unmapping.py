@@ -20,8 +20,8 @@ NUM_BLOCKS, NUM_TOKENS, LAYERS = 64, 1024, range(4)
 def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypatch):
     p, d = start("p", "producer"), start("d", "consumer")
     (worker,) = p.workers
-    export, _kept = cuda_export(worker._pools)
     theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
+    export = cuda_export(theirs.export())
     monkeypatch.setattr(theirs, "export", lambda: export)
     monkeypatch.setattr(ours, "open_export", lambda link, export: "mapped")
     monkeypatch.setattr(ours, "close_export", lambda link, then: None)

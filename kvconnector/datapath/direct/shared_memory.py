@@ -11,6 +11,7 @@ import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
@@ -29,6 +30,9 @@ tcmalloc and mimalloc are lower."""
 _PIECE_BYTES = 64 << 20
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_NAME = "kvconnector"
+_MOVABLE = ("/dev/zero (deleted)", f"/memfd:{_NAME} (deleted)")
+"""Shared mappings that no other program has: anonymous ones, and ours of workers that were here before."""
 
 
 class SharedMemory:
@@ -42,8 +46,9 @@ class SharedMemory:
         self.nonce = secrets.token_bytes(NONCE_BYTES)
         nbytes += BOARD_OFFSET
         self._nbytes = nbytes + -nbytes % PAGE_BYTES
+        self._places: list[SharedRange] = []
         try:
-            self.fd = os.memfd_create("kvconnector", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self._nbytes)
             self._memory = mmap.mmap(self.fd, self._nbytes)
         except OSError as error:
@@ -56,14 +61,19 @@ class SharedMemory:
         may write it meanwhile. Child processes share it from now on, and do not get copies.
 
         Raises:
-            TransportError: pages hold something else, too, or are registered with a device; or the kernel refuses.
+            TransportError: pages hold something else, too, are registered with a device, or are shared already, by a
+                worker that is open or with another program; or the kernel refuses.
         """
         places = []
         for start, stop in _whole_pages(ranges):
+            if any(other.holds(start, stop) for other in _open):
+                raise TransportError("another worker of this process shares these caches")
             places.append(SharedRange(address=start, nbytes=stop - start, offset=self._nbytes))
             self._nbytes += stop - start
         if places and num_pinned() > 0:
             raise TransportError("memory of this process is registered with a device")
+        self._places = places
+        _open.add(self)
         try:
             os.ftruncate(self.fd, self._nbytes)
             for place in places:
@@ -71,6 +81,10 @@ class SharedMemory:
         except OSError as error:
             raise TransportError("the caches cannot be shared", reason=str(error)) from error
         return tuple(places)
+
+    def holds(self, start: int, stop: int) -> bool:
+        """Whether other processes may read memory between these addresses here."""
+        return any(p.address < stop and start < p.address + p.nbytes for p in self._places)
 
     def seal(self) -> None:
         """From now on the file has its size, and others may only read it: the kernel sees to it."""
@@ -81,6 +95,7 @@ class SharedMemory:
     def close(self) -> None:
         """Let nobody open it any more. It stays where it is mapped. Idempotent."""
         fd, self.fd = self.fd, -1
+        _open.discard(self)
         if fd >= 0:
             os.close(fd)
 
@@ -100,13 +115,21 @@ class SharedMemory:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
+_open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
+"""Whose caches consumers may read: were these moved again, they would read what is no longer written."""
+
+
 def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """The pages of these ranges, joined where they follow each other. Raises TransportError: their first or last page
-    may hold something else.
+    may hold something else, or another program has them.
     """
-    starts, stops = _shared_mappings()
+    mappings = _shared_mappings()
+    starts, stops = ({each[edge] for each in mappings} for edge in (0, 1))
     pages = []
     for start, stop in joined(ranges):
+        for first, last, name in mappings:
+            if first < stop and start < last and name not in _MOVABLE:
+                raise TransportError("the caches are shared with other programs", mapping=name)
         first, last = start - start % PAGE_BYTES, stop + -stop % PAGE_BYTES
         is_alone = (first == start or first in starts) and (last == stop or last in stops)
         if stop - start < MIN_OWN_PAGES_BYTES and not is_alone:
@@ -120,17 +143,16 @@ def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined(pages)
 
 
-def _shared_mappings() -> tuple[set[int], set[int]]:
-    """Where the shared mappings of this process start, and where they stop. No allocator hands out parts of them."""
-    starts, stops = set(), set()
+def _shared_mappings() -> list[tuple[int, int, str]]:
+    """Start, stop and name of the shared mappings of this process. No allocator hands out parts of them."""
+    found = []
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         for line in maps:
-            place, permissions = line.split(maxsplit=2)[:2]
+            place, permissions, *_, name = line.rstrip("\n").split(maxsplit=5)
             if permissions.endswith("s"):
                 start, stop = place.split("-")
-                starts.add(int(start, 16))
-                stops.add(int(stop, 16))
-    return starts, stops
+                found.append((int(start, 16), int(stop, 16), name))
+    return found
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

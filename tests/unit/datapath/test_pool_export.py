@@ -3,13 +3,15 @@
 import msgspec
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.session.export_check import check_export, rows_of
-from kvconnector.wire.export import IpcAllocation
+from kvconnector.wire.export import IpcAllocation, SharedRange
 from tests.support.fakes import (
     FakeCaches,
     FakeEngine,
@@ -35,8 +37,8 @@ class Exported:
     def __init__(self, model=None, **shape):
         shape = FakeEngine("p", model or attention_model(), **shape)
         self.geometry = shape.geometry().ranks[0]
-        caches = FakeCaches(shape, self.geometry, np.random.default_rng(0))
-        self.pools = Pools(caches.groups(), "cpu")
+        self.caches = FakeCaches(shape, self.geometry, np.random.default_rng(0))
+        self.pools = Pools(self.caches.groups(), "cpu")
         self.board = LeaseBoard()
         self.exporter = PoolExporter(self.pools, self.board)
         self.message = self.exporter.message
@@ -82,6 +84,10 @@ REFUSED = {
         lambda w: w.changed(ranges=w.message.ranges[1:]),
         "outside the memory",
     ),
+    "memory that is shared twice": (
+        lambda w: w.changed(ranges=w.message.ranges * 2),
+        "overlap",
+    ),
     "no table": (lambda w: w.changed(tables=()), "one table per"),
     "a table twice": (lambda w: w.changed(tables=w.message.tables * 2), "one table per"),
     "another group": (lambda w: w.with_first_table(group=1), "one table per"),
@@ -122,3 +128,33 @@ def test_on_cuda_every_part_is_inside_one_allocation():
     for place in ((address + 1, nbytes), (address, nbytes - 1)):
         with pytest.raises(RemoteProtocolError, match="outside the memory"):
             check_export(on_cuda(*place), worker.geometry)
+
+
+ANYWHERE = 1 << 40
+
+
+@given(
+    st.tuples(*[st.integers(-1, 40)] * 4),
+    st.integers(1, 4),
+    st.lists(st.tuples(st.integers(-9, 9) | st.integers(0, 99), st.integers(1, 999)), max_size=2),
+)
+def test_a_part_is_read_only_if_each_of_its_elements_is_in_one_range(strides, num_blocks, ranges):
+    worker = Exported()
+    (table,) = worker.message.tables
+    item = range(table.item_size_bytes)
+    axes = num_blocks, table.num_heads, table.block_size, table.head_dim
+    starts = np.tensordot(strides, np.indices(axes), 1).reshape(-1)
+    touched = {start + byte for start in starts.tolist() for byte in item}
+    places = [range(first, first + nbytes) for first, nbytes in ranges]
+    is_shared = any(touched <= set(place) for place in places) and min(strides) >= 0
+    rows = np.array([[ANYWHERE, *strides]] * len(rows_of(table)), "<i8").tobytes()
+    first_table = worker.with_first_table(rows=rows, num_blocks=num_blocks)
+    shared = [
+        SharedRange(address=ANYWHERE + place.start, nbytes=len(place), offset=0) for place in places
+    ]
+    export = msgspec.structs.replace(first_table, ranges=tuple(shared))
+    if is_shared and len(set().union(*places)) == sum(map(len, places)):
+        check_export(export, worker.geometry)
+    else:
+        with pytest.raises(RemoteProtocolError, match=r"outside the memory|overlap"):
+            check_export(export, worker.geometry)

@@ -72,6 +72,27 @@ def test_pages_that_others_may_use_are_not_touched(start, stop):
     assert os.fstat(memory.fd).st_size == 2 * PAGE
 
 
+def test_caches_are_shared_by_one_open_worker_at_a_time():
+    """Consumers of the first one would read what the engine does not write any more."""
+    array, first = in_pages(PAGE), SharedMemory(1)
+    (place,) = first.share([bounds(array)])
+    with pytest.raises(TransportError, match="another worker"):
+        SharedMemory(1).share([bounds(array)])
+    array[0] ^= 1
+    assert as_peers_see(first, place)[0] == array[0]
+
+
+def test_memory_of_several_programs_is_not_taken_from_them(tmp_path):
+    (tmp_path / "caches").write_bytes(bytes(PAGE))
+    with open(tmp_path / "caches", "r+b") as opened:
+        ours, theirs = (mmap.mmap(opened.fileno(), PAGE) for _ in range(2))
+    array = np.frombuffer(ours, np.uint8)
+    with pytest.raises(TransportError, match="shared with other programs"):
+        SharedMemory(1).share([bounds(array)])
+    theirs[0] = 7
+    assert array[0] == 7
+
+
 def test_memory_that_a_device_knows_is_not_moved(monkeypatch):
     monkeypatch.setattr("kvconnector.datapath.direct.shared_memory.num_pinned", lambda: 4)
     with pytest.raises(TransportError, match="registered with a device"):

@@ -16,13 +16,9 @@ MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 ANYWHERE = IpcAllocation(handle=bytes(IPC_HANDLE_BYTES), address=1, nbytes=(1 << 63) - 1)
 
 
-def cuda_export(pools):
-    """What a GPU's pools would tell, and what keeps it valid."""
-    exporter = PoolExporter(pools, LeaseBoard(num_buckets=1))
-    export = msgspec.structs.replace(
-        exporter.message, device="cuda", ranges=(), allocations=(ANYWHERE,)
-    )
-    return export, exporter
+def cuda_export(export):
+    """What a GPU's pools would tell."""
+    return msgspec.structs.replace(export, device="cuda", ranges=(), allocations=(ANYWHERE,))
 
 
 class MappingPath:
@@ -32,7 +28,9 @@ class MappingPath:
 
     def __init__(self, sending, pools):
         self._sending = sending
-        self._export, self._kept = cuda_export(pools)
+        board = LeaseBoard(num_buckets=1)
+        self._export = cuda_export(PoolExporter(pools, board).message)
+        board.close()
         self.unmapping = []
 
     def __getattr__(self, name):
