@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvconnector.cache.views import PART_TABLE_COLUMNS
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.topology import GroupGeometry, RankGeometry
-from kvconnector.wire.export import ExportedTable, PoolExport
+from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport, SharedRange
 
 _MAX_ADDRESS = (1 << 63) - 1
 
@@ -49,7 +49,8 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
             found=sorted((table.group, table.family) for table in export.tables),
             expected=sorted(expected),
         )
-    places = [(p.address, p.address + p.nbytes) for p in (*export.ranges, *export.allocations)]
+    shared: tuple[SharedRange | IpcAllocation, ...] = (*export.ranges, *export.allocations)
+    places = [(each.address, each.address + each.nbytes) for each in shared]
     # were it in two, a part could be checked in the one and read in the other
     if any(second < stop for (_, stop), (second, _) in pairwise(sorted(places))):
         raise RemoteProtocolError("ranges of shared memory overlap", pid=export.pid)
