@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from kvconnector.wire import messages as m
 MAX_ROUTES = 256
 MAX_ROUTE_SEGMENTS = 32
 """With more segments than that, each is looked at in every read."""
-_NUM_FIELDS = 5  # of `CHUNK_DTYPE`
+_CHUNK = struct.Struct("<5i")  # as `CHUNK_DTYPE`
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +36,20 @@ class _Limits:
     num_parts: int
     token_bytes: int
 
-    def bounds(self, leased: Sequence[GroupBlocks], watermark: Watermark) -> tuple[int, ...]:
-        """From which row and token of the stripe on, and up to which, chunks can be read; bytes of a row's token. And
-        up to which rows and tokens in the newest step, whose first layers are there.
+    def bounds(
+        self, leased: Sequence[GroupBlocks], watermark: Watermark
+    ) -> tuple[int, range, int, int, int]:
+        """How many rows, and which tokens of the stripe, chunks can be read of; bytes of a row's token. And up to which
+        rows and tokens in the newest step, whose first layers are there.
         """
         room = leased[self.group].token_range(self.block_tokens)
         tokens = self.stripe.members(range(room.start, min(room.stop, watermark.num_tokens)))
-        num_rows, ahead = len(self.layers) * self.num_parts, (0, 0)
+        ahead_rows = ahead_stop = 0
         if watermark.ahead_layers:
             ahead_rows = bisect_left(self.layers, watermark.ahead_layers) * self.num_parts
             ahead_stop = self.stripe.count_below(min(room.stop, watermark.ahead_tokens))
-            ahead = ahead_rows, ahead_stop
-        return 0, tokens.start, num_rows, tokens.stop, self.token_bytes, *ahead
+        num_rows = len(self.layers) * self.num_parts
+        return num_rows, tokens, self.token_bytes, ahead_rows, ahead_stop
 
 
 class ReadCheck:
@@ -76,41 +79,33 @@ class ReadCheck:
             _check_blocks(read.blocks, leased)
         route = self._routes.get(read.segments) or self._add_route(read.segments)
         records = decode_chunks(read.chunks)
-        fields = np.frombuffer(read.chunks, "<i4").reshape(-1, _NUM_FIELDS)
-        chunks = fields.T.astype(np.int64, order="C")
-        # of rows and of tokens
-        segment, starts, counts = chunks[0], chunks[1::2], chunks[2::2]
-        # unsigned, negative ones are the largest
-        if np.maximum.reduce(segment.view(np.uint64)) >= len(route):
-            raise RemoteProtocolError(
-                "a segment index is out of range",
-                lowest=int(segment.min()),
-                highest=int(segment.max()),
-                segments=len(route),
-            )
-        bounds = np.array([limits.bounds(leased, watermark) for limits in route], np.int64).T
-        if len(route) > 1:
-            bounds = bounds[:, segment]
-        stops = starts + counts
-        inside = (starts >= bounds[:2]) & (counts >= 1) & (stops <= bounds[2:4])
-        if watermark.ahead_layers:
-            is_ahead = (stops <= bounds[5:]).all(axis=0)
-            inside |= (starts >= bounds[:2]) & (counts >= 1) & is_ahead
-        # only of chunks inside is this sure to fit 64 bits; the others are refused anyway
-        nbytes = counts[0] * counts[1] * bounds[4]
-        inside &= nbytes <= self._max_chunk_bytes
-        if not np.logical_and.reduce(inside, axis=None):
-            worst = int(np.argmin(inside.all(axis=0)))
-            limits = np.broadcast_to(bounds, (7, len(segment)))[:, worst].tolist()
-            raise RemoteProtocolError(
-                "a chunk is outside the lease or larger than a staging slot",
-                chunk=worst,
-                record=chunks[:, worst].tolist(),
-                rows=limits[2],
-                tokens=(limits[1], limits[3]),
-                nbytes=int(nbytes[worst]),
-                max_chunk_bytes=self._max_chunk_bytes,
-            )
+        bounds = [limits.bounds(leased, watermark) for limits in route]
+        # tens of chunks mostly: numpy would take longer to begin than Python takes for all of them
+        for chunk in _CHUNK.iter_unpack(read.chunks):
+            segment, row, num_rows, token, num_tokens = chunk
+            if not 0 <= segment < len(bounds):
+                raise RemoteProtocolError(
+                    "a segment index is out of range", segment=segment, segments=len(bounds)
+                )
+            rows, tokens, token_bytes, ahead_rows, ahead_stop = bounds[segment]
+            row_stop, token_stop = row + num_rows, token + num_tokens
+            if (
+                not 0 <= row < row_stop
+                or not tokens.start <= token < token_stop
+                or (
+                    (row_stop > rows or token_stop > tokens.stop)
+                    and (row_stop > ahead_rows or token_stop > ahead_stop)
+                )
+                or num_rows * num_tokens * token_bytes > self._max_chunk_bytes
+            ):
+                raise RemoteProtocolError(
+                    "a chunk is outside the lease or larger than a staging slot",
+                    record=chunk,
+                    rows=rows,
+                    tokens=(tokens.start, tokens.stop),
+                    nbytes=num_rows * num_tokens * token_bytes,
+                    max_chunk_bytes=self._max_chunk_bytes,
+                )
         return records
 
     def _add_route(self, segments: tuple[m.ReadSegment, ...]) -> tuple[_Limits, ...]:
