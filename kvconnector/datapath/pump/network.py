@@ -110,7 +110,7 @@ def values_of(programs: npt.NDArray[np.void], index: int) -> dict[str, int]:
     return dict(zip(programs.dtype.names or (), programs[index].tolist(), strict=True))
 
 
-def phases_of(program: np.void | Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
+def phases_of(program: np.void, **phases: tuple[str, str]) -> tuple[Phase, ...]:
     """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
     return tuple(
         Phase(name, int(program[first]) / NS_PER_S, int(program[last]) / NS_PER_S)

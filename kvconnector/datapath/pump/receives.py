@@ -12,8 +12,9 @@ from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.datapath.pump.network import NS_PER_S, error_of, phases_of, values_of
+from kvconnector.datapath.pump.network import NS_PER_S, error_of, values_of
 from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.transport import Transport
 from kvconnector.wire.messages import MAX_CHUNKS
@@ -218,10 +219,11 @@ class Receives:
         return found
 
     def _finished(self, receive: _Receive, row: dict[str, int]) -> ev.ReceiveFinished:
-        seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
-        wire, unpack = ("arriving_ns", "arrived_ns"), ("arriving_ns", "ended_ns")
-        phases = phases_of(row, wire=wire, unpack=unpack)
-        return ev.ReceiveFinished(receive.read_id, seconds, self._network.path_name, phases)
+        times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
+        started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]
+        phases = Phase("wire", arriving_s, arrived_s), Phase("unpack", arriving_s, ended_s)
+        path = self._network.path_name
+        return ev.ReceiveFinished(receive.read_id, ended_s - started_s, path, phases)
 
     def _report_progress(self, receive: _Receive) -> None:
         row = values_of(self._machine.receives.rows, receive.row)
