@@ -12,7 +12,7 @@ import mmap
 import os
 import secrets
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -29,6 +29,7 @@ MIN_OWN_PAGES_BYTES = 32 << 20
 tcmalloc and mimalloc are lower."""
 _PIECE_BYTES = 64 << 20
 _MAP_FIXED = 0x10
+_CUDA_MEMORY_TYPE = 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _NAME = "kvconnector"
 _MOVABLE = ("/dev/zero (deleted)", f"/memfd:{_NAME} (deleted)")
@@ -56,7 +57,7 @@ class SharedMemory:
         self._memory[:NONCE_BYTES] = self.nonce
         self.array = np.frombuffer(self._memory, np.uint8)[BOARD_OFFSET:]
 
-    def share(self, ranges: Iterable[tuple[int, int]]) -> tuple[SharedRange, ...]:
+    def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
         """Move memory of this process, `(start, stop)` addresses, into the file, in place; where it lies there. Nobody
         may write it meanwhile. Child processes share it from now on, and do not get copies.
 
@@ -70,7 +71,7 @@ class SharedMemory:
                 raise TransportError("another worker of this process shares these caches")
             places.append(SharedRange(address=start, nbytes=stop - start, offset=self._nbytes))
             self._nbytes += stop - start
-        if places and num_pinned() > 0:
+        if num_pinned() > 0 or any(is_known_to_cuda(start) for start, _ in ranges):
             raise TransportError("memory of this process is registered with a device")
         self._places = places
         _open.add(self)
@@ -170,6 +171,19 @@ def num_pinned() -> int:
     """KiB of this process that a device reads and writes where it lies: it would keep the old pages."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return sum(int(line.split()[1]) for line in status if line.startswith("VmPin:"))
+
+
+def is_known_to_cuda(address: int) -> bool:
+    """Whether an address is in memory that is registered with a GPU, counted by the kernel or not."""
+    try:
+        library = ctypes.PyDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # nobody here uses it
+        return False
+    kind = ctypes.c_uint()
+    status = library.cuPointerGetAttribute(
+        ctypes.byref(kind), _CUDA_MEMORY_TYPE, ctypes.c_uint64(address)
+    )
+    return status == 0 and kind.value != 0
 
 
 @cache

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnector.datapath.direct import shared_memory
 from kvconnector.datapath.direct.shared_memory import (
     MIN_OWN_PAGES_BYTES,
     SharedMemory,
@@ -93,8 +94,9 @@ def test_memory_of_several_programs_is_not_taken_from_them(tmp_path):
     assert array[0] == 7
 
 
-def test_memory_that_a_device_knows_is_not_moved(monkeypatch):
-    monkeypatch.setattr("kvconnector.datapath.direct.shared_memory.num_pinned", lambda: 4)
+@pytest.mark.parametrize("sign", ["num_pinned", "is_known_to_cuda"])
+def test_memory_that_a_device_knows_is_not_moved(monkeypatch, sign):
+    monkeypatch.setattr(shared_memory, sign, lambda *address: 4)
     with pytest.raises(TransportError, match="registered with a device"):
         SharedMemory(1).share([bounds(in_pages(PAGE))])
 
@@ -115,3 +117,12 @@ def test_other_processes_cannot_write_it():
     with pytest.raises(PermissionError):
         mmap.mmap(opened, PAGE)
     os.close(opened)
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_known():
+    import torch
+
+    pinned = torch.zeros(MIN_OWN_PAGES_BYTES, dtype=torch.uint8, pin_memory=True)
+    assert shared_memory.is_known_to_cuda(pinned.data_ptr())
+    assert not shared_memory.is_known_to_cuda(in_pages(PAGE).ctypes.data)
