@@ -2,7 +2,7 @@
 
 Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread
 leaves steps in an inbox and takes results from an outbox. While the driver's own thread sleeps, or waits for the GIL,
-the engine's may make progress inline: on a busy machine that saves waking one thread and then the other.
+the engine's may make progress inline: that saves waking one thread and then the other.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Driver:
         self._executor = executor(self)
         self._intake = intake
 
-    def submit(self, event: object) -> None:
-        """Queue an event for the sessions; it is handled in this turn, in order."""
-        self._events.append(event)
+    def submit(self, *events: object) -> None:
+        """Queue events for the sessions; they are handled in this turn, in order."""
+        self._events += events
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
@@ -124,12 +124,8 @@ class Driver:
         inline, the rest is left for the next turn.
         """
         self._is_enough = is_enough or _never
+        self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
         self._look()
-        if not self._is_enough():
-            if self.datapath.pump(self._pump_s(timeout_s), self.control.filenos()):
-                # before all else: a peer waits for what comes of a message
-                self._take_tagged()
-            self.work()
 
     def progress_inline(self, is_enough: Callable[[], bool] | None = None) -> None:
         """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long, and
@@ -138,16 +134,20 @@ class Driver:
         self._is_enough = is_enough or _never
         self.datapath.poll_once()
         self._look(inline=True)
-        if not self._is_enough():
-            self.datapath.poll_once()
+        if not self._is_enough() and self.datapath.poll_once():
             self.work(inline=True)
 
     def end_inline(self) -> None:
         """Give the driver's thread its place back."""
-        self.datapath.release(self.clock() + self._pump_s(MAX_SLEEP_S))
+        self.datapath.release(self._pump_s(MAX_SLEEP_S))
 
     def _look(self, *, inline: bool = False) -> None:
         """Take what is there, and handle it."""
+        # before all else: a peer waits for what comes of a message, and what a peer has sent counts before its loss
+        self._take_tagged()
+        self._events.extend(self.datapath.step())
+        if not self._carry_out(inline):
+            return
         self.datapath.clear_pending()
         self._dropped.clear()
         for arrival in self.control.poll(0.0):
@@ -164,31 +164,34 @@ class Driver:
 
     def work(self, *, inline: bool = False) -> None:
         """Handle what is queued, and what follows from it, until nothing moves, it is enough, or it has gone on for
-        long. In passing only as far as the first command that takes long.
+        long. Inline only as far as the first command that takes long.
         """
         for _ in range(MAX_ROUNDS):
-            while self._commands or self._events:
-                if not self._commands:
-                    self._handle(self._events.popleft())
-                    continue
-                if inline and type(self._commands[0]) in _SLOW:
-                    return
-                command = self._commands.popleft()
-                self._executor.execute(command)
-                if type(command) in _ENDINGS and self._is_enough():
-                    if not self.num_queued:
-                        # the loop tells only once of what ends: queued, the driver's thread takes it at once
-                        self._events.extend(self.datapath.step())
-                    return
+            if not self._carry_out(inline):
+                break
             self._events.extend(self.datapath.step())
-            if not self._events:
-                # after the step, which drives the transport: nobody sleeps while something waits there
-                self._take_tagged()
             deadline = self._next_deadline()
             if deadline is not None and deadline <= self.clock():
                 self._events.append(ev.Tick())
             if not self._events:
                 break
+
+    def _carry_out(self, inline: bool) -> bool:
+        """Handle what is queued. Whether that was all, and is not enough."""
+        while self._commands or self._events:
+            if not self._commands:
+                self._handle(self._events.popleft())
+                continue
+            if inline and type(self._commands[0]) in _SLOW:
+                return False
+            command = self._commands.popleft()
+            self._executor.execute(command)
+            if type(command) in _ENDINGS and self._is_enough():
+                if not self.num_queued:
+                    # the loop tells only once of what ends: queued, the driver's thread takes it at once
+                    self._events.extend(self.datapath.step())
+                return False
+        return True
 
     def say_goodbye(self) -> None:
         """Tell the consumers that this worker leaves in order. Each lets go of its pools, then disconnects: until then

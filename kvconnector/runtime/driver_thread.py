@@ -106,10 +106,10 @@ class DriverThread:
         self._thread.start()
 
     def put(self, events: Sequence[object], *, inline: bool = False) -> None:
-        """Take what the engine's thread has for the driver; `inline`, do it here if the GIL is busy."""
-        blocks = blocks_of(events)
+        """Take what the engine's thread has for the driver; `inline`, do it here if that is quick."""
+        blocks = blocks_of(events) if self._marks.are_needed else []
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
-        if inline and self._datapath.is_contended() and self._poll_inline():
+        if inline and not self._datapath.is_meeting and self._poll_inline():
             return
         if not self._datapath.notify():
             self.control.wake()
@@ -195,7 +195,7 @@ class DriverThread:
         except Exception as error:
             self._fail(error)
             # nobody could own it any more, not even to close
-            self._datapath.release(time.monotonic())
+            self._datapath.release(0.0)
 
     def _run(self, driver: Driver) -> None:
         try:
@@ -247,8 +247,7 @@ class DriverThread:
             if mark is not None:
                 driver.datapath.order_after(mark, blocks)
                 self._marks.give_back(mark)
-            for event in events:
-                driver.submit(event)
+            driver.submit(*events)
 
     def _release(self) -> None:
         try:

@@ -27,7 +27,9 @@ class StreamMarks:
         self._kind, _, index = device.partition(":")
         self._index = int(index or 0)
         self._unused: list[torch.cuda.Event] = []
-        if self._kind != "cpu":
+        self.are_needed = self._kind != "cpu"
+        """Whether `make` may return anything but None."""
+        if self.are_needed:
             import torch
 
             self._cuda: Any = load_libcuda("cuEventRecord", "cuStreamQuery")
@@ -40,7 +42,7 @@ class StreamMarks:
         Raises:
             TransportError: the GPU has failed.
         """
-        if self._kind == "cpu":
+        if not self.are_needed:
             return None
         if not self._context.is_current:
             # torch goes to the other device and comes back

@@ -131,8 +131,8 @@ class Worker:
         return self._registered()[1].data_path
 
     def start_step(self, step: StepMetadata) -> None:
-        """Take one step's orders from the scheduler half. Never blocks; but where the driver's thread has had to wait
-        for the GIL lately, this thread begins with them.
+        """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
+        blocks; meeting a peer, and copies on CPUs, are left to that thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
         alone, and the others go on: a load is reported as failed, and its producer is told; a lease is not granted,

@@ -242,23 +242,17 @@ class DataPath:
         """What is known without a look at anything: whoever asked for something goes on with that at once."""
         return self._report.drain()
 
-    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> bool:
+    def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
-        waits in the transport, or time is over. True if a descriptor or a control message was the reason.
+        waits in the transport, or time is over.
 
         Returns at once if nothing is under way. A data path moves chunks here or in `step`.
         """
         self._refresh()
-        if self._reads.is_waiting:
-            timeout_s = min(timeout_s, MAX_LEASE_RUN_S)
-        elif self._is_warming_up() or self.machine.network.is_control_arriving():
-            timeout_s = min(timeout_s, MAX_AWAITED_RUN_S)
-        elif self.machine.is_active:
-            timeout_s = min(timeout_s, MAX_RUN_S)
+        timeout_s = self._run_s(timeout_s)
         reason = self.machine.run(timeout_s, wants_slots=bool(self._receives.waiting), fds=fds)
         if reason == r.TIMEOUT:
             self._copies.check_device()
-        return reason == r.READABLE
 
     def notify(self) -> bool:
         """There is something to do for who owns this data path. Whether it is awake, or woken by this, to see it. Any
@@ -270,9 +264,10 @@ class DataPath:
         """The owner is about to do all that there is to do."""
         self.machine.lock.clear_pending()
 
-    def is_contended(self) -> bool:
-        """Whether the engine's thread is sooner done with what it brings than the driver's thread has the GIL."""
-        return self.machine.is_gil_busy and not self._is_meeting
+    @property
+    def is_meeting(self) -> bool:
+        """Whether a peer is being met, which compiles and maps: nobody does that inline. Any thread may ask."""
+        return self._is_meeting
 
     def is_starved(self) -> bool:
         """Whether the driver's thread waits in vain for the GIL, and nobody is in the loop."""
@@ -282,7 +277,7 @@ class DataPath:
         """Whether inline progress would find something to do. Each call counts as a poll of the engine's thread."""
         self.machine.note_poll()
         if self._is_meeting:
-            return False  # meeting a peer compiles and maps: nobody does that in passing
+            return False
         lock = self.machine.lock
         # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
         return lock.has_pending or not lock.is_looping
@@ -293,16 +288,18 @@ class DataPath:
         """
         return self.machine.try_acquire(limit_s)
 
-    def poll_once(self) -> None:
-        """Begin and notice what can be begun and noticed in microseconds."""
-        if self._are_copies_quick or not self.machine.lock.is_looping:
-            self._refresh()
-            self.machine.run(-1.0, wants_slots=bool(self._receives.waiting))
-
-    def release(self, return_by_s: float) -> None:
-        """End inline progress. The driver's thread goes on in its `pump`, until that time at the latest."""
+    def poll_once(self) -> bool:
+        """Begin and notice what can be begun and noticed in microseconds. Whether there is something for `step`."""
+        if not self._are_copies_quick and self.machine.lock.is_looping:
+            return False
         self._refresh()
-        self.machine.release(return_by_s, wants_slots=bool(self._receives.waiting))
+        return self.machine.run(-1.0, wants_slots=bool(self._receives.waiting)) != r.TIMEOUT
+
+    def release(self, timeout_s: float) -> None:
+        """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
+        self._refresh()
+        wants_slots = bool(self._receives.waiting)
+        self.machine.release(self._run_s(timeout_s), wants_slots=wants_slots)
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -341,6 +338,14 @@ class DataPath:
             self._receives.begin()
         if self.machine.sends.num_active:
             self._sends.refresh_endpoints()
+
+    def _run_s(self, timeout_s: float) -> float:
+        """For how long at most the loop can do without Python."""
+        if self._reads.is_waiting:
+            return min(timeout_s, MAX_LEASE_RUN_S)
+        if self._is_warming_up() or self.machine.network.is_control_arriving():
+            return min(timeout_s, MAX_AWAITED_RUN_S)
+        return min(timeout_s, MAX_RUN_S) if self.machine.is_active else timeout_s
 
     def _is_warming_up(self) -> bool:
         """Whether a peer is being met. For the owner alone; any thread may read what it found last."""

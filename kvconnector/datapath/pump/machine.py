@@ -280,17 +280,12 @@ class Machine:
 
     def _grace_ns(self) -> int:
         """Who waits for the GIL slows down who has it: a busy engine that polls often is waited for in the loop."""
-        if not self.is_gil_busy:
-            return _GRACE_NS
+        if self._gil_wait_ns <= _LONG_GIL_WAIT_NS:
+            return _GRACE_NS  # the driver's thread has not had to wait for the GIL lately
         interval_ns = max(self._poll_interval_ns, time.monotonic_ns() - self._polled_ns)
         return max(
             2 * interval_ns if interval_ns < _LONG_STEP_NS else self._gil_wait_ns, _NS_PER_MS
         )
-
-    @property
-    def is_gil_busy(self) -> bool:
-        """Whether the driver's thread has had to wait for the GIL lately."""
-        return self._gil_wait_ns > _LONG_GIL_WAIT_NS
 
     @property
     def is_starved(self) -> bool:
@@ -316,13 +311,11 @@ class Machine:
         self._is_inline = True
         return True
 
-    def release(self, return_by_s: float, *, wants_slots: bool) -> None:
-        """End inline progress. The driver's thread goes on with what is under way, until `return_by_s` of the monotonic
-        clock at the latest.
-        """
+    def release(self, limit_s: float, *, wants_slots: bool) -> None:
+        """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
         self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
         self._state["wants_slots"] = wants_slots
         self._state["num_inline"] += 1
-        self._state["return_by_ns"] = round(return_by_s * _NS_PER_S)
+        self._state["return_by_ns"] = self.network.now_ns() + round(limit_s * _NS_PER_S)
         self._is_inline = False
         release_inline(self._address)

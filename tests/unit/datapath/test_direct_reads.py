@@ -3,6 +3,7 @@
 import fcntl
 import os
 import subprocess
+import threading
 from contextlib import ExitStack, closing
 
 import msgspec
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.ucx
 
 TOKENS = range(20)
 MANY_STEPS = 20
+LONG_S = 60.0
 
 
 @pytest.fixture
@@ -106,6 +108,17 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
     check_read(pair, source, destination)
     assert pair.find(ev.ReceiveFinished, 1).path == "direct"
+
+
+def test_a_sleeping_driver_looks_for_the_lease_of_a_read_that_was_submitted_inline(pair):
+    sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S, ()), daemon=True)
+    sleeper.start()
+    while not pair.d.path.try_acquire(0.0):
+        sleeper.join(1e-3)
+    ask(pair, 1)
+    pair.d.path.release(LONG_S)
+    sleeper.join(LONG_S / 2)
+    assert not sleeper.is_alive()
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["for its lease", "for nothing"])
