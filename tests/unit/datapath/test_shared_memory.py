@@ -94,6 +94,24 @@ def test_memory_of_several_programs_is_not_taken_from_them(tmp_path):
     assert array[0] == 7
 
 
+def test_caches_of_which_a_part_cannot_be_moved_keep_their_content(monkeypatch):
+    array = in_pages(3 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    before, calls, move = array.copy(), [], shared_memory._map()
+
+    def fails_once_moved(*arguments):
+        calls.append(arguments)
+        return move(*arguments) if len(calls) == 1 else move(*arguments[:4], -1, 0)
+
+    monkeypatch.setattr(shared_memory, "_PIECE_BYTES", PAGE)
+    monkeypatch.setattr(shared_memory, "_map", lambda: fails_once_moved)
+    with pytest.raises(TransportError, match="cannot be shared"):
+        SharedMemory(1).share([bounds(array)])
+    assert len(calls) == 2
+    np.testing.assert_array_equal(array, before)
+    array[...] = 0
+    assert not array.any()
+
+
 @pytest.mark.parametrize("sign", ["num_pinned", "is_known_to_cuda"])
 def test_memory_that_a_device_knows_is_not_moved(monkeypatch, sign):
     monkeypatch.setattr(shared_memory, sign, lambda *address: 4)
