@@ -60,7 +60,7 @@ ROOMS = {
     "tests/unit/cache": 680,
     "tests/unit/cli": 670,
     "tests/unit/control": 110,
-    "tests/unit/datapath": 2190,
+    "tests/unit/datapath": 2210,
     "tests/unit/minillm": 1280,
     "tests/unit/runtime": 1180,
     "tests/unit/session": 1050,
