@@ -20,7 +20,7 @@ from kvconnector.bench.engines import EnginePair, request_seconds
 from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.rank_process import Driven, RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, Progress, format_seconds
+from kvconnector.bench.results import CaseResult, Measurement, Progress
 from kvconnector.runtime import StepMetadata, WorkerOutput
 
 DEFAULT_TOKENS = (2048,)
@@ -65,12 +65,11 @@ def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
                 case = f"{deployment.case_name(num_tokens)}, {rhythm}, {beside}"
                 progress(case)
                 ours, alone, turns = _measure(pair, at_pace, transfers, loads)
-                notes: list[str] = []
                 if loads == IDLE:
                     idle = ours
                 else:
-                    ours, *notes = _judge(ours, idle, alone, turns)
-                yield CaseResult(case, (ours,), tuple(notes))
+                    ours = _judge(ours, idle, alone, turns)
+                yield CaseResult(case, (ours,))
 
 
 def _measure(
@@ -102,27 +101,21 @@ def _measure(
     return Measurement(name, "ours", samples, nbytes), alone, turns
 
 
-def _judge(
-    busy: Measurement, idle: Measurement, alone: Turns, turns: Turns
-) -> tuple[Measurement, str]:
-    """How loads beside busy engines compare with those of idle ones, in figures and in words."""
-    p90_s, idle_s, step_s = busy.percentile_s(90), idle.percentile_s(90), _step_s(alone, 1)
+def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
+    """With figures of how loads beside busy engines compare with those of idle ones."""
+    idle_s, step_s = idle.percentile_s(90), _step_s(alone, 1)
     bound_s = MAX_OVER_IDLE * (idle_s + step_s)
     figures = {
         "idle_p50_s": idle.percentile_s(50),
         "idle_p90_s": idle_s,
         "decode_step_s": step_s,
         "p90_bound_s": bound_s,
-        "p90_over_bound": p90_s / bound_s,
+        "p90_over_bound": busy.percentile_s(90) / bound_s,
     }
     for index, side in enumerate(("prefill", "decode")):
         if _step_s(alone, index):
             figures[f"{side}_steps_kept"] = _step_s(alone, index) / _step_s(turns, index)
-    told = (
-        f"p90 {format_seconds(p90_s)} is {'within' if p90_s <= bound_s else 'beyond'} {MAX_OVER_IDLE} x (idle p90"
-        f" {format_seconds(idle_s)} + a decode step of {format_seconds(step_s)}) = {format_seconds(bound_s)}"
-    )
-    return msgspec.structs.replace(busy, figures=figures), told
+    return msgspec.structs.replace(busy, figures=figures)
 
 
 def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Transfer]) -> Turns:
@@ -136,11 +129,14 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
         # at pace nobody waits for P: its consumer asks in the next turn
         holds.append(("" if at_pace else request_id, pair.prefill.scheduler.build_step()))
         asked.append((request_id, pair.decode.scheduler.build_step()))
-    steps = [(holds, asked)] if transfers else [(holds, asked)] * ALONE_TURNS
-    if transfers and at_pace:
+    if not transfers:
+        steps = [(holds, asked)] * ALONE_TURNS
+    elif at_pace:
         steps = [
             (holds[now : now + 1], asked[max(0, now - 1) : now]) for now in range(len(holds) + 1)
         ]
+    else:
+        steps = [(holds, asked)]
     min_s = TURN_S if at_pace or not transfers else 0.0
     turns = []
     for held, loaded in steps:

@@ -111,10 +111,9 @@ def test_gil(monkeypatch):
     assert all("direct" in case.ours.contender for case in cases)
     for idle, *busy in (cases[:3], cases[3:]):
         for case in busy:
-            figures, (note,) = case.ours.figures, case.notes
+            figures = case.ours.figures
             bound_s = 1.3 * (idle.ours.percentile_s(90) + figures["decode_step_s"])
             assert figures["p90_bound_s"] == pytest.approx(bound_s)
-            assert ("within" in note) == (case.ours.percentile_s(90) <= bound_s)
             assert figures["prefill_steps_kept"] > 0
             assert figures["decode_steps_kept"] > 0
 
