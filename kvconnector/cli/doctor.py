@@ -28,7 +28,7 @@ from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FIL
 from kvconnector.errors import KVConnectorError
 from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
-from kvconnector.transport.ucx import BINDINGS, load_binding
+from kvconnector.transport.ucx import AUTO, BINDINGS, load_binding
 from kvconnector.transport.ucx.libucp import Libucp
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
@@ -208,11 +208,11 @@ def _usable_keys(secret: Path, clients: Path) -> Finding:
 
 
 def _ucx(device: str) -> Iterator[Finding]:
-    chosen = os.environ.get("KVCONNECTOR_UCX", "auto")
     for name in BINDINGS:
         yield _binding(name)
+    variables = ("KVCONNECTOR_UCX_BINDING", "KVCONNECTOR_UCX")
     try:
-        binding = load_binding(chosen)
+        binding = load_binding(next(filter(None, map(os.environ.get, variables)), AUTO))
         context = binding.open_context({})
         worker = binding.open_worker(context)
         version = ".".join(map(str, Libucp(int(worker.handle)).version()))

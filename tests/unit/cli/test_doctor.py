@@ -90,13 +90,16 @@ def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
     assert lines[-1] == "faults: ucx"
 
 
-def test_without_a_binding_the_rest_is_still_examined(monkeypatch):
-    def missing(name="auto"):
+@pytest.mark.parametrize("variable", ["KVCONNECTOR_UCX", "KVCONNECTOR_UCX_BINDING"])
+def test_without_the_binding_that_is_set_the_rest_is_still_examined(monkeypatch, variable):
+    def missing(name):
         raise TransportError("no UCX binding can be imported", reasons={name: "not there"})
 
+    monkeypatch.setenv(variable, "ucx-py")
     monkeypatch.setattr(doctor_module, "load_binding", missing)
     findings = _findings()
-    assert _verdicts(findings, "ucx") == ["FAIL"]
+    (fault,) = [finding for finding in findings if finding.subject == "ucx"]
+    assert (fault.verdict, "ucx-py" in fault.text) == ("FAIL", True)
     assert _verdicts(findings, "numpy") == ["ok"]
     assert not _verdicts(findings, "self-test")
 
