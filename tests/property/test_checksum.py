@@ -22,9 +22,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
     (consumer,) = d.workers
 
     def load(name):
-        offer = p.grant(name, [SOURCE], NUM_TOKENS)
-        d.want(name, offer)
-        d.load(name, offer, [DESTINATION], [range(NUM_TOKENS)])
+        d.load_from(p, name, SOURCE, DESTINATION, NUM_TOKENS)
         assert world.run(consumer.outbox.is_filled)
         return consumer.poll()
 

@@ -155,6 +155,12 @@ class WorldEngine:
         blocks = tuple(GroupBlocks.of(ids) for ids in block_ids)
         self._order(LoadRequest(request_id, ranges, blocks, offer.blocks))
 
+    def load_from(self, producer, request_id, block_ids, into, num_tokens):
+        """Load all tokens of one group into blocks `into`; `producer` holds them in `block_ids` from now on."""
+        offer = producer.grant(request_id, [block_ids], num_tokens)
+        self.want(request_id, offer)
+        self.load(request_id, offer, [into], [range(num_tokens)])
+
     def drop(self, request_id):
         """The consumer gives a request up."""
         self._order(DropRequest(request_id))

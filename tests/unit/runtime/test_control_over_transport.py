@@ -47,9 +47,7 @@ class Deployment:
 
     def request(self, name, block_ids=(1, 2, 3), num_tokens=9):
         """Hold a request at the producer, and have the consumer load it."""
-        offer = self.p.grant(name, [list(block_ids)], num_tokens)
-        self.d.want(name, offer)
-        self.d.load(name, offer, [list(block_ids)], [range(num_tokens)])
+        self.d.load_from(self.p, name, list(block_ids), list(block_ids), num_tokens)
 
     def outputs(self, engine):
         return [worker.poll() for worker in engine.workers]

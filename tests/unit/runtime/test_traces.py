@@ -70,9 +70,7 @@ def world(request):
         world.start(FakeEngine(name, attention_model(), tp_size=tp_size), role=role)
         for name, role, tp_size in (("p", "producer", request.param), ("d", "consumer", 1))
     )
-    offer = p.grant("r", [[0, 1, 2]], 12)
-    d.want("r", offer)
-    d.load("r", offer, [[7, 6, 5]], [range(12)])
+    d.load_from(p, "r", [0, 1, 2], [7, 6, 5], 12)
     yield world
     world.close()
 

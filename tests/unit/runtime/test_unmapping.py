@@ -69,9 +69,7 @@ class MappingWorld(World):
         return [*self.producer.links.mappers.values()]
 
     def request(self, name="r"):
-        offer = self.p.grant(name, [[1, 2]], 8)
-        self.d.want(name, offer)
-        self.d.load(name, offer, [[1, 2]], [range(8)])
+        self.d.load_from(self.p, name, [1, 2], [1, 2], 8)
 
 
 @pytest.fixture
