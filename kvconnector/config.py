@@ -238,8 +238,10 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:
-        """Settings from nested mappings, as JSON or YAML would give them. Raises ConfigError: an unknown name (with the
-        nearest known one), a wrong type, or a value out of range.
+        """Settings from nested mappings, as JSON or YAML would give them.
+
+        Raises:
+            ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
         """
         _refuse_unknown_names(settings)
         try:
@@ -252,8 +254,11 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     def from_env(
         cls, environ: Mapping[str, str], base: Mapping[str, Any] | None = None
     ) -> ConnectorConfig:
-        """Settings from `environ` over those of `base`. Raises ConfigError: as `from_mapping`; also for a
-        `KVCONNECTOR_` variable that names no setting, and for two that set one differently.
+        """Settings from `environ` over those of `base`.
+
+        Raises:
+            ConfigError: as `from_mapping`; also for a `KVCONNECTOR_` variable that names no setting, and for two that
+                set one differently.
         """
         settings: dict[str, Any] = {
             name: dict(value) if isinstance(value, Mapping) else value
