@@ -53,7 +53,7 @@ ROOMS = {
     "tests/integration": 1420,
     "tests/kernels": 1630,
     "tests/property": 2070,
-    "tests/support": 2310,
+    "tests/support": 2320,
     "tests/transport": 710,
     "tests/unit": 1270,
     "tests/unit/bench": 750,
@@ -62,7 +62,7 @@ ROOMS = {
     "tests/unit/control": 110,
     "tests/unit/datapath": 2210,
     "tests/unit/minillm": 1280,
-    "tests/unit/runtime": 1180,
+    "tests/unit/runtime": 1170,
     "tests/unit/session": 1050,
     "tests/vllm": 5030,
 }
