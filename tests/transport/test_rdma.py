@@ -3,11 +3,14 @@
 import logging
 import os
 import re
+import struct
+import zlib
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
-from kvconnector.errors import ConfigError, IncompatiblePeerError
+from kvconnector.errors import ConfigError, IncompatiblePeerError, RemoteProtocolError
 from kvconnector.transport.ucx import UcxTransport, load_binding, open_ucx_transport
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
 from kvconnector.transport.ucx.rdma import (
@@ -193,6 +196,16 @@ def on_another_host(transport):
     """A transport's address as if its host were another."""
     here = WorkerAddress.decode(transport.address)
     return replace(here, host_id=b"?" * HOST_ID_BYTES, shares_memory=False).encode()
+
+
+def test_an_address_with_a_deeply_nested_field_that_is_not_known_is_malformed():
+    start, body = (
+        struct.Struct("<4sI"),
+        msgspec.msgpack.encode(WorkerAddress(b"", 1, 1, False, b"")),
+    )
+    body = bytes([body[0] + 1]) + body[1:] + b"\x91" * 60_000 + b"\xc0"
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        WorkerAddress.decode(start.pack(b"KVU2", zlib.crc32(body)) + body)
 
 
 def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_required(

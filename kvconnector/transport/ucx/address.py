@@ -57,7 +57,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
             raise RemoteProtocolError("this is no UCX address", length_bytes=len(encoded))
         try:
             return msgspec.msgpack.decode(body, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise RemoteProtocolError(f"this UCX address is malformed: {error}") from error
 
     def same_host(self, other: WorkerAddress) -> bool:
