@@ -54,7 +54,7 @@ ROOMS = {
     "tests/kernels": 1630,
     "tests/property": 2070,
     "tests/support": 2320,
-    "tests/transport": 710,
+    "tests/transport": 720,
     "tests/unit": 1270,
     "tests/unit/bench": 750,
     "tests/unit/cache": 680,
