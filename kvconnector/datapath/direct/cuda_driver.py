@@ -71,26 +71,19 @@ class CudaDriver:
         """The whole allocation that an address is in, as another process may open it. Raises TransportError: memory
         that has no IPC handle, as PyTorch's expandable segments.
         """
-        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        self.check(
-            self.library.cuMemGetAddressRange_v2(
-                ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
-            ),
-            "the GPU's driver does not know an address of the caches",
-            address=hex(address),
-        )
+        base, nbytes = self._range_of(address)
         handle = IpcHandle()
         self.check(
-            self.library.cuIpcGetMemHandle(ctypes.byref(handle), base),
+            self.library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base)),
             "memory of the caches cannot be shared; PyTorch's expandable segments cannot",
             address=hex(address),
-            nbytes=nbytes.value,
+            nbytes=nbytes,
         )
-        return IpcAllocation(handle=bytes(handle), address=base.value, nbytes=nbytes.value)
+        return IpcAllocation(handle=bytes(handle), address=base, nbytes=nbytes)
 
-    def open_ipc(self, handle: bytes) -> int:
-        """Map another process's allocation into the current context; its address there. Raises TransportError: the
-        handle is stale, or the GPUs cannot reach each other's memory.
+    def open_ipc(self, handle: bytes) -> tuple[int, int]:
+        """Map another process's allocation into the current context; its address there, and its bytes. Raises
+        TransportError: the handle is stale, or the GPUs cannot reach each other's memory.
         """
         address = ctypes.c_uint64()
         self.check(
@@ -101,7 +94,7 @@ class CudaDriver:
             ),
             "the producer's GPU memory cannot be mapped",
         )
-        return address.value
+        return address.value, self._range_of(address.value)[1]
 
     def close_ipc(self, address: int) -> None:
         """Unmap what `open_ipc` mapped into the current context. Raises TransportError: the driver refuses."""
@@ -140,6 +133,18 @@ class CudaDriver:
         )
         if status != _PEER_ACCESS_ALREADY_ENABLED:
             self.check(status, "one GPU cannot reach another's memory", device=device_index)
+
+    def _range_of(self, address: int) -> tuple[int, int]:
+        """The first address and the bytes of the allocation that an address is in."""
+        base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+        self.check(
+            self.library.cuMemGetAddressRange_v2(
+                ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
+            ),
+            "the GPU's driver does not know an address of the caches",
+            address=hex(address),
+        )
+        return base.value, nbytes.value
 
     def _context_of(self, device_index: int) -> ctypes.c_void_p:
         """A GPU's primary context, the one that PyTorch uses."""

@@ -31,8 +31,14 @@ class Mappings:
                 return
             try:
                 for allocation in export.allocations:
-                    here = self._driver.open_ipc(allocation.handle)
+                    here, nbytes = self._driver.open_ipc(allocation.handle)
                     self._opened.append(here)
+                    if allocation.nbytes > nbytes:
+                        raise TransportError(
+                            "an exported allocation is smaller than it says",
+                            nbytes=nbytes,
+                            said=allocation.nbytes,
+                        )
                     there = allocation.address
                     self.places.append((there, allocation.nbytes, here - there))
             except TransportError:

@@ -4,10 +4,11 @@ import time
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pump.choice import open_datapath
-from kvconnector.errors import PeerLostError
+from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -126,6 +127,16 @@ def test_capped_programs_and_large_blocks(start, place):
     shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
     _, consumer = start(place, shape, max_programs=8)
     check(consumer, Caches(shape, seed=5), 1, range(3, 1024))
+
+
+@places
+def test_allocation_that_is_smaller_than_its_export_says_is_not_read(start, place):
+    exporter, consumer = start(place, Shape(layers=1))
+    consumer.path.close_export(LINK)
+    first, *others = exporter.export.allocations
+    longer = replace(first, nbytes=first.nbytes + 1)
+    with pytest.raises(TransportError, match="smaller than it says"):
+        consumer.path.open_export(LINK, replace(exporter.export, allocations=(longer, *others)))
 
 
 @places
