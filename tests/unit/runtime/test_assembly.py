@@ -5,6 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.runtime.assembly import hello_reply
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
@@ -17,7 +19,9 @@ def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
     try:
         shape = FakeEngine("p", attention_model(num_layers=40))
         (worker,) = world.start(shape, role="producer").workers
-        export, _kept = cuda_export(worker.pools)
+        board = LeaseBoard(num_buckets=1)
+        export = cuda_export(PoolExporter(worker.pools, board).message)
+        board.close()
         datapath = SimpleNamespace(export=lambda: export)
         settings = {"insecure": True, "max_message_bytes": limit}
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
