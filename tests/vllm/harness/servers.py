@@ -108,6 +108,8 @@ def metrics(folder, outcome, device):
     """Transfers, an expired lease and a lost producer, as an operator sees them."""
     # of this process, which is the case's own
     os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": "6", "VLLM_LOG_STATS_INTERVAL": "1"}
+    # an engine that has no token yet when its interval ends logs what was transferred in it at this level, and no more
+    os.environ["VLLM_LOGGING_LEVEL"] = "DEBUG"
     with ExitStack() as stack:
         servers = Servers(folder, stack, device)
         _a_transfer(servers, outcome)
