@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fakes import LAYOUTS, FakeEngine, dense_of
+from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, dense_of
 from tests.support.loopback import LoopbackFaults
 from tests.support.strategies import model_shapes
 from tests.support.world import World
@@ -90,6 +90,24 @@ def test_loaded_bytes_are_the_producers(case):
         np.testing.assert_equal([_others(worker, ours) for worker in d.workers], outside)
     finally:
         world.close()
+
+
+def test_blocks_withdrawn_in_mid_read_come_back_once_nothing_is_sent_from_them():
+    world = World(settings={"staging": {"chunk_bytes": 16, "budget_bytes": 1 << 16, "window": 1}})
+    world.network.faults = LoopbackFaults(max_delay_calls=8)
+    (producer,) = (p := world.start(FakeEngine("p", attention_model()), role="producer")).workers
+    (consumer,) = (d := world.start(FakeEngine("d", attention_model()), role="consumer")).workers
+    slots = producer.datapath.machine.send_slots
+    d.load_from(p, "r", [0, 1, 2], [7, 6, 5], 12)
+    assert world.run(lambda: slots.num_busy)
+    p.withdraw("r")
+    assert world.run(producer.outbox.is_filled)
+    assert producer.poll().finished_sending == {"r"}
+    assert not slots.num_busy
+    assert world.run(world.is_quiet)
+    assert consumer.poll().failed_recving.keys() == {"r"}
+    assert not producer.driver.refusals.counts
+    world.close()
 
 
 def _others(worker, ours):
