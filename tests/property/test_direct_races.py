@@ -40,7 +40,7 @@ class Races:
         p, d = self._pair.p, self._pair.d
         key = number.to_bytes(8, "little") + b"lease of"
         content, next_content = 1 + number % 250, 1 + (number + 1) % 250
-        for array in p.arrays:
+        for array in p.arrays.values():
             array[...] = content
         p.path.publish_lease(key, MANY_TOKENS)
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
@@ -72,7 +72,7 @@ class Races:
         while time.perf_counter() < until_s:
             time.sleep(0.0)
         self._pair.p.path.retract_lease(key)
-        for array in self._pair.p.arrays:
+        for array in self._pair.p.arrays.values():
             array[...] = content
 
     def _until_over(self, number):

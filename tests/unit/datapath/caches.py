@@ -5,15 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from kvconnector.cache.views import KVView
 from kvconnector.datapath.base import Program, SegmentWindow
-from kvconnector.datapath.pools import CacheGroup, Pools
+from kvconnector.datapath.pools import Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
-from tests.support.fakes import FakeEngine, attention_model, shareable
+from tests.support.fakes import LAYOUTS, FakeCaches, FakeEngine, attention_model
 
 BLOCKS = 12
-LAYOUTS = ("HND", "NHD", "HDN")
+ORDERS = ("HND", "NHD", "HDN")
 
 
 @dataclass(frozen=True)
@@ -45,44 +44,36 @@ def unlike_sides(draw):
     return source, destination, tokens, range(*sorted(edges))
 
 
-class Caches:
-    """K and V of every layer, each part in memory of its own; zeros without a seed."""
+class Caches(FakeCaches):
+    """K and V of every layer; zeros without a seed. On a GPU, `arrays` are what `dense` last found there."""
 
     def __init__(self, shape, *, seed, device="cpu"):
-        self.shape = shape
-        stored = [
-            _allocate(shape, None if seed is None else seed + row)
-            for row in range(2 * shape.layers)
-        ]
-        self._memory = stored
-        addresses = [array.ctypes.data for array in stored]
+        self.shape, self.device = shape, device
+        model = attention_model(shape.layers, shape.heads, shape.dim, shape.item)
+        sizes = {"block_sizes": (shape.block,), "num_blocks": (shape.blocks,)}
+        engine = FakeEngine("e", model, layout=shape.layout, **sizes)
+        super().__init__(engine, engine.geometry().ranks[0], np.random.default_rng(seed))
+        if seed is None:
+            for array in self.arrays.values():
+                array[...] = 0
         if device != "cpu":
             import torch
 
-            self._memory = [
-                torch.from_numpy(array.view(np.uint8).reshape(-1)).to(device) for array in stored
-            ]
-            addresses = [tensor.data_ptr() for tensor in self._memory]
-        model = attention_model(shape.layers, shape.heads, shape.dim, shape.item)
-        (rank,) = FakeEngine("e", model, block_sizes=(shape.block,)).geometry().ranks
-        views = [
-            _view_of(address, _logical(shape, array))
-            for address, array in zip(addresses, stored, strict=True)
-        ]
-        by_layer = {layer: views[2 * layer : 2 * layer + 2] for layer in range(shape.layers)}
-        self.pools = Pools([CacheGroup(rank.groups[0], by_layer)], device)
+            self._memory = {
+                key: torch.from_numpy(array.view(f"i{shape.item}")).to(device)
+                for key, array in self.arrays.items()
+            }
+        self.pools = Pools(self.groups(), device)
 
-    @property
-    def arrays(self):
-        """The parts, `[block, head, token, dim]`: the memory itself, or a copy of the GPU's."""
-        return [_logical(self.shape, _on_host(self.shape, memory)) for memory in self._memory]
+    def _address(self, key):
+        return super()._address(key) if self.device == "cpu" else self._memory[key].data_ptr()
 
     def dense(self, block_ids, tokens):
         """A request's tokens, `[row, head, token, dim]`."""
-        rows = [
-            array[block_ids].transpose(1, 0, 2, 3).reshape(self.shape.heads, -1, self.shape.dim)
-            for array in self.arrays
-        ]
+        if self.device != "cpu":
+            for key, array in self.arrays.items():
+                array[...] = self._memory[key].cpu().numpy().view(array.dtype)
+        rows = [self.tokens(*key, block_ids) for key in self.arrays]
         return np.stack(rows)[:, :, tokens.start : tokens.stop]
 
     def program(self, block_ids, tokens, *, order, chunk_tokens, chunk_rows, heads=None):
@@ -106,36 +97,3 @@ class Caches:
             chunks=np.array(chunks, CHUNK_DTYPE),
             blocks=(GroupBlocks.of(block_ids),),
         )
-
-
-def _sizes(shape):
-    """The axes of a part as it is stored, and their lengths."""
-    sizes = {"b": shape.blocks, "h": shape.heads, "t": shape.block, "d": shape.dim}
-    stored = {"HND": "bhtd", "NHD": "bthd", "HDN": "bhdt"}[shape.layout]
-    return stored, [sizes[axis] for axis in stored]
-
-
-def _allocate(shape, seed):
-    dtype = np.dtype(f"u{shape.item}")
-    _, sizes = _sizes(shape)
-    stored = shareable(sizes, dtype)
-    if seed is not None:
-        rng = np.random.default_rng(seed)
-        stored[...] = rng.integers(1, np.iinfo(dtype).max, sizes, dtype, endpoint=True)
-    return stored
-
-
-def _logical(shape, stored):
-    axes, _ = _sizes(shape)
-    return stored.transpose([axes.index(axis) for axis in "bhtd"])
-
-
-def _on_host(shape, memory):
-    if isinstance(memory, np.ndarray):
-        return memory
-    _, sizes = _sizes(shape)
-    return memory.cpu().numpy().view(f"u{shape.item}").reshape(sizes)
-
-
-def _view_of(address, like):
-    return KVView(address, like.shape, like.strides, like.itemsize)

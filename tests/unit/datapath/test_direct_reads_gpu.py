@@ -110,7 +110,8 @@ def check(consumer, theirs, read_id, tokens, **window):
 
 @places
 @pytest.mark.parametrize(
-    "theirs,ours", [("HND", "HND"), ("HND", "NHD"), ("NHD", "HDN"), ("HDN", "HND")]
+    "theirs,ours",
+    [("HND", "HND"), ("HND", "NHD"), ("NHD", "K-transposed"), ("K-transposed", "HND")],
 )
 def test_layouts_block_sizes_and_windows(start, place, theirs, ours):
     there = Shape(layers=2, heads=4, dim=16, block=16, blocks=BLOCKS, layout=theirs)

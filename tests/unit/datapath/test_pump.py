@@ -16,7 +16,7 @@ from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError
 from kvconnector.wire.messages import MAX_CHUNKS
 from tests.support.fakes import AheadClock
-from tests.unit.datapath.caches import BLOCKS, LAYOUTS, unlike_sides
+from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
 from tests.unit.datapath.pump_pair import QUARANTINE_S, Pair, Side, both_programs, slots_are_free
 
 pytestmark = pytest.mark.ucx
@@ -28,7 +28,7 @@ SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 def test_any_geometry_arrives_byte_for_byte(data):
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())
     cut = {
-        "order": data.draw(st.sampled_from(LAYOUTS)),
+        "order": data.draw(st.sampled_from(ORDERS)),
         "chunk_tokens": data.draw(st.integers(1, 20)),
         "chunk_rows": data.draw(st.integers(1, 4)),
         "heads": window,
