@@ -203,7 +203,7 @@ class Echo:
 @pytest.mark.integration
 @pytest.mark.parametrize("fate", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_dead_process_is_noticed_on_both_kinds_of_connection(fate):
-    here = open_channel(limits=small_limits(heartbeat_interval_s=0.2, heartbeat_timeout_s=0.6))
+    here = open_channel(limits=small_limits(heartbeat_interval_s=0.5, heartbeat_timeout_s=3.0))
     there = RemoteObject("tests.control.test_control_zmq:Echo", here.address)
     try:
         recorder = Recorder(here)

@@ -13,12 +13,7 @@ from tests.integration import runtime_pair as rp
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-SETTINGS = {
-    "paths": {"direct": "always"},
-    # nothing here waits for a lease or a silent peer: neither may end because the machine is busy
-    "lease": {"duration_s": 60, "early_read_s": 5},
-    "peer": {"hello_timeout_s": 30, "timeout_s": 30, "backoff_initial_s": 0.1},
-}
+DIRECT = {"paths": {"direct": "always"}}
 
 
 @pytest.mark.parametrize("direct, path", [("always", "direct"), ("never", "packed")])
@@ -26,10 +21,8 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, p
     """And a producer may say that it is never read directly."""
     for module in (layers, load):
         monkeypatch.setattr(module, "MIN_PIECE_BYTES", 1)
-    p = start(
-        "p", "producer", seed=1, shape={"tp_size": 2}, **SETTINGS | {"paths": {"direct": direct}}
-    )
-    d = start("d", "consumer", shape={"block": 64, "layout": "NHD"}, **SETTINGS)
+    p = start("p", "producer", seed=1, shape={"tp_size": 2}, paths={"direct": direct})
+    d = start("d", "consumer", shape={"block": 64, "layout": "NHD"}, **DIRECT)
     source, target, num_tokens = list(range(13)), [3, 1, 2, 0], 200
     arrays = [(key[1], each) for caches in p.caches for key, each in caches.arrays.items()]
     computed = [array[source].copy() for _, array in arrays]
@@ -92,8 +85,8 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
             assert may_go_on.wait(rp.DEADLINE_S)
         return answer
 
-    p = start("p", "producer", elsewhere=True, seed=3, **SETTINGS)
-    d = start("d", "consumer", **SETTINGS)
+    p = start("p", "producer", elsewhere=True, seed=3, **DIRECT)
+    d = start("d", "consumer", **DIRECT)
     params, expected = remote_offer(p, d), p.dense([9, 3], 30)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePools, "is_published", is_published)
@@ -106,7 +99,7 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
     assert d.failed == {}
     assert rp.same(expected, d.dense([5, 6], 30))
 
-    again = start("p", "producer", elsewhere=True, seed=4, **SETTINGS)
+    again = start("p", "producer", elsewhere=True, seed=4, **DIRECT)
     d.load("v", remote_offer(again, d), [5, 6], 31)
     rp.until(lambda: "v" in d.received, d)
     assert "v" not in d.failed

@@ -195,10 +195,10 @@ def test_the_router_streams_where_both_engines_do(stream, run_cluster):
         several = await me.complete_on(cluster, router, prompt, max_tokens=MAX_TOKENS, n=2)
         first = next(choice for choice in several["choices"] if choice["index"] == 0)
         assert first["token_ids"] == token_ids(me.expected_tokens(LLAMA, prompt, MAX_TOKENS))
+        before = await _step_count(cluster, prefill)
         leaving = asyncio.create_task(
             me.complete_on(cluster, router, me.prompt_of(2500), max_tokens=MAX_TOKENS)
         )
-        before = await _step_count(cluster, prefill)
         while await _step_count(cluster, prefill) < before + 5:
             await asyncio.sleep(0.01)
         leaving.cancel()
