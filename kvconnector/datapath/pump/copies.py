@@ -14,12 +14,22 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.marks import Requests
-from kvconnector_kernels.relayout import Order, PackedSide, PagedSide, PartTable, RelayoutError
+from kvconnector_kernels.pump.chunks import measure_chunks
+from kvconnector_kernels.relayout import (
+    Order,
+    PackedSide,
+    PagedSide,
+    PartTable,
+    RelayoutError,
+    TokenRuns,
+)
 from kvconnector_kernels.relayout.block_ids import BlockIds
 from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 # fields of `planning.CHUNK_DTYPE`
 _PART_START, _NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
+Fields: TypeAlias = npt.NDArray[np.int32]
+"""Of chunks, `[chunk, field]`."""
 
 
 class Jobs(msgspec.Struct, frozen=True, eq=False):
@@ -123,17 +133,37 @@ Members: TypeAlias = "slice | npt.NDArray[np.int64]"
 
 
 class Span(NamedTuple):
-    """The chunks of a program that differ in their parts only, and how they lie in the pools and in a slot."""
+    """The `chunks` of a program that differ in their parts only, and how they lie in the pools and in a slot. `fields`
+    are those of its chunks, whose parts count from `first_row` on; for the others see `PagedSide`.
+    """
 
     table: PartTable
-    paged: PagedSide
+    ids: BlockIds
+    head_start: int
+    token_start: int
+    runs: TokenRuns
     packed: PackedSide
     num_heads: int
     num_tokens: int
     part_bytes: int
     chunks: Members
-    first_rows: npt.NDArray[np.int64]
-    num_parts: npt.NDArray[np.int64]
+    first_row: int
+    fields: Fields
+
+    @property
+    def first_rows(self) -> npt.NDArray[np.int64]:
+        """Of each chunk, in the part table."""
+        return self.fields[:, _PART_START].astype(np.int64) + self.first_row
+
+    @property
+    def num_parts(self) -> npt.NDArray[np.int64]:
+        """Of each chunk."""
+        return self.fields[:, _NUM_PARTS].astype(np.int64)
+
+    @property
+    def paged(self) -> PagedSide:
+        """The pools' side of a part. Raises RelayoutError: a token in front of the first block."""
+        return PagedSide(self.table, self.ids, 0, self.head_start, self.token_start, self.runs)
 
     def sides(self, *, packing: bool) -> tuple[PagedSide | PackedSide, PagedSide | PackedSide]:
         """Source and destination."""
@@ -160,57 +190,41 @@ def spans_of(
     """The spans of a program. `ids` are the block ids of each group as the device reads them; `slots`: see `slots_of`.
     Raises RelayoutError: a chunk outside its pool or its slot.
     """
-    records = np.frombuffer(np.ascontiguousarray(program.chunks), np.int32)
-    fields = records.reshape(-1, _NUM_FIELDS).T.astype(np.int64, order="C")
+    # a copy: compiled code tells arrays that can be written from others
+    fields = np.frombuffer(program.chunks.tobytes(), np.int32).reshape(-1, _NUM_FIELDS).copy()
     found: list[Span] = []
-    for (segment_index, token_start, num_tokens), members in _groups(fields):
-        segment = program.segments[segment_index]
+    for members, own_fields, measured in _groups(fields, len(program.segments)):
+        _, part_stop, most_parts, index, token_start, num_tokens = measured
+        segment = program.segments[index]
         table = pools.tables[segment.group, segment.family]
         packed = slots[segment.order]
         part_bytes = segment.part_token_bytes * num_tokens
-        first_rows = fields[_PART_START, members] + segment.first_row
-        num_parts = fields[_NUM_PARTS, members]
-        last_row = int(np.maximum.reduce(first_rows + num_parts))
-        if (
-            last_row > table.num_parts
-            or int(np.maximum.reduce(num_parts)) * part_bytes > packed.nbytes
-        ):
+        last_row = segment.first_row + part_stop
+        if last_row > table.num_parts or most_parts * part_bytes > packed.nbytes:
             raise RelayoutError(
                 f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {packed.nbytes} bytes"
             )
         position, runs = segment.paged_tokens(
             token_start, program.blocks[segment.group], table.block_size
         )
-        paged = PagedSide(table, ids[segment.group], 0, segment.head_start, position, runs)
-        found.append(
-            Span(
-                table,
-                paged,
-                packed,
-                segment.num_heads,
-                num_tokens,
-                part_bytes,
-                members,
-                first_rows,
-                num_parts,
-            )
-        )
+        where = (table, ids[segment.group], segment.head_start, position, runs, packed)
+        counts = (segment.num_heads, num_tokens, part_bytes)
+        found.append(Span(*where, *counts, members, segment.first_row, own_fields))
     return found
 
 
-def _groups(fields: npt.NDArray[np.int64]) -> list[tuple[list[int], Members]]:
-    """The chunks that differ in their parts only: segment, first token, tokens; and which they are, in their order."""
-    if not fields.size:
-        return []
-    keys = fields[_SPAN_KEY]
-    first = keys[:, :1]
-    if bool((keys == first).all()):
-        return [(first[:, 0].tolist(), slice(None))]
-    order = np.lexsort(keys)
-    keys = keys[:, order]
-    starts = [0, *((keys[:, 1:] != keys[:, :-1]).any(axis=0).nonzero()[0] + 1).tolist()]
-    stops = [*starts[1:], len(order)]
-    return [
-        (keys[:, start].tolist(), order[start:stop])
-        for start, stop in zip(starts, stops, strict=True)
-    ]
+def _groups(fields: Fields, num_segments: int) -> list[tuple[Members, Fields, tuple[int, ...]]]:
+    """The chunks that differ in their parts only: which they are, in their order, and what is measured of them."""
+    found: list[tuple[Members, Fields, tuple[int, ...]]] = []
+    at = 0
+    while at < len(fields) and len(found) <= num_segments:
+        measured = measure_chunks(fields[at:])
+        members = slice(at, at + measured[0])
+        found.append((members, fields[members], measured))
+        at = members.stop
+    if at == len(fields):
+        return found  # one segment after the other
+    order = np.lexsort(fields[:, _SPAN_KEY].T)
+    keys = fields[order][:, _SPAN_KEY]
+    groups = np.split(order, (keys[1:] != keys[:-1]).any(axis=1).nonzero()[0] + 1)
+    return [(group, fields[group], measure_chunks(fields[group])) for group in groups]

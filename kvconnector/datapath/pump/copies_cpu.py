@@ -74,23 +74,23 @@ class CpuCopies(ChunkCopies):
 
     def _may_lie_in_place(self, span: Span, nbytes: npt.NDArray[np.int64]) -> bool:
         """False where chunks are too small to be sent from the pools, or in blocks that are not in a row."""
-        if span.paged.runs is not ADJACENT or nbytes.max() < self._min_in_place_bytes:
+        if span.runs is not ADJACENT or nbytes.max() < self._min_in_place_bytes:
             return False
         addresses = span.table.rows[:, 0]
         if span.num_parts.min() > 1 and not (np.diff(addresses) == span.part_bytes).any():
             return False  # no two parts follow each other
-        first, stop = span.paged.token_start, span.paged.token_start + span.num_tokens
+        first, stop = span.token_start, span.token_start + span.num_tokens
         first_block = first // span.table.block_size
         last_block = (stop - 1) // span.table.block_size
-        ids: npt.NDArray[np.int32] = span.paged.block_ids  # type: ignore[assignment]  # numpy on the CPU
+        ids: npt.NDArray[np.int32] = span.ids  # type: ignore[assignment]  # numpy on the CPU
         return int(ids[last_block]) - int(ids[first_block]) == last_block - first_block
 
     @staticmethod
     def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> list[int]:
         """A job with the fields that all chunks of a span share, in their order."""
-        ids: npt.NDArray[np.int32] = span.paged.block_ids  # type: ignore[assignment]  # numpy on the CPU
+        ids: npt.NDArray[np.int32] = span.ids  # type: ignore[assignment]  # numpy on the CPU
         part, head, token, dim = span.packed.strides_bytes(geometry)
-        runs = span.paged.runs
+        runs = span.runs
         values = {
             "is_pack": packing,
             "num_heads": geometry.num_heads,
@@ -99,8 +99,8 @@ class CpuCopies(ChunkCopies):
             "item_bytes": geometry.item_size_bytes,
             "block_ids": ids.ctypes.data,
             "block_size": span.table.block_size,
-            "head_start": span.paged.head_start,
-            "token_start": span.paged.token_start,
+            "head_start": span.head_start,
+            "token_start": span.token_start,
             "run_tokens": runs.run_tokens,
             "step_tokens": runs.step_tokens,
             "skip_tokens": runs.skip_tokens,
@@ -117,10 +117,10 @@ def _places(span: Span, geometry: CopyGeometry) -> npt.NDArray[np.int64]:
     _, head, token, dim = span.packed.strides_bytes(geometry)
     addresses = run_addresses(
         span.table.rows,
-        span.paged.block_ids,  # type: ignore[arg-type]  # numpy on the CPU
+        span.ids,  # type: ignore[arg-type]  # numpy on the CPU
         block_size=span.table.block_size,
-        head_start=span.paged.head_start,
-        token_start=span.paged.token_start,
+        head_start=span.head_start,
+        token_start=span.token_start,
         counts=(geometry.num_heads, geometry.num_tokens, geometry.head_dim),
         strides_bytes=(head, token, dim),
     )

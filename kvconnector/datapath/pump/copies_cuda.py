@@ -31,7 +31,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
-from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, MAX_PARAMS, compile_copy
+from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, MAX_PARAMS, compile_copy, fill_jobs
 from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 from kvconnector_kernels.relayout.runs import ADJACENT
@@ -41,17 +41,10 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 NUM_STREAMS = 4
-MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
-"""A chunk of no more is copied in 20 microseconds on all multiprocessors: a read's first and last chunks, in whose time
-nothing else of it moves.
-"""
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
 _MAX_GEOMETRIES = 1 << 10
-_NBYTES, _NUM_PROGRAMS, _SLOT_PARAM, _STREAM, _PARAMS = map(
-    JOB.names.index,  # type: ignore[union-attr]  # a record
-    ("nbytes", "num_programs", "slot_param", "stream", "params"),
-)
+_SLOT_PARAM, _PARAMS = map(JOB.names.index, ("slot_param", "params"))  # type: ignore[union-attr]  # a record
 
 
 class CudaCopies(ChunkCopies):
@@ -78,7 +71,7 @@ class CudaCopies(ChunkCopies):
         self._slots = slots_of(slot_address, slot_bytes, pools.device)
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
-        self._jobs = SpanJobs(self._prepare)
+        self._jobs = SpanJobs(self._prepare, self.max_programs)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # declared, so that numbers need no wrapping
         pointer = ctypes.c_void_p
@@ -123,8 +116,9 @@ class CudaCopies(ChunkCopies):
         buffer, ids = self._send_ids(program.blocks, stream)
         try:
             rows = np.empty(len(program.chunks), JOB)
+            words, handle = words_of(rows), self.streams.handles[stream]
             for span in spans_of(program, self._pools, ids, self._slots):
-                self._fill(words_of(rows), span, self.streams.handles[stream], packing=packing)
+                self._jobs.fill(words, span, handle, packing=packing)
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -135,19 +129,6 @@ class CudaCopies(ChunkCopies):
         for buffer in jobs.kept:
             assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
             self.ids.give_back(buffer)
-
-    def _fill(self, rows: npt.NDArray[np.int64], span: Span, stream: int, *, packing: bool) -> None:
-        """The jobs of a span's chunks, as words."""
-        words, part_start, tiles = self._jobs.words_of(span, packing=packing)
-        words[_STREAM] = stream
-        chunks, num_tiles = span.chunks, span.num_parts * words[tiles]
-        nbytes = span.num_parts * span.part_bytes
-        capped = np.minimum(num_tiles, self.max_programs)
-        rows[chunks] = words
-        rows[chunks, _NBYTES] = nbytes
-        rows[chunks, _NUM_PROGRAMS] = np.where(nbytes > MAX_UNCAPPED_CHUNK_BYTES, capped, num_tiles)
-        rows[chunks, part_start] = span.first_rows
-        rows[chunks, tiles] = num_tiles
 
     def some_ids(self) -> BlockIdsAt:
         """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
@@ -162,15 +143,15 @@ class CudaCopies(ChunkCopies):
         """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
-        none = np.zeros(0, np.int64)
+        none = np.zeros((0, 5), np.int32)
         for table in self._pools.tables.values():
             orders = {"HND", "NHD"}
             if not table.is_dim_contiguous:
                 orders.add("HDN")
             for order, heads, is_pack in product(orders, shares_of(table), directions):
                 for start, count in windows_of(table.block_size):
-                    paged, packed = PagedSide(table, ids, token_start=start), self._slots[order]
-                    span = Span(table, paged, packed, heads, count, 0, slice(0), none, none)
+                    where = (table, ids, 0, start, ADJACENT, self._slots[order])
+                    span = Span(*where, heads, count, 0, slice(0), 0, none)
                     self._prepare(span, packing=is_pack)
 
     def finish(self) -> None:
@@ -246,65 +227,69 @@ class CudaCopies(ChunkCopies):
 
 
 class _Job(NamedTuple):
-    """A launch, its words, and which of these move with a span's tokens, or differ from chunk to chunk."""
+    """A launch of one part, from `token_start` on, as `fill_jobs` takes it."""
 
-    launch: PreparedLaunch
-    words: npt.NDArray[np.int64]
-    moved: list[int]
-    part_start: int
-    num_tiles: int
+    terms: npt.NDArray[np.int64]
+    launch: tuple[int, ...]
+    token_start: int
+    num_tokens: int
 
 
 class SpanJobs:
-    """The jobs of spans, for one part each. A launch that `prepare` has made stands for all spans without runs whose
-    tokens begin at the same place in a block and are as even in number: kernels and tiles depend on no more.
+    """The jobs of spans. A launch that `prepare` has made stands for all spans without runs whose tokens begin at the
+    same place in a block and are as even in number: kernels and tiles depend on no more.
     """
 
-    def __init__(self, prepare: Callable[..., PreparedLaunch]) -> None:
+    def __init__(self, prepare: Callable[..., PreparedLaunch], max_programs: int) -> None:
         self._prepare = prepare
+        self._max_programs = max_programs
         self._jobs: dict[tuple[object, ...], _Job] = {}
 
-    def words_of(self, span: Span, *, packing: bool) -> tuple[npt.NDArray[np.int64], int, int]:
-        """A job of the chunk of one part, as words, and where these have the first part and the number of tiles.
-        Raises RelayoutError: see `prepare_launch`.
-        """
-        table, start, num_tokens = span.paged.table, span.paged.token_start, span.num_tokens
+    def fill(self, words: npt.NDArray[np.int64], span: Span, stream: int, *, packing: bool) -> None:
+        """Write the jobs of a span's chunks, as words. Raises RelayoutError: see `prepare_launch`."""
+        job, start, num_tokens = self._job(span, packing=packing), span.token_start, span.num_tokens
+        address: int = span.ids.address  # type: ignore[union-attr]  # of a GPU's copies
+        tokens = start - job.token_start, num_tokens - job.num_tokens, num_tokens
+        others = address, stream, span.first_row, span.part_bytes, self._max_programs
+        rows = words[span.chunks]
+        fill_jobs(rows, job.terms, span.fields, job.launch, (*tokens, *others))
+        words[span.chunks] = rows
+
+    def _job(self, span: Span, *, packing: bool) -> _Job:
+        table, start, num_tokens = span.table, span.token_start, span.num_tokens
         place = start % table.block_size, num_tokens & -num_tokens
-        key = (packing, table, span.packed.order, span.paged.head_start, span.num_heads, *place)
-        has_ids = start + num_tokens <= span.paged.num_ids * table.block_size
-        is_adjacent = span.paged.runs is ADJACENT
-        job = self._jobs.get(key) if has_ids and is_adjacent else None
+        key = (packing, table, span.packed.order, span.head_start, span.num_heads, *place)
+        room = span.ids.count * table.block_size  # type: ignore[union-attr]  # of a GPU's copies
+        is_usual = span.runs is ADJACENT and 0 <= start <= room - num_tokens
+        job = self._jobs.get(key) if is_usual else None
         if job is None:
-            job = _job_for(self._prepare(span, packing=packing), packing=packing)
-            if not is_adjacent:
-                return job.words, job.part_start, job.num_tiles
-            if len(self._jobs) >= _MAX_GEOMETRIES:
-                self._jobs.clear()
-            self._jobs[key] = job
-        counts = (1, span.num_heads, num_tokens)
-        values = (
-            span.paged.block_ids.address,  # type: ignore[union-attr]  # of a GPU's copies
-            *span.packed.strides_bytes(
-                CopyGeometry(*counts, table.head_dim, table.item_size_bytes)
-            ),
-            *job.launch.moved((start, 0) if packing else (0, start), num_tokens, 1),
-        )
-        words = job.words.copy()
-        for at, value in zip(job.moved, values, strict=True):
-            words[at] = value
-        return words, job.part_start, job.num_tiles
+            job = _job_for(span, self._prepare(span, packing=packing), packing=packing)
+            if is_usual:
+                if len(self._jobs) >= _MAX_GEOMETRIES:
+                    self._jobs.clear()
+                self._jobs[key] = job
+        return job
 
 
-def _job_for(launch: PreparedLaunch, *, packing: bool) -> _Job:
-    from kvconnector_kernels.relayout.launch import MOVED
-
+def _job_for(span: Span, launch: PreparedLaunch, *, packing: bool) -> _Job:
     paged, packed = ("src", "dst") if packing else ("dst", "src")
     words = words_of(job_of(launch))[0]
     words[_SLOT_PARAM] = launch.index(f"{packed}_address")
+    terms = np.array([words, 0 * words, 0 * words])
     strides = [f"{packed}_{axis}_stride" for axis in ("part", "head", "token", "dim")]
-    moved = [_PARAMS + launch.index(name) for name in (f"{paged}_ids", *strides, *MOVED)]
-    first, tiles = (_PARAMS + launch.index(name) for name in (f"{paged}_part_start", "num_tiles"))
-    return _Job(launch, words, moved, first, tiles)
+    at = [_PARAMS + launch.index(name) for name in (f"{paged}_origin", "num_tokens", *strides)]
+    shape = span.table.head_dim, span.table.item_size_bytes
+    none, one = (
+        span.packed.strides_bytes(CopyGeometry(1, span.num_heads, count, *shape))
+        for count in (0, 1)
+    )
+    terms[1, at[0]] = terms[2, at[1]] = 1
+    terms[2, at[2:]] = np.subtract(one, none)
+    names = (f"{paged}_ids", f"{paged}_part_start", "num_tiles", "num_token_tiles")
+    lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
+    places = [_PARAMS + launch.index(name) for name in names]
+    tiles = lead, launch.tile_tokens, launch.tiles_per_part // count
+    return _Job(terms, (*places, *tiles), span.token_start, span.num_tokens)
 
 
 class CopyStreams:

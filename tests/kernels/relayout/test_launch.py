@@ -4,6 +4,7 @@ There need be no GPU: tables and block ids are addresses, and the compiler is on
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies import Span
+from kvconnector.datapath.pump.copies import Span, words_of
 from kvconnector.datapath.pump.copies_cuda import SpanJobs, windows_of
 from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
@@ -37,7 +38,6 @@ from tests.kernels.relayout.pools import inner_strides
 GPU = "cuda:0"
 IDS_ADDRESS, NUM_IDS = 1 << 20, 1 << 12
 HEADS, DIM, ITEM = 4, 64, 2
-_NUM_PROGRAMS, _PARAMS = map(JOB.names.index, ("num_programs", "params"))
 
 
 class Vector:
@@ -203,53 +203,65 @@ def prepared_for(span, *, packing):
 
 
 one_table = cache(table)
+part_ranges = st.sampled_from([(0, 1), (0, 3), (1, 1), (1, 2), (2, 1)])
+
+
+def span_of(pool, order, heads, start, num_tokens, *, ids=(0, NUM_IDS), runs=ADJACENT, parts=()):
+    fields = np.array([(0, *some, 0, num_tokens) for some in parts], np.int32).reshape(-1, 5)
+    return Span(
+        *(pool, BlockIdsAt(IDS_ADDRESS + ids[0], ids[1], GPU), heads[0], start, runs),
+        *(PackedSide(1 << 22, 1 << 30, order, GPU), heads[1], num_tokens, 7 << 20),
+        *(slice(0, len(fields)), 0, fields),
+    )
+
+
 spans = st.builds(
-    lambda pool, order, heads, start, num_tokens, ids, runs: Span(
-        pool,
-        PagedSide(pool, BlockIdsAt(IDS_ADDRESS + ids, NUM_IDS, GPU), 0, heads[0], start, runs),
-        PackedSide(1 << 22, 1 << 30, order, GPU),
-        *(heads[1], num_tokens, 0, slice(0), np.zeros(0), np.zeros(0)),
-    ),
+    span_of,
     st.builds(one_table, st.sampled_from(["HND", "NHD", "HDN"]), st.sampled_from([16, 8, 3, 64])),
     st.sampled_from(["HND", "NHD", "HDN"]),
     st.sampled_from([(0, HEADS), (0, 2), (2, 2), (1, 1)]),
     st.integers(0, 200),
     st.integers(1, 300) | st.integers(1, 20).map(lambda blocks: 16 * blocks),
-    st.sampled_from([0, 64]),
-    st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32)]),
+    ids=st.sampled_from([(0, NUM_IDS), (64, NUM_IDS)]),
+    runs=st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32)]),
+    parts=st.lists(part_ranges, min_size=1, max_size=4),
 )
 
 
-@given(asked=st.lists(st.tuples(spans, st.booleans()), min_size=2, max_size=12))
-def test_a_span_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
-    known = SpanJobs(prepared_for)
+@given(asked=st.lists(st.tuples(spans, st.booleans()), min_size=2, max_size=8))
+def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
+    known = SpanJobs(prepared_for, 9)
     for span, packing in asked:
-        words, *places = known.words_of(span, packing=packing)
-        fresh, *expected = SpanJobs(prepared_for).words_of(span, packing=packing)
-        direct = prepared_for(span, packing=packing).values
-        assert places == expected
-        # each chunk gets its own number of programs
-        words[_NUM_PROGRAMS] = fresh[_NUM_PROGRAMS]
-        assert words.tolist() == fresh.tolist()
-        assert tuple(words[_PARAMS : _PARAMS + len(direct)].tolist()) == direct
+        jobs = np.empty(len(span.fields), JOB)
+        known.fill(words_of(jobs), span, 77, packing=packing)
+        for job, (_, part_start, num_parts, *_) in zip(jobs, span.fields.tolist(), strict=True):
+            own = replace(span.paged, part_start=part_start)
+            sides = (own, span.packed) if packing else (span.packed, own)
+            counts = {"num_heads": span.num_heads, "num_tokens": span.num_tokens}
+            direct = launch.prepare_launch(*sides, **counts, num_parts=num_parts)
+            assert tuple(job["params"][: len(direct.values)].tolist()) == direct.values
+            num_tiles = num_parts * direct.tiles_per_part
+            expected = {
+                "nbytes": num_parts * span.part_bytes,
+                "function": direct.function,
+                # more than 16 MiB
+                "num_programs": min(num_tiles, 9) if num_parts == 3 else num_tiles,
+                "num_threads": direct.num_threads,
+                "num_params": len(direct.values) + direct.num_scratch_params,
+                "slot_param": direct.index("dst_address" if packing else "src_address"),
+                "stream": 77,
+            }
+            assert {name: job[name] for name in expected} == expected
 
 
 def test_a_span_needs_its_block_ids_though_its_launch_is_known():
-    known, pool = SpanJobs(prepared_for), table()
-    chunk, counts = PackedSide(1 << 22, 1 << 30, "NHD", GPU), (HEADS, 48, 0, slice(0))
+    known, pool, words = SpanJobs(prepared_for, 9), table(), np.empty((1, len(JOB.names)), np.int64)
     enough, short = (
-        Span(
-            pool,
-            PagedSide(pool, BlockIdsAt(IDS_ADDRESS, num_ids, GPU)),
-            chunk,
-            *counts,
-            *2 * [np.zeros(0)],
-        )
-        for num_ids in (3, 2)
+        span_of(pool, "NHD", (0, HEADS), 0, 48, ids=(0, num_ids)) for num_ids in (3, 2)
     )
-    known.words_of(enough, packing=True)
+    known.fill(words, enough, 0, packing=True)
     with pytest.raises(BlockIdsError, match="needs 3"):
-        known.words_of(short, packing=True)
+        known.fill(words, short, 0, packing=True)
 
 
 @given(
