@@ -268,6 +268,7 @@ class Executor:
         cmd.CloseEndpoint: _close_endpoint,
         cmd.ExpectWarmUp: _expect_warm_up,
         cmd.StartSend: _start_send,
+        cmd.ExpectReads: lambda self, c: self._driver.datapath.expect_send(c.blocks),
         cmd.SendProbe: lambda self, c: self._driver.datapath.send_probe(c.link, c.probe),
         cmd.StopSend: lambda self, c: self._driver.datapath.stop_send(c.link, c.read_id),
         cmd.StartReceive: _start_receive,

@@ -159,6 +159,12 @@ class DrainReceive(Command, msgspec.Struct, frozen=True):
     sent_chunks: int | None
 
 
+class ExpectReads(Command, msgspec.Struct, frozen=True):
+    """Consumers may ask for these blocks soon."""
+
+    blocks: tuple[GroupBlocks, ...]
+
+
 class PublishLease(Command, msgspec.Struct, frozen=True):
     """Consumers on this host may read a lease up to its watermark, until `RetractLease`. One that grows comes again."""
 

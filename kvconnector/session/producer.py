@@ -137,7 +137,8 @@ class ProducerSession:
         if self._reply.export is not None:
             lease.keys = lease.names()
             commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
-        return commands + _tell_followers(lease)
+        commands += _tell_followers(lease)
+        return [*commands, cmd.ExpectReads(lease.blocks)] if lease.is_complete else commands
 
     def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> list[Command]:
         follow = event.message

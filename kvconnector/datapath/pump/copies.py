@@ -14,6 +14,7 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.marks import Requests
+from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump.chunks import measure_chunks
 from kvconnector_kernels.relayout import (
     Order,
@@ -115,6 +116,9 @@ class ChunkCopies:
         """The copies of a program's chunks between the pools and slots. Raises RelayoutError: a chunk outside its pool
         or its slot. TransportError: the device takes no block ids.
         """
+
+    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
+        """Jobs that pack these very blocks are made soon, or never."""
 
     def end_jobs(self, jobs: Jobs) -> None:
         """Take back what jobs were lent, of which no copy is under way or will be: once."""

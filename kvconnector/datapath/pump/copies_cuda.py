@@ -44,6 +44,8 @@ NUM_STREAMS = 4
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
 _MAX_GEOMETRIES = 1 << 10
+_MAX_EXPECTED = 64
+"""Reads whose block ids are on the GPU before they are asked for."""
 _SLOT_PARAM, _PARAMS = map(JOB.names.index, ("slot_param", "params"))  # type: ignore[union-attr]  # a record
 
 
@@ -64,13 +66,12 @@ class CudaCopies(ChunkCopies):
     ) -> None:
         import torch
 
-        from kvconnector_kernels.relayout.launch import prepare_launch
-
         self._pools = pools
-        self._prepare_launch = prepare_launch
         self._slots = slots_of(slot_address, slot_bytes, pools.device)
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
+        # kept with their blocks, so that no others have their identity
+        self._expected: dict[int, tuple[Sequence[GroupBlocks], IdBuffer, list[BlockIdsAt]]] = {}
         self._jobs = SpanJobs(self._prepare, self.max_programs)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # declared, so that numbers need no wrapping
@@ -113,7 +114,8 @@ class CudaCopies(ChunkCopies):
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         stream = self.streams.marks.stream_of(program.blocks)
-        buffer, ids = self._send_ids(program.blocks, stream)
+        sent = self._expected.pop(id(program.blocks), None) if stream == FREE_STREAM else None
+        buffer, ids = sent[1:] if sent else self._send_ids(program.blocks, stream)
         try:
             rows = np.empty(len(program.chunks), JOB)
             words, handle = words_of(rows), self.streams.handles[stream]
@@ -167,6 +169,17 @@ class CudaCopies(ChunkCopies):
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
+    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
+        """See `ChunkCopies`: the block ids of the newest are on the GPU already."""
+        if id(blocks) in self._expected:
+            return
+        try:
+            self._expected[id(blocks)] = (blocks, *self._send_ids(blocks, FREE_STREAM))
+        except (RelayoutError, TransportError):
+            return  # the read meets the same, and says so
+        if len(self._expected) > _MAX_EXPECTED:
+            self.ids.give_back(self._expected.pop(next(iter(self._expected)))[1])
+
     def _send_ids(
         self, blocks: Sequence[GroupBlocks], stream: int
     ) -> tuple[IdBuffer, list[BlockIdsAt]]:
@@ -204,7 +217,9 @@ class CudaCopies(ChunkCopies):
         num_parts: int = 1,
     ) -> PreparedLaunch:
         """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
-        launch = self._prepare_launch(
+        from kvconnector_kernels.relayout.launch import prepare_launch
+
+        launch = prepare_launch(
             src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
         )
         if launch.function not in self._checked:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvconnector.datapath.base import DataEvent, DirectRead, Program, Report
@@ -24,6 +24,7 @@ from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
+from kvconnector.planning import GroupBlocks
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
@@ -153,6 +154,11 @@ class DataPath:
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
         self._refresh()
         self.machine.begin(FIRST_PASSES if self._are_copies_quick else 1)
+
+    def expect_send(self, blocks: Sequence[GroupBlocks]) -> None:
+        """Prepare for a read of these blocks, if any reads come this way. `submit_send` is given the same sequence."""
+        if self._sends.has_sent:
+            self._copies.expect(blocks)
 
     def stop_send(self, link: LinkId, read_id: int) -> None:
         """Send no further chunk of a read; no effect if it has ended."""

@@ -80,6 +80,7 @@ class Sends:
         self._in_place: dict[LinkId, bool] = {}
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
+        self.has_sent = False
 
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath.close_endpoint`."""
@@ -92,6 +93,7 @@ class Sends:
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:
         """See `DataPath.submit_send`."""
+        self.has_sent = True
         try:
             endpoint, handle = self._endpoint(link)
             jobs = self._machine.copies.make_jobs(program, packing=True)
