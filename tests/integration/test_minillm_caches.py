@@ -68,9 +68,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
 
     async def main(cluster):
         prefill, decode, _ = await me.start_pair(
-            cluster,
-            [*common, "--engine", "block=16"],
-            [*common, "--engine", decode_shape],
+            cluster, [*common, "--engine", "block=16"], [*common, "--engine", decode_shape]
         )
         known = ()
         total_bytes = 0

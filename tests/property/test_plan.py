@@ -100,9 +100,6 @@ def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, d
     chunk_bytes = data.draw(st.integers(0, max(wide) - 1))
     with pytest.raises(GeometryError, match="chunk_bytes") as refused:
         plan_transfer(
-            transfer.topology,
-            transfer.producer,
-            transfer.token_ranges,
-            chunk_bytes=chunk_bytes,
+            transfer.topology, transfer.producer, transfer.token_ranges, chunk_bytes=chunk_bytes
         )
     assert refused.value.context["chunk_bytes"] == chunk_bytes

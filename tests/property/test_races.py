@@ -88,12 +88,7 @@ FAULTS = [
         ["given up by timeout"],
     ),
     ({}, (Lease, "grow", forget_which_blocks_are_known), ON_STREAMS, ["moved to other blocks"]),
-    (
-        {},
-        (Load, "is_complete", lambda load, links: not any(load.left)),
-        ON_STREAMS,
-        ["preempted"],
-    ),
+    ({}, (Load, "is_complete", lambda load, links: not any(load.left)), ON_STREAMS, ["preempted"]),
 ]
 """An engine that is too early, or what stands for a part of ours; on which paths, and by what, races must find it."""
 

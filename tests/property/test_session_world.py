@@ -236,9 +236,7 @@ class Deployment(RuleBasedStateMachine):
     )
     def links_change(self, drop, delay, lose, late, twice):
         self.world.hub.faults = ControlFaults(
-            drop_probability=drop,
-            duplicate_probability=twice,
-            max_delay_polls=delay,
+            drop_probability=drop, duplicate_probability=twice, max_delay_polls=delay
         )
         self.world.network.faults = LoopbackFaults(max_delay_calls=late, drop_probability=lose)
 

@@ -223,10 +223,7 @@ TABLE = {
         ["the read's block ids are not", *PEER],
     ),
     e.UnknownTransferError: (a_load(secret=new_secret()), ["no such transfer", *PEER]),
-    e.LeaseExpiredError: (
-        a_load(lambda pair: pair.pass_time(10.0)),
-        [*PEER, "lease.duration_s"],
-    ),
+    e.LeaseExpiredError: (a_load(lambda pair: pair.pass_time(10.0)), [*PEER, "lease.duration_s"]),
     e.TransferAbortedError: (
         a_load(before=lambda pair: pair.p.withdraw("r")),
         ["the request was aborted", *PEER],

@@ -15,12 +15,7 @@ def engine(
 ):
     shape = FakeModel(4, (FakeGroup(LAYERS, tuple(FakePart(p, heads, 8, 2) for p in parts)),))
     return cut_engine(
-        shape,
-        engine_id=name,
-        stages=stages,
-        block_sizes=[block_size],
-        tp_size=tp_size,
-        dcp=[dcp],
+        shape, engine_id=name, stages=stages, block_sizes=[block_size], tp_size=tp_size, dcp=[dcp]
     )
 
 

@@ -29,12 +29,7 @@ class Reader:
         while status == MORE:
             assert self._fence[0] != self.num_calls or not self.num_calls
             self.num_calls += 1
-            status = self._read(
-                0,
-                read.ctypes.data,
-                self._fence.ctypes.data,
-                self.num_calls,
-            )
+            status = self._read(0, read.ctypes.data, self._fence.ctypes.data, self.num_calls)
         assert self._fence[0] == self.num_calls
         return status
 

@@ -20,12 +20,7 @@ from kvconnector_kernels.relayout import (
     relayout_cpu,
     relayout_triton,
 )
-from tests.kernels.relayout.pools import (
-    TRITON_DEVICE,
-    Pool,
-    Window,
-    expected_buffer,
-)
+from tests.kernels.relayout.pools import TRITON_DEVICE, Pool, Window, expected_buffer
 
 
 def test_many_threads_may_copy_at_once():

@@ -14,13 +14,7 @@ MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=4, head_dim=64)
 
 def _run(name, **fields):
     options = BenchOptions(
-        **{
-            "model": MODEL,
-            "device": "cuda",
-            "tokens": (200,),
-            "iterations": 2,
-            **fields,
-        }
+        **{"model": MODEL, "device": "cuda", "tokens": (200,), "iterations": 2, **fields}
     )
     return list(BENCHMARKS[name](options, lambda _: None))
 

@@ -65,8 +65,7 @@ def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "seconds,text",
-    [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (42e-6, "42 us"), (159e-9, "159 ns")],
+    "seconds,text", [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (42e-6, "42 us"), (159e-9, "159 ns")]
 )
 def test_times_are_written_with_a_unit(seconds, text):
     assert format_seconds(seconds) == text

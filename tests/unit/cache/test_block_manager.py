@@ -13,12 +13,7 @@ from kvconnector.cache.block_manager import (
     SequenceGroup,
     SequenceStatus,
 )
-from kvconnector.errors import (
-    BlockIdError,
-    ConfigError,
-    LocalProtocolError,
-    UnknownRequestError,
-)
+from kvconnector.errors import BlockIdError, ConfigError, LocalProtocolError, UnknownRequestError
 
 
 def manager_of(num_gpu_blocks=10, **settings):

@@ -68,10 +68,7 @@ REFUSED = [
     (lambda: merge_specs([FULL, WINDOW]), "SlidingWindowSpec"),
     (lambda: merge_specs([]), "no spec"),
     (lambda: UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=MIXED), "one kind"),
-    (
-        lambda: UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL}),
-        "block_size=32",
-    ),
+    (lambda: UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL}), "block_size=32"),
 ]
 
 
@@ -109,10 +106,7 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages():
     assert group.block_size == 16
     assert group.page_size_bytes == 65_536 + 8_192
     assert group.max_memory_usage_bytes(LIMITS) == 63 * 73_728
-    assert group.tensors(3) == (
-        KVCacheTensor(3 * 65_536, ("a",)),
-        KVCacheTensor(3 * 8_192, ("b",)),
-    )
+    assert group.tensors(3) == (KVCacheTensor(3 * 65_536, ("a",)), KVCacheTensor(3 * 8_192, ("b",)))
     with pytest.raises(CacheSpecError, match="equal specs"):
         group.tensors(3, cross_layers=True)
 

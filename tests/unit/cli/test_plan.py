@@ -55,10 +55,7 @@ def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_p
         ([], "JSON object"),
         ({**LLAMA_70B, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
         ({**LLAMA_70B, "torch_dtype": "complex64"}, "complex64"),
-        (
-            {**LLAMA_70B, "num_key_value_heads": -8},
-            "num_key_value_heads",
-        ),
+        ({**LLAMA_70B, "num_key_value_heads": -8}, "num_key_value_heads"),
     ],
 )
 def test_a_configuration_file_that_says_no_shape_is_refused_with_the_reason(

@@ -82,13 +82,7 @@ class Caches(FakeCaches):
         num_rows = 2 * self.shape.layers
         per_token = len(heads) * self.shape.dim * self.shape.item
         chunks = [
-            (
-                0,
-                row,
-                min(chunk_rows, num_rows - row),
-                start,
-                min(chunk_tokens, tokens.stop - start),
-            )
+            (0, row, min(chunk_rows, num_rows - row), start, min(chunk_tokens, tokens.stop - start))
             for row in range(0, num_rows, chunk_rows)
             for start in range(tokens.start, tokens.stop, chunk_tokens)
         ]

@@ -84,10 +84,7 @@ REFUSED = {
         lambda w: w.changed(ranges=w.message.ranges[1:]),
         "outside the memory",
     ),
-    "memory that is shared twice": (
-        lambda w: w.changed(ranges=w.message.ranges * 2),
-        "overlap",
-    ),
+    "memory that is shared twice": (lambda w: w.changed(ranges=w.message.ranges * 2), "overlap"),
     "no table": (lambda w: w.changed(tables=()), "one table per"),
     "a table twice": (lambda w: w.changed(tables=w.message.tables * 2), "one table per"),
     "another group": (lambda w: w.with_first_table(group=1), "one table per"),

@@ -10,11 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.direct import shared_memory
-from kvconnector.datapath.direct.shared_memory import (
-    MIN_OWN_PAGES_BYTES,
-    SharedMemory,
-    joined,
-)
+from kvconnector.datapath.direct.shared_memory import MIN_OWN_PAGES_BYTES, SharedMemory, joined
 from kvconnector.errors import TransportError
 
 PAGE = mmap.PAGESIZE

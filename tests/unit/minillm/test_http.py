@@ -21,13 +21,7 @@ from minillm.server import create_app
 from minillm.transfer import LoadStats
 
 TIMEOUT_S = 20.0
-TRANSFER = {
-    "bytes": 10,
-    "seconds": 0.5,
-    "path": "packed",
-    "cached_tokens": 16,
-    "loaded_tokens": 3,
-}
+TRANSFER = {"bytes": 10, "seconds": 0.5, "path": "packed", "cached_tokens": 16, "loaded_tokens": 3}
 
 
 class ScriptedEngine:

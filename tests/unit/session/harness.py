@@ -95,14 +95,7 @@ def failed(error):
     return [("w", error)]
 
 
-EXPORT = PoolExport(
-    pid=1,
-    fd=3,
-    nonce=bytes(16),
-    num_buckets=1,
-    device="cpu",
-    tables=(),
-)
+EXPORT = PoolExport(pid=1, fd=3, nonce=bytes(16), num_buckets=1, device="cpu", tables=())
 
 
 def producer(export=None, **shape):
