@@ -109,7 +109,7 @@ class DriverThread:
         """Take what the engine's thread has for the driver; `inline`, do it here if that is quick."""
         blocks = blocks_of(events) if self._marks.are_needed else []
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
-        if inline and not self._datapath.is_meeting and self._poll_inline():
+        if inline and not self._datapath.is_meeting and self._poll_inline(orders_only=True):
             return
         if not self._datapath.notify():
             self.control.wake()
@@ -119,9 +119,11 @@ class DriverThread:
         if self._datapath.has_pending() and self._poll_inline() and self._datapath.is_starved():
             time.sleep(YIELD_S)
 
-    def _poll_inline(self) -> bool:
+    def _poll_inline(self, *, orders_only: bool = False) -> bool:
         is_enough = self._outbox.is_filled
-        return self._run_inline(POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough))
+        return self._run_inline(
+            POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough, orders_only=orders_only)
+        )
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""

@@ -121,6 +121,8 @@ class Slots:
     @property
     def num_busy(self) -> int:
         """Slots that a program or an operation holds."""
+        if self._pool is None:
+            return 0
         states = self.rows["state"]
         num_held = np.count_nonzero(states)
         return int(num_held and num_held - np.count_nonzero(states == r.DETACHED))
