@@ -119,11 +119,9 @@ class DriverThread:
         if self._datapath.has_pending() and self._poll_inline() and self._datapath.is_starved():
             time.sleep(YIELD_S)
 
-    def _poll_inline(self, *, orders_only: bool = False) -> bool:
+    def _poll_inline(self, **scope: bool) -> bool:
         is_enough = self._outbox.is_filled
-        return self._run_inline(
-            POLL_LIMIT_S, lambda driver: driver.progress_inline(is_enough, orders_only=orders_only)
-        )
+        return self._run_inline(POLL_LIMIT_S, lambda each: each.progress_inline(is_enough, **scope))
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -42,6 +43,8 @@ _LONG_STEP_NS = 5 * _NS_PER_MS
 _GIL_WAITS, _INLINE_TURNS = 4, 64
 """Their average goes back over about as many, and is forgotten in so many turns that needed none."""
 
+_PENDING, _LOOPING = (r.offset_of(LOCK, name) // 4 for name in ("pending", "looping"))
+
 
 @dataclass(frozen=True, slots=True)
 class Pace:
@@ -58,6 +61,7 @@ class Programs:
     def __init__(self, state: Records, kind: str) -> None:
         self._state = state
         self._kind = kind
+        self._fields = r.ARRAYS[kind].names or ()
         self._vacant: list[int] = []
         self._set_rows(np.zeros(_FIRST_CAPACITY, r.ARRAYS[kind]))
         self.num_active = 0
@@ -65,26 +69,50 @@ class Programs:
     def _set_rows(self, rows: Records) -> None:
         self._vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
         self.rows = rows
+        self._words = fields_of(rows)
         set_array(self._state, self._kind, rows)
+
+    def values(self, index: int) -> dict[str, int]:
+        """A program's fields by name."""
+        first = index * len(self._fields)
+        return dict(zip(self._fields, self._words[first : first + len(self._fields)], strict=True))
 
     def add(self, **values: int) -> int:
         """A running program with these fields, the others zero; its index."""
         if not self._vacant:
             self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
         index = self._vacant.pop()
-        self.rows[index] = 0
-        row = self.rows[index]
-        for name, value in values.items():
-            row[name] = value
-        row["phase"] = r.RUNNING
+        row = dict.fromkeys(self._fields, 0) | values | {"phase": r.RUNNING}
+        first = index * len(row)
+        self._words[first : first + len(row)] = array("l", row.values())
         self.num_active += 1
         return index
 
+    def set(self, index: int, name: str, value: int) -> None:
+        """Change one field of a program."""
+        self._words[index * len(self._fields) + self._fields.index(name)] = value
+
     def remove(self, index: int) -> None:
         """Forget a program that is over."""
-        self.rows[index]["phase"] = r.VACANT
+        self.set(index, "phase", r.VACANT)
         self._vacant.append(index)
         self.num_active -= 1
+
+
+def fields_of(records: Records) -> memoryview[int]:
+    """The numbers in records of int64. numpy takes ten times as long for one when the caches are cold."""
+    return records.reshape(-1).view(np.int64).data
+
+
+def _place(name: str) -> int:
+    """Of a field in the words of a state."""
+    return r.offset_of(r.STATE, name) // 8
+
+
+_ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEFT, _GRACE, _RETURN_BY = map(
+    _place,
+    ("entering", "wants_slots", "num_inline", "moved_ns", "left_ns", "grace_ns", "return_by_ns"),
+)
 
 
 def set_array(state: Records, name: str, rows: Records) -> None:
@@ -152,29 +180,27 @@ class DriverLock:
     """The words of the lock, see `kvconnector_kernels.pump.driver_lock`, and the eventfd to wake the driver."""
 
     def __init__(self) -> None:
-        self._words = np.zeros((), LOCK)
-        self._words["owner"] = r.DRIVER
+        memory = np.zeros(1, LOCK)
+        memory["owner"] = r.DRIVER
+        self.address = memory.ctypes.data
+        """Of the words."""
+        self._words = memory.view(np.int32).data
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._close = weakref.finalize(self, os.close, self.wake_fd)
 
     @property
-    def address(self) -> int:
-        """Of the words."""
-        return self._words.ctypes.data
-
-    @property
     def has_pending(self) -> bool:
         """Whether there is something to do for a turn of the driver."""
-        return bool(self._words["pending"])
+        return bool(self._words[_PENDING])
 
     @property
     def is_looping(self) -> bool:
         """Whether the driver's thread is in the loop, or sleeps there."""
-        return bool(self._words["looping"])
+        return bool(self._words[_LOOPING])
 
     def clear_pending(self) -> None:
         """The owner is about to do all that there is to do."""
-        self._words["pending"] = 0
+        self._words[_PENDING] = 0
 
     def close(self) -> None:
         """Release the eventfd: nobody acquires the lock any more. Idempotent."""
@@ -199,8 +225,9 @@ class Machine:
         self.lock = DriverLock()
         self._is_inline = False
         self._gil_wait_ns = self._polled_ns = self._poll_interval_ns = 0
-        state = self._state = np.zeros((), r.STATE)
+        state = np.zeros((), r.STATE)
         self._address = state.ctypes.data
+        self._words = fields_of(state)
         self._calls = Calls(state, network, device, self.lock.wake_fd)
         self.sends = Programs(state, "sends")
         self.receives = Programs(state, "receives")
@@ -242,7 +269,7 @@ class Machine:
 
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
-        self._state["moved_ns"] = self.network.now_ns()
+        self._words[_MOVED] = self.network.now_ns()
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
@@ -253,9 +280,9 @@ class Machine:
         owner = r.INLINE if self._is_inline else r.DRIVER
         if fds is not None:
             self._calls.watch(owner, fds)
-        self._calls.runs[owner]["limit_ns"] = round(limit_s * _NS_PER_S)
-        self._state["entering"] = owner
-        self._state["wants_slots"] = wants_slots
+        self._calls.set_limit(owner, round(limit_s * _NS_PER_S))
+        self._words[_ENTERING] = owner
+        self._words[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
             self._acquire_again()
@@ -265,8 +292,8 @@ class Machine:
     def begin(self, passes: int) -> None:
         """Begin what can be begun, in so many looks at everything, which keep the GIL and the lock."""
         # as if inline, which releases nothing
-        self._calls.runs[r.INLINE]["limit_ns"] = -1
-        self._state["entering"] = r.INLINE
+        self._calls.set_limit(r.INLINE, -1)
+        self._words[_ENTERING] = r.INLINE
         for _ in range(passes):
             if look(self._address) == r.NOTICE:
                 self.notify()  # the next run would not find it again
@@ -274,9 +301,9 @@ class Machine:
 
     def _acquire_again(self) -> None:
         """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
-        waited_ns = self.network.now_ns() - int(self._state["left_ns"])
+        waited_ns = self.network.now_ns() - self._words[_LEFT]
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
-        self._state["grace_ns"] = self._grace_ns()
+        self._words[_GRACE] = self._grace_ns()
         while not try_acquire(self._address, r.DRIVER, 0):
             wait_until_free(self._address)
 
@@ -294,7 +321,7 @@ class Machine:
         """Whether the driver's thread has waited long for the GIL by now: each time that another thread has released it
         for a moment, it waits anew.
         """
-        left_ns = time.monotonic_ns() - int(self._state["left_ns"])
+        left_ns = time.monotonic_ns() - self._words[_LEFT]
         return not self.lock.is_looping and left_ns > _LONG_GIL_WAIT_NS
 
     def note_poll(self) -> None:
@@ -316,8 +343,8 @@ class Machine:
     def release(self, limit_s: float, *, wants_slots: bool) -> None:
         """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
         self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
-        self._state["wants_slots"] = wants_slots
-        self._state["num_inline"] += 1
-        self._state["return_by_ns"] = self.network.now_ns() + round(limit_s * _NS_PER_S)
+        self._words[_WANTS_SLOTS] = wants_slots
+        self._words[_NUM_INLINE] += 1
+        self._words[_RETURN_BY] = self.network.now_ns() + round(limit_s * _NS_PER_S)
         self._is_inline = False
         release_inline(self._address)

@@ -105,11 +105,6 @@ CORRUPTED = 2
 """What a copy that finds a chunk damaged returns."""
 
 
-def values_of(programs: npt.NDArray[np.void], index: int) -> dict[str, int]:
-    """A program's fields by name: four of them one by one would take as long."""
-    return dict(zip(programs.dtype.names or (), programs[index].tolist(), strict=True))
-
-
 def phases_of(program: np.void, **phases: tuple[str, str]) -> tuple[Phase, ...]:
     """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
     return tuple(
@@ -191,6 +186,9 @@ class UcxNetwork:
         """See `Network`. libucp's functions raise nothing."""
 
 
+_LIMIT = r.offset_of(r.RUN, "limit_ns") // 8
+
+
 class Calls:
     """What a pump's `state` is to call: the functions of one network and of libc, and the memory that they take.
 
@@ -205,6 +203,7 @@ class Calls:
         self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
         self.runs: npt.NDArray[np.void] = np.zeros(3, r.RUN)
         self.runs["owner"] = r.NOBODY, r.DRIVER, r.INLINE
+        self._run_fields = self.runs.view(np.int64).data
         state["runs"] = self.runs.ctypes.data
         self._network = network
         self._watched: dict[int, tuple[int, ...]] = {}
@@ -227,6 +226,10 @@ class Calls:
         state["wake_fds"] = self._wake_fds.ctypes.data
         for owner in (r.DRIVER, r.INLINE):
             self.watch(owner, ())
+
+    def set_limit(self, owner: int, limit_ns: int) -> None:
+        """How long an owner's next run may take; below 0: one look at everything."""
+        self._run_fields[owner * (r.RUN.itemsize // 8) + _LIMIT] = limit_ns
 
     def watch(self, owner: int, fds: tuple[int, ...]) -> None:
         """Let an owner's runs end when one of these is readable."""

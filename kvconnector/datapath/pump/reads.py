@@ -177,7 +177,7 @@ class DirectReads:
                 return True
         for index, read in self._active.items():
             if read.read_id == read_id:
-                self._machine.reads.rows[index]["stopped"] = 1
+                self._machine.reads.set(index, "stopped", 1)
                 return True
         return False
 
@@ -209,27 +209,26 @@ class DirectReads:
             context=self._reads.context,
         )
         self._fences[index] = 0
-        self._machine.reads.rows[index]["fence"] = self._fence_addresses[index]
+        self._machine.reads.set(index, "fence", self._fence_addresses[index])
         self._active[index] = read
 
     def _report_progress(self, index: int) -> None:
-        read, row = self._active[index], self._machine.reads.rows[index]
+        read, row = self._active[index], self._machine.reads.values(index)
         if row["phase"] != r.OVER:
-            num_calls = int(row["num_calls"])
-            if num_calls > read.num_calls and not row["stopped"]:
+            if row["num_calls"] > read.num_calls and not row["stopped"]:
                 self._report.append(ev.ReceiveAdvanced(read.read_id))
-            read.num_calls = num_calls
+            read.num_calls = row["num_calls"]
             return
         if row["error_kind"] != r.NO_ERROR:
             error = TransportError(
                 "the GPU does not take a read of the producer's pools",
-                status=int(row["error_value"]),
+                status=row["error_value"],
             )
             self._report.failed(read.read_id, error)
         elif not row["all_begun"]:
             self._report.stopped(read.read_id)
         else:
-            seconds = int(row["ended_ns"] - row["started_ns"]) / NS_PER_S
+            seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
             self._finish(read, seconds)
         del self._active[index]
         self._machine.reads.remove(index)

@@ -12,7 +12,7 @@ from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs, unread_jobs
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.datapath.pump.network import NS_PER_S, error_of, values_of
+from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
@@ -226,7 +226,7 @@ class Receives:
         return ev.ReceiveFinished(receive.read_id, ended_s - started_s, path, phases)
 
     def _report_progress(self, receive: _Receive) -> None:
-        row = values_of(self._machine.receives.rows, receive.row)
+        row = self._machine.receives.values(receive.row)
         read_id, report = receive.read_id, self._report
         unpacked, phase = row["num_unpacked"], row["phase"]
         is_complete = unpacked == row["num_chunks"]
