@@ -280,10 +280,15 @@ class SpanJobs:
         if job is None:
             job = _job_for(span, self._prepare(span, packing=packing), packing=packing)
             if is_usual:
-                if len(self._jobs) >= _MAX_GEOMETRIES:
-                    self._jobs.clear()
-                self._jobs[key] = job
+                keep_newest(self._jobs, key, job)
         return job
+
+
+def keep_newest(jobs: dict[Any, Any], key: object, job: object) -> None:
+    """Add a job to those that are known; the oldest goes if they are many."""
+    if len(jobs) >= _MAX_GEOMETRIES:
+        del jobs[next(iter(jobs))]
+    jobs[key] = job
 
 
 def _job_for(span: Span, launch: PreparedLaunch, *, packing: bool) -> _Job:

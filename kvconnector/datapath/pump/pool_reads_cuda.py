@@ -12,7 +12,13 @@ from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Jobs, words_of
-from kvconnector.datapath.pump.copies_cuda import CudaCopies, job_of, shares_of, windows_of
+from kvconnector.datapath.pump.copies_cuda import (
+    CudaCopies,
+    job_of,
+    keep_newest,
+    shares_of,
+    windows_of,
+)
 from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.pool_reads import PoolReads, sides_of
 from kvconnector.errors import TransportError
@@ -32,7 +38,6 @@ MAX_UNCAPPED_BYTES = 64 << 20
 """A read of no more is over in a fifth of a millisecond, too short to take anything from a model beside it."""
 _USUAL_BLOCK_TOKENS = 16
 _MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
-_MAX_GEOMETRIES = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,6 @@ class CudaReads(PoolReads):
         self._pools = pools
         self._copies = copies
         self._jobs: dict[tuple[object, ...], _Job] = {}
-        self._tile_tokens: dict[tuple[PartTable, PartTable, int], int] = {}
         self._compiled = read_cuda.compile_read()
         self.function = int(self._compiled.address)
         self.context = copies.context
@@ -165,34 +169,24 @@ class CudaReads(PoolReads):
 
     def _job(self, sides: tuple[PagedSide, PagedSide], counts: tuple[int, int, int]) -> _Job:
         """A job that stands for this read's: prepared once for reads alike, but each time for tokens in runs."""
-        src, dst = sides
         num_parts, num_heads, num_tokens = counts
-        pair = (src.table, dst.table, num_heads)
-        tile = self._tile_tokens.get(pair, 1)
-        key = (
-            *pair,
-            *(src.head_start, dst.head_start),
-            *(src.token_start % tile, dst.token_start % tile, num_tokens % tile == 0),
-        )
+        key = (num_heads, num_tokens & -num_tokens, *map(_place, sides))
         has_runs = _has_runs(sides)
-        job = None if has_runs or pair not in self._tile_tokens else self._jobs.get(key)
-        if job is not None:
-            return job
-        launch = self._copies.prepare(
-            *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
-        )
-        patched = [_PARAMS + launch.index(name) for name in _PATCHED]
-        job = _Job(launch, words_of(job_of(launch))[0].tolist(), patched)
-        if has_runs:
-            return job
-        if len(self._jobs) >= _MAX_GEOMETRIES:
-            self._jobs.clear()
-            self._tile_tokens.clear()
-        if pair not in self._tile_tokens:
-            # known from now on: the next read alike is found by its place in a tile
-            self._tile_tokens[pair] = launch.tile_tokens
-            return job
-        return self._jobs.setdefault(key, job)
+        job = None if has_runs else self._jobs.get(key)
+        if job is None:
+            launch = self._copies.prepare(
+                *sides, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
+            )
+            patched = [_PARAMS + launch.index(name) for name in _PATCHED]
+            job = _Job(launch, words_of(job_of(launch))[0].tolist(), patched)
+            if not has_runs:
+                keep_newest(self._jobs, key, job)
+        return job
+
+
+def _place(side: PagedSide) -> tuple[PartTable, int, int]:
+    """What a launch that stands for others depends on, see `SpanJobs`."""
+    return side.table, side.head_start, side.token_start % side.table.block_size
 
 
 def _has_runs(sides: tuple[PagedSide, PagedSide]) -> bool:

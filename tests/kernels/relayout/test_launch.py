@@ -177,17 +177,19 @@ def prepare(pair, starts, num_tokens, num_parts=1):
 @given(
     pair=st.tuples(pools, pools),
     starts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
-    tiles_on=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)),
+    further=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)),
     num_tokens=st.integers(1, 300),
     num_parts=st.integers(1, 3),
 )
-def test_a_launch_stands_for_those_that_begin_alike_in_a_tile(
-    pair, starts, tiles_on, num_tokens, num_parts
+def test_a_launch_stands_for_those_that_begin_alike_in_a_block_and_are_as_even(
+    pair, starts, further, num_tokens, num_parts
 ):
     known = prepare(pair, starts, num_tokens)
-    tile = known.tile_tokens
-    there, here = (start + tile * tiles for start, tiles in zip(starts, tiles_on, strict=False))
-    num_tokens += tile * tiles_on[2]
+    there, here = (
+        start + blocks * pool.block_size
+        for start, blocks, pool in zip(starts, further, pair, strict=False)
+    )
+    num_tokens += 2 * (num_tokens & -num_tokens) * further[2]
     wanted = prepare(pair, (there, here), num_tokens, num_parts)
     values = dict(zip(known.names, known.values, strict=True))
     moved = known.moved((there, here), num_tokens, num_parts)
