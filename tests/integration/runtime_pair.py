@@ -9,7 +9,13 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
-from tests.support.fakes import FakeCaches, FakeEngine, attention_model, dense_of, equalise_replicas
+from tests.support.fakes import (
+    FakeEngine,
+    attention_model,
+    dense_of,
+    equalise_replicas,
+    make_caches,
+)
 from tests.support.remote import RemoteObject
 
 DEADLINE_S = 40.0
@@ -32,12 +38,14 @@ def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
 class Engine:
     """Workers and scheduler halves of one engine in this process. `shape` is of `shape_of`."""
 
-    def __init__(self, engine_id, role, *, seed=0, shape=MappingProxyType({}), **settings):
+    def __init__(
+        self, engine_id, role, *, seed=0, shape=MappingProxyType({}), device="cpu", **settings
+    ):
         self.shape = shape = shape_of(engine_id, **shape)
         merged = {**SETTINGS, **settings}
         self.config = ConnectorConfig.from_mapping({**merged, "engine_id": engine_id, "role": role})
         rng = np.random.default_rng(seed)
-        self.caches = [FakeCaches(shape, rank, rng) for rank in shape.geometry().ranks]
+        self.caches = [make_caches(shape, rank, rng, device) for rank in shape.geometry().ranks]
         equalise_replicas(self.caches)
         self.workers = []
         self.scheduler = None

@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-import kvconnector as kvc
 from kvconnector.datapath.direct.mappings import Mappings
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
@@ -14,7 +13,7 @@ from tests.unit.runtime.test_unmapping import cuda_export
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-NUM_BLOCKS, NUM_TOKENS, LAYERS = 64, 1024, range(4)
+BLOCKS, NUM_TOKENS = list(range(64)), 1024
 
 
 def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypatch):
@@ -34,38 +33,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
             worker.close()
 
 
-class GpuEngine:
-    """An engine of one rank with its caches on a GPU."""
-
-    def __init__(self, engine_id, role, device):
-        import torch
-
-        shape = (NUM_BLOCKS, 8, 16, 64)
-        self.caches = {
-            layer: tuple(torch.zeros(shape, device=device) for _ in range(2)) for layer in LAYERS
-        }
-        settings = {"control": {"insecure": True}, "paths": {"direct": "always"}}
-        config = kvc.Config.from_mapping({"engine_id": engine_id, "role": role, **settings})
-        self.worker = kvc.Worker(config, rank=(0, 0), model="m")
-        self.worker.register(self.caches)
-        self.scheduler = kvc.Scheduler(config, [self.worker.handshake()])
-
-    def step(self):
-        self.worker.start_step(self.scheduler.build_step())
-
-    def load(self, params):
-        """Load all tokens into the blocks they have at the producer; the path that they took."""
-        self.scheduler.on_new_request("r", params)
-        count, _ = self.scheduler.matched_tokens("r", NUM_TOKENS + 1, 0)
-        self.scheduler.load("r", blocks=[list(range(NUM_BLOCKS))], num_tokens=count)
-        self.step()
-        assert self.worker.wait(rp.DEADLINE_S)
-        output = self.worker.poll()
-        assert not output.failed_recving
-        return output.stats.transfers[0].path
-
-
-def _consume(pipe, params, device, unmaps):
+def _consume(pipe, params, unmaps):
     """A consumer in a process of its own, which goes on until it is told to end."""
     close, unmapped_at = Mappings.close, []
 
@@ -77,14 +45,13 @@ def _consume(pipe, params, device, unmaps):
             time.sleep(2 * driver_thread.UNMAP_TIMEOUT_S)
 
     Mappings.close = close_and_note
-    engine = GpuEngine("d", "consumer", device)
-    path = engine.load(params)
-    values = {tensor.min().item() for parts in engine.caches.values() for tensor in parts}
-    pipe.send((path, values))
+    d = rp.Engine("d", "consumer", device="cuda:1", paths={"direct": "always"})
+    d.load("r", params, BLOCKS, NUM_TOKENS + 1)
+    rp.until(lambda: "r" in d.received, d)
+    pipe.send((d.failed, d.paths["r"], d.dense(BLOCKS, NUM_TOKENS)))
     pipe.recv()
     pipe.send(unmapped_at)
-    engine.worker.close()
-    engine.scheduler.close()
+    d.close()
 
 
 @pytest.mark.multi_gpu
@@ -92,28 +59,26 @@ def _consume(pipe, params, device, unmaps):
 def test_a_consumer_that_has_mapped_the_memory_of_another_gpu(case):
     import torch
 
-    p = GpuEngine("p", "producer", "cuda:0")
-    for parts in p.caches.values():
-        for tensor in parts:
-            tensor.fill_(7.0)
-    blocks = [list(range(NUM_BLOCKS))]
-    params = p.scheduler.offer("r", blocks=blocks, num_tokens=NUM_TOKENS)
-    p.step()
+    p = rp.Engine("p", "producer", seed=1, device="cuda:0", paths={"direct": "always"})
+    (worker,) = p.workers
+    params = p.offer("r", BLOCKS, NUM_TOKENS)
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    process = context.Process(target=_consume, args=(theirs, params, "cuda:1", case != "hangs"))
+    process = context.Process(target=_consume, args=(theirs, params, case != "hangs"))
     process.start()
     try:
         assert pipe.poll(2 * rp.DEADLINE_S)
-        assert pipe.recv() == ("direct", {7.0})
+        failed, paths, found = pipe.recv()
+        assert (failed, paths) == ({}, {"direct"})
+        assert rp.same(p.dense(BLOCKS, NUM_TOKENS), found)
         if case == "is killed":
             process.kill()
-            p.worker.close()
+            worker.close()
         elif case == "hangs":
             with pytest.raises(MemoryInUseError, match="d rank"):
-                p.worker.close()
+                worker.close()
         else:
-            p.worker.close()
+            worker.close()
             closed_at = time.monotonic()
             pipe.send("end")
             assert pipe.poll(rp.DEADLINE_S)
@@ -122,5 +87,5 @@ def test_a_consumer_that_has_mapped_the_memory_of_another_gpu(case):
         process.kill()
         process.join(rp.DEADLINE_S)
         p.scheduler.close()
-    del p, parts, tensor
+    del p, worker
     torch.cuda.synchronize()

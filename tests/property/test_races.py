@@ -1,6 +1,7 @@
 """Blocks and slots are used again as early as they may be while a slow consumer reads: right bytes or an error."""
 
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from kvconnector.session.lease import Lease
 from kvconnector.session.load import Load
 from kvconnector.wire import messages
 from tests.property.races import SETTINGS, Races, StaleBytesError
+from tests.support.fakes import make_caches
 
 pytestmark = pytest.mark.ucx
 
@@ -54,11 +56,15 @@ def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, show)
 @pytest.mark.parametrize("seed, num_races", BATCHES)
 @pytest.mark.parametrize("path", PATHS_ON_GPU)
 def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(path, seed, num_races, show):
-    from tests.property.gpu_caches import GpuCaches, Sleeper
+    from tests.support.gpu_caches import Sleeper
 
     if path == "checked":
         pytest.importorskip("xxhash")
-    options = {"make_caches": GpuCaches, "slow_down": Sleeper(seed).delay, **PATHS_ON_GPU[path]}
+    options = {
+        "make_caches": partial(make_caches, device="cuda:0"),
+        "slow_down": Sleeper(seed).delay,
+        **PATHS_ON_GPU[path],
+    }
     with closing(Races(seed=seed, **options)) as races:
         races.run(num_races)
     check(races, num_races, show)

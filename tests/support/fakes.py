@@ -169,8 +169,19 @@ class FakeEngine:
         )
 
 
+def make_caches(shape, rank, rng, device="cpu"):
+    """One rank's caches on a device."""
+    if device == "cpu":
+        return FakeCaches(shape, rank, rng)
+    from tests.support.gpu_caches import GpuCaches
+
+    return GpuCaches(shape, rank, rng, device)
+
+
 class FakeCaches:
-    """One rank's caches. `arrays[group, layer, part]` is a view `[num_blocks, num_heads, block_size, head_dim]`."""
+    """One rank's caches, zeros without `rng`. `arrays[group, layer, part]` is a view `[num_blocks, num_heads,
+    block_size, head_dim]`.
+    """
 
     device = "cpu"
 
@@ -183,7 +194,8 @@ class FakeCaches:
                 arrays = _allocate(group, shape.num_blocks[index], shape.layout)
                 for part, array in enumerate(arrays):
                     self.arrays[index, layer, part] = array
-                    _fill(array, rng)
+                    if rng is not None:
+                        _fill(array, rng)
 
     def groups(self):
         """As a worker registers them."""
@@ -194,6 +206,7 @@ class FakeCaches:
                     layer: [self._view((index, layer, part)) for part in range(len(group.parts))]
                     for layer in group.layers
                 },
+                self.device,
             )
             for index, group in enumerate(self.rank.groups)
         ]

@@ -9,7 +9,7 @@ from kvconnector.datapath.base import Program, SegmentWindow
 from kvconnector.datapath.pools import Pools
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
-from tests.support.fakes import LAYOUTS, FakeCaches, FakeEngine, attention_model
+from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, make_caches
 
 BLOCKS = 12
 ORDERS = ("HND", "NHD", "HDN")
@@ -44,36 +44,22 @@ def unlike_sides(draw):
     return source, destination, tokens, range(*sorted(edges))
 
 
-class Caches(FakeCaches):
+class Caches:
     """K and V of every layer; zeros without a seed. On a GPU, `arrays` are what `dense` last found there."""
 
     def __init__(self, shape, *, seed, device="cpu"):
-        self.shape, self.device = shape, device
+        self.shape = shape
         model = attention_model(shape.layers, shape.heads, shape.dim, shape.item)
         sizes = {"block_sizes": (shape.block,), "num_blocks": (shape.blocks,)}
         engine = FakeEngine("e", model, layout=shape.layout, **sizes)
-        super().__init__(engine, engine.geometry().ranks[0], np.random.default_rng(seed))
-        if seed is None:
-            for array in self.arrays.values():
-                array[...] = 0
-        if device != "cpu":
-            import torch
-
-            self._memory = {
-                key: torch.from_numpy(array.view(f"i{shape.item}")).to(device)
-                for key, array in self.arrays.items()
-            }
-        self.pools = Pools(self.groups(), device)
-
-    def _address(self, key):
-        return super()._address(key) if self.device == "cpu" else self._memory[key].data_ptr()
+        rng = None if seed is None else np.random.default_rng(seed)
+        self._caches = make_caches(engine, engine.geometry().ranks[0], rng, device)
+        self.arrays = self._caches.arrays
+        self.pools = Pools(self._caches.groups(), device)
 
     def dense(self, block_ids, tokens):
         """A request's tokens, `[row, head, token, dim]`."""
-        if self.device != "cpu":
-            for key, array in self.arrays.items():
-                array[...] = self._memory[key].cpu().numpy().view(array.dtype)
-        rows = [self.tokens(*key, block_ids) for key in self.arrays]
+        rows = [self._caches.tokens(*key, block_ids) for key in self.arrays]
         return np.stack(rows)[:, :, tokens.start : tokens.stop]
 
     def program(self, block_ids, tokens, *, order, chunk_tokens, chunk_rows, heads=None):

@@ -1,8 +1,7 @@
-"""Caches of a world's workers in GPU memory, and kernels that keep a worker's copies waiting."""
+"""Caches in GPU memory, and kernels that keep a worker's copies waiting."""
 
 import random
 
-import numpy as np
 import torch
 
 from tests.support.fakes import FakeCaches
@@ -14,17 +13,16 @@ MAX_SLEEP_CYCLES = 1_000_000
 class GpuCaches(FakeCaches):
     """`arrays` are copies, made and written on a stream that waits for no other: what is overwritten is so at once."""
 
-    device = "cuda:0"
-
-    def __init__(self, shape, rank, rng):
+    def __init__(self, shape, rank, rng, device):
         super().__init__(shape, rank, rng)
-        self._stream = torch.cuda.Stream(self.device)
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
         with torch.cuda.stream(self._stream):
-            self._memory = {
-                key: torch.from_numpy(array.view(np.int16)).to(self.device)
-                for key, array in self.arrays.items()
-            }
+            self._memory = {key: self._upload(array) for key, array in self.arrays.items()}
         self._stream.synchronize()
+
+    def _upload(self, array):
+        return torch.from_numpy(array.view(f"i{array.itemsize}")).to(self.device)
 
     def _address(self, key):
         return self._memory[key].data_ptr()
@@ -35,15 +33,14 @@ class GpuCaches(FakeCaches):
         with torch.cuda.stream(self._stream):
             where = torch.tensor(ids, device=self.device)
             for key, array in self.arrays.items():
-                fresh = torch.from_numpy(array[ids].view(np.int16)).to(self.device)
-                self._memory[key].index_copy_(0, where, fresh)
+                self._memory[key].index_copy_(0, where, self._upload(array[ids]))
         self._stream.synchronize()
 
     def tokens(self, group, layer, part, block_ids):
-        key = (group, layer, part)
+        array = self.arrays[group, layer, part]
         with torch.cuda.stream(self._stream):
-            self.arrays[key][...] = self._memory[key].cpu().numpy().view(np.uint16)
-        return super().tokens(*key, block_ids)
+            array[...] = self._memory[group, layer, part].cpu().numpy().view(array.dtype)
+        return super().tokens(group, layer, part, block_ids)
 
 
 class Sleeper:
@@ -51,7 +48,7 @@ class Sleeper:
 
     def __init__(self, seed):
         self._random = random.Random(seed)
-        self._stream = torch.cuda.Stream(GpuCaches.device)
+        self._stream = torch.cuda.Stream("cuda:0")
 
     def delay(self, worker):
         with torch.cuda.stream(self._stream):
