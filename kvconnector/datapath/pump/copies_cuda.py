@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 NUM_STREAMS = 4
+_NON_BLOCKING = 1
+_free_streams: dict[int, list[Any]] = {}
+"""Of each device: those of copies that are gone."""
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
 _MAX_GEOMETRIES = 1 << 10
@@ -321,9 +325,12 @@ class CopyStreams:
         self._cuda = cuda
         self._passed = addresses_of(passed).tolist()
         self.marks = Marks(passed)
-        self.copies: list[Any] = [torch.cuda.Stream() for _ in passed]
+        # torch's own streams are 32 in turn: one of them may be the engine's as well
+        free = _free_streams.setdefault(torch.cuda.current_device(), [])
+        streams: list[Any] = [free.pop() if free else _open_stream(cuda) for _ in (0, *passed)]
+        weakref.finalize(self, free.extend, streams)
+        self.board, *self.copies = streams
         self.handles: list[int] = [stream.cuda_stream for stream in self.copies]
-        self.board: Any = torch.cuda.Stream()
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         # unlike torch's own calls these keep the GIL
@@ -337,6 +344,16 @@ class CopyStreams:
         )
         if status:
             raise TransportError("the GPU does not wait for the engine", status=status)
+
+
+def _open_stream(cuda: Any) -> Any:
+    import torch
+
+    handle = ctypes.c_void_p()
+    status = cuda.cuStreamCreate(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
+    if status or not handle.value:
+        raise TransportError("the GPU gives no stream for copies", status=status)
+    return torch.cuda.ExternalStream(handle.value)
 
 
 def windows_of(block_size: int) -> list[tuple[int, int]]:

@@ -57,6 +57,15 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
 
 
 @pytest.mark.gpu
+def test_copies_run_on_no_stream_of_the_engines():
+    import torch
+
+    _, copies = caches_and_copies()
+    engines = {torch.cuda.Stream(device=0).cuda_stream for _ in range(64)}
+    assert engines.isdisjoint([copies.streams.board.cuda_stream, *copies.streams.handles])
+
+
+@pytest.mark.gpu
 def test_copies_wait_for_the_kernels_of_their_own_request_alone():
     import torch
 
