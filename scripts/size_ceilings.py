@@ -44,7 +44,7 @@ ROOMS = {
     "examples/monitoring": 100,
     "examples/minillm": 5520,
     "examples/vllm_1p1d": 500,
-    "scripts": 700,
+    "scripts": 310,
     "tests": 90,
     "tests/control": 410,
     "tests/docs": 420,

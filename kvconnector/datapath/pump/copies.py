@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, get_args
+from typing import NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
@@ -36,19 +36,19 @@ Fields: TypeAlias = npt.NDArray[np.int32]
 class Jobs(msgspec.Struct, frozen=True, eq=False):
     """What a compiled function is to copy for a program, as it takes it, and what that refers to.
 
-    Of chunks it is a record for each, which begins with the chunk's `nbytes`. `places` are the addresses of chunks that
-    need no copy, 0 for the others; None where all are copied.
+    Of chunks it is a row of `words` for each, which begins with the chunk's `nbytes`. `places` are the addresses of
+    chunks that need no copy, 0 for the others; None where all are copied.
     """
 
-    rows: npt.NDArray[Any]
+    words: npt.NDArray[np.int64]
     kept: tuple[object, ...]
     places: npt.NDArray[np.int64] | None = None
 
     @property
     def address(self) -> int:
         """Where the first is."""
-        # `__array_interface__` would describe every field, which takes longer than a small copy
-        return self.rows.ctypes.data
+        address: int = self.words.__array_interface__["data"][0]  # `ctypes` is Python
+        return address
 
 
 def words_of(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
@@ -60,7 +60,7 @@ def unread_jobs(program: Program, job: np.dtype[np.void], slot_bytes: int) -> Jo
     """Jobs of a program that copies nothing, but awaits what its producer was allowed to send."""
     rows = np.zeros(len(program.chunks), job)
     rows["nbytes"] = np.minimum(program.chunks_nbytes, slot_bytes)
-    return Jobs(rows, ())
+    return Jobs(words_of(rows), ())
 
 
 SHARE_OF_MULTIPROCESSORS = 2

@@ -70,7 +70,7 @@ class CpuCopies(ChunkCopies):
             places[rows["nbytes"] < self._min_in_place_bytes] = 0
         else:
             rows["is_streamed"] = rows["nbytes"].sum() >= self._min_streamed_bytes
-        return Jobs(rows, tuple(ids), places if places.any() else None)
+        return Jobs(words, tuple(ids), places if places.any() else None)
 
     def _may_lie_in_place(self, span: Span, nbytes: npt.NDArray[np.int64]) -> bool:
         """False where chunks are too small to be sent from the pools, or in blocks that are not in a row."""

@@ -121,14 +121,14 @@ class CudaCopies(ChunkCopies):
         sent = self._expected.pop(id(program.blocks), None) if stream == FREE_STREAM else None
         buffer, ids = sent[1:] if sent else self._send_ids(program.blocks, stream)
         try:
-            rows = np.empty(len(program.chunks), JOB)
-            words, handle = words_of(rows), self.streams.handles[stream]
+            words = np.empty((len(program.chunks), JOB.itemsize // 8), np.int64)
+            handle = self.streams.handles[stream]
             for span in spans_of(program, self._pools, ids, self._slots):
                 self._jobs.fill(words, span, handle, packing=packing)
         except BaseException:
             self.ids.give_back(buffer)
             raise
-        return Jobs(rows, (buffer,))
+        return Jobs(words, (buffer,))
 
     def end_jobs(self, jobs: Jobs) -> None:
         """See `ChunkCopies`: the buffer of their block ids."""

@@ -24,6 +24,7 @@ from kvconnector.datapath.pump.copies import (
     addresses_of,
     slots_of,
     spans_of,
+    words_of,
 )
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import CORRUPTED
@@ -110,7 +111,7 @@ class PlainCopies(ChunkCopies):
         rows["program"] = number
         rows["is_pack"] = packing
         rows["nbytes"] += DIGEST_BYTES if self._digests is not None else 0
-        return Jobs(rows, (number,))
+        return Jobs(words_of(rows), (number,))
 
     def end_jobs(self, jobs: Jobs) -> None:
         for number in jobs.kept:

@@ -95,7 +95,7 @@ class Sends:
         """See `DataPath.submit_send`."""
         self.has_sent = True
         try:
-            endpoint, handle = self._endpoint(link)
+            endpoint = self._endpoint(link)
             jobs = self._machine.copies.make_jobs(program, packing=True)
         except (RelayoutError, KVConnectorError) as error:
             self._events.append(ev.SendStopped(link, read_id, 0, as_connector_error(error)))
@@ -108,7 +108,6 @@ class Sends:
             jobs=jobs.address,
             num_chunks=len(program.chunks),
             window=window,
-            endpoint=handle,
             owner=endpoint,
         )
         self._sends[row] = _Send(link, read_id, jobs)
@@ -151,11 +150,12 @@ class Sends:
         self.refresh_endpoints()
 
     def refresh_endpoints(self) -> None:
-        """Before every run: the handles may have changed since, and a lost peer's is none any more."""
+        """Before every run: there are new sends, handles may have changed, and a lost peer's is none any more."""
         for row, send in self._sends.items():
             if send.error is None:
                 try:
-                    _, self._machine.sends.rows[row]["endpoint"] = self._endpoint(send.link)
+                    handle = self._network.handle(self._endpoint(send.link))
+                    self._machine.sends.rows[row]["endpoint"] = handle
                 except KVConnectorError as error:
                     self._fail(send.link, error)
 
@@ -171,12 +171,11 @@ class Sends:
         for link in self.endpoints.links():
             self._give_up(link, TransportError("the data path was closed"))
 
-    def _endpoint(self, link: LinkId) -> tuple[int, int]:
-        """The endpoint's id and handle."""
+    def _endpoint(self, link: LinkId) -> int:
         endpoint = self.endpoints.get(link)
         if endpoint is None:
             raise PeerLostError("the consumer's endpoint was closed")
-        return endpoint, self._network.handle(endpoint)
+        return endpoint
 
     def _sends_in_place(self, link: LinkId, endpoint: int) -> bool:
         """Whether the pools may be sent from to a consumer; decided, and told, with its first read that could be."""
@@ -248,7 +247,7 @@ class Sends:
         """Give up an operation that reads blocks: its send stays in flight until nothing does, see `refresh`."""
         row = self._slots.rows[slot]
         send = self._sends[int(row["program"])]
-        nbytes = int(send.jobs.rows["nbytes"][row["chunk"]])
+        nbytes = int(send.jobs.words[row["chunk"], 0])
         buffer = Buffer(address=int(row["source"]), nbytes=nbytes, device="cpu", owner=send)
         send.held.append(self._network.adopt(int(row["request"]), 0, buffer, endpoint))
         send.free_at_s = self._clock() + self._quarantine_s

@@ -10,6 +10,7 @@ from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
+from kvconnector_kernels.pump.copy_cuda import JOB
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 1 << 20
@@ -80,7 +81,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
     streams = []
     for program in (own, other):
         jobs = copies.make_jobs(program, packing=True)
-        (handle,) = set(jobs.rows["stream"].tolist())
+        (handle,) = set(jobs.words.view(JOB)["stream"].ravel().tolist())
         streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
         copies.end_jobs(jobs)
     behind, free = streams
