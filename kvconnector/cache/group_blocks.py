@@ -54,7 +54,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
     def token_range(self, block_size: int) -> range:
         """Tokens that these blocks have room for."""
         start = self.first_block * block_size
-        return range(start, start + len(self.block_ids) * block_size)
+        return range(start, start + len(self.wire_ids) // 4 * block_size)
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
         """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
