@@ -129,6 +129,7 @@ class Slots:
         self._pool = pool
         num_slots = 0 if pool is None else pool.num_slots
         self.rows: Records = np.zeros(num_slots, r.SLOT)
+        self._states = fields_of(self.rows)[:: r.SLOT.itemsize // 8]
         self._fences = copies.make_fences(num_slots)
         self.rows["program"] = -1
         self.rows["fence"] = addresses_of(self._fences)
@@ -144,16 +145,13 @@ class Slots:
     @property
     def num_free(self) -> int:
         """Slots that no program and no operation holds."""
-        return len(self.rows) - int(np.count_nonzero(self.rows["state"]))
+        return self._states.tolist().count(r.FREE)
 
     @property
     def num_busy(self) -> int:
         """Slots that a program or an operation holds."""
-        if self._pool is None:
-            return 0
-        states = self.rows["state"]
-        num_held = np.count_nonzero(states)
-        return int(num_held and num_held - np.count_nonzero(states == r.DETACHED))
+        states = self._states.tolist()
+        return len(states) - states.count(r.FREE) - states.count(r.DETACHED)
 
     def free(self, slot: int, state: int = r.FREE) -> None:
         """Free a slot whose memory nobody uses."""
