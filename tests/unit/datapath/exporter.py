@@ -30,7 +30,7 @@ class Exporting:
     def __init__(self, shape, seed, device):
         self._caches = Caches(shape, seed=seed, device=device)
         self._device = device
-        self._board = LeaseBoard(None if device == "cpu" else _writer_of(device))
+        self._board = LeaseBoard(None if device == "cpu" else writer_on(device))
         self._share = PoolExporter(self._caches.pools, self._board)
         self.message = self._share.message
 
@@ -52,12 +52,11 @@ class Exporting:
             torch.cuda.synchronize(self._device)
 
 
-def _writer_of(device):
+def writer_on(device, stream=None):
+    """What opens a lease board's writer on a stream of this thread's device from now on."""
     import torch
 
     torch.cuda.set_device(device)
-    stream, context = torch.cuda.Stream(), ctypes.c_void_p()
+    handle, context = (stream or torch.cuda.Stream()).cuda_stream, ctypes.c_void_p()
     assert ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(context)) == 0
-    return lambda address, nbytes: StreamWriter(
-        stream.cuda_stream, context.value or 0, address, nbytes
-    )
+    return lambda *place: StreamWriter(handle, context.value or 0, *place)

@@ -1,5 +1,6 @@
 """What a producer worker tells of its pools."""
 
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,7 @@ from tests.unit.runtime.test_unmapping import cuda_export
 
 @pytest.mark.parametrize("limit, is_told", [(16 << 20, True), (4 << 10, False)])
 def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
-    world = World()
-    try:
+    with closing(World()) as world:
         shape = FakeEngine("p", attention_model(num_layers=40))
         (worker,) = world.start(shape, role="producer").workers
         board = LeaseBoard(num_buckets=1)
@@ -27,5 +27,3 @@ def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
         told = hello_reply(config, worker.pools, worker.transport, datapath, "one").export
         assert told == (export if is_told else None)
-    finally:
-        world.close()

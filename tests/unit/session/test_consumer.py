@@ -4,14 +4,13 @@ from kvconnector.errors import (
     LeaseExpiredError,
     LocalError,
     LocalProtocolError,
-    TransferAbortedError,
     TransferTimeoutError,
     TransportError,
     UnknownRequestError,
 )
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
+from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.wire import messages as m
 from tests.unit.session import harness as h
 
@@ -83,22 +82,6 @@ def test_a_mistaken_engine_is_told_so(side):
     with pytest.raises(LocalProtocolError, match="LoadRequest is not possible") as refused:
         side.tell(h.load_asked())
     assert "wanted -> connecting" in str(refused.value)
-
-
-def test_a_load_that_is_dropped_stops_at_once_and_drains_what_is_under_way(side):
-    (link,), (read,) = h.start_load(side)
-    stopped = side.tell(DropRequest("w"))
-    assert h.finished(stopped) == []
-    assert h.of(stopped, cmd.StopReceive) == [cmd.StopReceive(read)]
-    assert h.messages(stopped, m.CancelRead) == [m.CancelRead(read_id=read)]
-    assert side.tell(DropRequest("w")) == []
-    ended = side.tell(ev.ReceiveStopped(read))
-    assert h.finished(ended) == h.failed(TransferAbortedError)
-    assert h.messages(ended, m.Abort) == [m.Abort(transfer_id="t", secret=h.SECRET)]
-    cut = h.cut_short(link, read, 2, m.Refusal.ABORTED)
-    assert side.tell(cut) == [cmd.DrainReceive(read, 2)]
-    side.tell(ev.ReceiveDrained(read))
-    assert side.num_loads == side.num_reads == 0
 
 
 @pytest.mark.parametrize("is_refused", [True, False])

@@ -141,19 +141,6 @@ def test_a_directory_of_something_else_fails_the_load(side, answer, error):
     assert h.finished(side.tell(ev.FromPeer(opened.link, answer))) == h.failed(error)
 
 
-def test_a_directory_is_asked_for_the_workers_that_it_left_out():
-    geometry = h.engine(tp_size=4)
-    whole = h.directory(geometry)
-    side = h.consumer(h.engine("d", **WIDE))
-    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-    arrived = ev.FromPeer(opened.link, replace(whole, workers=()))
-    (asked,) = h.messages(side.tell(arrived), m.DirectoryRequest)
-    assert asked.ranks == (0, 2)
-    named = ev.FromPeer(opened.link, replace(whole, workers=whole.workers[::2]))
-    links = h.of(side.tell(named), cmd.OpenLink)
-    assert [link.address for link in links] == [w.control_address for w in whole.workers[::2]]
-
-
 def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
     (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
     empty = ev.FromPeer(opened.link, replace(h.directory(), workers=()))

@@ -110,24 +110,6 @@ def _begun(commands):
     return [command.request_id for command in h.of(commands, cmd.TellBegun)]
 
 
-def test_ranges_are_read_one_after_the_other_and_the_load_ends_with_the_last_of_them():
-    side, (link,) = _following((2, 11))
-    members = []
-    for said in (_said(6), _said(8), _said(12, is_complete=True)):
-        started = h.of(side.tell(ev.FromPeer(link, said)), cmd.StartReceive)
-        if members:  # the first is still read: what came meanwhile is one range
-            assert started == []
-        else:
-            members += [each.source.members[0] for each in started]
-            first = started[0].read_id
-    (second,) = h.of(side.tell(ev.ReceiveFinished(first)), cmd.StartReceive)
-    assert members == [range(2, 6)]
-    assert second.source.members[0] == range(6, 11)
-    ended = side.tell(ev.ReceiveFinished(second.read_id))
-    assert h.finished(ended) == h.OK
-    assert len(h.messages(ended, m.Done)) == 1
-
-
 @pytest.mark.parametrize("is_asked", [True, False])
 @pytest.mark.parametrize(
     "event, error",

@@ -1,15 +1,9 @@
 from pathlib import Path
 
-import pytest
-
-from kvconnector.errors import LocalProtocolError
-from kvconnector.session import events as ev
 from kvconnector.session.lease import LEASE_TABLE
 from kvconnector.session.load import LOAD_TABLE
-from kvconnector.session.machine import Tracked
 from kvconnector.session.peers import PEER_TABLE
 from kvconnector.session.remote_engine import ENGINE_TABLE
-from kvconnector.wire.messages import Message
 
 TABLES = (LEASE_TABLE, PEER_TABLE, LOAD_TABLE, ENGINE_TABLE)
 
@@ -30,24 +24,6 @@ def mermaid(table):
         if not row:
             lines.append(f"    {state.value} --> [*]")
     return "\n".join(lines)
-
-
-@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
-def test_an_unlisted_event_is_refused_with_the_story_and_changes_nothing(table):
-    record = Tracked(table, "request r")
-    kind, targets = next(iter(table.rows[table.start].items()))
-    values = dict.fromkeys(kind.__struct_fields__)
-    event = ev.FromPeer(-1, kind(**values)) if issubclass(kind, Message) else kind(**values)
-    record.accept(event, 1.0)
-    record.move(min(targets))
-    state, story = record.state, record.story
-    with pytest.raises(
-        LocalProtocolError, match=f"object is not possible .* {state.value}"
-    ) as told:
-        record.accept(object(), 2.0)
-    assert (record.state, record.story) == (state, story)
-    assert story[0] in str(told.value)
-    assert told.value.context["subject"] == "request r"
 
 
 def test_the_documentation_shows_the_tables_as_they_are():
