@@ -85,13 +85,13 @@ class Engine:
         self.step()
         return params
 
-    def load(self, request_id, params, block_ids, num_prompt_tokens):
-        """Load all but the last prompt token; how many those are."""
+    def load(self, request_id, params, block_ids, num_prompt_tokens, *, steps=True):
+        """Load all but the last prompt token."""
         self.scheduler.on_new_request(request_id, params)
         count, _ = self.scheduler.matched_tokens(request_id, num_prompt_tokens, 0)
         self.scheduler.load(request_id, blocks=[block_ids], num_tokens=count)
-        self.step()
-        return count
+        if steps:
+            self.step()
 
     def dense(self, block_ids, num_tokens):
         return dense_of(self.caches, [block_ids], num_tokens)

@@ -87,9 +87,7 @@ def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, t
         name: p.offer(name, [1, 2], 30),
     }
     for request, local in ((f"{name}-good", [20, 21]), (name, blocks)):
-        d.scheduler.on_new_request(request, offers[request])
-        count, _ = d.scheduler.matched_tokens(request, 31, 0)
-        d.scheduler.load(request, blocks=[local], num_tokens=count)
+        d.load(request, offers[request], local, 31, steps=False)
     rp.until(lambda: set(offers) <= d.received, d, p)
     assert f"{name}-good" not in d.failed
     assert d.failed[name].startswith(f"BlockIdError: the blocks of request {name}")

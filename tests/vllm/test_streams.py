@@ -151,11 +151,8 @@ SHAPES = {
 @pytest.mark.parametrize("direct", ["auto", "never"])
 @pytest.mark.parametrize("name", SHAPES)
 def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
-    with acquainted(model, *SHAPES[name], paths={"direct": direct}) as (
-        producer,
-        consumer,
-        address,
-    ):
+    with acquainted(model, *SHAPES[name], paths={"direct": direct}) as acquaintance:
+        producer, consumer, address = acquaintance
         prompt, request = begin(producer, consumer, address)
         for computed in (48, 96, 144):
             producer.step()
@@ -218,11 +215,8 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 @pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close"])
 def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
     """The decode engine's request fails, or is computed there; nothing of the other engine's is in it."""
-    with acquainted(model, policy=policy, paths={"direct": direct}) as (
-        producer,
-        consumer,
-        address,
-    ):
+    with acquainted(model, policy=policy, paths={"direct": direct}) as acquaintance:
+        producer, consumer, address = acquaintance
         prompt, request = begin(producer, consumer, address)
         producer.step()
         until(lambda: arrived(consumer, request) == 48, consumer)

@@ -12,11 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable
+from kvconnector_kernels.relayout import PackedSide, PagedSide
 from kvconnector_kernels.relayout import triton as _  # noqa: F401  (the module below, not Triton)
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
-from tests.kernels.relayout.pools import inner_strides
+from tests.kernels.relayout.pools import inner_strides, part_table
 
 kernels = sys.modules["kvconnector_kernels.relayout.triton"]
 HEADS, DIM, ITEM, TOKENS = 8, 128, 2, 512
@@ -29,16 +29,8 @@ def side(order, block_size):
         return PackedSide(address, 1 << 40, order, "cpu")
     block = HEADS * block_size * DIM
     strides = (block, *inner_strides(order, HEADS, block_size, DIM))
-    rows = np.array([[address, *(stride * ITEM for stride in strides)]], np.int64)
-    table = PartTable(
-        rows,
-        num_blocks=512,
-        block_size=block_size,
-        num_heads=HEADS,
-        head_dim=DIM,
-        item_size_bytes=ITEM,
-        device="cpu",
-    )
+    rows = [[address, *(stride * ITEM for stride in strides)]]
+    table = part_table(rows, (512, block_size, HEADS, DIM, ITEM))
     return PagedSide(table, np.arange(512, dtype=np.int32))
 
 

@@ -33,6 +33,14 @@ def inner_strides(order, heads, tokens, dims):
     }[order]
 
 
+def part_table(rows, sizes, device="cpu"):
+    """`sizes`: blocks, tokens a block, heads, elements of a head's token, bytes an element."""
+    names = ("num_blocks", "block_size", "num_heads", "head_dim", "item_size_bytes")
+    return PartTable(
+        np.array(rows, np.int64), **dict(zip(names, sizes, strict=True)), device=device
+    )
+
+
 @dataclass
 class Pool:
     """`num_parts` parts in one buffer, with guards around each part and a gap behind each block."""
@@ -85,15 +93,8 @@ class Pool:
             (view.data_ptr(), *(stride * self.item for stride in view.stride()))
             for view in self.views(self.buffer)
         ]
-        return PartTable(
-            np.array(rows, np.int64),
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            item_size_bytes=self.item,
-            device=self.device,
-        )
+        sizes = (self.num_blocks, self.block_size, self.num_heads, self.head_dim, self.item)
+        return part_table(rows, sizes, self.device)
 
     def block_ids(self, seed=0):
         """All blocks, shuffled."""

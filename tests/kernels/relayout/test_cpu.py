@@ -14,13 +14,12 @@ import torch
 from kvconnector_kernels.relayout import (
     PackedSide,
     PagedSide,
-    PartTable,
     cpu,
     relayout,
     relayout_cpu,
     relayout_triton,
 )
-from tests.kernels.relayout.pools import TRITON_DEVICE, Pool, Window, expected_buffer
+from tests.kernels.relayout.pools import TRITON_DEVICE, Pool, Window, expected_buffer, part_table
 
 
 def test_many_threads_may_copy_at_once():
@@ -108,15 +107,7 @@ def test_strides_beyond_32_bits(copy, block_size, far_axes):
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     with mmap.mmap(-1, 8 * far, flags=flags) as memory:
         space = np.frombuffer(memory, np.uint8)
-        table = PartTable(
-            np.array([[space.ctypes.data, *strides, 1]], np.int64),
-            num_blocks=2,
-            block_size=block_size,
-            num_heads=2,
-            head_dim=8,
-            item_size_bytes=1,
-            device="cpu",
-        )
+        table = part_table([[space.ctypes.data, *strides, 1]], (2, block_size, 2, 8, 1))
         side = PagedSide(table, np.array([1, 0], np.int32))
         sent = np.random.default_rng(0).integers(1, 255, (num_tokens, 2, 8), np.uint8)
         packed = PackedSide(sent.ctypes.data, sent.nbytes, "NHD", "cpu")

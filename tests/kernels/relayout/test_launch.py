@@ -33,7 +33,7 @@ from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import check_copy
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from kvconnector_kernels.relayout.triton import kernel_constants, relayout_kernel, side_numbers
-from tests.kernels.relayout.pools import inner_strides
+from tests.kernels.relayout.pools import inner_strides, part_table
 
 GPU = "cuda:0"
 IDS_ADDRESS, NUM_IDS = 1 << 20, 1 << 12
@@ -89,15 +89,7 @@ def no_gpu():
 def table(order="HND", block=16, shift=0):
     elements = (HEADS * block * DIM, *inner_strides(order, HEADS, block, DIM))
     rows = [(4096 * part + shift, *(ITEM * stride for stride in elements)) for part in (1, 2, 3)]
-    return PartTable(
-        np.array(rows, np.int64),
-        num_blocks=NUM_IDS,
-        block_size=block,
-        num_heads=HEADS,
-        head_dim=DIM,
-        item_size_bytes=ITEM,
-        device=GPU,
-    )
+    return part_table(rows, (NUM_IDS, block, HEADS, DIM, ITEM), GPU)
 
 
 @st.composite

@@ -16,16 +16,8 @@ OFFER = TransferParams(
 )
 # what routers know of NixlConnector's
 NIXL_KEYS = {
-    "do_remote_prefill",
-    "do_remote_decode",
-    "remote_block_ids",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "remote_num_tokens",
-    "tp_size",
-    "pp_size",
+    *("do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id"),
+    *("remote_request_id", "remote_host", "remote_port", "remote_num_tokens", "tp_size", "pp_size"),
 }
 
 
