@@ -2,7 +2,6 @@
 
 from kvconnector.cache.group_blocks import GroupBlocks as GroupBlocks
 from kvconnector.planning.naive import naive_plan as naive_plan
-from kvconnector.planning.naive import naive_run_address as naive_run_address
 from kvconnector.planning.naive import plan_items as plan_items
 from kvconnector.planning.plan import ALL_LAYERS as ALL_LAYERS
 from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
@@ -15,6 +14,4 @@ from kvconnector.planning.retention import KeepsChunk as KeepsChunk
 from kvconnector.planning.retention import KeepsState as KeepsState
 from kvconnector.planning.retention import KeepsWindow as KeepsWindow
 from kvconnector.planning.retention import Retention as Retention
-from kvconnector.planning.runs import joined_runs as joined_runs
-from kvconnector.planning.runs import run_addresses as run_addresses
 from kvconnector.topology import Segment as Segment

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
 from typing import NamedTuple
 
 from kvconnector.errors import GeometryError
@@ -69,35 +68,3 @@ def plan_items(plan: Iterable[SourceRead], consumer: RankGeometry) -> Iterator[I
                     for member in range(start, start + int(chunk["num_tokens"])):
                         token = segment.stripe.token(member)
                         yield Item(read.source, segment.group, layer, part, head, token)
-
-
-def naive_run_address(
-    parts: Sequence[Sequence[int]],
-    block_ids: Sequence[int],
-    *,
-    block_size: int,
-    head_start: int,
-    token_start: int,
-    counts: tuple[int, int, int],
-    item_bytes: int,
-    order: str,
-) -> int:
-    """The address of a chunk's first element, if all its elements lie one after the other as they travel; else 0.
-
-    A part is its address and its block, head, token and dim strides; `order` names the axes of a part, outermost first.
-    """
-    lengths = dict(zip("HND", counts, strict=True))
-    addresses = []
-    for address, block_stride, head_stride, token_stride, dim_stride in parts:
-        for places in product(*(range(lengths[axis]) for axis in order)):
-            at = dict(zip(order, places, strict=True))
-            block, offset = divmod(token_start + at["N"], block_size)
-            addresses.append(
-                address
-                + block_ids[block] * block_stride
-                + (head_start + at["H"]) * head_stride
-                + offset * token_stride
-                + at["D"] * dim_stride
-            )
-    is_run = addresses == [addresses[0] + index * item_bytes for index in range(len(addresses))]
-    return addresses[0] if is_run else 0

@@ -76,7 +76,6 @@ SEND = record_of(
     "endpoint",  # [C] 0 once it is gone
     "num_in_flight",
     "owner",  # [C] whatever the caller wants to find on the slots in flight
-    "places",  # [C] address of each chunk's address in the pools, 0 where it is packed; or 0: all are packed
     "packing_ns",  # [P] when the first chunk began to be packed; 0: none did. Then when the last one was
     "packed_ns",
     "sending_ns",  # [P] when the first chunk was posted; when UCX was through with the last one
@@ -111,7 +110,6 @@ SLOT = record_of(
     "fence_value",  # [P]
     "length",  # [P] bytes of the message that arrived
     "owner",  # [P] that of the send, for as long as UCX has the slot
-    "source",  # [P] what is sent from: the slot's own memory, or the chunk's place
 )
 
 RUN = record_of(  # [C]

@@ -1,13 +1,10 @@
-"""The loop's steps of a send, which goes round the slots: packed into one, posted, and UCX frees the slot.
-
-A chunk that lies in the pools as it travels is posted from there: it takes a slot, and none of its memory.
-"""
+"""The loop's steps of a send, which goes round the slots: packed into one, posted, and UCX frees the slot."""
 
 from __future__ import annotations
 
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump import steps
-from kvconnector_kernels.pump.native import call, load
+from kvconnector_kernels.pump.native import call
 from kvconnector_kernels.pump.steps import helper
 
 
@@ -54,7 +51,7 @@ def _post_send(state, send, slot):
         state.tag_send,
         (
             send.endpoint,
-            slot.source,
+            slot.address,
             steps.chunk_bytes(state, send, slot.chunk),
             send.first_tag + slot.chunk,
             state.send_param,
@@ -101,28 +98,18 @@ def post_packed(state):
 
 
 @helper
-def _place_of(send, chunk):
-    return load(send.places + chunk * 8) if send.places else 0
-
-
-@helper
 def _pack(state, send, slot):
-    """Pack the next chunk into the slot, or send it from its place. Whether that was begun."""
+    """Pack the next chunk into the slot. Whether that was begun."""
     slot.chunk = send.next_chunk
-    slot.source = _place_of(send, slot.chunk)
-    if slot.source == 0:
-        slot.source = slot.address
-        if send.packing_ns == 0:
-            send.packing_ns = steps.now_ns(state)
-        error = steps.begin_copy(state, send, slot)
-        if error:
-            steps.fail(send, r.COPY_ERROR, error, slot.chunk)
-            return False
-        slot.state = r.COPYING
-        if steps.is_copied(slot):
-            _end_pack(state, send, slot)
-    else:
-        slot.state = r.PACKED
+    if send.packing_ns == 0:
+        send.packing_ns = steps.now_ns(state)
+    error = steps.begin_copy(state, send, slot)
+    if error:
+        steps.fail(send, r.COPY_ERROR, error, slot.chunk)
+        return False
+    slot.state = r.COPYING
+    if steps.is_copied(slot):
+        _end_pack(state, send, slot)
     send.next_chunk += 1
     send.num_copying += 1
     return True
@@ -157,8 +144,8 @@ def pack_next(state):
 
 @helper
 def end_sends(state):
-    """Whether a send was stopped and is over: nothing reads its blocks any more. It may have slots in flight, unless it
-    sends from the pools. A complete one does not count: nobody waits for it before its consumer confirms the read.
+    """Whether a send was stopped and is over: nothing reads its blocks any more, though slots may be in flight. A
+    complete one does not count: nobody waits for it before its consumer confirms the read.
     """
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     ended = False
@@ -166,8 +153,7 @@ def end_sends(state):
     for index in range(sends.shape[0]):
         send = sends[index]
         is_complete = send.num_posted == send.num_chunks and send.num_in_flight == 0
-        is_over = send.stopped and (send.places == 0 or send.num_in_flight == 0)
-        if send.phase == r.RUNNING and send.num_copying == 0 and (is_complete or is_over):
+        if send.phase == r.RUNNING and send.num_copying == 0 and (is_complete or send.stopped):
             send.phase = r.OVER
             ended = ended or not is_complete or send.stopped != 0
             for slot in range(slots.shape[0]):

@@ -36,13 +36,11 @@ Fields: TypeAlias = npt.NDArray[np.int32]
 class Jobs(msgspec.Struct, frozen=True, eq=False):
     """What a compiled function is to copy for a program, as it takes it, and what that refers to.
 
-    Of chunks it is a row of `words` for each, which begins with the chunk's `nbytes`. `places` are the addresses of
-    chunks that need no copy, 0 for the others; None where all are copied.
+    Of chunks it is a row of `words` for each, which begins with the chunk's `nbytes`.
     """
 
     words: npt.NDArray[np.int64]
     kept: tuple[object, ...]
-    places: npt.NDArray[np.int64] | None = None
 
     @property
     def address(self) -> int:

@@ -15,22 +15,17 @@ from kvconnector.datapath.pump.copies import (
     spans_of,
     words_of,
 )
-from kvconnector.planning import joined_runs, run_addresses
 from kvconnector_kernels.pump.copy_cpu import JOB, compile_copy
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
-from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
 _ROW_BYTES = 40
 _PAGE = 4096
-# Shorter messages UCX copies anyway.
-MIN_IN_PLACE_BYTES = 256 << 10
 
 
 class CpuCopies(ChunkCopies):
     """See `ChunkCopies`. A program of at least `min_streamed_bytes` is unpacked past the caches, which would not keep
-    it; what is packed is sent next, from the cache. Chunks of at least `min_in_place_bytes` are not packed if they lie
-    in the pools as they travel.
+    it; what is packed is sent next, from the cache.
     """
 
     job = JOB
@@ -41,13 +36,11 @@ class CpuCopies(ChunkCopies):
         slot_bytes: int,
         *,
         min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
-        min_in_place_bytes: int = MIN_IN_PLACE_BYTES,
     ) -> None:
         self._pools = pools
         # the alignment of a slot does not matter here
         self._slots = slots_of(_PAGE, slot_bytes, "cpu")
         self._min_streamed_bytes = min_streamed_bytes
-        self._min_in_place_bytes = min_in_place_bytes
         self._compiled = compile_copy()
         self.function = int(self._compiled.address)
 
@@ -56,34 +49,15 @@ class CpuCopies(ChunkCopies):
         ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
         rows = np.empty(len(program.chunks), JOB)
         words = words_of(rows)
-        places = np.zeros(len(rows) if packing else 0, np.int64)
         for span in spans_of(program, self._pools, ids, self._slots):
             geometry = span.check(packing=packing)
-            nbytes = span.num_parts * span.part_bytes
             words[span.chunks] = self._common(span, geometry, packing=packing)
             rows["num_parts"][span.chunks] = span.num_parts
-            rows["nbytes"][span.chunks] = nbytes
+            rows["nbytes"][span.chunks] = span.num_parts * span.part_bytes
             rows["rows"][span.chunks] = span.table.rows_address + span.first_rows * _ROW_BYTES
-            if packing and self._may_lie_in_place(span, nbytes):
-                places[span.chunks] = _places(span, geometry)
-        if packing:
-            places[rows["nbytes"] < self._min_in_place_bytes] = 0
-        else:
+        if not packing:
             rows["is_streamed"] = rows["nbytes"].sum() >= self._min_streamed_bytes
-        return Jobs(words, tuple(ids), places if places.any() else None)
-
-    def _may_lie_in_place(self, span: Span, nbytes: npt.NDArray[np.int64]) -> bool:
-        """False where chunks are too small to be sent from the pools, or in blocks that are not in a row."""
-        if span.runs is not ADJACENT or nbytes.max() < self._min_in_place_bytes:
-            return False
-        addresses = span.table.rows[:, 0]
-        if span.num_parts.min() > 1 and not (np.diff(addresses) == span.part_bytes).any():
-            return False  # no two parts follow each other
-        first, stop = span.token_start, span.token_start + span.num_tokens
-        first_block = first // span.table.block_size
-        last_block = (stop - 1) // span.table.block_size
-        ids: npt.NDArray[np.int32] = span.ids  # type: ignore[assignment]  # numpy on the CPU
-        return int(ids[last_block]) - int(ids[first_block]) == last_block - first_block
+        return Jobs(words, tuple(ids))
 
     @staticmethod
     def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> list[int]:
@@ -110,18 +84,3 @@ class CpuCopies(ChunkCopies):
             "dim_stride": dim,
         }
         return [values.get(name, 0) for name in JOB.names or ()]
-
-
-def _places(span: Span, geometry: CopyGeometry) -> npt.NDArray[np.int64]:
-    """Where the span's chunks lie as they travel, 0 for those that do not."""
-    _, head, token, dim = span.packed.strides_bytes(geometry)
-    addresses = run_addresses(
-        span.table.rows,
-        span.ids,  # type: ignore[arg-type]  # numpy on the CPU
-        block_size=span.table.block_size,
-        head_start=span.head_start,
-        token_start=span.token_start,
-        counts=(geometry.num_heads, geometry.num_tokens, geometry.head_dim),
-        strides_bytes=(head, token, dim),
-    )
-    return joined_runs(addresses, span.first_rows, span.num_parts, span.part_bytes)

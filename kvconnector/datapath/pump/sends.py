@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import msgspec
+from dataclasses import dataclass
 
 from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import Endpoints
@@ -16,12 +14,11 @@ from kvconnector.datapath.pump.network import error_of, phases_of
 from kvconnector.errors import (
     KVConnectorError,
     PeerLostError,
-    TransferTimeoutError,
     TransportError,
 )
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Buffer, Completion, Transport
+from kvconnector.transport import Completion, Transport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -29,34 +26,23 @@ logger = logging.getLogger(__name__)
 
 GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
 """How the lanes begin that move GPU memory without a copy in host memory."""
-# What needs no memory registered before it is sent from, and was measured.
-IN_PLACE_LANES = frozenset(("self", "tcp", "sysv", "posix", "cma"))
 
 
 @dataclass(slots=True, eq=False)
 class _Send:
-    """What the rows do not say about a send.
-
-    `held` tell which of its operations, given up while they read its blocks, are over; at most until `free_at_s`;
-    `stopped_s` is when it was found to be stopped with such operations in flight.
-    """
+    """What the rows do not say about a send."""
 
     link: LinkId
     read_id: int
     jobs: Jobs
     error: KVConnectorError | None = None
-    held: list[Callable[[], bool]] = field(default_factory=list)
-    free_at_s: float = 0.0
-    stopped_s: float | None = None
 
 
 class Sends:
     """All sends of one worker. Slots go round between them, one chunk each, so that a long one delays a short one by a
     few chunks only.
 
-    The slots of sends that were given up rest for `quarantine_s`. Sends from the pools end once UCX is through with the
-    blocks, or as long after they were given up. A consumer that leaves a stopped one unreceived for that time is given
-    up.
+    The slots of sends that were given up rest for `quarantine_s`.
     """
 
     def __init__(
@@ -77,7 +63,6 @@ class Sends:
         self._clock = clock
         self._events = events
         self.endpoints = Endpoints(transport, self._events)
-        self._in_place: dict[LinkId, bool] = {}
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
         self.has_sent = False
@@ -86,7 +71,6 @@ class Sends:
         """See `DataPath.close_endpoint`."""
         if link in self.endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
-            self._in_place.pop(link, None)
             self.endpoints.close(link)
 
     def submit(
@@ -100,10 +84,7 @@ class Sends:
         except (RelayoutError, KVConnectorError) as error:
             self._events.append(ev.SendStopped(link, read_id, 0, as_connector_error(error)))
             return
-        if jobs.places is not None and not self._sends_in_place(link, endpoint):
-            jobs = msgspec.structs.replace(jobs, places=None)
         row = self._machine.sends.add(
-            places=0 if jobs.places is None else jobs.places.ctypes.data,
             first_tag=first_tag,
             jobs=jobs.address,
             num_chunks=len(program.chunks),
@@ -146,7 +127,6 @@ class Sends:
         """Look at the endpoints: their handles may have changed, their peers may be lost."""
         self._take_failed()
         self._slots.end_quarantines()
-        self._refresh_in_place()
         self.refresh_endpoints()
 
     def refresh_endpoints(self) -> None:
@@ -177,33 +157,6 @@ class Sends:
             raise PeerLostError("the consumer's endpoint was closed")
         return endpoint
 
-    def _sends_in_place(self, link: LinkId, endpoint: int) -> bool:
-        """Whether the pools may be sent from to a consumer; decided, and told, with its first read that could be."""
-        if link not in self._in_place:
-            lanes = self._network.lanes(endpoint)
-            names = {lane.partition("/")[0] for lane in lanes.split("+")}
-            may = self._in_place[link] = names <= IN_PLACE_LANES
-            logger.info(
-                "chunks of one run are %s, over %s", "not packed" if may else "packed", lanes
-            )
-        return self._in_place[link]
-
-    def _refresh_in_place(self) -> None:
-        """See which blocks UCX has let go of, and give up the consumers that keep those of stopped sends."""
-        rows, now_s = self._machine.sends.rows, self._clock()
-        for index, send in list(self._sends.items()):
-            row = rows[index]
-            if send.held:
-                held = [is_over for is_over in send.held if not is_over()]
-                held = held if now_s < send.free_at_s else []
-                row["num_in_flight"] -= len(send.held) - len(held)
-                send.held = held
-            elif row["places"] and row["stopped"] and row["num_in_flight"]:
-                send.stopped_s = now_s if send.stopped_s is None else send.stopped_s
-                if now_s - send.stopped_s >= self._quarantine_s:
-                    error = "the consumer did not take what was sent to it"
-                    self._fail(send.link, TransferTimeoutError(error, read_id=send.read_id))
-
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
         self.endpoints.fail(link, error)
@@ -220,9 +173,6 @@ class Sends:
             return
         in_flight = (slots["state"] == r.POSTED) & (slots["owner"] == endpoint)
         for slot in in_flight.nonzero()[0].tolist():
-            if slots[slot]["source"] != slots[slot]["address"]:
-                self._hold(slot, endpoint)
-                continue
             row = int(slots[slot]["program"])
             if row >= 0:
                 rows[row]["num_in_flight"] -= 1
@@ -231,27 +181,13 @@ class Sends:
             self._slots.quarantine(slot, self._after(self._quarantine_s))
 
     def _take_failed(self) -> None:
-        """Put the slots of failed operations into quarantine, unless those took their bytes from the pools."""
-        rows = self._slots.rows
-        for slot in (rows["state"] == r.FAILED).nonzero()[0].tolist():
-            if rows[slot]["source"] == rows[slot]["address"]:
-                self._slots.quarantine(slot, self._after(self._quarantine_s))
-            else:
-                self._slots.free(slot)
+        """Put the slots of failed operations into quarantine."""
+        for slot in (self._slots.rows["state"] == r.FAILED).nonzero()[0].tolist():
+            self._slots.quarantine(slot, self._after(self._quarantine_s))
 
     def _after(self, delay_s: float) -> Callable[[], bool]:
         until_s = self._clock() + delay_s
         return lambda: self._clock() >= until_s
-
-    def _hold(self, slot: int, endpoint: int) -> None:
-        """Give up an operation that reads blocks: its send stays in flight until nothing does, see `refresh`."""
-        row = self._slots.rows[slot]
-        send = self._sends[int(row["program"])]
-        nbytes = int(send.jobs.words[row["chunk"], 0])
-        buffer = Buffer(address=int(row["source"]), nbytes=nbytes, device="cpu", owner=send)
-        send.held.append(self._network.adopt(int(row["request"]), 0, buffer, endpoint))
-        send.free_at_s = self._clock() + self._quarantine_s
-        self._slots.free(slot)
 
     def _end(self, index: int) -> None:
         send = self._sends[index]
