@@ -203,23 +203,6 @@ def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
 
 
-def test_sequences_of_one_prompt_share_its_blocks_until_they_write():
-    manager = manager_of()
-    group = group_of(range(6), 1, 2)
-    manager.allocate(group)
-    one, two = group.seqs()
-    shared = manager.get_block_table(one)
-    assert manager.get_block_table(two) == shared
-    assert manager.get_num_free_gpu_blocks() == 8
-    for seq in (one, two):
-        seq.status = SequenceStatus.RUNNING
-        seq.append_tokens([9])
-    copies = manager.append_slots(one)
-    assert copies == [(shared[1], manager.get_block_table(one)[1])]
-    assert manager.append_slots(two) == []
-    assert manager.get_block_table(two) == shared
-
-
 def test_what_the_watermark_leaves_no_room_for_is_never_allocated():
     manager = manager_of(watermark=0.2)  # 2 of 10 blocks
     assert manager.fits_alone(32)

@@ -56,16 +56,11 @@ class Exported:
         return self.with_first_table(rows=rows.astype("<i8").tobytes())
 
 
-@pytest.mark.parametrize(
-    "worker",
-    [
-        Exported(),
-        Exported(MIXED, block_sizes=(4, 8), num_blocks=(8, 4), layout="NHD"),
-        Exported(MIXED, block_sizes=(4, 8), num_blocks=(8, 4), pp_size=3),
-    ],
-    ids=["attention", "groups and families", "a stage without one group"],
-)
-def test_an_export_is_what_its_geometry_says(worker):
+@pytest.mark.parametrize("options", [{}, {"layout": "NHD"}, {"pp_size": 3}], ids=str)
+def test_an_export_is_what_its_geometry_says(options):
+    """Of one group; of groups and families; of a stage without one group."""
+    mixed = {"model": MIXED, "block_sizes": (4, 8), "num_blocks": (8, 4)}
+    worker = Exported(**(mixed | options if options else {}))
     check_export(worker.message, worker.geometry)
     assert {(t.group, t.family) for t in worker.message.tables} == set(worker.pools.tables)
     for table in worker.message.tables:

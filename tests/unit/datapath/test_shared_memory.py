@@ -22,8 +22,12 @@ def bounds(array):
 
 def in_pages(num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS):
     array = np.frombuffer(mmap.mmap(-1, num_bytes, flags), np.uint8)
-    array[...] = np.random.default_rng(num_bytes).integers(0, 256, num_bytes)
+    array[...] = random_bytes(num_bytes)
     return array
+
+
+def random_bytes(count):
+    return np.random.default_rng(count).integers(0, 256, count, np.uint8)
 
 
 def as_peers_see(memory, place):
@@ -31,17 +35,14 @@ def as_peers_see(memory, place):
         return np.fromfile(opened, np.uint8, place.nbytes, offset=place.offset)
 
 
-@pytest.mark.parametrize(
-    "array",
-    [
-        in_pages(3 * PAGE),
-        in_pages(2 * PAGE + 100),
-        in_pages(4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
-        np.random.default_rng(0).integers(0, 256, MIN_OWN_PAGES_BYTES + 100).astype(np.uint8),
-    ],
-    ids=["pages", "a mapping", "private pages", "a large allocation"],
-)
-def test_what_is_shared_stays_where_it_is_and_peers_see_each_change(array):
+@pytest.mark.parametrize("kind", ["pages", "a mapping", "private pages", "a large allocation"])
+def test_what_is_shared_stays_where_it_is_and_peers_see_each_change(kind):
+    array = {
+        "pages": lambda: in_pages(3 * PAGE),
+        "a mapping": lambda: in_pages(2 * PAGE + 100),
+        "private pages": lambda: in_pages(4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+        "a large allocation": lambda: random_bytes(MIN_OWN_PAGES_BYTES + 100),
+    }[kind]()
     before, memory = array.copy(), SharedMemory(1)
     for _ in range(2):  # a second worker may register the same caches
         (place,) = memory.share([bounds(array)])
