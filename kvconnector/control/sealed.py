@@ -1,7 +1,7 @@
 """Authenticated control messages, for a transport that anybody may write to.
 
 An `Inbox` is one direction of a link. The receiver chooses it, and tells the peer over an authenticated connection. A
-frame is the message's number in its inbox, a MAC (keyed BLAKE2b) of inbox, number and payload, and the payload, in the
+frame is a MAC (keyed BLAKE2b) of inbox, number and payload, the message's number in its inbox, and the payload, in the
 clear. So a message that others made, changed, repeated or moved is refused, and a missing one shows with the next one.
 """
 
@@ -19,7 +19,6 @@ KEY_BYTES = 32
 MAC_BYTES = 16
 INBOX_ID_BITS = 62
 _NUMBER = struct.Struct("<Q")
-_PLACE = struct.Struct("<QQ")
 OVERHEAD_BYTES = _NUMBER.size + MAC_BYTES
 _PERSON = b"kvc-control"
 
@@ -45,20 +44,22 @@ class Sealer:
     """Makes the frames for an inbox."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
+        self._keyed = _keyed(inbox)
         self._next_number = 0
 
     def seal(self, payload: bytes) -> bytes:
-        number = self._next_number
+        content = _NUMBER.pack(self._next_number) + payload
         self._next_number += 1
-        return b"".join((_NUMBER.pack(number), _mac(self._inbox, number, payload), payload))
+        mac = self._keyed.copy()
+        mac.update(content)
+        return mac.digest() + content
 
 
 class Opener:
     """Checks the frames that arrive in an inbox."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
+        self._keyed = _keyed(inbox)
         self._next_number = 0
 
     @property
@@ -70,9 +71,10 @@ class Opener:
         """The payload of the next frame. Raises ForgedMessageError; PeerLostError: one before it never came."""
         if len(frame) < OVERHEAD_BYTES:
             raise ForgedMessageError("a frame is shorter than its header", nbytes=len(frame))
-        (number,) = _NUMBER.unpack_from(frame)
-        mac, payload = frame[_NUMBER.size : OVERHEAD_BYTES], frame[OVERHEAD_BYTES:]
-        if not hmac.compare_digest(_mac(self._inbox, number, payload), mac):
+        (number,) = _NUMBER.unpack_from(frame, MAC_BYTES)
+        mac = self._keyed.copy()
+        mac.update(frame[MAC_BYTES:])
+        if not hmac.compare_digest(mac.digest(), frame[:MAC_BYTES]):
             raise ForgedMessageError("a frame's MAC is wrong", nbytes=len(frame), number=number)
         if number < self._next_number:
             raise ForgedMessageError(
@@ -83,11 +85,10 @@ class Opener:
                 "control messages were lost", expected=self._next_number, found=number
             )
         self._next_number += 1
-        return payload
+        return frame[OVERHEAD_BYTES:]
 
 
-def _mac(inbox: Inbox, number: int, payload: bytes) -> bytes:
-    mac = hashlib.blake2b(digest_size=MAC_BYTES, key=inbox.key, person=_PERSON)
-    mac.update(_PLACE.pack(inbox.inbox_id, number))
-    mac.update(payload)
-    return mac.digest()
+def _keyed(inbox: Inbox) -> hashlib.blake2b:
+    """The MAC of an inbox's frames, before number and payload: to be copied, which takes less time than a key."""
+    place = _NUMBER.pack(inbox.inbox_id)
+    return hashlib.blake2b(place, digest_size=MAC_BYTES, key=inbox.key, person=_PERSON)

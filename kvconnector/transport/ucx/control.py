@@ -34,12 +34,12 @@ class _Arriving:
 
 
 class ControlReceives:
-    """The control messages of one worker that have begun to arrive, in order of their tags."""
+    """The control messages of one worker. `arriving` are those of each tag that are not complete, in their order."""
 
     def __init__(self, libucp: Libucp, requests: RequestTable) -> None:
         self._libucp = libucp
         self._requests = requests
-        self._arriving: dict[int, deque[_Arriving]] = {}
+        self.arriving: dict[int, deque[_Arriving]] = {}
         self.has_begun = False
         """Whether the last `take` posted what UCX must be driven for."""
 
@@ -51,57 +51,55 @@ class ControlReceives:
             message = self._libucp.take_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
             if message is None:
                 break
-            event = self._accept(message, limits.get(message.tag, -1))
+            event = self._accept(message, limits.get(message[1], -1))
             if event is not None:
                 events.append(event)
-        if self._arriving:
+        if self.arriving:
             events += self._arrived()
         return events
 
-    def is_arriving(self) -> bool:
-        """Whether some message is not complete."""
-        return bool(self._arriving)
-
     def give_up(self) -> None:
         """Leave what is still arriving, and its memory, to the worker's other operations: it closes."""
-        for tag, queue in self._arriving.items():
+        for tag, queue in self.arriving.items():
             for arriving in queue:
                 if arriving.request:
                     assert arriving.memory is not None  # it has not failed
                     address = _address(arriving.memory)
                     buffer = Buffer(address, arriving.nbytes, "cpu", arriving.memory)
                     self._requests.adopt(arriving.request, tag, buffer, None)
-        self._arriving.clear()
+        self.arriving.clear()
 
     def _accept(self, message: Unexpected, limit_bytes: int) -> ControlEvent | None:
         """Begin to receive a message, unless there is no memory to be spent on it; what is known of it at once."""
-        queue = self._arriving.get(message.tag)
+        handle, tag, nbytes = message
+        queue = self.arriving.get(tag)
         held_bytes = sum(arriving.nbytes for arriving in queue) if queue else 0
-        if message.nbytes > limit_bytes or (
-            held_bytes and held_bytes + message.nbytes > MAX_ARRIVING_LIMITS * limit_bytes
+        if nbytes > limit_bytes or (
+            held_bytes and held_bytes + nbytes > MAX_ARRIVING_LIMITS * limit_bytes
         ):
             self.refuse(message)
-            return ControlRefused(message.tag, message.nbytes)
+            return ControlRefused(tag, nbytes)
         # one byte more: memory of none has no address, and an address of none refuses a message
-        memory = bytearray(message.nbytes + 1)
-        posted = self._libucp.receive_unexpected(message, _address(memory), message.nbytes)
-        self.has_begun |= posted.status == IN_PROGRESS
-        is_good = posted.status in (OK, IN_PROGRESS)
-        arriving = _Arriving(posted.request, message.nbytes, memory if is_good else None)
+        memory = bytearray(nbytes + 1)
+        posted = self._libucp.receive_unexpected(handle, _address(memory), nbytes)
+        filled = memory if posted.status in (OK, IN_PROGRESS) else None
         if not (queue or posted.request):
-            return _event_of(message.tag, arriving)
-        self._arriving.setdefault(message.tag, deque()).append(arriving)
+            return _event_of(tag, nbytes, filled)
+        self.has_begun |= posted.status == IN_PROGRESS
+        arriving = _Arriving(posted.request, nbytes, filled)
+        self.arriving.setdefault(tag, deque()).append(arriving)
         return None
 
     def _arrived(self) -> list[ControlEvent]:
         """What is complete, each tag's messages in their order."""
         events: list[ControlEvent] = []
-        for tag in list(self._arriving):
-            queue = self._arriving[tag]
+        for tag in list(self.arriving):
+            queue = self.arriving[tag]
             while queue and self._is_over(queue[0]):
-                events.append(_event_of(tag, queue.popleft()))
+                over = queue.popleft()
+                events.append(_event_of(tag, over.nbytes, over.memory))
             if not queue:
-                del self._arriving[tag]
+                del self.arriving[tag]
         return events
 
     def _is_over(self, arriving: _Arriving) -> bool:
@@ -117,17 +115,18 @@ class ControlReceives:
 
     def refuse(self, message: Unexpected) -> None:
         """Receive a message without its content."""
-        posted = self._libucp.receive_unexpected(message, 0, 0)
+        handle, tag, _ = message
+        posted = self._libucp.receive_unexpected(handle, 0, 0)
         if posted.request:
-            self._requests.adopt(posted.request, message.tag, Buffer(0, 0, "cpu", None), None)
+            self._requests.adopt(posted.request, tag, Buffer(0, 0, "cpu", None), None)
             self.has_begun = True
 
 
-def _event_of(tag: int, arriving: _Arriving) -> ControlEvent:
+def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
     """What is told of a message that is over."""
-    if arriving.memory is None:
-        return ControlRefused(tag, arriving.nbytes)
-    return ControlMessage(tag, bytes(memoryview(arriving.memory)[: arriving.nbytes]))
+    if memory is None:
+        return ControlRefused(tag, nbytes)
+    return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))
 
 
 def _address(memory: bytearray) -> int:

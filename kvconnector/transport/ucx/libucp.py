@@ -20,7 +20,7 @@ from ctypes import (
     c_uint64,
     c_void_p,
 )
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from kvconnector.errors import TransportError
 
@@ -119,12 +119,10 @@ class Posted(NamedTuple):
     message_bytes: int = 0
 
 
-class Unexpected(NamedTuple):
-    """A message that came before its receive."""
+_DONE = Posted(0, OK)
 
-    handle: int
-    tag: int
-    nbytes: int
+Unexpected: TypeAlias = tuple[int, int, int]
+"""A message that came before its receive: its handle, tag and bytes."""
 
 
 class Libucp:
@@ -231,8 +229,10 @@ class Libucp:
         ]
         return b"+".join(dict.fromkeys(map(b"/".join, found))).decode()
 
-    def tag_send(self, endpoint: int, address: int, nbytes: int, tag: int, *, host: bool) -> Posted:
-        """Post a tagged message. `host` spares UCX the question which device the memory is on."""
+    def tag_send(
+        self, endpoint: int, address: int | bytes, nbytes: int, tag: int, *, host: bool
+    ) -> Posted:
+        """Post a tagged message, of bytes or at an address. `host` spares UCX the question which device it is on."""
         param = self._host_send_param if host else self._send_param
         return _posted(self._keeping.ucp_tag_send_nbx(endpoint, address, nbytes, tag, byref(param)))
 
@@ -252,20 +252,18 @@ class Libucp:
         handle = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 1, byref(self._info))
         if not handle:
             return None
-        return Unexpected(handle, int(self._info.sender_tag), int(self._info.length))
+        return handle, int(self._info.sender_tag), int(self._info.length)
 
     def find_unexpected(self, tag: int, mask: int) -> int | None:
         """The tag of the message that `take_unexpected` would take, if there is one."""
         found = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 0, byref(self._info))
         return int(self._info.sender_tag) if found else None
 
-    def receive_unexpected(self, message: Unexpected, address: int, nbytes: int) -> Posted:
+    def receive_unexpected(self, handle: int, address: int, nbytes: int) -> Posted:
         """Receive a message that was taken into host memory; no memory refuses its content."""
         param = byref(self._host_send_param)
         return _posted(
-            self._keeping.ucp_tag_msg_recv_nbx(
-                self._worker, address or None, nbytes, message.handle, param
-            )
+            self._keeping.ucp_tag_msg_recv_nbx(self._worker, address or None, nbytes, handle, param)
         )
 
     def send_status(self, request: int) -> int:
@@ -315,7 +313,7 @@ def context_resources(context: int) -> set[tuple[str, str]]:
 def _posted(raw: int | None) -> Posted:
     """Decode a `ucs_status_ptr_t`: null, a request, or a negative status."""
     if not raw:
-        return Posted(0, OK)
+        return _DONE
     if raw >= 2**64 + _ERR_LAST:
         return Posted(0, raw - 2**64)
     return Posted(raw, IN_PROGRESS)

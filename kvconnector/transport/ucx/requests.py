@@ -68,7 +68,7 @@ class RequestTable:
         self._libucp = libucp
         self._operations: dict[int, _Operation] = {}
         self.finished: list[Completion] = []
-        self._failed_control: list[ControlFailed] = []
+        self.failed_control: list[ControlFailed] = []
         self._num_tickets = 0
         self.others_move = False
         """Whether operations that are not booked here are under way, too."""
@@ -105,8 +105,10 @@ class RequestTable:
         """Post a control message, which has no ticket. Raises what UCX says at once."""
         if endpoint.lost is not None:
             raise endpoint.lost
+        posted = self._libucp.tag_send(endpoint.handle, payload, len(payload), tag, host=True)
+        if posted.status == OK:
+            return
         buffer = buffer_of_bytes(payload)
-        posted = self._post_send(endpoint, tag, buffer)
         operation = _Operation(
             posted.request, tag, buffer, endpoint, reported=True, control_endpoint=endpoint_id
         )
@@ -123,7 +125,7 @@ class RequestTable:
 
     def take_failed_control(self) -> list[ControlFailed]:
         """The failures of control messages since the last call."""
-        failed, self._failed_control = self._failed_control, []
+        failed, self.failed_control = self.failed_control, []
         return failed
 
     def issued(self, ticket: int) -> bool:
@@ -229,7 +231,7 @@ class RequestTable:
         self.finished.append(Completion(ticket, error))
 
     def _fail_control(self, operation: _Operation, error: KVConnectorError) -> None:
-        self._failed_control.append(ControlFailed(operation.control_endpoint, error))
+        self.failed_control.append(ControlFailed(operation.control_endpoint, error))
         operation.control_endpoint = 0  # once is enough
 
     def _error(

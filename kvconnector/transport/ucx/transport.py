@@ -184,7 +184,9 @@ class UcxTransport:
             events += self._control.take(limits)
         if self._requests.finished:
             self._libucp.worker_signal()  # found on the way: `progress` is to report it
-        return events + self._requests.take_failed_control()
+        if self._requests.failed_control:
+            events += self._requests.take_failed_control()
+        return events
 
     def has_control(self) -> bool:
         """See `Transport`."""
@@ -205,7 +207,7 @@ class UcxTransport:
 
     def is_control_arriving(self) -> bool:
         """Whether a control message is on its way that `receive_control` has begun to take."""
-        return self._control.is_arriving()
+        return bool(self._control.arriving)
 
     def fileno(self) -> int:
         """See `Transport`. Belongs to UCX: wait for it, do not read it."""
@@ -297,7 +299,7 @@ class UcxTransport:
         """Whether little is copied, whatever moves now."""
         return not (
             self._requests.others_move
-            or self._control.is_arriving()
+            or self._control.arriving
             or self._requests.num_bytes > MAX_HELD_BYTES
         )
 
@@ -309,5 +311,5 @@ class UcxTransport:
     def _discard_unexpected(self, deadline_s: float) -> None:
         """Refuse what nobody received: the bindings would receive it in full, for as long as its sender takes."""
         while (message := self._libucp.take_unexpected()) is not None:
-            self._endpoints.wait_closing(self._libucp.receive_unexpected(message, 0, 0))
+            self._endpoints.wait_closing(self._libucp.receive_unexpected(message[0], 0, 0))
         self._drive_until(self._endpoints.all_closed, deadline_s)
