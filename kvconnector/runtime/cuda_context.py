@@ -51,7 +51,9 @@ class CudaContext:
 
     def enter(self) -> int | None:
         """Make it the calling thread's. What was so before, for `leave`."""
-        previous = self._handle if self._cuda is None else self._current()
+        if self._cuda is None:
+            return None
+        previous = self._current()
         self._set(previous, self._handle)
         return previous
 

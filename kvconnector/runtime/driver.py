@@ -103,7 +103,7 @@ class Driver:
         self._is_enough: Callable[[], bool] = _never
         self._dropped: set[PeerHandle] = set()
         self._deadline: tuple[float | None] | None = None
-        self._executor = executor(self)
+        self._actions = executor(self).actions()
         self._intake = intake
 
     def submit(self, *events: object) -> None:
@@ -192,7 +192,7 @@ class Driver:
             if inline and type(self._commands[0]) in _SLOW:
                 return False
             command = self._commands.popleft()
-            self._executor.execute(command)
+            self._actions[type(command)](command)
             if type(command) in _ENDINGS and self._is_enough():
                 if not self.num_queued:
                     # the loop tells only once of what ends: queued, the driver's thread takes it at once
@@ -279,7 +279,7 @@ class Driver:
         if isinstance(message, m.Heartbeat) and not message.maps_pools:
             self.links.mappers.pop(link, None)  # it could not, or did not want to
         if event is not None:
-            self.submit(event)
+            self._events.append(event)
         elif isinstance(message, m.Bye):
             self.drop_link(link, PeerLostError(f"the peer said goodbye: {message.text}"))
             return None
@@ -319,28 +319,21 @@ class Driver:
         kind = type(event)
         link: LinkId | None = getattr(event, "link", None)
         is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0
-        if self.producer is not None and (is_producers or kind is ev.Tick):
-            self._commands += self._ask(self.producer, event, now)
-        if self.consumer is not None and not is_producers:
-            self._commands += self._ask(self.consumer, event, now)
-
-    def _ask(
-        self, session: ProducerSession | ConsumerSession, event: object, now: float
-    ) -> list[cmd.Command]:
         try:
-            return session.handle(event, now)
+            if self.producer is not None and (is_producers or kind is ev.Tick):
+                self._commands += self.producer.handle(event, now)
+            if self.consumer is not None and not is_producers:
+                self._commands += self.consumer.handle(event, now)
         except KVConnectorError as error:
             # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes
             # on
-            link: LinkId | None = getattr(event, "link", None)
             peer = "this engine" if link is None else self.peer_of(link)
             self.refusals.note(
                 f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
             )
             if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
                 # the engine waits for it, and no session will answer
-                return [cmd.FinishLoad(event.request_id, error)]
-            return []
+                self._commands.append(cmd.FinishLoad(event.request_id, error))
 
 
 def _never() -> bool:

@@ -119,9 +119,10 @@ class DriverThread:
         if self._datapath.has_pending() and self._poll_inline() and self._datapath.is_starved():
             time.sleep(YIELD_S)
 
-    def _poll_inline(self, **scope: bool) -> bool:
+    def _poll_inline(self, *, orders_only: bool = False) -> bool:
         is_enough = self._outbox.is_filled
-        return self._run_inline(POLL_LIMIT_S, lambda each: each.progress_inline(is_enough, **scope))
+        progress = partial(Driver.progress_inline, is_enough=is_enough, orders_only=orders_only)
+        return self._run_inline(POLL_LIMIT_S, progress)
 
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""

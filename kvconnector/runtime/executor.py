@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -91,9 +91,33 @@ class Executor:
         self._security = security
         self._traces = traces
 
-    def execute(self, command: cmd.Command) -> None:
-        """Carry one command out. Failures come back to the sessions as events."""
-        self._ACTIONS[type(command)](self, command)
+    def actions(self) -> Mapping[type, Callable[[Any], None]]:
+        """What carries out each kind of command. Failures come back to the sessions as events."""
+        datapath = self._driver.datapath
+        return {
+            cmd.SendMessage: self._send,
+            cmd.OpenLink: self._open_link,
+            cmd.CloseLink: self._close_link,
+            cmd.OpenEndpoint: lambda c: datapath.open_endpoint(
+                c.link, c.transport_address, c.warm_up_tag, c.warm_up_bytes
+            ),
+            cmd.ConnectBack: self._connect_back,
+            cmd.CloseEndpoint: self._close_endpoint,
+            cmd.ExpectWarmUp: self._expect_warm_up,
+            cmd.StartSend: self._start_send,
+            cmd.ExpectReads: lambda c: datapath.expect_send(c.blocks),
+            cmd.SendProbe: lambda c: datapath.send_probe(c.link, c.probe),
+            cmd.StopSend: lambda c: datapath.stop_send(c.link, c.read_id),
+            cmd.StartReceive: self._start_receive,
+            cmd.StopReceive: lambda c: datapath.stop_receive(c.read_id),
+            cmd.DrainReceive: lambda c: datapath.drain_receive(c.read_id, c.sent_chunks),
+            cmd.OpenExport: self._open_export,
+            cmd.PublishLease: lambda c: datapath.publish_lease(c.key, *c.watermark),
+            cmd.RetractLease: lambda c: datapath.retract_lease(c.key),
+            cmd.ReleaseBlocks: self._release,
+            cmd.TellBegun: lambda c: self._outbox.begun(c.request_id),
+            cmd.FinishLoad: self._finish_load,
+        }
 
     def _send(self, command: cmd.SendMessage) -> None:
         handle = self._driver.links.by_link.get(command.link)
@@ -256,30 +280,3 @@ class Executor:
             self._outbox.failed(command.request_id, command.error, stats)
             return
         self._outbox.loaded(command.request_id, stats)
-
-    _ACTIONS: ClassVar[dict[type, Callable[..., None]]] = {
-        cmd.SendMessage: _send,
-        cmd.OpenLink: _open_link,
-        cmd.CloseLink: _close_link,
-        cmd.OpenEndpoint: lambda self, c: self._driver.datapath.open_endpoint(
-            c.link, c.transport_address, c.warm_up_tag, c.warm_up_bytes
-        ),
-        cmd.ConnectBack: _connect_back,
-        cmd.CloseEndpoint: _close_endpoint,
-        cmd.ExpectWarmUp: _expect_warm_up,
-        cmd.StartSend: _start_send,
-        cmd.ExpectReads: lambda self, c: self._driver.datapath.expect_send(c.blocks),
-        cmd.SendProbe: lambda self, c: self._driver.datapath.send_probe(c.link, c.probe),
-        cmd.StopSend: lambda self, c: self._driver.datapath.stop_send(c.link, c.read_id),
-        cmd.StartReceive: _start_receive,
-        cmd.StopReceive: lambda self, c: self._driver.datapath.stop_receive(c.read_id),
-        cmd.DrainReceive: lambda self, c: self._driver.datapath.drain_receive(
-            c.read_id, c.sent_chunks
-        ),
-        cmd.OpenExport: _open_export,
-        cmd.PublishLease: lambda self, c: self._driver.datapath.publish_lease(c.key, *c.watermark),
-        cmd.RetractLease: lambda self, c: self._driver.datapath.retract_lease(c.key),
-        cmd.ReleaseBlocks: _release,
-        cmd.TellBegun: lambda self, c: self._outbox.begun(c.request_id),
-        cmd.FinishLoad: _finish_load,
-    }

@@ -238,11 +238,14 @@ class DataPath:
         # last: slots are free again, and reads are to be sent that were not before
         if self._receives.waiting:
             self._receives.admit()
-        if not self._report:  # which somebody waits for
-            self._check_peers()
-        if self._report:
-            self.machine.stay_awake()
-        return self.reported()
+        now_s = self._clock()
+        if not self._report and (now_s >= self._next_check_s or self._is_meeting):
+            self._check_peers(now_s)
+        if not self._report:
+            return []
+        # somebody waits for it
+        self.machine.stay_awake()
+        return self._report.drain()
 
     def reported(self) -> list[DataEvent]:
         """What is known without a look at anything: whoever asked for something goes on with that at once."""
@@ -349,22 +352,19 @@ class DataPath:
         """For how long at most the loop can do without Python."""
         if self._reads.is_waiting:
             return min(timeout_s, MAX_LEASE_RUN_S)
-        if self._is_warming_up() or self.machine.network.is_control_arriving():
+        is_met = self._is_meeting and self._is_warming_up()
+        if is_met or self.machine.network.is_control_arriving():
             return min(timeout_s, MAX_AWAITED_RUN_S)
         return min(timeout_s, MAX_RUN_S) if self.machine.is_active else timeout_s
 
     def _is_warming_up(self) -> bool:
-        """Whether a peer is being met. For the owner alone; any thread may read what it found last."""
-        if self._is_meeting:
-            self._is_meeting = (
-                self._sends.endpoints.is_warming_up or self._receives.warm_ups.is_awaited
-            )
+        """Whether a peer is still being met. For the owner alone; any thread may read what it found last."""
+        self._is_meeting = self._sends.endpoints.is_warming_up or self._receives.warm_ups.is_awaited
         return self._is_meeting
 
-    def _check_peers(self) -> None:
+    def _check_peers(self, now_s: float) -> None:
         """What the loop does not do, if it is time: warm-up messages, and lost peers."""
-        now_s = self._clock()
-        if now_s < self._next_check_s and not (self._is_meeting and self._is_warming_up()):
+        if now_s < self._next_check_s and not self._is_warming_up():
             return
         self._next_check_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
