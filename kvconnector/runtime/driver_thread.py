@@ -65,7 +65,7 @@ class DriverThread:
         self._pools = pools
         self._inbox: deque[PostedStep] = deque()
         self._outbox = outbox
-        self._stopping = threading.Event()
+        self._is_stopping = False
         self._failure: KVConnectorError | None = None
         self._in_use: MemoryInUseError | None = None
         self._driver: Driver | None = None
@@ -146,7 +146,7 @@ class DriverThread:
             MemoryInUseError: the thread did not stop within `CLOSE_TIMEOUT_S`, or could not end what was under way, or
                 consumers still map the caches.
         """
-        self._stopping.set()
+        self._is_stopping = True
         if self._thread is None:
             self._release()
             return
@@ -163,7 +163,7 @@ class DriverThread:
 
     def _drive(self, until_s: float, driver: Driver) -> None:
         """Turn until there is something in the outbox, or time is over."""
-        while not (self._outbox.is_filled() or self._stopping.is_set()):
+        while not (self._outbox.is_filled() or self._is_stopping):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
@@ -172,7 +172,7 @@ class DriverThread:
     def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
         """Let the caller drive in place of the driver's thread; False where that drives itself."""
         driver = self._driver
-        if driver is None or self._stopping.is_set() or not self._datapath.try_acquire(limit_s):
+        if driver is None or self._is_stopping or not self._datapath.try_acquire(limit_s):
             return False
         try:
             previous = self._context.enter()
@@ -201,7 +201,7 @@ class DriverThread:
     def _run(self, driver: Driver) -> None:
         try:
             self._context.allow_captures()
-            while not self._stopping.is_set():
+            while not self._is_stopping:
                 driver.turn(IDLE_TURN_S)
             if self._failure is None:
                 self._leave(driver)
@@ -240,7 +240,7 @@ class DriverThread:
         self._failure = KVConnectorError(
             f"the connector's driver failed: {error!r}; restart this engine, its log has the traceback"
         )
-        self._stopping.set()
+        self._is_stopping = True
 
     def _take_steps(self, driver: Driver) -> None:
         while self._inbox:

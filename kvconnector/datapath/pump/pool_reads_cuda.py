@@ -147,10 +147,9 @@ class CudaReads(PoolReads):
         ids = places[:num_groups], places[num_groups:]
         src, dst, geometry = sides_of(index, read, (self._pools, remote), ids)
         sides, counts = (src, dst), geometry[:3]
+        # ours were checked when the engine named them
         theirs = read.their_blocks[read.their_segments[index].group]
-        ours = read.blocks[read.segments[index].group]
-        for side, group in zip(sides, (theirs, ours), strict=True):
-            check_ids_in_pool("the read's", group.block_ids, side.table.num_blocks)
+        check_ids_in_pool("the read's", theirs.block_ids, src.table.num_blocks)
         job = self._job(sides, counts)
         words = job.words.copy()
         if not _has_runs(sides):
