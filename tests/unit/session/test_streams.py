@@ -53,6 +53,15 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
     assert _told(side.tell(h.heartbeat())) == [(12, True)]  # what was said may be lost
 
 
+def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
+    side = _filling()
+    assert not h.of(side.tell(_granted(8)), cmd.ExpectReads)
+    (expected,) = h.of(side.tell(_granted(12, is_complete=True)), cmd.ExpectReads)
+    asked = ev.FromPeer(-1, h.read(1, tokens=range(12), blocks=()))
+    (started,) = h.of(side.tell(asked), cmd.StartSend)
+    assert started.blocks is expected.blocks
+
+
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     side = _filling()
     side.tell(_granted(8))
