@@ -13,8 +13,6 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.errors import ConfigError
 
 MODEL = ModelShape(name="tiny", num_layers=2, num_kv_heads=2, head_dim=8)
-
-
 SPEC = EngineSpec(
     engine_id="prefill", model=MODEL, shape=EngineShape(tp=2), num_blocks=6, device="cpu"
 )

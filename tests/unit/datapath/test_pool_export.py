@@ -103,25 +103,6 @@ def test_an_export_that_contradicts_itself_or_its_geometry_is_refused(case):
         check_export(change(worker), worker.geometry)
 
 
-def test_on_cuda_every_part_is_inside_one_allocation():
-    worker = Exported()
-    rows = rows_of(worker.message.tables[0])
-    mine = worker.pools.groups[0].views[0][0]
-    last = sum(s * (n - 1) for s, n in zip(mine.strides_bytes, mine.shape, strict=True))
-    address = int(rows[:, 0].min())
-    nbytes = int(np.ptp(rows[:, 0])) + last + mine.item_size_bytes
-    handle = bytes(64)
-
-    def on_cuda(address, nbytes):
-        allocation = IpcAllocation(handle=handle, address=address, nbytes=nbytes)
-        return worker.changed(device="cuda", allocations=(allocation,), ranges=())
-
-    check_export(on_cuda(address, nbytes), worker.geometry)
-    for place in ((address + 1, nbytes), (address, nbytes - 1)):
-        with pytest.raises(RemoteProtocolError, match="outside the memory"):
-            check_export(on_cuda(*place), worker.geometry)
-
-
 ANYWHERE = 1 << 40
 
 

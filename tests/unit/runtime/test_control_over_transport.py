@@ -1,5 +1,7 @@
 """Whole workers whose control messages travel over the transport, in a world without sockets."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -15,27 +17,8 @@ MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 STAY = {"control": {"insecure": True, "over_ucx": False}}
 
 
-class Traffic:
-    """Which kinds of messages a world's workers say on their control channels."""
-
-    def __init__(self, *engines):
-        self.kinds = set()
-        for engine in engines:
-            for worker in engine.workers:
-                self._listen(worker.control)
-
-    def _listen(self, control):
-        send = control.send
-
-        def listening(handle, payload):
-            self.kinds.add(type(decode(payload)))
-            send(handle, payload)
-
-        control.send = listening
-
-
 class Deployment:
-    """A producer of one rank and a consumer of two."""
+    """A producer of one rank and a consumer of two, and which kinds of messages they say on their control channels."""
 
     def __init__(self, producer=None, consumer=None):
         self.world = World(seed=5, network=LoopbackNetwork(seed=5, eager_limit_bytes=0))
@@ -43,7 +26,13 @@ class Deployment:
         self.d = self.world.start(
             FakeEngine("d", MODEL, tp_size=2), role="consumer", **(consumer or {})
         )
-        self.traffic = Traffic(self.p, self.d)
+        self.kinds = set()
+        for worker in (*self.p.workers, *self.d.workers):
+            worker.control.send = partial(self._overhear, worker.control.send)
+
+    def _overhear(self, send, handle, payload):
+        self.kinds.add(type(decode(payload)))
+        send(handle, payload)
 
     def request(self, name, block_ids=(1, 2, 3), num_tokens=9):
         """Hold a request at the producer, and have the consumer load it."""
@@ -81,7 +70,7 @@ def test_workers_that_have_greeted_say_nothing_more_on_the_control_channel(deplo
         deployment.request(name)
         assert deployment.world.run(deployment.world.is_quiet)
         deployment.check_copied()
-    assert deployment.traffic.kinds == {m.DirectoryRequest, m.Hello, m.HelloReply}
+    assert deployment.kinds == {m.DirectoryRequest, m.Hello, m.HelloReply}
 
 
 @pytest.mark.parametrize("which", ["producer", "consumer"])
@@ -90,7 +79,7 @@ def test_workers_stay_on_the_control_channel_unless_both_want_otherwise(deploy, 
     deployment.request("r")
     assert deployment.world.run(deployment.world.is_quiet)
     deployment.check_copied()
-    assert deployment.traffic.kinds >= {m.Read, m.Done, m.Heartbeat, m.HeartbeatReply}
+    assert deployment.kinds >= {m.Read, m.Done, m.Heartbeat, m.HeartbeatReply}
 
 
 def _both_report(workers, request_id, field):
