@@ -58,8 +58,8 @@ class CudaContext:
         return previous
 
     def leave(self, previous: int | None) -> None:
-        """Make current what was so before, whatever is now."""
-        if self._cuda is not None:
+        """Make current what was so before. Where that was this one, nothing here has made it another."""
+        if previous != self._handle:
             self._set(self._current(), previous)
 
     def _current(self) -> int | None:

@@ -350,8 +350,10 @@ class DataPath:
 
     def _run_s(self, timeout_s: float) -> float:
         """For how long at most the loop can do without Python."""
+        if timeout_s <= MAX_LEASE_RUN_S:
+            return timeout_s
         if self._reads.is_waiting:
-            return min(timeout_s, MAX_LEASE_RUN_S)
+            return MAX_LEASE_RUN_S
         is_met = self._is_meeting and self._is_warming_up()
         if is_met or self.machine.network.is_control_arriving():
             return min(timeout_s, MAX_AWAITED_RUN_S)
