@@ -27,7 +27,7 @@ ROOMS = {
     "kvconnector/cache": 2540,
     "kvconnector/cli": 1790,
     "kvconnector/control": 1330,
-    "kvconnector/datapath": 5160,
+    "kvconnector/datapath": 5150,
     "kvconnector/integrations": 2820,
     "kvconnector/planning": 400,
     "kvconnector/runtime": 3330,

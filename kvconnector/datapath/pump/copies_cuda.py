@@ -212,20 +212,12 @@ class CudaCopies(ChunkCopies):
         return self.prepare(*sides, num_heads=span.num_heads, num_tokens=span.num_tokens)
 
     def prepare(
-        self,
-        src: PagedSide | PackedSide,
-        dst: PagedSide | PackedSide,
-        *,
-        num_heads: int,
-        num_tokens: int,
-        num_parts: int = 1,
+        self, src: PagedSide | PackedSide, dst: PagedSide | PackedSide, **counts: int
     ) -> PreparedLaunch:
         """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
         from kvconnector_kernels.relayout.launch import prepare_launch
 
-        launch = prepare_launch(
-            src, dst, num_heads=num_heads, num_tokens=num_tokens, num_parts=num_parts
-        )
+        launch = prepare_launch(src, dst, **counts)
         if launch.function not in self._checked:
             self._check_parameters(launch)
             self._checked.add(launch.function)
