@@ -13,7 +13,6 @@ from tests.integration import runtime_pair as rp
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 NUM_REQUESTS = 20
-"""At once: more than there are rows for at first."""
 
 
 @pytest.fixture

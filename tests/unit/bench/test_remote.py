@@ -9,8 +9,8 @@ import pytest
 
 from kvconnector.bench import remote
 from kvconnector.cli import main
-from kvconnector.control.security import generate_keys
 from tests.hosts.network import Network, missing
+from tests.integration import runtime_pair as rp
 from tests.support.forked import environment
 
 SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json -"
@@ -32,16 +32,9 @@ def bench(capsys):
 
 def _keys(folder, *names):
     """A key pair for each name, all of whom trust each other: their settings."""
-    publics = [generate_keys(folder / name).public_key for name in names]
-    for name in names:
-        (folder / name / "authorized_clients").write_text("\n".join(publics) + "\n")
+    _, controls = rp.keyed_controls(folder, **dict.fromkeys(names, names))
     return [
-        {
-            "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(folder / name / "curve.secret"),
-            "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE": str(
-                folder / name / "authorized_clients"
-            ),
-        }
+        {f"KVCONNECTOR_CONTROL_{key}".upper(): value for key, value in controls[name].items()}
         for name in names
     ]
 
