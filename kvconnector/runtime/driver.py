@@ -319,21 +319,22 @@ class Driver:
         kind = type(event)
         link: LinkId | None = getattr(event, "link", None)
         is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0
-        try:
-            if self.producer is not None and (is_producers or kind is ev.Tick):
-                self._commands += self.producer.handle(event, now)
-            if self.consumer is not None and not is_producers:
-                self._commands += self.consumer.handle(event, now)
-        except KVConnectorError as error:
-            # the engine's mistake, a peer's message at the wrong time, or a bug of ours: nothing changed, the rest goes
-            # on
-            peer = "this engine" if link is None else self.peer_of(link)
-            self.refusals.note(
-                f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
-            )
-            if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
-                # the engine waits for it, and no session will answer
-                self._commands.append(cmd.FinishLoad(event.request_id, error))
+        for_producer = self.producer if is_producers or kind is ev.Tick else None
+        for session in (for_producer, None if is_producers else self.consumer):
+            if session is None:
+                continue
+            try:
+                self._commands += session.handle(event, now)
+            except KVConnectorError as error:
+                self._refuse(event, link, error)
+
+    def _refuse(self, event: object, link: LinkId | None, error: KVConnectorError) -> None:
+        """The engine's mistake, a peer's message at the wrong time, or a bug: nothing changed, the rest goes on."""
+        peer = "this engine" if link is None else self.peer_of(link)
+        self.refusals.note(f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error)
+        if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
+            # the engine waits for it, and no session will answer
+            self._commands.append(cmd.FinishLoad(event.request_id, error))
 
 
 def _never() -> bool:

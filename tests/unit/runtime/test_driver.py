@@ -1,5 +1,6 @@
-"""What a driver leaves for its thread after inline progress."""
+"""What a driver leaves for its thread after inline progress, and what its sessions hear."""
 
+from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 from kvconnector.session.orders import LoadRequest
 from tests.support.fakes import FakeEngine, attention_model
@@ -19,4 +20,20 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     assert worker.poll().failed_recving.keys() == {"unknown"}
     # the driver's thread does not sleep on it
     assert driver.num_queued
+    world.close()
+
+
+def test_a_session_that_refuses_a_tick_keeps_it_from_no_other(monkeypatch):
+    world = World()
+    (worker,) = world.start(FakeEngine("e", MODEL), role="both").workers
+    driver, heard = worker.driver, []
+
+    def refuse(event, now):
+        raise KVConnectorError("a bug")
+
+    monkeypatch.setattr(driver.producer, "handle", refuse)
+    monkeypatch.setattr(driver.consumer, "handle", lambda event, now: heard.append(event) or [])
+    driver.submit(ev.Tick())
+    driver.turn(0.0)
+    assert ev.Tick() in heard
     world.close()
