@@ -51,10 +51,15 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         """The ids, in an array of its own."""
         return np.frombuffer(self.wire_ids, "<i4").astype(np.int32)
 
+    @property
+    def num_blocks(self) -> int:
+        """How many they are."""
+        return len(self.wire_ids) // 4
+
     def token_range(self, block_size: int) -> range:
         """Tokens that these blocks have room for."""
         start = self.first_block * block_size
-        return range(start, start + len(self.wire_ids) // 4 * block_size)
+        return range(start, start + self.num_blocks * block_size)
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
         """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""

@@ -127,21 +127,19 @@ class Driver:
         self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
         self._look()
 
-    def progress_inline(
-        self, is_enough: Callable[[], bool] | None = None, *, orders_only: bool = False
-    ) -> None:
+    def progress_inline(self, is_enough: Callable[[], bool], *, orders_only: bool = False) -> None:
         """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long, and
         all that comes after it, is left for that; so is the rest once it `is_enough`, and with `orders_only` all but
         what the engine's thread has left.
         """
-        self._is_enough = is_enough or _never
+        self._is_enough = is_enough
         if orders_only:
             self._intake(self)
             self.work(inline=True)
         else:
             self.datapath.poll_once()
             self._look(inline=True)
-        if not self._is_enough() and self.datapath.poll_once():
+        if not is_enough() and self.datapath.poll_once():
             self.work(inline=True)
 
     def end_inline(self) -> None:

@@ -177,7 +177,7 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
     for text in (transfer_id.encode(), secret.encode()):
         parts += (struct.pack("<Q", len(text)), text)
     for group in blocks:
-        parts += (struct.pack("<QQ", group.first_block, len(group.wire_ids) // 4), group.wire_ids)
+        parts += (struct.pack("<QQ", group.first_block, group.num_blocks), group.wire_ids)
     return hashlib.blake2b(b"".join(parts), digest_size=LEASE_KEY_BYTES).digest()
 
 

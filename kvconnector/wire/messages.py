@@ -161,6 +161,7 @@ class ReadSegment(Message, frozen=True, kw_only=True):
     token_period: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
 
     def __post_init__(self) -> None:
+        # most segments have all tokens, and messages are read while a request waits
         if (self.token_first, self.token_run, self.token_period) != (0, 1, 1):
             _ = self.stripe
 

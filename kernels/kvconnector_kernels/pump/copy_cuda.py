@@ -12,7 +12,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from kvconnector_kernels.pump.native import call, record_at, store
-from kvconnector_kernels.pump.records import offset_of
+from kvconnector_kernels.pump.records import offset_of, place_of
 from kvconnector_kernels.pump.steps import helper
 
 MAX_PARAMS = 40
@@ -35,7 +35,7 @@ CONTEXT = np.dtype(
 )
 _PARAMS, _POINTERS = offset_of(JOB, "params"), offset_of(CONTEXT, "pointers")
 _NBYTES, _NUM_PROGRAMS, _STREAM = (
-    offset_of(JOB, name) // 8 for name in ("nbytes", "num_programs", "stream")
+    place_of(JOB, name) for name in ("nbytes", "num_programs", "stream")
 )
 
 

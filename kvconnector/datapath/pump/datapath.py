@@ -239,7 +239,8 @@ class DataPath:
         if self._receives.waiting:
             self._receives.admit()
         now_s = self._clock()
-        if not self._report and (now_s >= self._next_check_s or self._is_meeting):
+        is_met = self._is_meeting and self._is_warming_up()
+        if not self._report and (is_met or now_s >= self._next_check_s):
             self._check_peers(now_s)
         if not self._report:
             return []
@@ -365,9 +366,7 @@ class DataPath:
         return self._is_meeting
 
     def _check_peers(self, now_s: float) -> None:
-        """What the loop does not do, if it is time: warm-up messages, and lost peers."""
-        if now_s < self._next_check_s and not self._is_warming_up():
-            return
+        """What the loop does not do: warm-up messages, and lost peers."""
         self._next_check_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
             _ = self._sends.complete(completion) or self._receives.warm_ups.complete(completion)

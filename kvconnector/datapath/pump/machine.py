@@ -44,6 +44,13 @@ _GIL_WAITS, _INLINE_TURNS = 4, 64
 """Their average goes back over about as many, and is forgotten in so many turns that needed none."""
 
 _PENDING, _LOOPING = (r.offset_of(LOCK, name) // 4 for name in ("pending", "looping"))
+_ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEFT, _GRACE, _RETURN_BY = (
+    r.place_of(r.STATE, name)
+    for name in (
+        *("entering", "wants_slots", "num_inline", "moved_ns", "left_ns", "grace_ns"),
+        "return_by_ns",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +76,15 @@ class Programs:
     def _set_rows(self, rows: Records) -> None:
         self._vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
         self.rows = rows
-        self._words = fields_of(rows)
+        self._numbers = r.numbers_of(rows)
         set_array(self._state, self._kind, rows)
 
     def values(self, index: int) -> dict[str, int]:
         """A program's fields by name."""
         first = index * len(self._fields)
-        return dict(zip(self._fields, self._words[first : first + len(self._fields)], strict=True))
+        return dict(
+            zip(self._fields, self._numbers[first : first + len(self._fields)], strict=True)
+        )
 
     def add(self, **values: int) -> int:
         """A running program with these fields, the others zero; its index."""
@@ -84,35 +93,19 @@ class Programs:
         index = self._vacant.pop()
         row = dict.fromkeys(self._fields, 0) | values | {"phase": r.RUNNING}
         first = index * len(row)
-        self._words[first : first + len(row)] = array("l", row.values())
+        self._numbers[first : first + len(row)] = array("l", row.values())
         self.num_active += 1
         return index
 
     def set(self, index: int, name: str, value: int) -> None:
         """Change one field of a program."""
-        self._words[index * len(self._fields) + self._fields.index(name)] = value
+        self._numbers[index * len(self._fields) + self._fields.index(name)] = value
 
     def remove(self, index: int) -> None:
         """Forget a program that is over."""
         self.set(index, "phase", r.VACANT)
         self._vacant.append(index)
         self.num_active -= 1
-
-
-def fields_of(records: Records) -> memoryview[int]:
-    """The numbers in records of int64. numpy takes ten times as long for one when the caches are cold."""
-    return records.reshape(-1).view(np.int64).data
-
-
-def _place(name: str) -> int:
-    """Of a field in the words of a state."""
-    return r.offset_of(r.STATE, name) // 8
-
-
-_ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEFT, _GRACE, _RETURN_BY = map(
-    _place,
-    ("entering", "wants_slots", "num_inline", "moved_ns", "left_ns", "grace_ns", "return_by_ns"),
-)
 
 
 def set_array(state: Records, name: str, rows: Records) -> None:
@@ -129,7 +122,7 @@ class Slots:
         self._pool = pool
         num_slots = 0 if pool is None else pool.num_slots
         self.rows: Records = np.zeros(num_slots, r.SLOT)
-        self._states = fields_of(self.rows)[:: r.SLOT.itemsize // 8]
+        self._states = r.numbers_of(self.rows)[:: r.SLOT.itemsize // 8]
         self._fences = copies.make_fences(num_slots)
         self.rows["program"] = -1
         self.rows["fence"] = addresses_of(self._fences)
@@ -225,7 +218,7 @@ class Machine:
         self._gil_wait_ns = self._polled_ns = self._poll_interval_ns = 0
         state = np.zeros((), r.STATE)
         self._address = state.ctypes.data
-        self._words = fields_of(state)
+        self._numbers = r.numbers_of(state)
         self._calls = Calls(state, network, device, self.lock.wake_fd)
         self.sends = Programs(state, "sends")
         self.receives = Programs(state, "receives")
@@ -267,7 +260,7 @@ class Machine:
 
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
-        self._words[_MOVED] = self.network.now_ns()
+        self._numbers[_MOVED] = self.network.now_ns()
 
     def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
@@ -279,8 +272,8 @@ class Machine:
         if fds is not None:
             self._calls.watch(owner, fds)
         self._calls.set_limit(owner, round(limit_s * _NS_PER_S))
-        self._words[_ENTERING] = owner
-        self._words[_WANTS_SLOTS] = wants_slots
+        self._numbers[_ENTERING] = owner
+        self._numbers[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
             self._acquire_again()
@@ -291,7 +284,7 @@ class Machine:
         """Begin what can be begun, in so many looks at everything, which keep the GIL and the lock."""
         # as if inline, which releases nothing
         self._calls.set_limit(r.INLINE, -1)
-        self._words[_ENTERING] = r.INLINE
+        self._numbers[_ENTERING] = r.INLINE
         for _ in range(passes):
             if look(self._address) == r.NOTICE:
                 self.notify()  # the next run would not find it again
@@ -299,9 +292,9 @@ class Machine:
 
     def _acquire_again(self) -> None:
         """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
-        waited_ns = self.network.now_ns() - self._words[_LEFT]
+        waited_ns = self.network.now_ns() - self._numbers[_LEFT]
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
-        self._words[_GRACE] = self._grace_ns()
+        self._numbers[_GRACE] = self._grace_ns()
         while not try_acquire(self._address, r.DRIVER, 0):
             wait_until_free(self._address)
 
@@ -319,7 +312,7 @@ class Machine:
         """Whether the driver's thread has waited long for the GIL by now: each time that another thread has released it
         for a moment, it waits anew.
         """
-        left_ns = time.monotonic_ns() - self._words[_LEFT]
+        left_ns = time.monotonic_ns() - self._numbers[_LEFT]
         return not self.lock.is_looping and left_ns > _LONG_GIL_WAIT_NS
 
     def note_poll(self) -> None:
@@ -341,8 +334,8 @@ class Machine:
     def release(self, limit_s: float, *, wants_slots: bool) -> None:
         """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
         self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
-        self._words[_WANTS_SLOTS] = wants_slots
-        self._words[_NUM_INLINE] += 1
-        self._words[_RETURN_BY] = self.network.now_ns() + round(limit_s * _NS_PER_S)
+        self._numbers[_WANTS_SLOTS] = wants_slots
+        self._numbers[_NUM_INLINE] += 1
+        self._numbers[_RETURN_BY] = self.network.now_ns() + round(limit_s * _NS_PER_S)
         self._is_inline = False
         release_inline(self._address)

@@ -105,18 +105,18 @@ CORRUPTED = 2
 """What a copy that finds a chunk damaged returns."""
 
 
-def phases_of(program: np.void, **phases: tuple[str, str]) -> tuple[Phase, ...]:
+def phases_of(program: Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
     """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
     return tuple(
-        Phase(name, int(program[first]) / NS_PER_S, int(program[last]) / NS_PER_S)
+        Phase(name, program[first] / NS_PER_S, program[last] / NS_PER_S)
         for name, (first, last) in phases.items()
         if program[last]
     )
 
 
-def error_of(program: np.void | Mapping[str, int], network: Network) -> KVConnectorError | None:
+def error_of(program: Mapping[str, int], network: Network) -> KVConnectorError | None:
     """Why a send or a receive failed, or None."""
-    kind, value, chunk = (int(program[f"error_{name}"]) for name in ("kind", "value", "chunk"))
+    kind, value, chunk = (program[f"error_{name}"] for name in ("kind", "value", "chunk"))
     if kind == r.NO_ERROR:
         return None
     if kind == r.COPY_ERROR and value == CORRUPTED:
@@ -186,7 +186,7 @@ class UcxNetwork:
         """See `Network`. libucp's functions raise nothing."""
 
 
-_LIMIT = r.offset_of(r.RUN, "limit_ns") // 8
+_LIMIT = r.place_of(r.RUN, "limit_ns")
 
 
 class Calls:
@@ -203,7 +203,7 @@ class Calls:
         self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
         self.runs: npt.NDArray[np.void] = np.zeros(3, r.RUN)
         self.runs["owner"] = r.NOBODY, r.DRIVER, r.INLINE
-        self._run_fields = self.runs.view(np.int64).data
+        self._run_numbers = r.numbers_of(self.runs)
         state["runs"] = self.runs.ctypes.data
         self._network = network
         self._watched: dict[int, tuple[int, ...]] = {}
@@ -229,7 +229,7 @@ class Calls:
 
     def set_limit(self, owner: int, limit_ns: int) -> None:
         """How long an owner's next run may take; below 0: one look at everything."""
-        self._run_fields[owner * (r.RUN.itemsize // 8) + _LIMIT] = limit_ns
+        self._run_numbers[owner * (r.RUN.itemsize // 8) + _LIMIT] = limit_ns
 
     def watch(self, owner: int, fds: tuple[int, ...]) -> None:
         """Let an owner's runs end when one of these is readable."""

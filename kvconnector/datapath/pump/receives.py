@@ -105,7 +105,7 @@ class Receives:
             return
         receive.is_stopped = True
         if receive.row >= 0:
-            self._machine.receives.rows[receive.row]["stopped"] = 1
+            self._machine.receives.set(receive.row, "stopped", 1)
         elif not receive.window:
             self.waiting.remove(receive)
             del self._receives[read_id]

@@ -98,7 +98,7 @@ class Sends:
         """See `DataPath.stop_send`."""
         row = self._rows.get((link, read_id))
         if row is not None:
-            self._machine.sends.rows[row]["stopped"] = 1
+            self._machine.sends.set(row, "stopped", 1)
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
@@ -135,16 +135,17 @@ class Sends:
             if send.error is None:
                 try:
                     handle = self._network.handle(self._endpoint(send.link))
-                    self._machine.sends.rows[row]["endpoint"] = handle
+                    self._machine.sends.set(row, "endpoint", handle)
                 except KVConnectorError as error:
                     self._fail(send.link, error)
 
     def poll(self) -> None:
         """See what ended."""
         self._take_failed()
-        rows = self._machine.sends.rows
-        for index in [index for index in self._sends if rows[index]["phase"] == r.OVER]:
-            self._end(index)
+        for index in list(self._sends):
+            row = self._machine.sends.values(index)
+            if row["phase"] == r.OVER:
+                self._end(index, row)
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
@@ -167,7 +168,7 @@ class Sends:
         for row, send in self._sends.items():
             if send.link == link:
                 send.error = send.error or error
-                rows[row]["stopped"] = 1
+                self._machine.sends.set(row, "stopped", 1)
         endpoint = self.endpoints.get(link)
         if endpoint is None:
             return
@@ -189,12 +190,11 @@ class Sends:
         until_s = self._clock() + delay_s
         return lambda: self._clock() >= until_s
 
-    def _end(self, index: int) -> None:
+    def _end(self, index: int, row: dict[str, int]) -> None:
         send = self._sends[index]
-        row = self._machine.sends.rows[index]
         error = send.error or error_of(row, self._network)
         phases = phases_of(row, pack=("packing_ns", "packed_ns"), wire=("sending_ns", "sent_ns"))
-        posted = int(row["num_posted"])
+        posted = row["num_posted"]
         if posted == row["num_chunks"] and error is None:
             self._events.append(ev.SendFinished(send.link, send.read_id, phases))
         else:

@@ -22,7 +22,7 @@ def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> Non
     for group, blocks, tokens in zip(groups, load.local_blocks, load.token_ranges, strict=True):
         for index, first, last in unwritten_slots(group.info, group.cache.geometry, tokens):
             position = index - blocks.first_block
-            if not 0 <= position < len(blocks.block_ids):
+            if not 0 <= position < blocks.num_blocks:
                 continue
             block = int(blocks.block_ids[position])
             for name, tensor in group.tensors.items():

@@ -51,7 +51,7 @@ class ControlReceives:
             message = self._libucp.take_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
             if message is None:
                 break
-            event = self._accept(message, limits.get(message[1], -1))
+            event = self._accept(message, limits)
             if event is not None:
                 events.append(event)
         if self.arriving:
@@ -69,9 +69,10 @@ class ControlReceives:
                     self._requests.adopt(arriving.request, tag, buffer, None)
         self.arriving.clear()
 
-    def _accept(self, message: Unexpected, limit_bytes: int) -> ControlEvent | None:
+    def _accept(self, message: Unexpected, limits: Mapping[int, int]) -> ControlEvent | None:
         """Begin to receive a message, unless there is no memory to be spent on it; what is known of it at once."""
         handle, tag, nbytes = message
+        limit_bytes = limits.get(tag, -1)
         queue = self.arriving.get(tag)
         held_bytes = sum(arriving.nbytes for arriving in queue) if queue else 0
         if nbytes > limit_bytes or (
