@@ -1,12 +1,13 @@
-"""Fails when a file, a function, a class, a room or the README outgrows its ceiling.
+"""Fails when a file, a function, a class, a room, a sum of rooms or the README outgrows its ceiling.
 
 A file counts its lines, a function its lines from `def` to its last one (docstring included), a
 class the distinct instance attributes it declares or assigns. What must be larger stands in
 `EXCEPTIONS`, with the reason and its own ceiling.
 
 A room is a folder with what is below it, less the rooms in it; it counts the lines of its Python
-files. Whoever grows a room finds what to take out of it, or argues for more lines in the commit
-that changes `ROOMS`.
+files. The ceiling follows the code: it is raised only in the commit that needs it, which says what
+it looked at to take out, and lowered when a room gets lighter. The target is the size that the room
+should have. What is above its target is printed and does not fail.
 """
 
 from __future__ import annotations
@@ -21,50 +22,67 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts")
 CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
 README_LINES = 120
-ROOMS = {
-    "kvconnector": 610,
-    "kvconnector/bench": 3730,
-    "kvconnector/cache": 2540,
-    "kvconnector/cli": 1790,
-    "kvconnector/control": 1330,
-    "kvconnector/datapath": 5140,
-    "kvconnector/integrations": 2820,
-    "kvconnector/planning": 400,
-    "kvconnector/runtime": 3330,
-    "kvconnector/session": 3330,
-    "kvconnector/topology": 1050,
-    "kvconnector/transport": 2030,
-    "kvconnector/wire": 520,
-    "kernels/kvconnector_kernels": 10,
-    "kernels/kvconnector_kernels/block_table": 590,
-    "kernels/kvconnector_kernels/pump": 1580,
-    "kernels/kvconnector_kernels/relayout": 1770,
-    "examples": 60,
-    "examples/launchers": 40,
-    "examples/monitoring": 100,
-    "examples/minillm": 5520,
-    "examples/vllm_1p1d": 500,
-    "scripts": 310,
-    "tests": 90,
-    "tests/control": 410,
-    "tests/docs": 420,
-    "tests/golden": 60,
-    "tests/hosts": 910,
-    "tests/integration": 1380,
-    "tests/kernels": 1610,
-    "tests/property": 1960,
-    "tests/support": 2390,
-    "tests/transport": 720,
-    "tests/unit": 1260,
-    "tests/unit/bench": 730,
-    "tests/unit/cache": 650,
-    "tests/unit/cli": 660,
-    "tests/unit/control": 110,
-    "tests/unit/datapath": 2070,
-    "tests/unit/minillm": 1250,
-    "tests/unit/runtime": 1170,
-    "tests/unit/session": 980,
-    "tests/vllm": 5030,
+
+
+class Size(NamedTuple):
+    """Lines that a room or a sum of rooms may have, and those that it should have."""
+
+    ceiling: int
+    target: int | None = None
+
+
+ROOMS: dict[str, Size] = {
+    "kvconnector": Size(610, target=560),
+    "kvconnector/bench": Size(3730),
+    "kvconnector/cache": Size(2540, target=3280),
+    "kvconnector/cli": Size(1790),
+    "kvconnector/control": Size(1330, target=1330),
+    "kvconnector/datapath": Size(5140, target=4050),
+    "kvconnector/integrations": Size(2820, target=2810),
+    "kvconnector/layout": Size(400, target=400),
+    "kvconnector/planning": Size(400, target=560),
+    "kvconnector/runtime": Size(3330, target=2800),
+    "kvconnector/session": Size(3330, target=2900),
+    "kvconnector/topology": Size(1050, target=980),
+    "kvconnector/transport": Size(2030, target=1930),
+    "kvconnector/wire": Size(520, target=500),
+    "kernels/kvconnector_kernels": Size(10),
+    "kernels/kvconnector_kernels/block_table": Size(590),
+    "kernels/kvconnector_kernels/pump": Size(1580),
+    "kernels/kvconnector_kernels/relayout": Size(1770),
+    "examples": Size(60),
+    "examples/launchers": Size(40),
+    "examples/monitoring": Size(100),
+    "examples/minillm": Size(5520),
+    "examples/vllm_1p1d": Size(500),
+    "scripts": Size(420),
+    "tests": Size(90),
+    "tests/control": Size(410),
+    "tests/docs": Size(420),
+    "tests/golden": Size(60),
+    "tests/hosts": Size(910),
+    "tests/integration": Size(1380),
+    "tests/kernels": Size(1610),
+    "tests/property": Size(1960),
+    "tests/support": Size(2390),
+    "tests/transport": Size(720),
+    "tests/unit": Size(1260),
+    "tests/unit/bench": Size(730),
+    "tests/unit/cache": Size(650),
+    "tests/unit/cli": Size(660),
+    "tests/unit/control": Size(110),
+    "tests/unit/datapath": Size(2070),
+    "tests/unit/minillm": Size(1250),
+    "tests/unit/runtime": Size(1170),
+    "tests/unit/session": Size(980),
+    "tests/vllm": Size(5030),
+}
+# the rooms in and below these folders
+SUMS: dict[tuple[str, ...], Size] = {
+    ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
+    ("kvconnector",): Size(29400, target=27400),
+    ("kernels",): Size(3950, target=3650),
+    ("tests",): Size(24800, target=24800),
 }
 
 
@@ -155,8 +173,10 @@ def find_complaints(measures: list[Measure], allowances: dict[str, Allowance]) -
     return complaints
 
 
-def weigh_rooms(measures: list[Measure], rooms: dict[str, int]) -> list[str]:
-    """Return a line for each room above its ceiling and each file that is in no room."""
+def weigh_rooms(
+    measures: list[Measure], rooms: dict[str, Size]
+) -> tuple[dict[str, int], list[str]]:
+    """Return the lines of each room, and a complaint for each file that is in no room."""
     complaints = []
     weights = dict.fromkeys(rooms, 0)
     for measure in measures:
@@ -167,11 +187,16 @@ def weigh_rooms(measures: list[Measure], rooms: dict[str, int]) -> list[str]:
                 complaints.append(f"{measure.name}: its folder belongs to no room")
             else:
                 weights[room] += measure.size
-    return complaints + [
-        f"{room}: {weight} lines, the ceiling is {rooms[room]}"
+    return weights, complaints
+
+
+def add_rooms(weights: dict[str, int], folders: tuple[str, ...]) -> int:
+    """Return the lines of all rooms in and below `folders`."""
+    return sum(
+        weight
         for room, weight in weights.items()
-        if weight > rooms[room]
-    ]
+        if any(room == folder or room.startswith(f"{folder}/") for folder in folders)
+    )
 
 
 def main() -> int:
@@ -182,7 +207,19 @@ def main() -> int:
         for path in sorted((ROOT / folder).rglob("*.py"))
         for measure in measure_file(path, path.relative_to(ROOT).as_posix())
     ]
-    complaints = find_complaints(measures, EXCEPTIONS) + weigh_rooms(measures, ROOMS)
+    complaints = find_complaints(measures, EXCEPTIONS)
+    weights, homeless = weigh_rooms(measures, ROOMS)
+    complaints += homeless
+    sized = [(room, weights[room], size) for room, size in ROOMS.items()]
+    sized += [
+        (f"{' + '.join(folders)} in all", add_rooms(weights, folders), size)
+        for folders, size in SUMS.items()
+    ]
+    for name, weight, size in sized:
+        if weight > size.ceiling:
+            complaints.append(f"{name}: {weight} lines, the ceiling is {size.ceiling}")
+        elif size.target is not None and weight > size.target:
+            print(f"{name}: {weight} lines, the target is {size.target}")
     readme_lines = len((ROOT / "README.md").read_text(encoding="utf-8").splitlines())
     if readme_lines > README_LINES:
         complaints.append(f"README.md: {readme_lines} lines, the ceiling is {README_LINES}")
