@@ -11,7 +11,7 @@ from minillm.paged_cache import PagedCache
 
 if TYPE_CHECKING:
     from kvconnector.cache.host_copy import Direction, KVPool
-    from kvconnector.cache.views import KVView
+    from kvconnector.layout import KVView
 
 
 class BlockMover:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from kvconnector.topology.backend import required_cache_layout
+from kvconnector.layout import required_cache_layout
 
 Architecture = Literal["llama", "mla", "hybrid", "mamba"]
 LayerKind = Literal["full", "window", "state"]

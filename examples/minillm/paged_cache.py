@@ -19,11 +19,11 @@ from kvconnector.cache.specs import (
     MambaSpec,
     UniformTypeKVCacheSpecs,
 )
-from kvconnector.cache.views import KVView
 from kvconnector.errors import ConfigError
-from kvconnector.topology.backend import (
+from kvconnector.layout import (
     AttentionBackend,
     FlashAttentionBackend,
+    KVView,
     current_attention_backend,
     probe_layout,
 )

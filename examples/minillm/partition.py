@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
+from kvconnector.layout import ContextParallel
 from kvconnector.topology import TpKVTopology
 from minillm.config import ModelConfig, ParallelConfig
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.engine_step import yield_req_data
-from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 from minillm.cache_groups import LayerGroup
 from minillm.config import BlockTables
 from minillm.messages import SequenceInput, TableChanges

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.bench.shapes import EngineShape, ModelShape, rank_geometry
-from kvconnector.cache.views import KVView
 from kvconnector.datapath import CacheGroup
 from kvconnector.ids import Rank
+from kvconnector.layout import KVView
 
 POISON = 0xA5
 

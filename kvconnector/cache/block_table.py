@@ -11,14 +11,13 @@ import numpy.typing as npt
 import torch
 
 from kvconnector.cache.slot_mapping import (
-    NO_CONTEXT_PARALLEL,
     PAD_SLOT_ID,
     BlockGeometry,
-    ContextParallel,
     group_geometries,
     slot_mapping,
 )
 from kvconnector.errors import BlockIdError, GeometryError, require_at_least
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 """The allocator's ids of consecutive blocks of one request."""

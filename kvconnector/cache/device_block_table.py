@@ -10,14 +10,9 @@ import numpy.typing as npt
 import torch
 
 from kvconnector.cache.block_table import BlockIds, check_count, check_every_group, check_row_ids
-from kvconnector.cache.slot_mapping import (
-    NO_CONTEXT_PARALLEL,
-    PAD_SLOT_ID,
-    BlockGeometry,
-    ContextParallel,
-    group_geometries,
-)
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, group_geometries
 from kvconnector.errors import ConfigError, GeometryError, LocalProtocolError, require_at_least
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector_kernels.block_table import (
     WRITE_COLUMNS,
     BlockTableKernels,

@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.cache.views import KVView, check_block_ids, part_table
 from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.layout import KVView, check_block_ids, part_table
 from kvconnector_kernels.relayout import PagedSide, PartTable, relayout, upload_block_ids
 
 Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "h2h"]

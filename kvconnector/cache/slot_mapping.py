@@ -15,27 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import BlockIdError, GeometryError, require_at_least
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 
 PAD_SLOT_ID = -1
 """The slot of a token that this rank does not store."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextParallel:
-    """This rank's place among those that share a request's tokens. Raises GeometryError: a field is out of range."""
-
-    world_size: int = 1
-    rank: int = 0
-    interleave_tokens: int = 1
-
-    def __post_init__(self) -> None:
-        require_at_least(1, GeometryError, interleave_tokens=self.interleave_tokens)
-        if not 0 <= self.rank < self.world_size:
-            raise GeometryError("the rank is none of its context parallel group", place=self)
-
-
-NO_CONTEXT_PARALLEL = ContextParallel()
-"""One rank that stores every token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

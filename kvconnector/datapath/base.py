@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.layout import ALL_TOKENS, Stripe
 from kvconnector.planning import ALL_LAYERS, GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.topology import ALL_TOKENS, Stripe
 from kvconnector_kernels.relayout import RelayoutError, TokenRuns
 from kvconnector_kernels.relayout.runs import ADJACENT
 

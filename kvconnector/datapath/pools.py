@@ -8,12 +8,12 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from kvconnector.cache.views import KVView, part_table
 from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.layout import KVView, local_stripe, part_table
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.read_check import first_row
-from kvconnector.topology import GroupGeometry, local_stripe
+from kvconnector.topology import GroupGeometry
 from kvconnector.wire.messages import ReadSegment
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 

@@ -1,6 +1,6 @@
 """What moves where: a request's token ranges become chunks, one read per producer rank."""
 
-from kvconnector.cache.group_blocks import GroupBlocks as GroupBlocks
+from kvconnector.layout import GroupBlocks as GroupBlocks
 from kvconnector.planning.naive import naive_plan as naive_plan
 from kvconnector.planning.naive import plan_items as plan_items
 from kvconnector.planning.plan import ALL_LAYERS as ALL_LAYERS

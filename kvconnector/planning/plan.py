@@ -23,7 +23,8 @@ import numpy.typing as npt
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, Stripe, TpKVTopology
+from kvconnector.layout import Stripe
+from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, TpKVTopology
 from kvconnector.topology.geometry import MAX_LAYERS
 
 CHUNK_DTYPE = np.dtype(

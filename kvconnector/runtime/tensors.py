@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
-from kvconnector.cache.views import KVView
 from kvconnector.datapath.pools import CacheGroup
 from kvconnector.errors import GeometryError
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
 
 if TYPE_CHECKING:

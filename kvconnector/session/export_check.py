@@ -8,8 +8,8 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.cache.views import PART_TABLE_COLUMNS
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
+from kvconnector.layout import PART_TABLE_COLUMNS
 from kvconnector.topology import GroupGeometry, RankGeometry
 from kvconnector.wire.export import ExportedTable, IpcAllocation, PoolExport, SharedRange
 

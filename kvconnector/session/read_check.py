@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import RemoteProtocolError
+from kvconnector.layout import Stripe, is_held
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session.watermark import Watermark
-from kvconnector.topology import GroupGeometry, RankGeometry, Stripe
-from kvconnector.topology.stripes import is_held
+from kvconnector.topology import GroupGeometry, RankGeometry
 from kvconnector.wire import messages as m
 
 MAX_ROUTES = 256

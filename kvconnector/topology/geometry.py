@@ -12,9 +12,9 @@ from typing import NoReturn, TypeAlias
 
 import msgspec
 
-from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.ids import Rank
+from kvconnector.layout import ContextParallel
 
 MAX_LAYERS = 1 << 16
 MAX_BLOCK_SIZE = 1 << 20

@@ -12,11 +12,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
 
-from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
+from kvconnector.layout import ContextParallel, Stripe, common_stripes
 from kvconnector.topology.geometry import EngineGeometry, GroupGeometry
-from kvconnector.topology.stripes import Stripe, common_stripes
 
 
 @dataclass(frozen=True, slots=True)

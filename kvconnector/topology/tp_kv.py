@@ -16,6 +16,7 @@ from fractions import Fraction
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
+from kvconnector.layout import ALL_TOKENS, Stripe, common_stripes, own_stripe
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
@@ -24,7 +25,6 @@ from kvconnector.topology.geometry import (
     parts_of,
 )
 from kvconnector.topology.sources import Offer, chosen, first_replica, offers, sources_of
-from kvconnector.topology.stripes import ALL_TOKENS, Stripe, common_stripes, own_stripe
 
 
 @dataclass(frozen=True, slots=True)

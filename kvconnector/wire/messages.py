@@ -12,8 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvconnector.cache.group_blocks import GroupBlocks
-from kvconnector.topology.stripes import Stripe
+from kvconnector.layout import GroupBlocks, Stripe
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 

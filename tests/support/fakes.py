@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvconnector.cache.views import KVView
 from kvconnector.datapath import CacheGroup
+from kvconnector.layout import KVView
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,

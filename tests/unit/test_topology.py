@@ -3,8 +3,8 @@ import pytest
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
+from kvconnector.layout import Stripe
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry, TpKVTopology
-from kvconnector.topology.stripes import Stripe
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 
 LAYERS = (0, 1, 2, 3)

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.cache.views import KVView, check_block_ids, part_table
 from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.layout import KVView, check_block_ids, part_table
 
 
 def contiguous(address=0, shape=(3, 2, 4, 5), item_size=2):

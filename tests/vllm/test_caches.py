@@ -10,13 +10,13 @@ from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvconnector.cache.slot_mapping import ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
 from kvconnector.integrations.vllm.blocks import retention_of
 from kvconnector.integrations.vllm.caches import layer_number, register_groups
 from kvconnector.integrations.vllm.parts import Cut, LayerCache, state_parts, state_pieces
 from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.layout import ContextParallel
 
 pytestmark = pytest.mark.vllm
 

@@ -6,10 +6,11 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvconnector.cache.slot_mapping import BlockGeometry, ContextParallel, naive_slot
+from kvconnector.cache.slot_mapping import BlockGeometry, naive_slot
 from kvconnector.integrations.vllm.blocks import unwritten_slots
 from kvconnector.integrations.vllm.messages import ConnectorStep, GroupInfo
 from kvconnector.integrations.vllm.unwritten import clear_unwritten, slots_of
+from kvconnector.layout import ContextParallel
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
 from kvconnector.session.orders import LoadRequest

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.cache.views import KVView
 from kvconnector.datapath.base import DataEvent, Program, SegmentWindow
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.datapath.pump.copies import ChunkCopies
@@ -18,6 +17,7 @@ from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import TransportError
+from kvconnector.layout import KVView
 from kvconnector.planning import GroupBlocks
 from kvconnector.planning.plan import CHUNK_DTYPE
 from kvconnector.session import events as ev

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvconnector.integrations.vllm.messages import GroupInfo
+from kvconnector.layout import own_stripe
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
-from kvconnector.topology import GroupGeometry, own_stripe
+from kvconnector.topology import GroupGeometry
 
 NULL_BLOCK = 0
 """vLLM's id for a block that was dropped or never allocated; no request owns it."""

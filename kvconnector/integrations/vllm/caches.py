@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.integrations.vllm.parts import (
@@ -22,6 +21,7 @@ from kvconnector.integrations.vllm.parts import (
     state_pieces,
 )
 from kvconnector.integrations.vllm.placement import Placement
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.runtime import CacheGroup
 from kvconnector.runtime.tensors import device_name
 from kvconnector.topology import GroupGeometry, PartGeometry

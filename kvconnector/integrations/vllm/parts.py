@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvconnector.cache.views import KVView
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.cpu_attention import probe_block
+from kvconnector.layout import KVView
 from kvconnector.runtime import view_of
 from kvconnector.topology import PartGeometry, TpKVTopology
 

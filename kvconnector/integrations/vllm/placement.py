@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvconnector.cache.slot_mapping import NO_CONTEXT_PARALLEL, ContextParallel
 from kvconnector.ids import Rank
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig

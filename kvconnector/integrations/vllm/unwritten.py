@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnector.cache.views import KVView
 from kvconnector.integrations.vllm.blocks import unwritten_slots
 from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number
+from kvconnector.layout import KVView
 from kvconnector.session.orders import LoadRequest
 
 

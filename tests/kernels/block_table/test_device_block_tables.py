@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.cache.device_block_table import StagedWriteTensor
-from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel, naive_slot
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, naive_slot
 from kvconnector.errors import BlockIdError, ConfigError, GeometryError
+from kvconnector.layout import ContextParallel
 from kvconnector_kernels.block_table import implementation
 from tests.kernels.block_table.tables import (
     CPU,

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
-from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry, ContextParallel
+from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
 from kvconnector.errors import BlockIdError, GeometryError
+from kvconnector.layout import ContextParallel
 
 
 def make_tables(**changes):

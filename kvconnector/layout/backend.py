@@ -11,8 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvconnector.cache.views import KVView
 from kvconnector.errors import ConfigError, GeometryError
+from kvconnector.layout.views import KVView
 
 # All distinct, also twice the head size, so that every axis of a probed shape can be told by its size. Some backends
 # refuse a block size that is no multiple of 16 or 128, or an unusual head size.

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.cache.views import check_block_ids
 from kvconnector.errors import BlockIdError
+from kvconnector.layout.views import check_block_ids
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, dict=True):

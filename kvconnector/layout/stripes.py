@@ -10,11 +10,28 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
 
-from kvconnector.cache.slot_mapping import ContextParallel
-from kvconnector.errors import GeometryError
+from kvconnector.errors import GeometryError, require_at_least
 
 MAX_TURNS = 1024
 """Turns of one rank before the pattern of two groups repeats; real engines have one to a few."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """This rank's place among those that share a request's tokens. Raises GeometryError: a field is out of range."""
+
+    world_size: int = 1
+    rank: int = 0
+    interleave_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_at_least(1, GeometryError, interleave_tokens=self.interleave_tokens)
+        if not 0 <= self.rank < self.world_size:
+            raise GeometryError("the rank is none of its context parallel group", place=self)
+
+
+NO_CONTEXT_PARALLEL = ContextParallel()
+"""One rank that stores every token."""
 
 
 @dataclass(frozen=True, slots=True)
