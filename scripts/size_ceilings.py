@@ -48,7 +48,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/wire": Size(520, target=500),
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
-    "kernels/kvconnector_kernels/pump": Size(1580),
+    "kernels/kvconnector_kernels/pump": Size(1690),
     "kernels/kvconnector_kernels/relayout": Size(1770),
     "examples": Size(60),
     "examples/launchers": Size(40),
@@ -62,7 +62,7 @@ ROOMS: dict[str, Size] = {
     "tests/golden": Size(60),
     "tests/hosts": Size(910),
     "tests/integration": Size(1380),
-    "tests/kernels": Size(1610),
+    "tests/kernels": Size(1690),
     "tests/property": Size(1960),
     "tests/support": Size(2390),
     "tests/transport": Size(720),
@@ -81,7 +81,7 @@ ROOMS: dict[str, Size] = {
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
     ("kvconnector",): Size(29400, target=27400),
-    ("kernels",): Size(3950, target=3650),
+    ("kernels",): Size(4050, target=3650),
     ("tests",): Size(24800, target=24800),
 }
 

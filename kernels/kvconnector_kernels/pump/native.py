@@ -123,3 +123,14 @@ def exchange_flag(typingctx: Any, address: Any, expected: Any, value: Any) -> An
         return builder.extract_value(result, 1)
 
     return types.boolean(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def fence(typingctx: Any) -> Any:
+    """No load or store moves over it, in either direction. On x86 this keeps the compiler alone from moving them."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("acq_rel")
+        return context.get_dummy_value()
+
+    return types.void(), codegen

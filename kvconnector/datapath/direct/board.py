@@ -1,15 +1,22 @@
 """The lease board: which blocks of a producer worker may be read right now, in memory that consumers map.
 
-A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the lease's, `ready`
-equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within `ahead`: the tokens up to
-`ahead / 2^10` are in the layers below `ahead % 2^10`. The producer's host thread writes all but `ready`, `num_tokens`
-and `ahead`, which are written behind the kernels that fill the blocks. A consumer reads the bucket of
-its key before its first copy and after its last one: if the entry was valid both times, so was all that it read in
-between, for an entry that was retracted is never published again.
+*What it is.* A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the
+lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within `ahead`:
+the tokens up to `ahead / 2^10` are in the layers below `ahead % 2^10`. A lease may grow: its numbers are then written
+anew.
 
-Whatever order the stores of one change become visible in, no entry is valid too early: retracting leaves `expected` at
-zero, and a new `expected` differs from the `ready` that the entry still has. A lease may grow: what tells of its tokens
-is written as `ready` is, behind the kernels.
+*Who writes.* The producer's driver alone: `key` and `expected` at once, `ready`, `num_tokens` and `ahead` after the
+kernels that fill the blocks. On a GPU that is a write in a stream, which takes place at some later time, in order.
+
+*Who reads.* Consumers in other processes, at any time, without a lock and without the producer knowing. A consumer
+looks before its first copy and after its last one. If the entry was valid both times, then all that it read in
+between was, too: an entry is cleared before its blocks are written again, and no key is ever published twice.
+
+*Why no entry is valid too early.* Clearing an entry leaves `expected` at zero. A new `expected` differs from the
+`ready` that the entry still has, and an entry whose last `ready` is still to be written is not given to another
+lease. In which order the words of one change become visible is the business of `kvconnector_kernels.pump.board`.
+
+*What may block.* Nothing but `close`, which waits for writes in a stream, with a deadline.
 """
 
 from __future__ import annotations
@@ -25,18 +32,17 @@ from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.planning import ALL_LAYERS
 from kvconnector.session.watermark import MAX_AHEAD_LAYERS, Watermark
 from kvconnector.wire.export import BUCKET_BYTES
-
-ENTRY_DTYPE = np.dtype(
-    [
-        ("key", "<u8", 2),
-        ("expected", "<i4"),
-        ("ready", "<i4"),
-        ("num_tokens", "<i4"),
-        ("ahead", "<i4"),
-    ]
+from kvconnector_kernels.pump.board import (
+    ENTRIES_PER_BUCKET,
+    ENTRY,
+    ENTRY_BYTES,
+    claim,
+    clear,
+    look_up,
+    write,
 )
-ENTRIES_PER_BUCKET = BUCKET_BYTES // ENTRY_DTYPE.itemsize
-_ENTRY = struct.Struct("<16siiii")
+
+_KEY = struct.Struct("<4I")
 NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
 
@@ -60,15 +66,15 @@ def bucket_offset(key: bytes, num_buckets: int) -> int:
     return (int.from_bytes(key[:8], "little") & (num_buckets - 1)) * BUCKET_BYTES
 
 
-def is_valid(bucket: bytes, key: bytes, token_stop: int, layer_stop: int = ALL_LAYERS.stop) -> bool:
-    """Whether a bucket says that the lease's blocks hold its tokens up to this one in the layers below that."""
-    for found, expected, ready, num_tokens, ahead in _ENTRY.iter_unpack(bucket):
-        if found == key and expected != 0 and expected == ready:
-            if num_tokens >= token_stop:
-                return True
-            watermark = Watermark(num_tokens, *divmod(ahead, MAX_AHEAD_LAYERS))
-            return watermark.layer_stop(token_stop) >= layer_stop
-    return False
+def is_valid(bucket: int, key: bytes, token_stop: int, layer_stop: int = ALL_LAYERS.stop) -> bool:
+    """Returns True if a lease's blocks hold its tokens up to `token_stop` in the layers below `layer_stop` right now,
+    as the bucket at this address says.
+    """
+    num_tokens, ahead = look_up(bucket, _KEY.unpack(key))
+    if num_tokens < 0 or num_tokens >= token_stop:
+        return bool(num_tokens >= 0)
+    watermark = Watermark(num_tokens, *divmod(ahead, MAX_AHEAD_LAYERS))
+    return watermark.layer_stop(token_stop) >= layer_stop
 
 
 class LeaseBoard:
@@ -89,7 +95,7 @@ class LeaseBoard:
     ) -> None:
         self.num_buckets = num_buckets
         self.memory = SharedMemory(num_buckets * BUCKET_BYTES)
-        self._entries = self.memory.array[: num_buckets * BUCKET_BYTES].view(ENTRY_DTYPE)
+        self._entries = self.memory.array[: num_buckets * BUCKET_BYTES].view(ENTRY)
         self._issued = np.zeros(len(self._entries), np.int64)
         self._is_taken = np.zeros(len(self._entries), np.bool_)
         self._published: dict[bytes, int] = {}
@@ -111,18 +117,16 @@ class LeaseBoard:
             self._write("num_tokens", self._published[key], num_tokens)
             self._write("ahead", self._published[key], ahead)
             return True
-        first = bucket_offset(key, self.num_buckets) // ENTRY_DTYPE.itemsize
+        first = bucket_offset(key, self.num_buckets) // ENTRY_BYTES
         for index in range(first, first + ENTRIES_PER_BUCKET):
-            entry = self._entries[index]
             # an entry whose last `ready` is still to be written could be validated by it
-            if self._is_taken[index] or int(entry["ready"]) != self._issued[index]:
+            if self._is_taken[index] or int(self._entries[index]["ready"]) != self._issued[index]:
                 continue
             self._is_taken[index] = True
             expected = int(self._issued[index]) % _MAX_EXPECTED + 1
             self._issued[index] = expected
             self._published[key] = index
-            entry["expected"] = expected
-            entry["key"] = np.frombuffer(key, "<u8")
+            claim(self.address + index * ENTRY_BYTES, _KEY.unpack(key), expected)
             # in this order: a former lease's number may still be on its way
             self._write("num_tokens", index, num_tokens)
             self._write("ahead", index, ahead)
@@ -134,8 +138,7 @@ class LeaseBoard:
         """Let a lease's blocks not be read any more, before they are written again. No effect on an unknown key."""
         index = self._published.pop(key, None)
         if index is not None:
-            self._entries[index]["key"] = 0
-            self._entries[index]["expected"] = 0
+            clear(self.address + index * ENTRY_BYTES)
             self._is_taken[index] = False
 
     def close(self) -> None:
@@ -151,8 +154,5 @@ class LeaseBoard:
         self.memory.close()
 
     def _write(self, field: str, index: int, value: int) -> None:
-        if self._writer is None:
-            self._entries[index][field] = value
-        else:
-            address = self._entries[field][index : index + 1].ctypes.data
-            self._writer.write(address, value)
+        address = self._entries[field][index : index + 1].ctypes.data
+        (write if self._writer is None else self._writer.write)(address, value)

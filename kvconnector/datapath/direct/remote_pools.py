@@ -13,7 +13,7 @@ from kvconnector.datapath.direct.mappings import Mappings
 from kvconnector.datapath.direct.peer_memory import PeerMemory
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.session.export_check import rows_of
-from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, PoolExport
+from kvconnector.wire.export import BOARD_OFFSET, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
 
 logger = logging.getLogger(__name__)
@@ -39,6 +39,7 @@ class RemotePools:
             )
         self._num_buckets = export.num_buckets
         self._memory = PeerMemory(export)
+        self._board_address = self._memory.array.ctypes.data + BOARD_OFFSET
         self._mappings: Mappings | None = None
         try:
             if kind == "cuda":
@@ -55,15 +56,13 @@ class RemotePools:
         """
         if self._mappings is not None:
             self._memory.check_alive()
-        at = BOARD_OFFSET + board.bucket_offset(key, self._num_buckets)
-        place = self._memory.array[at : at + BUCKET_BYTES]
-        bucket, again = place.tobytes(), place.tobytes()
-        # one copy may have the key of one lease beside the numbers of the one before it
-        is_valid = board.is_valid(bucket, key, token_stop, layer_stop)
-        return is_valid and (again == bucket or board.is_valid(again, key, token_stop, layer_stop))
+        assert self._board_address  # it is open: another address would end this process
+        bucket = self._board_address + board.bucket_offset(key, self._num_buckets)
+        return board.is_valid(bucket, key, token_stop, layer_stop)
 
     def close(self) -> None:
         """Unmap whatever was mapped: no copy may be under way. Idempotent."""
+        self._board_address = 0
         self._memory.close()
         if self._mappings is not None:
             try:
