@@ -11,6 +11,9 @@ from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
+BACKLOG = 4096
+"""Connections that may wait to be accepted, as when many requests come at once. The kernel has a limit of its own."""
+
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Options that every HTTP server of minillm has."""
@@ -25,7 +28,7 @@ async def run_app(app: web.Application, host: str, port: int, port_file: Path | 
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:
-        await web.TCPSite(runner, host, port).start()
+        await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
         bound = runner.addresses[0][1]
         logger.info("listening on http://%s:%d", host, bound)
         if port_file is not None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import itertools
 import json
 import logging
+import resource
 import secrets
 import signal
 import socket
@@ -29,7 +31,7 @@ from minillm.processes import die_with_parent, run_until_signal
 
 logger = logging.getLogger(__name__)
 
-CONNECT_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 10.0
 UPSTREAM_TIMEOUT_S = 300.0
 SILENT_HOST_S = 10
 """A server's host that acknowledges nothing for so long is gone. The server itself may say nothing for longer."""
@@ -176,7 +178,7 @@ class Router:
         try:
             return await self._session.post(f"{url}/v1/completions", json=body)
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise ApiError(502, f"{url} did not answer: {error!r}") from error
+            raise _unanswered(url, error) from error
 
 
 async def health(request: web.Request) -> web.Response:
@@ -191,6 +193,30 @@ def _error_of(body: str) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError):
         return {}
     return error if isinstance(error, dict) else {}
+
+
+def _unanswered(url: str, error: Exception) -> ApiError:
+    """Why a server did not answer, in words that do not blame it for what the router lacks."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return ApiError(503, f"the router has no file descriptor left, its limit is {limit}")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return ApiError(502, f"{url} did not answer: no connection within {CONNECT_TIMEOUT_S:g} s")
+    if isinstance(error, TimeoutError):
+        return ApiError(504, f"{url} did not answer within {UPSTREAM_TIMEOUT_S:g} s")
+    return ApiError(502, f"{url} did not answer: {str(error) or type(error).__name__}")
+
+
+def open_session() -> aiohttp.ClientSession:
+    """A session with as many connections as there are requests: a request that waits for a connection of another one
+    could not be told from one that its engine does not answer, and engines asked at once would wait for each other.
+    """
+    # each request takes three: its client's, and one to either engine
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    timeout = aiohttp.ClientTimeout(total=UPSTREAM_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)
+    return aiohttp.ClientSession(timeout=timeout, connector=connector)
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
@@ -208,9 +234,7 @@ def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
 
 async def serve(arguments: argparse.Namespace) -> None:
     """Route until cancelled."""
-    timeout = aiohttp.ClientTimeout(total=UPSTREAM_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(socket_factory=_watched_socket)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+    async with open_session() as session:
         router = Router(session, arguments.prefill, arguments.decode)
         app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
         app.add_routes(

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import itertools
 import json
+import resource
 import secrets
 import socket
 import uuid
@@ -20,7 +22,10 @@ from typing import Any, NamedTuple
 import aiohttp
 from aiohttp import web
 
-TIMEOUT = aiohttp.ClientTimeout(total=600, connect=10)
+TOTAL_TIMEOUT_S = 600.0
+CONNECT_TIMEOUT_S = 10.0
+BACKLOG = 4096
+"""Connections that may wait to be accepted."""
 SILENT_HOST_S = 10
 MAX_BODY_BYTES = 64 << 20
 REMOTE_DECODE: dict[str, Any] = {
@@ -87,8 +92,13 @@ class Router:
         return app
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
-        connector = aiohttp.TCPConnector(socket_factory=_watched_socket)
-        async with aiohttp.ClientSession(timeout=TIMEOUT, connector=connector) as self._session:
+        # three descriptors a request, and no limit on connections: one that waits for the connection of another
+        # request could not be told from one that its engine does not answer
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        connector = aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)
+        timeout = aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
             yield
 
     async def health(self, request: web.Request) -> web.Response:
@@ -160,6 +170,9 @@ class Router:
         upstream = await self._post(url, body, headers)
         try:
             return Begun(upstream, await upstream.content.readany())
+        except (aiohttp.ClientError, TimeoutError) as error:
+            upstream.close()
+            raise _unanswered(url, error) from error
         except BaseException:
             upstream.close()
             raise
@@ -180,7 +193,10 @@ class Router:
             short["max_completion_tokens"] = 1
         short["kv_transfer_params"] = {**REMOTE_DECODE, **names}
         async with await self._post(url + path, short, headers) as answer:
-            content = await answer.read()
+            try:
+                content = await answer.read()
+            except (aiohttp.ClientError, TimeoutError) as error:
+                raise _unanswered(url, error) from error
         if answer.status != OK:
             return Prefilled(
                 web.Response(status=answer.status, body=content, content_type=answer.content_type)
@@ -219,7 +235,22 @@ class Router:
         try:
             return await self._session.post(url, json=body, headers=headers)
         except (aiohttp.ClientError, TimeoutError) as error:
-            raise web.HTTPBadGateway(text=f"{url} did not answer: {error!r}") from error
+            raise _unanswered(url, error) from error
+
+
+def _unanswered(url: str, error: Exception) -> web.HTTPException:
+    """Why an engine did not answer, in words that do not blame it for what the router lacks."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return web.HTTPServiceUnavailable(
+            text=f"the router has no file descriptor left, its limit is {limit}"
+        )
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
+        return web.HTTPBadGateway(text=f"{url} did not answer: {reason}")
+    if isinstance(error, TimeoutError):
+        return web.HTTPGatewayTimeout(text=f"{url} did not answer within {TOTAL_TIMEOUT_S:g} s")
+    return web.HTTPBadGateway(text=f"{url} did not answer: {str(error) or type(error).__name__}")
 
 
 def main() -> None:
@@ -231,7 +262,8 @@ def main() -> None:
     parser.add_argument("--decode", action="append", required=True, help="base URL; repeatable")
     arguments = parser.parse_args()
     router = Router(arguments.prefill, arguments.decode)
-    web.run_app(router.app(), host=arguments.host, port=arguments.port, print=None)
+    app = router.app()
+    web.run_app(app, host=arguments.host, port=arguments.port, print=None, backlog=BACKLOG)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,138 @@
+"""Both routers with more requests at once than a default HTTP client has connections for, and the reasons they give."""
+
+import asyncio
+import errno
+import resource
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+import minillm.router
+import vllm_1p1d.router
+from minillm.http_api import error_middleware
+from minillm.http_serving import BACKLOG
+
+NUM_REQUESTS = 1600
+FILES_A_REQUEST = 6  # both ends of three connections
+TIMEOUT_S = 100.0
+
+
+class Engines:
+    """A prefill and a decode engine that stream, and answer nobody before everybody has asked both of them."""
+
+    def __init__(self):
+        self.expected = 1
+        self.asked = {"prefill": 0, "decode": 0}
+        self.all_asked = asyncio.Event()
+
+    async def _ask(self, engine, is_last):
+        self.asked[engine] += 1
+        if is_last(self.asked):
+            self.all_asked.set()
+        await self.all_asked.wait()
+
+    async def prefill(self, request):
+        names = (await request.json())["kv_transfer_params"]
+        await self._ask("prefill", lambda asked: set(asked.values()) in ({1, 0}, {self.expected}))
+        address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 1}
+        request_id = f"{names['transfer_id']}|{names['transfer_secret']}|key"
+        return web.json_response(
+            {"kv_transfer_params": {"remote_request_id": request_id, **address}}
+        )
+
+    async def decode(self, request):
+        body = await request.json()
+        await self._ask("decode", lambda asked: set(asked.values()) == {self.expected})
+        return web.json_response({"prompt": body["prompt"]})
+
+
+@asynccontextmanager
+async def serving(app):
+    """The URL of a server of `app`."""
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=BACKLOG).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def app_of(handler, **options):
+    app = web.Application(**options)
+    app.add_routes([web.post("/v1/completions", handler)])
+    return app
+
+
+@asynccontextmanager
+async def of_minillm(prefill, decode):
+    async with minillm.router.open_session() as session:
+        router = minillm.router.Router(session, [prefill], [decode])
+        async with serving(app_of(router.completions, middlewares=[error_middleware])) as url:
+            yield url
+
+
+@asynccontextmanager
+async def of_vllm(prefill, decode):
+    async with serving(vllm_1p1d.router.Router([prefill], [decode]).app()) as url:
+        yield url
+
+
+async def ask(session, url, prompt):
+    async with session.post(f"{url}/v1/completions", json={"prompt": prompt}) as response:
+        return response.status, await response.text()
+
+
+@pytest.mark.parametrize("router_of", [of_minillm, of_vllm])
+def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once(router_of):
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if limit < NUM_REQUESTS * FILES_A_REQUEST + 1000:
+        pytest.skip(f"a process may open {limit} files here")
+
+    async def check():
+        engines = Engines()
+        async with AsyncExitStack() as stack:
+            apps = app_of(engines.prefill), app_of(engines.decode)
+            urls = [await stack.enter_async_context(serving(app)) for app in apps]
+            url = await stack.enter_async_context(router_of(*urls))
+            connector = aiohttp.TCPConnector(limit=0)
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+            # from whose answer the router learns that the prefill engine streams
+            assert (await ask(session, url, 0))[0] == 200
+            engines.expected += NUM_REQUESTS
+            engines.all_asked.clear()
+            answers = await asyncio.gather(
+                *(ask(session, url, number) for number in range(1, NUM_REQUESTS + 1))
+            )
+        wanted = [(200, f'{{"prompt": {number}}}') for number in range(1, NUM_REQUESTS + 1)]
+        assert answers == wanted
+
+    asyncio.run(asyncio.wait_for(check(), TIMEOUT_S))
+
+
+@pytest.mark.parametrize("module", [minillm.router, vllm_1p1d.router])
+@pytest.mark.parametrize(
+    "error,status,words",
+    [
+        (
+            OSError(errno.EMFILE, "Too many open files"),
+            503,
+            "the router has no file descriptor left",
+        ),
+        (
+            aiohttp.ConnectionTimeoutError(),
+            502,
+            "http://d did not answer: no connection within 10 s",
+        ),
+        (TimeoutError(), 504, "http://d did not answer within"),
+        (aiohttp.ServerDisconnectedError(), 502, "http://d did not answer: Server disconnected"),
+        (ConnectionResetError(), 502, "http://d did not answer: ConnectionResetError"),
+    ],
+)
+def test_a_failure_has_words_that_name_who_lacks_what(module, error, status, words):
+    refusal = module._unanswered("http://d", error)
+    text = refusal.text if isinstance(refusal, web.HTTPException) else refusal.message
+    assert refusal.status == status
+    assert words in text
