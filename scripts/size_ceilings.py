@@ -44,7 +44,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/runtime": Size(3330, target=2800),
     "kvconnector/session": Size(3330, target=2900),
     "kvconnector/topology": Size(760, target=980),
-    "kvconnector/transport": Size(2030, target=1930),
+    "kvconnector/transport": Size(2040, target=1930),
     "kvconnector/wire": Size(520, target=500),
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),

@@ -29,8 +29,10 @@ from kvconnector.errors import KVConnectorError, TransportError
 CONTROL_TAG_BIT = 1 << 63
 """Set in the 64-bit tags of control messages, and of no others."""
 
-MAX_UNSENT_CONTROL = 1024
-"""Control messages that one endpoint may have on their way; one more, and its peer counts as lost."""
+MAX_UNSENT_CONTROL_BYTES = 64 << 20
+"""Of control messages that an endpoint may have on their way before its peer counts as lost: a bound of memory, since
+who is silent is given up by the sessions.
+"""
 
 MAX_CONTROL_PER_CALL = 256
 """Control messages that one `receive_control` takes from the network."""
@@ -146,7 +148,7 @@ class Transport(Protocol):
 
         Raises:
             LocalError: no such endpoint (any more).
-            PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL` messages have not left yet.
+            PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL_BYTES` have not left yet.
         """
 
     def receive_control(

@@ -23,7 +23,7 @@ from kvconnector.errors import (
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
-    MAX_UNSENT_CONTROL,
+    MAX_UNSENT_CONTROL_BYTES,
     NO_FILENO,
     Buffer,
     Completion,
@@ -185,9 +185,9 @@ class LoopbackTransport:
         if receiver is None and address not in self._network._silent:
             raise PeerLostError("the peer is gone", address=address)
         inbound = receiver._inbound if receiver else ()
-        unsent = sum(m.source is self and m.flow == endpoint for m in inbound if m.is_control)
-        if unsent >= MAX_UNSENT_CONTROL:
-            raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
+        mine = (m for m in inbound if m.is_control and m.source is self and m.flow == endpoint)
+        if sum(m.buffer.nbytes for m in mine) + len(payload) > MAX_UNSENT_CONTROL_BYTES:
+            raise PeerLostError("the peer takes no control messages any more")
         self._post(endpoint, address, tag, buffer_of_bytes(payload), ticket=None)
 
     def receive_control(self, limits, *, progress=False):

@@ -35,7 +35,8 @@ LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
 @dataclass(slots=True, eq=False)
 class Endpoint:
     """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at. `lanes` as
-    in `UcxTransport.lanes`; `falls_back` to TCP although there is RDMA.
+    in `UcxTransport.lanes`; `falls_back` to TCP although there is RDMA. `unsent_control_bytes` are those
+    of control messages that UCX has not finished.
     """
 
     handle: int
@@ -44,6 +45,7 @@ class Endpoint:
     watched: bool
     lost: PeerLostError | None = None
     falls_back: bool = False
+    unsent_control_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -114,14 +116,11 @@ class RequestTable:
         )
         if posted.status == IN_PROGRESS:
             self._operations[self._new_ticket()] = operation
+            endpoint.unsent_control_bytes += len(payload)
             return
         error = self._error(0, operation, posted.status, 0)
         if error is not None:
             raise error
-
-    def num_unsent_control(self, endpoint_id: int) -> int:
-        """Control messages of an endpoint that UCX has not finished."""
-        return sum(o.control_endpoint == endpoint_id for o in self._operations.values())
 
     def take_failed_control(self) -> list[ControlFailed]:
         """The failures of control messages since the last call."""
@@ -171,6 +170,8 @@ class RequestTable:
         for ticket, status, length in ended:
             operation = self._operations.pop(ticket)
             self._libucp.request_free(operation.request)
+            if operation.control_endpoint and operation.endpoint is not None:
+                operation.endpoint.unsent_control_bytes -= operation.buffer.nbytes
             if operation.reported and not operation.control_endpoint:
                 continue
             error = self._error(ticket, operation, status, length)

@@ -26,7 +26,7 @@ from kvconnector.errors import (
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
-    MAX_UNSENT_CONTROL,
+    MAX_UNSENT_CONTROL_BYTES,
     Buffer,
     Completion,
     ControlEvent,
@@ -164,10 +164,10 @@ class UcxTransport:
         """See `Transport`."""
         self._check_open()
         opened = self._endpoints.get(endpoint)
-        if self._requests.num_unsent_control(endpoint) >= MAX_UNSENT_CONTROL:
+        if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
             self._step()
-            if (unsent := self._requests.num_unsent_control(endpoint)) >= MAX_UNSENT_CONTROL:
-                raise PeerLostError("the peer takes no control messages any more", unsent=unsent)
+            if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
+                raise PeerLostError("the peer takes no control messages any more")
         self._requests.send_control(opened, endpoint, tag, payload)
 
     def receive_control(
