@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvconnector.cache.specs import (
     AttentionSpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
@@ -75,7 +76,10 @@ class PagedCache:
             if spec is None:
                 continue
             is_state = group.kind == "state"
-            for tensor in spec.tensors(count, cross_layers=layout == "CROSS" and not is_state):
+            pool = KVCacheConfig.of(
+                spec.kv_cache_specs, count, cross_layers=layout == "CROSS" and not is_state
+            )
+            for tensor in pool.tensors:
                 memory = _allocate(tensor.size, device, pinned)
                 names = tensor.shared_by
                 layer_spec = spec.kv_cache_specs[names[0]]

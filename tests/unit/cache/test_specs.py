@@ -1,20 +1,27 @@
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 
 from kvconnector.cache.specs import (
     CacheLimits,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     DType,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
     merge_specs,
+    plan_kv_cache,
 )
 from kvconnector.errors import CacheSpecError
 
-LIMITS = CacheLimits(max_model_len=1000, max_num_batched_tokens=64)
+LIMITS = CacheLimits(max_model_len=1000, max_num_batched_tokens=64, max_num_encoder_tokens=1500)
 SHARED = replace(LIMITS, decode_context_parallel_size=2)
 BFLOAT16, FLOAT32 = DType("bfloat16"), DType("float32")
 FULL = FullAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16)
@@ -24,6 +31,11 @@ MLA = FullAttentionSpec(
 WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16, sliding_window=100
 )
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16, attention_chunk_size=100
+)
+CROSS = CrossAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16)
+ENCODER = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16)
 MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16, FLOAT32))
 
 
@@ -36,39 +48,91 @@ MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16,
         pytest.param(MLA, 36_864, 589_824, id="mla"),
         # 99 + 64 tokens: 11 pages, and one as the window may start inside a block
         pytest.param(WINDOW, 65_536, 786_432, id="window"),
+        # starts at most 12 tokens into a block: 12 + 100 + 64 tokens are 11 pages
+        pytest.param(CHUNKED, 65_536, 720_896, id="chunked"),
+        # ceil(1500 / 16) = 94 pages
+        pytest.param(CROSS, 65_536, 6_160_384, id="cross"),
+        pytest.param(ENCODER, 65_536, 0, id="encoder-only"),
         # 30 x 2 bytes + 64 x 4 bytes, one page
         pytest.param(MAMBA, 316, 316, id="mamba"),
+        # a state of the request and one for each of two speculative tokens
+        pytest.param(
+            replace(MAMBA, page_size_padded=512, num_speculative_blocks=2), 512, 1536, id="padded"
+        ),
     ],
 )
 def test_sizes(spec, page_size_bytes, max_memory_usage_bytes):
+    assert spec.is_cached is (spec is not ENCODER)
     assert spec.page_size_bytes == page_size_bytes
     assert spec.max_memory_usage_bytes(LIMITS) == max_memory_usage_bytes
 
 
+WINDOWED, LOCAL = replace(FULL, sliding_window=100), replace(FULL, attention_chunk_size=64)
 MIXED = {"a": FULL, "b": WINDOW}
+ONE = KVCacheGroupSpec(("a",), FULL)
+PAGE = FULL.page_size_bytes
+
+
+def pool(*tensors, groups=(ONE,), num_blocks=2):
+    """A pool of tensors `(pages, layer name, ...)`."""
+    placed = tuple(KVCacheTensor(pages * PAGE, tuple(names)) for pages, *names in tensors)
+    return KVCacheConfig(num_blocks, placed, groups)
+
+
 REFUSED = [
     (lambda: replace(FULL, block_size=0), "block_size"),
     (lambda: replace(FULL, block_size=16.0), "block_size"),
     (lambda: replace(FULL, num_kv_heads=0), "num_kv_heads"),
     (lambda: replace(FULL, head_size=-1), "head_size"),
     (lambda: replace(FULL, dtype="bfloat16"), "dtype"),
+    (lambda: replace(FULL, sliding_window=0), "sliding_window"),
+    (lambda: replace(FULL, attention_chunk_size=0), "attention_chunk_size"),
+    (lambda: replace(WINDOWED, attention_chunk_size=64), "window or attention chunks"),
     (lambda: replace(WINDOW, sliding_window=0), "sliding_window"),
     (lambda: replace(WINDOW, use_mla=True), "MLA"),
+    (lambda: replace(CHUNKED, attention_chunk_size=0), "attention_chunk_size"),
     (lambda: replace(MAMBA, shapes=((3, 10),)), "one dtype per state shape"),
     (lambda: replace(MAMBA, shapes=(), dtypes=()), "at least one state"),
     (lambda: replace(MAMBA, shapes=((3, 0), (1,))), "state_size"),
     (lambda: replace(MAMBA, dtypes=("bfloat16", FLOAT32)), "dtype"),
+    (lambda: replace(MAMBA, page_size_padded=315), "page_size_padded must be .* at least 316"),
+    (lambda: replace(MAMBA, num_speculative_blocks=-1), "num_speculative_blocks"),
     (lambda: replace(LIMITS, max_model_len=0), "max_model_len"),
     (lambda: replace(LIMITS, max_num_batched_tokens=0), "max_num_batched_tokens"),
     (lambda: replace(LIMITS, decode_context_parallel_size=0), "decode_context_parallel_size"),
+    (lambda: replace(LIMITS, max_num_encoder_tokens=-1), "max_num_encoder_tokens"),
     (lambda: WINDOW.max_memory_usage_bytes(SHARED), "decode_context_parallel_size=2"),
     (lambda: DType("bfloat17"), "bfloat17"),
     (lambda: merge_specs([FULL, replace(FULL, num_kv_heads=4)]), "num_kv_heads=4"),
     (lambda: merge_specs([WINDOW, replace(WINDOW, sliding_window=9)]), "sliding_window"),
     (lambda: merge_specs([FULL, WINDOW]), "SlidingWindowSpec"),
+    (lambda: merge_specs([WINDOWED, replace(FULL, sliding_window=9)]), "sliding_window=9"),
+    (lambda: merge_specs([LOCAL, replace(FULL, attention_chunk_size=9)]), "chunk_size=9"),
+    (lambda: merge_specs([FULL, WINDOWED, LOCAL]), "window or attention chunks"),
+    (lambda: merge_specs([WINDOWED, replace(FULL, head_size=64)]), "head_size=64"),
     (lambda: merge_specs([]), "no spec"),
+    (lambda: FullAttentionSpec.merge([]), "no spec"),
     (lambda: UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=MIXED), "one kind"),
     (lambda: UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": FULL}), "block_size=32"),
+    (lambda: KVCacheGroupSpec((), FULL), "needs layers"),
+    (
+        lambda: KVCacheGroupSpec(("b",), UniformTypeKVCacheSpecs.from_specs({"a": FULL})),
+        "those of its spec",
+    ),
+    (pool, r"without_tensor=\['a'\]"),
+    (lambda: pool((2, "a"), (2, "b")), r"without_cache=\['b'\]"),
+    (lambda: pool((2, "a"), (2, "a")), r"repeated=\['a'\]"),
+    (lambda: pool((2, "a"), groups=(ONE, ONE)), r"repeated=\['a'\]"),
+    (lambda: pool((2, "a"), groups=(KVCacheGroupSpec(("a",), ENCODER),)), "without_cache"),
+    (lambda: pool((3, "a")), "page_size_bytes=65536"),
+    (lambda: pool((2, "a", "b"), groups=(KVCacheGroupSpec(("a", "b"), FULL),)), "=131072"),
+    (lambda: pool((0, "a"), num_blocks=0), "num_blocks"),
+    (lambda: KVCacheConfig.of({"a": FULL}, 0), "num_blocks"),
+    (lambda: KVCacheConfig.of({"a": FULL, "b": MAMBA}, 2), "pages of one size.*'b': 316"),
+    (lambda: KVCacheConfig.of(MIXED, 2, cross_layers=True), "equal specs"),
+    (lambda: KVCacheConfig.of({"a": FULL, "b": MLA}, 2, cross_layers=True), "equal specs"),
+    (lambda: plan_kv_cache({"a": FULL}, LIMITS, 63 * PAGE - 1), "needed_bytes=4128768"),
+    (lambda: plan_kv_cache({"a": CROSS}, replace(LIMITS, max_num_encoder_tokens=0), 9), "65536"),
 ]
 
 
@@ -88,7 +152,15 @@ def test_what_is_no_spec_is_refused_by_name(number):
         (FULL, WINDOW, False),
         (WINDOW, replace(WINDOW, head_size=64), True),
         (WINDOW, replace(WINDOW, sliding_window=99), False),
+        (FULL, WINDOWED, True),
+        (WINDOWED, LOCAL, True),
+        (FULL, CROSS, False),
+        (CROSS, replace(CROSS, num_kv_heads=1), True),
+        (CHUNKED, replace(CHUNKED, num_kv_heads=1), True),
+        (CHUNKED, replace(CHUNKED, attention_chunk_size=64), False),
         (MAMBA, replace(MAMBA, block_size=256), False),
+        (MAMBA, replace(MAMBA, page_size_padded=512), True),
+        (MAMBA, replace(MAMBA, num_speculative_blocks=1), False),
     ],
 )
 def test_which_layers_one_block_table_can_serve(first, other, uniform):
@@ -106,13 +178,67 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages():
     assert group.block_size == 16
     assert group.page_size_bytes == 65_536 + 8_192
     assert group.max_memory_usage_bytes(LIMITS) == 63 * 73_728
-    assert group.tensors(3) == (KVCacheTensor(3 * 65_536, ("a",)), KVCacheTensor(3 * 8_192, ("b",)))
-    with pytest.raises(CacheSpecError, match="equal specs"):
-        group.tensors(3, cross_layers=True)
 
 
-def test_nothing_and_groups_make_no_group_and_equal_specs_merge():
+def test_nothing_and_groups_make_no_group():
     group = UniformTypeKVCacheSpecs.from_specs({"a": FULL})
     assert UniformTypeKVCacheSpecs.from_specs({}) is None
     assert UniformTypeKVCacheSpecs.from_specs({"a": group}) is None
+
+
+def test_specs_merge_where_one_mask_serves_all():
     assert merge_specs([FULL, replace(FULL), FULL]) == FULL
+    assert merge_specs([FULL, WINDOWED, FULL]) == WINDOWED
+    assert FullAttentionSpec.merge([LOCAL, FULL]) == LOCAL
+    assert merge_specs([MAMBA, replace(MAMBA)]) == MAMBA
+
+
+def test_layers_of_one_kind_are_one_group_with_a_tensor_each():
+    small = replace(FULL, num_kv_heads=1)
+    config = KVCacheConfig.of({"a": FULL, "e": ENCODER, "b": small}, 3)
+    assert config.tensors == (
+        KVCacheTensor(3 * 65_536, ("a",)),
+        KVCacheTensor(3 * 8_192, ("b",)),
+    )
+    (group,) = config.groups
+    assert (group.layer_names, dict(group.layer_specs)) == (("a", "b"), {"a": FULL, "b": small})
+    assert config.block_size_bytes == group.spec.page_size_bytes == 73_728
+    assert config.max_blocks_per_request(LIMITS) == 63
+
+
+def test_kinds_share_tensors_in_groups_of_as_many_layers_as_the_rarest():
+    padded = replace(MAMBA, page_size_padded=PAGE)
+    specs = dict.fromkeys("abcde", FULL) | dict.fromkeys("wx", WINDOW) | {"m": padded, "n": padded}
+    config = KVCacheConfig.of(specs, 7)
+    names = ["ab", "cd", "e", "wx", "mn"]
+    assert [group.layer_names for group in config.groups] == [tuple(each) for each in names]
+    assert [group.spec for group in config.groups] == [FULL, FULL, FULL, WINDOW, padded]
+    assert config.tensors == (
+        KVCacheTensor(7 * PAGE, ("a", "c", "e", "w", "m")),
+        KVCacheTensor(7 * PAGE, ("b", "d", "x", "n")),
+    )
+    # three groups of 63 blocks, 12 of the window, one of the state
+    assert config.max_blocks_per_request(LIMITS) == 3 * 63 + 12 + 1
+
+
+def test_equal_layers_can_lie_in_one_tensor():
+    config = KVCacheConfig.of({"a": FULL, "b": FULL}, 3, cross_layers=True)
+    assert config.tensors == (KVCacheTensor(3 * 2 * PAGE, ("a", "b")),)
+    assert config.block_size_bytes == 2 * PAGE
+
+
+def test_a_model_without_caches_has_a_pool_without_blocks():
+    for specs in ({}, {"e": ENCODER}):
+        config = plan_kv_cache(specs, LIMITS, 1 << 30)
+        assert config == KVCacheConfig(0, (), ())
+        assert (config.block_size_bytes, config.max_blocks_per_request(LIMITS)) == (0, 0)
+    of_encoder = KVCacheConfig(0, (), (KVCacheGroupSpec(("e",), ENCODER),))
+    assert of_encoder.max_blocks_per_request(LIMITS) == 0
+
+
+def test_configs_are_values_that_engines_can_copy_to_their_workers():
+    config = KVCacheConfig.of({"a": FULL, "b": replace(FULL, num_kv_heads=1)}, 3)
+    copied = deepcopy(config)
+    assert copied == config
+    assert hash(copied) == hash(config)
+    assert config != KVCacheConfig.of({"a": FULL, "b": replace(FULL, num_kv_heads=2)}, 3)

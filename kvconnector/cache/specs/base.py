@@ -1,0 +1,142 @@
+"""What every cache spec is: a frozen value that knows its page, its worst case, and how it merges."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from dataclasses import asdict, dataclass
+from typing import TypeVar
+
+from kvconnector.errors import CacheSpecError, require_at_least
+
+SpecT = TypeVar("SpecT", bound="KVCacheSpec")
+
+ITEM_SIZES_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""Bytes of one element of every known type, by torch's name without its prefix: no tensor library is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type of a cache.
+
+    Raises:
+        CacheSpecError: the name is none of `ITEM_SIZES_BYTES`.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in ITEM_SIZES_BYTES:
+            raise CacheSpecError("unknown element type", name=self.name, known=[*ITEM_SIZES_BYTES])
+
+    @property
+    def item_size_bytes(self) -> int:
+        return ITEM_SIZES_BYTES[self.name]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheLimits:
+    """What the worst case of a request's memory depends on besides its cache specs.
+
+    Raises:
+        CacheSpecError: a limit is not positive (encoder tokens may be zero).
+    """
+
+    max_model_len: int
+    """Tokens that one request may have, prompt and output together."""
+    max_num_batched_tokens: int
+    """Tokens that one step may compute, over all its requests."""
+    decode_context_parallel_size: int = 1
+    """Ranks over which the tokens of one request are spread."""
+    max_num_encoder_tokens: int = 0
+    """Tokens of encoder output that the cross-attention of one request reads."""
+
+    def __post_init__(self) -> None:
+        sizes = asdict(self)
+        encoder_tokens = sizes.pop("max_num_encoder_tokens")
+        require_at_least(0, CacheSpecError, max_num_encoder_tokens=encoder_tokens)
+        require_at_least(1, CacheSpecError, **sizes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheSpec(ABC):
+    """The cache of one layer. A *page* is its memory for one block of `block_size` tokens.
+
+    Raises:
+        CacheSpecError: a field is out of range.
+    """
+
+    block_size: int
+
+    def __post_init__(self) -> None:
+        require_at_least(1, CacheSpecError, block_size=self.block_size)
+
+    @property
+    @abstractmethod
+    def page_size_bytes(self) -> int:
+        """Bytes of one page."""
+
+    @abstractmethod
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return the most bytes that one request can need in this layer, on one rank: a whole number of pages.
+
+        Raises:
+            CacheSpecError: this kind of cache cannot work under these limits.
+        """
+
+    @property
+    def is_cached(self) -> bool:
+        """True if the layer keeps anything between steps, and so needs blocks and memory."""
+        return True
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """Layers of equal kind and block size always need the same blocks, so one block table serves them."""
+        return type(self).__name__
+
+    @classmethod
+    def merge(cls, specs: Sequence[SpecT]) -> SpecT:
+        """Return the one spec that stands for all of `specs`.
+
+        Raises:
+            CacheSpecError: there is none, or two differ.
+        """
+        if not specs:
+            raise CacheSpecError("there is no spec to merge")
+        for spec in specs:
+            if spec != specs[0]:
+                raise CacheSpecError("unequal specs cannot be merged", one=specs[0], other=spec)
+        return specs[0]
+
+
+def merge_specs(specs: Sequence[SpecT]) -> SpecT:
+    """Return the one spec that stands for all of `specs`, by the rules of their type.
+
+    Raises:
+        CacheSpecError: there is none, or two cannot be merged.
+    """
+    return (type(specs[0]) if specs else KVCacheSpec).merge(specs)
+
+
+def ceil_div(numerator: int, denominator: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-numerator // denominator)

@@ -1,0 +1,287 @@
+"""Groups of layers that share block ids, and the pool of blocks that the groups share.
+
+A *pool* is a range of block ids and the memory behind them. Each id belongs to one group at a time, so layers of
+different groups may use the same memory: the first layers of all groups one tensor, the second layers another, and so
+on. A pool of one group is the common case. An engine that keeps a pool for each group has a `KVCacheConfig` for each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice, product, zip_longest
+from types import MappingProxyType
+
+from kvconnector.cache.specs.base import CacheLimits, KVCacheSpec, ceil_div
+from kvconnector.errors import CacheSpecError, require_at_least
+
+
+@dataclass(frozen=True, kw_only=True)
+class UniformTypeKVCacheSpecs(KVCacheSpec):
+    """Layers that may differ in heads or element type but share a block table: their specs, by layer name.
+
+    Its page is a page of every layer.
+
+    Raises:
+        CacheSpecError: there is no layer, or the layers are not of one kind and the group's block size.
+    """
+
+    kv_cache_specs: Mapping[str, KVCacheSpec] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        # A private copy: a caller that goes on filling its dict must not change a frozen value.
+        object.__setattr__(self, "kv_cache_specs", MappingProxyType(dict(self.kv_cache_specs)))
+        specs = self.kv_cache_specs.values()
+        block_sizes = {spec.block_size for spec in specs}
+        if not self.is_uniform_type(self.kv_cache_specs) or block_sizes != {self.block_size}:
+            raise CacheSpecError(
+                "the layers of one group must be of one kind, and of its block size",
+                kinds=sorted({str(spec.uniform_kind) for spec in specs}),
+                block_sizes=sorted(block_sizes),
+                block_size=self.block_size,
+            )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Engines copy configs to their workers, and a read-only view of a dict cannot be copied as such.
+        return (UniformTypeKVCacheSpecs.from_specs, (dict(self.kv_cache_specs),))
+
+    @staticmethod
+    def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
+        """Return True if one block table can serve all these layers, of which there must be some."""
+        specs = list(kv_cache_specs.values())
+        if any(isinstance(spec, UniformTypeKVCacheSpecs) for spec in specs):
+            return False
+        return len({(spec.block_size, spec.uniform_kind) for spec in specs}) == 1
+
+    @classmethod
+    def from_specs(
+        cls, kv_cache_specs: Mapping[str, KVCacheSpec]
+    ) -> UniformTypeKVCacheSpecs | None:
+        """Return one group for all these layers, or None if they are not uniform."""
+        if not cls.is_uniform_type(kv_cache_specs):
+            return None
+        block_size = next(iter(kv_cache_specs.values())).block_size
+        return cls(block_size=block_size, kv_cache_specs=kv_cache_specs)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+
+    @property
+    def is_cached(self) -> bool:
+        return any(spec.is_cached for spec in self.kv_cache_specs.values())
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return the bytes of as many pages as the layer holds that needs most: the layers share block ids."""
+        num_pages = max(
+            ceil_div(spec.max_memory_usage_bytes(limits), spec.page_size_bytes)
+            for spec in self.kv_cache_specs.values()
+        )
+        return num_pages * self.page_size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroupSpec:
+    """Layers that share a block table: a block id means the same tokens in all of them.
+
+    `spec` is that of each layer, or a `UniformTypeKVCacheSpecs` with one for each.
+
+    Raises:
+        CacheSpecError: there is no layer, or the layers are not those of a `UniformTypeKVCacheSpecs`.
+    """
+
+    layer_names: tuple[str, ...]
+    spec: KVCacheSpec
+
+    def __post_init__(self) -> None:
+        if not self.layer_names or set(self.layer_names) != set(self.layer_specs):
+            raise CacheSpecError(
+                "a group needs layers, and those of its spec",
+                layer_names=self.layer_names,
+                layers_of_spec=[*self.layer_specs],
+            )
+
+    @property
+    def layer_specs(self) -> Mapping[str, KVCacheSpec]:
+        """The spec of each layer, by name."""
+        if isinstance(self.spec, UniformTypeKVCacheSpecs):
+            return self.spec.kv_cache_specs
+        return dict.fromkeys(self.layer_names, self.spec)
+
+    def max_blocks_per_request(self, limits: CacheLimits) -> int:
+        """Return the most blocks that one request can hold in this group.
+
+        Raises:
+            CacheSpecError: the layers cannot work under these limits.
+        """
+        return ceil_div(self.spec.max_memory_usage_bytes(limits), self.spec.page_size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheTensor:
+    """One allocation of `size` bytes, and the layers that use it.
+
+    Block `b` is bytes `[b x page, (b + 1) x page)` of it. There, layers of one group lie one after the other, and
+    layers of different groups in the same bytes.
+    """
+
+    size: int
+    shared_by: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """A pool of `num_blocks` block ids, its memory, and the groups that draw from it.
+
+    Layers that cache nothing (`KVCacheSpec.is_cached`) may be in a group, but are in no tensor.
+
+    Raises:
+        CacheSpecError: a layer is in several groups or tensors, or a cached one in none; or a tensor is not
+            `num_blocks` pages of its layers in each group.
+    """
+
+    num_blocks: int
+    tensors: tuple[KVCacheTensor, ...]
+    groups: tuple[KVCacheGroupSpec, ...]
+
+    def __post_init__(self) -> None:
+        require_at_least(1 if self.tensors else 0, CacheSpecError, num_blocks=self.num_blocks)
+        grouped = [name for group in self.groups for name in group.layer_names]
+        placed = [name for tensor in self.tensors for name in tensor.shared_by]
+        cached = [
+            name
+            for group in self.groups
+            for name, spec in group.layer_specs.items()
+            if spec.is_cached
+        ]
+        repeated = [
+            name for names in (grouped, placed) for name, n in Counter(names).items() if n > 1
+        ]
+        if repeated or set(cached) != set(placed):
+            raise CacheSpecError(
+                "every layer must be in one group, and in one tensor if it caches anything",
+                repeated=repeated,
+                without_tensor=sorted(set(cached) - set(placed)),
+                without_cache=sorted(set(placed) - set(cached)),
+            )
+        for tensor, group in product(self.tensors, self.groups):
+            specs = group.layer_specs
+            page = sum(specs[name].page_size_bytes for name in tensor.shared_by if name in specs)
+            if page and tensor.size != self.num_blocks * page:
+                raise CacheSpecError(
+                    "a tensor must hold the pages of its layers, as many as there are blocks",
+                    tensor=tensor,
+                    num_blocks=self.num_blocks,
+                    page_size_bytes=page,
+                )
+
+    @classmethod
+    def of(
+        cls,
+        kv_cache_specs: Mapping[str, KVCacheSpec],
+        num_blocks: int,
+        *,
+        cross_layers: bool = False,
+    ) -> KVCacheConfig:
+        """Make a pool of `num_blocks` blocks for these layers.
+
+        Layers of one kind are one group. With several kinds each group has as many layers as the rarest kind (a kind's
+        last group may have fewer), and the i-th layers of all groups share a tensor.
+
+        Args:
+            kv_cache_specs: by layer name. Layers that cache nothing are left out.
+            num_blocks: block ids of the pool.
+            cross_layers: one tensor for all layers of a pool of one group.
+
+        Raises:
+            CacheSpecError: `num_blocks` is not positive though layers cache something; layers that would share a tensor
+                have pages of different sizes; or with `cross_layers` layers differ.
+        """
+        groups = tuple(_groups(kv_cache_specs))
+        layers = [tuple(group.layer_names) for group in groups]
+        if cross_layers and layers:
+            if len(groups) > 1 or len(set(groups[0].layer_specs.values())) > 1:
+                raise CacheSpecError(
+                    "layers of one tensor need equal specs", layer_names=[*kv_cache_specs]
+                )
+            shared = [layers[0]]
+        else:
+            shared = [tuple(filter(None, names)) for names in zip_longest(*layers)]
+        tensors = []
+        for names in shared:
+            pages = {name: kv_cache_specs[name].page_size_bytes for name in names}
+            if len(set(pages.values())) > 1:
+                raise CacheSpecError(
+                    "layers that share a tensor need pages of one size: pad them, or give each group a pool",
+                    page_sizes_bytes=pages,
+                )
+            page = sum(pages.values()) if cross_layers else pages[names[0]]
+            tensors.append(KVCacheTensor(num_blocks * page, names))
+        return cls(num_blocks, tuple(tensors), groups)
+
+    @property
+    def block_size_bytes(self) -> int:
+        """Bytes of one block in all tensors; 0 if nothing is cached."""
+        return sum(tensor.size for tensor in self.tensors) // max(1, self.num_blocks)
+
+    def max_blocks_per_request(self, limits: CacheLimits) -> int:
+        """Return the most blocks that one request can hold, over all groups.
+
+        Raises:
+            CacheSpecError: a layer cannot work under these limits.
+        """
+        return sum(group.max_blocks_per_request(limits) for group in self.groups)
+
+
+def plan_kv_cache(
+    kv_cache_specs: Mapping[str, KVCacheSpec],
+    limits: CacheLimits,
+    available_bytes: int,
+    *,
+    cross_layers: bool = False,
+) -> KVCacheConfig:
+    """Make the largest pool that fits into `available_bytes` of one rank, as `KVCacheConfig.of`.
+
+    Ranks of one engine need equal numbers of blocks: make the pools of all again, with the smallest number.
+
+    Returns:
+        The pool; one without blocks, tensors and groups if no layer caches anything.
+
+    Raises:
+        CacheSpecError: the memory does not hold one request of `limits.max_model_len` tokens, the layers cannot work
+            under `limits`, or as `KVCacheConfig.of`.
+    """
+    if not any(spec.is_cached for spec in kv_cache_specs.values()):
+        return KVCacheConfig(0, (), ())
+    smallest = KVCacheConfig.of(kv_cache_specs, 1, cross_layers=cross_layers)
+    num_blocks = available_bytes // smallest.block_size_bytes
+    needed = max(1, smallest.max_blocks_per_request(limits))
+    if num_blocks < needed:
+        raise CacheSpecError(
+            "the memory does not hold one request of full length",
+            available_bytes=available_bytes,
+            needed_bytes=needed * smallest.block_size_bytes,
+            max_model_len=limits.max_model_len,
+        )
+    return KVCacheConfig.of(kv_cache_specs, num_blocks, cross_layers=cross_layers)
+
+
+def _groups(kv_cache_specs: Mapping[str, KVCacheSpec]) -> Iterator[KVCacheGroupSpec]:
+    kinds: dict[object, dict[str, KVCacheSpec]] = {}
+    for name, spec in kv_cache_specs.items():
+        if spec.is_cached:
+            kinds.setdefault((spec.block_size, spec.uniform_kind), {})[name] = spec
+    size = min(map(len, kinds.values()), default=0)
+    for layers in kinds.values():
+        remaining = iter(layers.items())
+        while specs := dict(islice(remaining, size)):
+            yield _group(specs)
+
+
+def _group(specs: Mapping[str, KVCacheSpec]) -> KVCacheGroupSpec:
+    first, *others = specs.values()
+    if any(spec != first for spec in others):
+        first = UniformTypeKVCacheSpecs(block_size=first.block_size, kv_cache_specs=specs)
+    return KVCacheGroupSpec(tuple(specs), first)

@@ -1,0 +1,218 @@
+"""The caches of single layers: attention of every kind, and recurrent states."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from math import gcd, prod
+
+from kvconnector.cache.specs.base import CacheLimits, DType, KVCacheSpec, SpecT, ceil_div
+from kvconnector.errors import CacheSpecError, require_at_least
+
+
+def _require_dtypes(*dtypes: DType) -> None:
+    if not all(isinstance(dtype, DType) for dtype in dtypes):
+        raise CacheSpecError("a dtype must be a DType", dtypes=dtypes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec(KVCacheSpec):
+    """K and V of `block_size` tokens, `num_kv_heads` on this rank and `head_size`, or with `use_mla` one latent."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: DType
+    use_mla: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        sizes = {"num_kv_heads": self.num_kv_heads, "head_size": self.head_size}
+        require_at_least(1, CacheSpecError, **sizes)
+        _require_dtypes(self.dtype)
+
+    @property
+    def num_parts(self) -> int:
+        """Arrays per page: K and V, or the latent."""
+        return 1 if self.use_mla else 2
+
+    @property
+    def page_size_bytes(self) -> int:
+        elements = self.block_size * self.num_kv_heads * self.head_size
+        return self.num_parts * elements * self.dtype.item_size_bytes
+
+    def _pages_bytes(self, num_tokens: int) -> int:
+        return ceil_div(num_tokens, self.block_size) * self.page_size_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullAttentionSpec(AttentionSpec):
+    """Every token stays cached.
+
+    A layer whose attention sees only a window, or only its chunk, may be cached as a full one. Then `sliding_window` or
+    `attention_chunk_size` says what its attention masks; it saves no memory. A layer has at most one of the two.
+    """
+
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        masks = {
+            "sliding_window": self.sliding_window,
+            "attention_chunk_size": self.attention_chunk_size,
+        }
+        require_at_least(1, CacheSpecError, **masks)
+        if None not in masks.values():
+            raise CacheSpecError("a layer has a sliding window or attention chunks", **masks)
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        tokens = ceil_div(limits.max_model_len, limits.decode_context_parallel_size)
+        return self._pages_bytes(tokens)
+
+    @classmethod
+    def merge(cls, specs: Sequence[SpecT]) -> SpecT:
+        """Return the one spec that stands for all of `specs`: a window or a chunk size that some have holds for all.
+
+        Raises:
+            CacheSpecError: there is none; two windows, two chunk sizes, a window and a chunk size, or other fields
+                differ.
+        """
+        if all(isinstance(spec, FullAttentionSpec) for spec in specs):
+            for mask in ("sliding_window", "attention_chunk_size"):
+                values = {getattr(spec, mask) for spec in specs} - {None}
+                if len(values) == 1:
+                    (value,) = values
+                    specs = [replace(spec, **{mask: value}) for spec in specs]
+        return super().merge(specs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkedLocalAttentionSpec(AttentionSpec):
+    """A token attends to the tokens of its own chunk of `attention_chunk_size`, up to itself."""
+
+    attention_chunk_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, CacheSpecError, attention_chunk_size=self.attention_chunk_size)
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return the pages of one chunk and of the tokens that one step adds.
+
+        A chunk that is no multiple of the block may start inside one, at most at the last multiple of their common
+        divisor; the tokens before it in that block count, too.
+        """
+        offset = self.block_size - gcd(self.block_size, self.attention_chunk_size)
+        tokens = offset + self.attention_chunk_size + limits.max_num_batched_tokens
+        return self._pages_bytes(min(tokens, limits.max_model_len))
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """Layers with different chunks drop blocks at different times."""
+        return (super().uniform_kind, self.attention_chunk_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindowSpec(AttentionSpec):
+    """A token attends to the last `sliding_window` tokens, itself included."""
+
+    sliding_window: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_at_least(1, CacheSpecError, sliding_window=self.sliding_window)
+        if self.use_mla:
+            raise CacheSpecError("a sliding window over MLA latents is not supported", spec=self)
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return the pages of the window before a step and of the step's tokens.
+
+        One page more, because the window may start inside a block: six tokens fill `xxxx|xx..`, two blocks of four, but
+        also `...x|xxxx|x...`, three.
+
+        Raises:
+            CacheSpecError: under context parallelism, where a window's tokens do not stay together.
+        """
+        if limits.decode_context_parallel_size != 1:
+            raise CacheSpecError(
+                "a sliding window cannot be spread by decode context parallelism", limits=limits
+            )
+        tokens = min(self.sliding_window - 1 + limits.max_num_batched_tokens, limits.max_model_len)
+        return self._pages_bytes(tokens) + self.page_size_bytes
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """Layers with different windows drop blocks at different times."""
+        return (super().uniform_kind, self.sliding_window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderOnlyAttentionSpec(AttentionSpec):
+    """Attention over tokens that one step computes together: nothing is kept between steps."""
+
+    @property
+    def is_cached(self) -> bool:
+        return False
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return 0."""
+        return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossAttentionSpec(AttentionSpec):
+    """K and V of the encoder's output, which are written once per request."""
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        return self._pages_bytes(limits.max_num_encoder_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MambaSpec(KVCacheSpec):
+    """State tensors of a recurrent layer, such as a convolution's window and an SSM's state.
+
+    A page holds one request's states one after the other, in the order of `shapes`. `block_size` is the number of
+    tokens after which a state may be kept for a prefix. With `page_size_padded` a page is as large as an attention
+    layer's, so that both can share one tensor.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[DType, ...]
+    page_size_padded: int | None = None
+    mamba_type: str = "mamba2"
+    num_speculative_blocks: int = 0
+    """Further states of a request, one per speculative token."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.shapes or len(self.shapes) != len(self.dtypes):
+            raise CacheSpecError(
+                "a recurrent layer needs one dtype per state shape, and at least one state",
+                spec=self,
+            )
+        for size in chain(*self.shapes):
+            require_at_least(1, CacheSpecError, state_size=size)
+        _require_dtypes(*self.dtypes)
+        require_at_least(0, CacheSpecError, num_speculative_blocks=self.num_speculative_blocks)
+        require_at_least(
+            sum(self.state_sizes_bytes), CacheSpecError, page_size_padded=self.page_size_padded
+        )
+
+    @property
+    def state_sizes_bytes(self) -> tuple[int, ...]:
+        states = zip(self.shapes, self.dtypes, strict=True)
+        return tuple(prod(shape) * dtype.item_size_bytes for shape, dtype in states)
+
+    @property
+    def page_size_bytes(self) -> int:
+        return self.page_size_padded or sum(self.state_sizes_bytes)
+
+    def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
+        """Return one page for the state, which does not grow with the request, and one per speculative token."""
+        return (1 + self.num_speculative_blocks) * self.page_size_bytes
+
+    @property
+    def uniform_kind(self) -> Hashable:
+        """Layers with different numbers of speculative states need different blocks."""
+        return (super().uniform_kind, self.num_speculative_blocks)
