@@ -40,7 +40,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/datapath": Size(5140, target=4050),
     "kvconnector/integrations": Size(2820, target=2810),
     "kvconnector/layout": Size(520, target=520),
-    "kvconnector/planning": Size(400, target=560),
+    "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(3330, target=2800),
     "kvconnector/session": Size(3330, target=2900),
     "kvconnector/topology": Size(760, target=980),
@@ -73,7 +73,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(110),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1390),
-    "tests/unit/runtime": Size(1170),
+    "tests/unit/runtime": Size(1190),
     "tests/unit/session": Size(980),
     "tests/vllm": Size(5030),
 }

@@ -11,6 +11,7 @@ from kvconnector.planning.plan import plan_peer as plan_peer
 from kvconnector.planning.plan import plan_transfer as plan_transfer
 from kvconnector.planning.retention import KeepsAll as KeepsAll
 from kvconnector.planning.retention import KeepsChunk as KeepsChunk
+from kvconnector.planning.retention import KeepsEncoder as KeepsEncoder
 from kvconnector.planning.retention import KeepsState as KeepsState
 from kvconnector.planning.retention import KeepsWindow as KeepsWindow
 from kvconnector.planning.retention import Retention as Retention

@@ -57,6 +57,16 @@ class KeepsChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepsEncoder:
+    """Cross-attention: every token of the encoder's input. The group numbers these, not the decoder's tokens, so `stop`
+    is the length of that input, and `num_computed_tokens` is all of it or nothing.
+    """
+
+    def missing(self, num_computed_tokens: int, stop: int) -> range:
+        return range(min(num_computed_tokens, stop), stop)
+
+
+@dataclass(frozen=True, slots=True)
 class KeepsState:
     """A recurrent state, which stands for all tokens in front of its position, and for no other position. It counts as
     one token, the last of these, and a block of its group holds one.

@@ -17,7 +17,7 @@ from kvconnector.errors import (
     LocalError,
     UnknownRequestError,
 )
-from kvconnector.planning import GroupBlocks, KeepsState, Retention
+from kvconnector.planning import GroupBlocks, KeepsEncoder, KeepsState, Retention
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import (
@@ -55,6 +55,13 @@ class _Remote:
 
 def _group_blocks(ids: Sequence[Sequence[int]], firsts: Iterable[int]) -> tuple[GroupBlocks, ...]:
     return tuple(GroupBlocks.of(*each) for each in zip(ids, firsts, strict=True))
+
+
+def _missing(kept: Retention, num_computed: int, stop: int, num_encoder_tokens: int) -> range:
+    """What a group lacks before token `stop`, or of the encoder's input, of which no part is found cached."""
+    if isinstance(kept, KeepsEncoder):
+        return kept.missing(0, num_encoder_tokens)
+    return kept.missing(num_computed, stop)
 
 
 class Scheduler:
@@ -99,14 +106,16 @@ class Scheduler:
         *,
         blocks: Sequence[Sequence[int]],
         num_tokens: int,
+        num_encoder_tokens: int = 0,
         first_blocks: Sequence[int] | None = None,
         lease_duration_s: float = 0.0,
     ) -> dict[str, Any]:
         """Hold a finished request's blocks for a consumer: the `kv_transfer_params` for it. The blocks must be kept
         until `finished_sending` names the request.
 
-        `blocks[group]` hold the first `num_tokens` tokens, from block `first_blocks[group]` of the sequence on. A
-        `lease_duration_s` above zero takes the place of the configured one until a consumer reads or renews.
+        `blocks[group]` hold the first `num_tokens` tokens, from block `first_blocks[group]` of the sequence on, or the
+        `num_encoder_tokens` of the encoder's input, where the group keeps these. A `lease_duration_s` above zero takes
+        the place of the configured one until a consumer reads or renews.
 
         Raises:
             LocalError: this engine is a consumer, or the request is held already.
@@ -123,7 +132,8 @@ class Scheduler:
             transfer_id=stream.transfer_id,
             secret=stream.secret,
             blocks=stream.blocks(blocks, firsts),
-            num_tokens=num_tokens,
+            # a consumer may read so far into the blocks of each group
+            num_tokens=max(num_tokens, num_encoder_tokens),
             lease_duration_s=lease_duration_s,
         )
         address = urlsplit(self._service.address)
@@ -267,6 +277,7 @@ class Scheduler:
         *,
         blocks: Sequence[Sequence[int]],
         num_tokens: int,
+        num_encoder_tokens: int = 0,
         first_blocks: Sequence[int] | None = None,
         computed_tokens: Sequence[int] | None = None,
     ) -> None:
@@ -275,7 +286,7 @@ class Scheduler:
         `blocks[group]` hold the sequence from its block `first_blocks[group]` on (None: from its first token); of a
         group that keeps states, they are the one block for it. `computed_tokens[group]` is how many leading tokens the
         group needs no more, where groups found a different number of them cached (None: in all as many as the engine
-        had computed).
+        had computed). Groups that keep the encoder's input load all `num_encoder_tokens` of it.
 
         Raises:
             UnknownRequestError: the request has no producer, or was loaded already.
@@ -304,8 +315,8 @@ class Scheduler:
             )
         stop = remote.num_computed_tokens + num_tokens
         ranges = [
-            retention.missing(count, stop)
-            for retention, count in zip(self._retentions, computed, strict=True)
+            _missing(kept, count, stop, num_encoder_tokens)
+            for kept, count in zip(self._retentions, computed, strict=True)
         ]
         # a state is the token in front of those that are loaded
         starts = [
@@ -314,7 +325,7 @@ class Scheduler:
         ]
         self._orders.append(
             LoadRequest(
-                request_id=request_id,
+                request_id,
                 token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
                 local_blocks=_group_blocks(blocks, starts),
                 remote_blocks=remote.params.blocks(),

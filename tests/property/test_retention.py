@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsEncoder, KeepsState, KeepsWindow
 
 TOKENS = st.integers(0, 60)
 EXTENT = st.integers(1, 20)
@@ -15,6 +15,7 @@ EXTENT = st.integers(1, 20)
 def test_attention_lacks_what_its_next_query_sees_and_is_not_here(computed, stop, extent):
     sees = {
         KeepsAll(): lambda token: True,
+        KeepsEncoder(): lambda token: True,
         KeepsWindow(extent): lambda token: stop - token < extent,
         KeepsChunk(extent): lambda token: token // extent == stop // extent,
     }

@@ -11,7 +11,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     UnknownRequestError,
 )
-from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsEncoder, KeepsState, KeepsWindow
 from kvconnector.runtime import Scheduler, TransferParams, WorkerMetadata
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
@@ -219,7 +219,7 @@ NUM_PROMPT = 41
 STOP = NUM_PROMPT - 1
 
 
-def _hybrid(retentions=RETENTIONS):
+def _hybrid(retentions=RETENTIONS, role="consumer"):
     """A scheduler of an engine with one cache group of one layer per retention."""
     model = FakeModel(
         len(retentions),
@@ -227,7 +227,8 @@ def _hybrid(retentions=RETENTIONS):
     )
     sizes = tuple(1 if isinstance(each, KeepsState) else 4 for each in retentions)
     shape = FakeEngine("d", model, block_sizes=sizes, num_blocks=(64,) * len(retentions))
-    return Scheduler(CONFIG, _metadata(shape), retentions=retentions)
+    config = structs.replace(CONFIG, role=role)
+    return Scheduler(config, _metadata(shape), retentions=retentions)
 
 
 def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
@@ -283,6 +284,21 @@ def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
 def test_a_request_goes_on_where_the_producer_s_state_is(state_position, engine_computed, stop):
     load = _load(_hybrid(), engine_computed, state_position=state_position)
     assert (load and load.token_ranges[0]) == (stop and (engine_computed, stop))
+
+
+def test_the_encoder_s_input_is_loaded_as_a_whole_and_offered_beside_fewer_tokens():
+    retentions = (KeepsAll(), KeepsEncoder())
+    scheduler = _hybrid(retentions)
+    blocks = [[3, 4], [5, 6, 7, 8, 9]]
+    scheduler.on_new_request("w", {**PARAMS, "remote_block_ids": blocks, "remote_num_tokens": 7})
+    assert scheduler.matched_tokens("w", 7, 0) == (6, True)
+    scheduler.load("w", blocks=blocks, num_tokens=6, num_encoder_tokens=18)
+    (load,) = _orders(scheduler.build_step(), LoadRequest)
+    assert load.token_ranges == ((0, 6), (0, 18))
+    with closing(_hybrid(retentions, role="producer")) as producer:
+        offer = producer.offer("r", blocks=blocks, num_tokens=7, num_encoder_tokens=18)
+        (hold,) = _orders(producer.build_step(), HoldRequest)
+    assert (offer["remote_num_tokens"], hold.num_tokens) == (7, 18)
 
 
 def test_states_of_different_positions_are_not_loaded():
