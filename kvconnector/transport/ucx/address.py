@@ -77,8 +77,15 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def process_alive(self) -> bool:
-        """Does the process still run? Only meaningful on its own host."""
-        return process_start_time(self.process_id) == self.start_time
+        """Does the process still run, as far as this one may know? Only meaningful on its own host."""
+        try:
+            os.kill(self.process_id, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            pass  # another user's
+        known = _state_and_start(self.process_id)
+        return known is None or (known[0] not in _DEAD_STATES and known[1] == self.start_time)
 
 
 def local_worker_address(
@@ -86,7 +93,7 @@ def local_worker_address(
 ) -> WorkerAddress:
     """The address of a worker of this process."""
     process_id = os.getpid()
-    start_time = process_start_time(process_id) or 0
+    _, start_time = _state_and_start(process_id) or ("", 0)
     return WorkerAddress(
         local_host_id(), process_id, start_time, shares_memory, ucx_address, tcp_segment_bytes
     )
@@ -104,14 +111,15 @@ def local_host_id() -> bytes:
     return hashlib.blake2b(identity, digest_size=HOST_ID_BYTES).digest()
 
 
-def process_start_time(process_id: int) -> int | None:
-    """When a process started, in clock ticks after boot; None if there is none or it only waits to be reaped."""
+def _state_and_start(process_id: int) -> tuple[str, int] | None:
+    """A process's state, one letter, and when it started, in clock ticks after boot.
+
+    Returns None if that cannot be read: there is no such process, or /proc hides those of other users (hidepid).
+    """
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except OSError:
         return None
     # The name, in parentheses, may hold anything; the fields after it may not.
     fields = stat.rpartition(")")[2].split()
-    if len(fields) <= _STAT_START_TIME or fields[_STAT_STATE] in _DEAD_STATES:
-        return None
-    return int(fields[_STAT_START_TIME])
+    return fields[_STAT_STATE], int(fields[_STAT_START_TIME])

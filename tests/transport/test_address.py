@@ -1,0 +1,65 @@
+"""Whether a peer's process lives, as far as another process may know."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
+from tests.support.remote import RemoteObject
+
+
+def address_of_this_process():
+    return local_worker_address(b"", shares_memory=True, tcp_segment_bytes=0)
+
+
+def test_a_process_is_alive_until_it_ends():
+    peer = RemoteObject("tests.transport.test_address:address_of_this_process")
+    address = WorkerAddress.decode(peer.call("encode"))
+    assert address.process_alive()
+    peer.release()
+    assert not address.process_alive()
+
+
+def test_a_process_that_is_not_reaped_or_has_anothers_id_is_dead():
+    child = subprocess.Popen(["sleep", "60"])
+    here = address_of_this_process()
+    assert not replace(here, process_id=child.pid).process_alive()
+    started = int(Path(f"/proc/{child.pid}/stat").read_text().split()[21])
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not replace(here, process_id=child.pid, start_time=started).process_alive()
+    child.wait()
+
+
+HIDDEN = """
+import ctypes, os, sys
+from kvconnector.transport.ucx.address import WorkerAddress
+CLONE_NEWNS, MS_PRIVATE, MS_REC, NOBODY = 0x20000, 1 << 18, 1 << 14, 65534
+libc = ctypes.CDLL(None, use_errno=True)
+if (
+    libc.unshare(CLONE_NEWNS)
+    or libc.mount(b"none", b"/", None, MS_PRIVATE | MS_REC, None)
+    or libc.mount(b"proc", b"/proc", b"proc", 0, sys.argv[2].encode())
+):
+    sys.exit(77)
+os.setgroups([])
+os.setgid(NOBODY)
+os.setuid(NOBODY)
+assert not os.access(f"/proc/{os.getppid()}/stat", os.R_OK)
+peer = WorkerAddress.decode(bytes.fromhex(sys.argv[1]))
+sys.exit(0 if peer.process_alive() else 1)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts /proc anew, which takes root")
+@pytest.mark.parametrize("option", ["hidepid=1", "hidepid=2"])
+def test_another_users_process_that_proc_hides_is_alive(option):
+    encoded = address_of_this_process().encode().hex()
+    ended = subprocess.run([sys.executable, "-c", HIDDEN, encoded, option], check=False, timeout=60)
+    if ended.returncode == 77:
+        pytest.skip("/proc cannot be mounted here")
+    assert ended.returncode == 0
