@@ -16,7 +16,9 @@ MIN_OTHERS = 30
 READ_BYTES = (PROMPT_TOKENS - 1) * 8 * 1024
 LINK_MBIT = 30
 RECOVERY_S = 60.0
-UCX_COMPLAINT = re.compile(r"UCX +(WARN|ERROR|FATAL)|Segmentation|Caught signal", re.ASCII)
+UCX_COMPLAINT = re.compile(
+    r"UCX +(WARN|ERROR|FATAL)|UCX reports|Segmentation|Caught signal", re.ASCII
+)
 
 
 class Cluster:

@@ -1,11 +1,16 @@
-"""UCX's log: what must not end the process, and what is known already.
+"""UCX's log: its warnings and errors go to Python's log, folded, and end no process.
 
 UCX logs an error of an endpoint without peer error handling at level "fatal", and its log's own handler then aborts the
 process: reading the memory of a peer that was killed would take this process along. The operation returns its status
-all the same, so such a message is passed on to Python's log instead.
+all the same. And whoever reaches UCX's port can make it log: a dump and a backtrace for each message that it does not
+know. So a handler on top of UCX's own takes warnings and worse, and UCX prints none of them.
 
-UCX may log in any thread and under its locks, while a thread that holds the GIL waits for such a lock. So the handler
-is compiled: it notes messages in a table, which `report` reads later.
+Threads. UCX logs in any thread and under its locks, while a thread that holds the GIL may wait for such a lock. So the
+handler is compiled (`native`): it formats the message into a ring of notes, without a lock. The transport's owner reads
+them in `report`, a few times a second. What comes faster than the ring holds is counted, not kept.
+
+Folding. Of a message only the first line is kept: what follows may be a peer's bytes. Backtraces are dropped. Of one
+place in UCX's sources a few messages a minute are logged, then their number.
 """
 
 from __future__ import annotations
@@ -15,124 +20,179 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-import numpy as np
-from llvmlite import binding, ir
+from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
 
 _logger = logging.getLogger(__name__)
 
 _SONAME = "libucs.so.0"
-_LEVEL_FATAL, _LEVEL_WARN = 0, 2
+_LEVEL_WARN = 2
 _STOP, _CONTINUE = 0, 1
 _LEAK_SOURCES = ("mpool.c", "rcache.c")
+_BACKTRACE = b"ucs_log_print_backtrace"
+_NUM_NOTES = 256
+_TEXT_BYTES = 256
 
-# The table: how many messages were noted, whether leaks are expected, then file, line, text and level of the
-# last ones.
-_COUNT, _EXPECTING_LEAKS, _NOTES = 0, 1, 2
-_NUM_NOTES, _NOTE_FIELDS = 64, 4
+MAX_PER_PLACE = 3
+"""Messages of one place in UCX's sources that are logged in `FOLD_S`; of the others only the number is."""
+FOLD_S = 60.0
 
 
-class _LogGuard:
+class _Note(ctypes.Structure):
+    """A message. `number` is written last, and is one more than the messages before it."""
+
+    _fields_: ClassVar = [
+        ("number", ctypes.c_uint64),
+        ("file", ctypes.c_void_p),
+        ("function", ctypes.c_void_p),
+        ("line", ctypes.c_uint64),
+        ("leaks_expected", ctypes.c_uint64),
+        ("text", ctypes.c_char * _TEXT_BYTES),
+    ]
+
+
+class _Ring(ctypes.Structure):
+    """What the handler writes, and reads: `leaks_expected` counts the callers of that method."""
+
+    _fields_: ClassVar = [
+        ("count", ctypes.c_uint64),
+        ("leaks_expected", ctypes.c_uint64),
+        ("notes", _Note * _NUM_NOTES),
+    ]
+
+
+@dataclass(slots=True)
+class _Place:
+    """How often one place in UCX's sources has logged since `since_s`."""
+
+    since_s: float
+    logged: int = 0
+    folded: int = 0
+
+
+class LogGuard:
     """The handler on top of UCX's own, installed while a transport is open. UCX's log is one per process."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._num_users = 0
-        self._num_reported = 0
-        self._table = np.zeros(_NOTES + _NUM_NOTES * _NOTE_FIELDS, np.int64)
-        self._handler: tuple[Any, int] | None = None
+        self._num_read = 0
+        self._ring = _Ring()
+        self._handler = 0
+        self._places: dict[tuple[str, int], _Place] = defaultdict(lambda: _Place(self._clock()))
 
     def acquire(self) -> None:
+        """Install the handler, for one more user."""
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
-                self._handler = self._handler or _compile_handler(self._table.ctypes.data)
-                _libucs().ucs_log_push_handler(ctypes.c_void_p(self._handler[1]))
+                self._handler = self._handler or _compile_handler(self._ring)
+                loaded_libucs().ucs_log_push_handler(ctypes.c_void_p(self._handler))
                 # UCX may log after Python has ended.
                 atexit.register(self._remove)
 
     def release(self) -> None:
+        """Give it up; after the last user UCX's log is its own again."""
         with self._lock:
             self._num_users -= 1
-            if self._num_users == 0:
+            is_last = self._num_users == 0
+            if is_last:
                 atexit.unregister(self._remove)
                 self._remove()
-        self.report()
+        self.report(is_last=is_last)
 
-    def report(self) -> None:
-        """Pass what the handler has noted since the last call on to Python's log."""
-        if self._table[_COUNT] == self._num_reported:
+    def report(self, *, is_last: bool = False) -> None:
+        """Log what the handler has noted since the last call. `is_last`: log the numbers of folded messages now."""
+        if self._ring.count == self._num_read and not self._places:
             return
         with self._lock:
-            count = int(self._table[_COUNT])
-            first = max(self._num_reported, count - _NUM_NOTES)
-            self._num_reported = count
-            notes = self._table[_NOTES:].reshape(_NUM_NOTES, _NOTE_FIELDS)
-            found = [notes[number % _NUM_NOTES].tolist() for number in range(first, count)]
-        for file, line, text, level in found:
-            source = os.path.basename(ctypes.string_at(file).decode(errors="replace"))
-            if level == _LEVEL_WARN and source in _LEAK_SOURCES:
-                continue
-            words = ctypes.string_at(text).decode(errors="replace")
-            _logger.warning("UCX reports (%s:%d): %s", source, line, words)
+            for source, line, text in self._take():
+                place = self._places[source, line]
+                if place.logged < MAX_PER_PLACE:
+                    place.logged += 1
+                    _logger.warning("UCX reports (%s:%d): %s", source, line, text)
+                else:
+                    place.folded += 1
+            now_s = self._clock()
+            over = [k for k, p in self._places.items() if is_last or now_s >= p.since_s + FOLD_S]
+            for key in over:
+                if folded := self._places.pop(key).folded:
+                    _logger.warning("UCX reports (%s:%d): %d more like these", *key, folded)
+
+    def _take(self) -> Iterator[tuple[str, int, str]]:
+        """Source file, line and first line of text of each note that was not read."""
+        count = self._ring.count
+        if lost := max(0, count - self._num_read - _NUM_NOTES):
+            self._num_read += lost
+            self._places["log.c", 0].folded += lost
+        while self._num_read < count:
+            note = self._ring.notes[self._num_read % _NUM_NOTES]
+            if note.number <= self._num_read:
+                break  # a thread is still writing it
+            self._num_read += 1
+            source = os.path.basename(ctypes.string_at(note.file).decode(errors="replace"))
+            is_leak = note.leaks_expected and source in _LEAK_SOURCES
+            if not is_leak and ctypes.string_at(note.function) != _BACKTRACE:
+                text = note.text.partition(b"\n")[0].decode(errors="replace")
+                yield source, note.line, text
 
     @contextmanager
     def leaks_expected(self) -> Iterator[None]:
         """Keep UCX from warning, while the block destroys a worker, that requests and memory were not given back. A
         send through shared memory that its peer never received goes with its worker, which is safe.
         """
-        self._table[_EXPECTING_LEAKS] += 1
+        self._ring.leaks_expected += 1
         try:
             yield
         finally:
-            self._table[_EXPECTING_LEAKS] -= 1
+            self._ring.leaks_expected -= 1
 
     def _remove(self) -> None:
-        _libucs().ucs_log_pop_handler()
+        loaded_libucs().ucs_log_pop_handler()
 
 
-def _compile_handler(table: int) -> tuple[Any, int]:
-    """The handler that notes messages in the table at an address: what owns its code, and where that is. Its arguments
-    are file, line, function, level, component and format, UCX's constants; it leaves the va_list that follows alone.
+def _compile_handler(ring: _Ring) -> int:
+    """The handler that notes messages in a ring: its address. Its arguments are file, line, function, level, component,
+    format and a va_list, which x86-64 and AArch64 pass as a pointer.
     """
-    i32, i64 = ir.IntType(32), ir.IntType(64)
-    module = ir.Module()
-    handle = ir.Function(module, ir.FunctionType(i32, [i64, i32, i64, i32, i64, i64]), "handle")
-    file, line, _, level, _, text = handle.args
-    builder = ir.IRBuilder(handle.append_basic_block())
+    start = ctypes.addressof(ring)
 
-    def field(index: Any) -> Any:
-        address = builder.add(i64(table), builder.mul(index, i64(8)))
-        return builder.inttoptr(address, i64.as_pointer())
+    def body(builder: Any, args: Any) -> None:
+        file, line, function, level, _, text_format, values = args
+        with builder.if_then(builder.icmp_signed("<=", level, I32(_LEVEL_WARN))):
+            number = increment(builder, start + _Ring.count.offset)
+            place = builder.mul(builder.urem(number, I64(_NUM_NOTES)), I64(ctypes.sizeof(_Note)))
+            note = builder.add(place, I64(start + _Ring.notes.offset))
 
-    is_leak = builder.and_(
-        builder.icmp_signed("==", level, i32(_LEVEL_WARN)),
-        builder.icmp_signed("!=", builder.load(field(i64(_EXPECTING_LEAKS))), i64(0)),
-    )
-    is_fatal = builder.icmp_signed("==", level, i32(_LEVEL_FATAL))
-    with builder.if_then(builder.or_(is_fatal, is_leak)):
-        count = builder.load(field(i64(_COUNT)))
-        note = builder.mul(builder.urem(count, i64(_NUM_NOTES)), i64(_NOTE_FIELDS))
-        for offset, value in enumerate(
-            (file, builder.zext(line, i64), text, builder.zext(level, i64))
-        ):
-            builder.store(value, field(builder.add(note, i64(_NOTES + offset))))
-        builder.store(builder.add(count, i64(1)), field(i64(_COUNT)))
-        builder.ret(i32(_STOP))
-    builder.ret(i32(_CONTINUE))
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    machine = binding.Target.from_default_triple().create_target_machine()
-    engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
-    engine.finalize_object()
-    return engine, engine.get_function_address("handle")
+            def field(name: str) -> Any:
+                return builder.add(note, I64(getattr(_Note, name).offset))
+
+            expected = at(builder, start + _Ring.leaks_expected.offset, I64)
+            builder.store(file, at(builder, field("file"), I64))
+            builder.store(function, at(builder, field("function"), I64))
+            builder.store(builder.zext(line, I64), at(builder, field("line"), I64))
+            builder.store(builder.load(expected), at(builder, field("leaks_expected"), I64))
+            call_libc(
+                builder, "vsnprintf", I32, field("text"), I64(_TEXT_BYTES), text_format, values
+            )
+            done = builder.add(number, I64(1))
+            builder.store_atomic(done, at(builder, field("number"), I64), "release", 8)
+            builder.ret(I32(_STOP))
+        builder.ret(I32(_CONTINUE))
+
+    return compile_function(I32, [I64, I32, I64, I32, I64, I64, I64], body)
 
 
-def _libucs() -> Any:
+def loaded_libucs() -> Any:
+    """The libucs of this process."""
     return ctypes.PyDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 
-LOG_GUARD = _LogGuard()
+LOG_GUARD = LogGuard()

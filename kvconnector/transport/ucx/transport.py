@@ -36,7 +36,8 @@ from kvconnector.transport.ucx.bindings import UcxBinding
 from kvconnector.transport.ucx.control import ControlReceives
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
 from kvconnector.transport.ucx.libucp import ERR_BUSY, OK, Libucp, context_resources
-from kvconnector.transport.ucx.log import LOG_GUARD
+from kvconnector.transport.ucx.listeners import LISTENERS
+from kvconnector.transport.ucx.log import LOG_GUARD, loaded_libucs
 from kvconnector.transport.ucx.rdma import SYSFS, RdmaWatch, offers_of
 from kvconnector.transport.ucx.requests import RequestTable
 
@@ -80,6 +81,7 @@ class UcxTransport:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._binding = binding
+        LISTENERS.install(loaded_libucs())
         options = {**_TCP_OPTIONS, **options}
         if tcp_segment_bytes:
             options |= dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))
@@ -158,6 +160,7 @@ class UcxTransport:
                 self._endpoints.check_processes(self._local)
                 self._endpoints.end_quarantines()
                 LOG_GUARD.report()
+                LISTENERS.report()
         return self._requests.take_finished()
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:

@@ -1,0 +1,179 @@
+"""UCX's listening sockets, kept open when this process runs out of descriptors.
+
+UCX's tcp closes a listening socket for good at the first error of accept(2), which whoever reaches the port brings
+about by connecting until the process may open no more files. From then on no peer can connect, and nothing says so.
+So libucs calls a function of ours instead of accept(2), put into its table of imported functions:
+
+- It turns connections away, by closing them, once descriptors get scarce: a part of the limit is kept for the rest of
+  the process. A peer that is turned away greets again later.
+- A passing error ends that one attempt; UCX sees "nothing to accept", and the socket stays open.
+
+Threads. accept(2) is called in UCX's own thread, without the GIL (see `native`): the function only counts. The
+transport's owner reports the counters. The import stays replaced until the process ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import errno
+import logging
+import mmap
+import os
+import resource
+import struct
+from typing import Any, ClassVar
+
+from kvconnector.errors import TransportError
+from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
+
+_logger = logging.getLogger(__name__)
+
+WANTED_DESCRIPTORS = 65_536
+"""The soft limit on open files is raised to this, as far as the hard limit allows."""
+FEW_DESCRIPTORS = 4096
+"""A lower limit is warned of: each connection of UCX's takes one."""
+_KEPT_FRACTION = 8
+"""One in so many descriptors is kept from connections to UCX's ports."""
+_BACK_OFF_US = 1000
+"""After a failed accept(2): its socket stays readable, and UCX asks again at once."""
+_BROKEN = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+"""Errors of the socket itself, which UCX is to see. `EAGAIN` and `EINTR` it understands, too."""
+
+# the ELF format, 64 bits
+_RTLD_DI_LINKMAP = 2
+_DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 2, 5, 6, 7, 8, 23
+_SYMBOL_BYTES = 24
+
+
+def find_import(library: Any, function: bytes) -> int | None:
+    """Where a library, loaded by ctypes, keeps the address of a function that it imports; None if there is none."""
+    link_map = ctypes.c_void_p()
+    ctypes.CDLL(None).dlinfo(
+        ctypes.c_void_p(library._handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)
+    )
+    base, _, dynamic = struct.unpack("<QQQ", ctypes.string_at(link_map, 24))
+    tags: dict[int, int] = {}
+    while (entry := struct.unpack("<QQ", ctypes.string_at(dynamic, 16)))[0]:
+        tags.setdefault(*entry)
+        dynamic += 16
+    for start, nbytes in ((_DT_JMPREL, _DT_PLTRELSZ), (_DT_RELA, _DT_RELASZ)):
+        table = ctypes.string_at(tags.get(start, 0), tags.get(nbytes, 0))
+        for offset, symbol_and_type, _ in struct.iter_unpack("<QQq", table):
+            symbol = tags[_DT_SYMTAB] + (symbol_and_type >> 32) * _SYMBOL_BYTES
+            name = ctypes.c_uint32.from_address(symbol).value
+            if name and ctypes.string_at(tags[_DT_STRTAB] + name) == function:
+                return int(base + offset)
+    return None
+
+
+def replace_import(place: int, function: int) -> int:
+    """Let a library call `function` from now on: the address that it called before. Its page stays writable."""
+    page = place // mmap.PAGESIZE * mmap.PAGESIZE
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
+        raise TransportError("a page cannot be written", errno=os.strerror(ctypes.get_errno()))
+    word = ctypes.c_uint64.from_address(place)
+    before, word.value = word.value, function
+    return before
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the limit on open files of this process to what UCX may need, if it may be: the limit then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(WANTED_DESCRIPTORS, hard)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return soft if soft != resource.RLIM_INFINITY else 1 << 31
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+class _Counters(ctypes.Structure):
+    """What the function in place of accept(2) reads and writes: its first descriptor too many, and its refusals."""
+
+    _fields_: ClassVar = [
+        ("ceiling", ctypes.c_uint64),
+        ("refused", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+    ]
+
+
+class ListenerGuard:
+    """What stands between UCX and accept(2). One per process, as UCX's listeners share its descriptors."""
+
+    def __init__(self) -> None:
+        self._counters = _Counters()
+        self._reported = (0, 0)
+        self._limit = 0
+        self._is_installed = False
+
+    def install(self, libucs: Any) -> None:
+        """Raise the limit on open files, and guard the listeners of a loaded libucs, once."""
+        limit = raise_descriptor_limit()
+        self._counters.ceiling = limit - limit // _KEPT_FRACTION
+        if limit != self._limit and limit < FEW_DESCRIPTORS:
+            _logger.warning(
+                "this process may open %d files: connections of more peers than that are turned away; raise the hard"
+                " limit (ulimit -Hn)",
+                limit,
+            )
+        self._limit = limit
+        if self._is_installed:
+            return
+        self._is_installed = True
+        place = find_import(libucs, b"accept")
+        if place is None:
+            _logger.warning(
+                "the listeners of %s are not guarded: it imports no accept", libucs._name
+            )
+            return
+        before = replace_import(place, _compile_accept(self._counters))
+        # UCX's thread may run after Python, and the code that it then calls is gone
+        atexit.register(replace_import, place, before)
+
+    def report(self) -> None:
+        """Log what was turned away since the last call."""
+        now = (self._counters.refused, self._counters.failed)
+        if now == self._reported:
+            return
+        refused, failed = (new - old for new, old in zip(now, self._reported, strict=True))
+        self._reported = now
+        _logger.warning(
+            "turned away %d connections to UCX's ports, for fewer than one in %d of the %d files that this process may"
+            " open are left; %d could not be accepted at all. See who connects (ss -tnp), or raise ulimit -n",
+            refused,
+            _KEPT_FRACTION,
+            self._limit,
+            failed,
+        )
+
+
+def _compile_accept(counters: _Counters) -> int:
+    """`int accept(int, struct sockaddr *, socklen_t *)` that refuses by the counters: its address."""
+    start = ctypes.addressof(counters)
+
+    def body(builder: Any, args: Any) -> None:
+        fd = call_libc(builder, "accept", I32, *args)
+        number = builder.sext(fd, I64)
+        error = at(builder, call_libc(builder, "__errno_location", I64), I32)
+        with builder.if_then(builder.icmp_signed("<", number, I64(0))):
+            code = builder.load(error)
+            for known in (errno.EAGAIN, errno.EINTR, *_BROKEN):
+                with builder.if_then(builder.icmp_signed("==", code, I32(known))):
+                    builder.ret(fd)
+            increment(builder, start + _Counters.failed.offset)
+            call_libc(builder, "usleep", I32, I32(_BACK_OFF_US))
+            builder.store(I32(errno.EAGAIN), error)
+            builder.ret(fd)
+        ceiling = builder.load(at(builder, start + _Counters.ceiling.offset, I64))
+        with builder.if_then(builder.icmp_signed(">=", number, ceiling)):
+            increment(builder, start + _Counters.refused.offset)
+            call_libc(builder, "close", I32, fd)
+            builder.store(I32(errno.EAGAIN), error)
+            builder.ret(I32(-1))
+        builder.ret(fd)
+
+    return compile_function(I32, [I32, I64, I64], body)
+
+
+LISTENERS = ListenerGuard()

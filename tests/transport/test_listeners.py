@@ -1,0 +1,96 @@
+"""Strangers at UCX's ports: they take no more descriptors than are to spare, and peers connect when they are gone."""
+
+import logging
+import resource
+import select
+
+import pytest
+
+from kvconnector.transport.ucx import open_ucx_transport
+from kvconnector.transport.ucx.listeners import (
+    WANTED_DESCRIPTORS,
+    find_import,
+    raise_descriptor_limit,
+    replace_import,
+)
+from kvconnector.transport.ucx.log import loaded_libucs
+from tests.support.transport_suite import Ledger, Worker, exchange
+from tests.transport.remote import RemoteTransport
+from tests.transport.strangers import UCX_TCP_MAGIC, connect, listening_ports, unknown_message
+
+pytestmark = pytest.mark.ucx
+
+OPTIONS = {"TLS": "tcp", "NET_DEVICES": "lo"}
+FILES = 192
+
+
+def is_turned_away(stranger):
+    """Is the connection closed by the other end? Waits for that or for a moment in which it stays open."""
+    return bool(select.select([stranger], [], [], 0.2)[0])
+
+
+def test_a_listener_outlives_strangers_that_take_every_descriptor(capfd):
+    limited = RemoteTransport(
+        {"options": OPTIONS}, prefix=("prlimit", f"--nofile={FILES}:{FILES}", "--")
+    )
+    (port,) = listening_ports(limited.child.pid)
+    strangers = [connect(port) for _ in range(FILES)]
+    assert is_turned_away(strangers[-1])
+    limited.drive(0.5)
+    log = capfd.readouterr().err
+    assert f"this process may open {FILES} files" in log
+    assert "turned away" in log
+    for stranger in strangers:
+        stranger.close()
+    limited.drive(0.5)
+    peer = open_ucx_transport(options=OPTIONS)
+    here = Worker(peer, peer.connect(limited.address))
+    there = Worker(limited, limited.connect(peer.address), limited.allocate)
+    exchange(Ledger(peer, limited), here, there, 1)
+    exchange(Ledger(peer, limited), there, here, 2)
+    peer.close()
+    limited.close()
+    limited.release()
+
+
+def test_what_strangers_send_is_logged_a_few_times_without_its_bytes(caplog, capfd):
+    before = set(listening_ports("self"))
+    transport = open_ucx_transport(options=OPTIONS)
+    (port,) = set(listening_ports("self")) - before
+    with caplog.at_level(logging.WARNING):
+        stranger = connect(port)
+        stranger.sendall(UCX_TCP_MAGIC + unknown_message(b"a prompt's bytes") * 500)
+        stranger.shutdown(1)
+        while not select.select([stranger], [], [], 0.01)[0]:
+            transport.progress()
+        transport.close()
+    stranger.close()
+    text = caplog.text + "".join(capfd.readouterr())
+    assert "got active message id 25" in text
+    assert "more like these" in text
+    assert len(text.splitlines()) < 12
+    assert "prompt" not in text
+    assert "6120 7072" not in text  # as a dump shows it
+
+
+@pytest.fixture
+def limits():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield before
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(limits):
+    hard = limits[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    assert raise_descriptor_limit() == min(hard, WANTED_DESCRIPTORS)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, WANTED_DESCRIPTORS), hard)
+
+
+def test_an_import_is_found_and_replaced_by_name():
+    open_ucx_transport().close()
+    libucs = loaded_libucs()
+    assert find_import(libucs, b"no_such_function") is None
+    place = find_import(libucs, b"accept")
+    ours = replace_import(place, 4096)
+    assert replace_import(place, ours) == 4096
