@@ -58,10 +58,9 @@ def _group_blocks(ids: Sequence[Sequence[int]], firsts: Iterable[int]) -> tuple[
 
 
 def _missing(kept: Retention, num_computed: int, stop: int, num_encoder_tokens: int) -> range:
-    """What a group lacks before token `stop`, or of the encoder's input, of which no part is found cached."""
-    if isinstance(kept, KeepsEncoder):
-        return kept.missing(0, num_encoder_tokens)
-    return kept.missing(num_computed, stop)
+    """What a group lacks before token `stop`; of the encoder's input all."""
+    is_encoder = isinstance(kept, KeepsEncoder)
+    return kept.missing(*((0, num_encoder_tokens) if is_encoder else (num_computed, stop)))
 
 
 class Scheduler:
@@ -294,24 +293,25 @@ class Scheduler:
         """
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":
-            if num_tokens == 0:
+            if not num_tokens:
                 return
             raise UnknownRequestError("nothing is to be loaded", request=request_id)
         if num_tokens == 0:
-            remote.stage = "over"
             self._orders.append(DropRequest(request_id))
+            remote.stage = "over"
             return
         firsts = [0] * len(blocks) if first_blocks is None else first_blocks
-        default = [remote.num_computed_tokens] * len(blocks)
-        computed = default if computed_tokens is None else computed_tokens
-        if {len(blocks), len(firsts), len(computed)} != {len(self._retentions)}:
+        computed = computed_tokens
+        if computed is None:
+            computed = [remote.num_computed_tokens] * len(blocks)
+        given = {"blocks": blocks, "first_blocks": firsts, "computed_tokens": computed}
+        counts = {name: len(each) for name, each in given.items()}
+        if set(counts.values()) != {len(self._retentions)}:
             raise BlockIdError(
                 "a load names blocks, a first block and computed tokens of each cache group",
                 request=request_id,
                 groups=len(self._retentions),
-                blocks=len(blocks),
-                first_blocks=len(firsts),
-                computed_tokens=len(computed),
+                **counts,
             )
         stop = remote.num_computed_tokens + num_tokens
         ranges = [

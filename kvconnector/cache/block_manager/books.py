@@ -68,6 +68,7 @@ class BlockBooks:
         sliding_window: int | None = None,
         is_recurrent: bool = False,
         max_step_tokens: int | None = None,
+        attention_chunk_size: int | None = None,
         enable_caching: bool = False,
     ) -> None:
         """Two empty pools: GPU blocks to run in, CPU blocks to swap to.
@@ -77,16 +78,20 @@ class BlockBooks:
         ConfigError: a value is out of range.
         """
         sizes = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
-        limits = {"sliding_window": sliding_window, "max_step_tokens": max_step_tokens}
-        require_at_least(1, ConfigError, **sizes, **limits)
+        limits = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
+        require_at_least(1, ConfigError, **sizes, **limits, max_step_tokens=max_step_tokens)
         require_at_least(0, ConfigError, num_cpu_blocks=num_cpu_blocks)
         if not 0.0 <= watermark < 1.0:
             raise ConfigError("watermark must be a share in [0, 1)", watermark=watermark)
         self.block_size = block_size
         self.watermark_blocks = int(watermark * num_gpu_blocks)
         self.enable_caching = enable_caching
+        if sum(map(bool, (sliding_window, is_recurrent, attention_chunk_size))) > 1:
+            raise ConfigError("a layer forgets in one way", is_recurrent=is_recurrent, **limits)
         window = 2 if is_recurrent else sliding_window
-        self._paging = Paging(block_size, window, is_recurrent, max_step_tokens)
+        self._paging = Paging(
+            block_size, window, is_recurrent, max_step_tokens, attention_chunk_size
+        )
         self._gpu = BlockAllocator(Device.GPU, num_gpu_blocks)
         self._cpu = BlockAllocator(Device.CPU, num_cpu_blocks)
         self._tables = TableDirectory()
@@ -149,7 +154,7 @@ class BlockBooks:
         found = first_of_run = 0
         for index, block_hash in enumerate(seq.block_hashes(size, limit // size)):
             if not self._gpu.lookup((block_hash,)):
-                if paging.sliding_window is None:
+                if paging.keeps_all:
                     break
                 first_of_run = index + 1
             elif paging.first_needed((index + 1) * size) >= first_of_run:

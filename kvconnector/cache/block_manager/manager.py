@@ -125,12 +125,13 @@ class BlockSpaceManager(BlockBooks):
         block_ids = start.cached + self._gpu.allocate(num_fresh)
         table = SequenceBlocks(self._gpu, self._paging, block_ids, start.num_tokens)
         table.dropped = [NO_BLOCK] * start.first
-        window = self._paging.sliding_window
-        if start.cached or window == 1:  # a window of one token needs nothing in front of it
+        oldest = self._paging.oldest_needed(start.resume_at)
+        # a window of one token, or the first token of a chunk, needs nothing before it
+        if start.cached or (oldest == start.resume_at and not self._paging.keeps_all):
             num_cached = (start.first + len(start.cached)) * self.block_size
             table.num_cached_tokens = table.num_computed_tokens = num_cached
-        if not (start.cached or window is None or self._paging.is_recurrent):
-            table.valid_from = max(0, start.resume_at - window + 1)
+        if not (start.cached or self._paging.is_recurrent):
+            table.valid_from = oldest
         self._tables[prompt.seq_id] = table
         for sibling in waiting[1:]:
             self._tables[sibling.seq_id] = table.fork()
@@ -219,7 +220,7 @@ class BlockSpaceManager(BlockBooks):
         if resume_at is None:
             resume_at = self.find_cached_tokens(prompt)
         end = paging.step_end(prompt.num_tokens, resume_at)
-        if num_tokens is not None and paging.sliding_window is not None:
+        if num_tokens is not None and not paging.keeps_all:
             end = min(end, num_tokens)
         first = paging.first_needed(resume_at)
         # Never the block of the last token: the engine computes that token and writes its slot.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import gcd
 
 from kvconnector.cache.block_manager.allocator import (
     NEVER_ACCESSED_S,
@@ -29,35 +30,52 @@ class Paging:
     """Tokens that one query sees, itself included; None for all."""
     is_recurrent: bool = False
     max_step_tokens: int | None = None
-    """Most tokens that one step computes; None for no limit. With a window, slots are taken step by step."""
+    """Most tokens that one step computes; None for no limit. With a window or chunks, slots are taken step by step."""
+    attention_chunk_size: int | None = None
+    """Tokens of the chunks that queries stay inside of; None for one query's sight not to end at a chunk."""
+
+    @property
+    def keeps_all(self) -> bool:
+        """True if every block stays needed."""
+        return self.sliding_window is None and self.attention_chunk_size is None
 
     def num_blocks(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens span."""
         return -(-num_tokens // self.block_size)
 
+    def oldest_needed(self, num_computed: int) -> int:
+        """The first token that the one after `num_computed` tokens sees."""
+        if self.attention_chunk_size is not None:
+            return num_computed // self.attention_chunk_size * self.attention_chunk_size
+        if self.sliding_window is not None:
+            return max(0, num_computed - self.sliding_window + 1)
+        return 0
+
     def first_needed(self, num_computed: int) -> int:
-        """The first block that the token behind `num_computed` tokens sees."""
-        if self.sliding_window is None:
-            return 0
-        return max(0, num_computed - self.sliding_window + 1) // self.block_size
+        """The block of that token."""
+        return self.oldest_needed(num_computed) // self.block_size
 
     def step_end(self, num_tokens: int, num_computed: int) -> int:
-        """Tokens that have slots for the step behind `num_computed`, out of `num_tokens` known ones."""
-        if self.sliding_window is None or self.max_step_tokens is None:
+        """Tokens that have slots for the step after `num_computed`, out of `num_tokens` known ones."""
+        if self.keeps_all or self.max_step_tokens is None:
             return num_tokens
         return min(num_tokens, num_computed + self.max_step_tokens)
 
     def max_blocks(self, num_tokens: int) -> int:
         """Most blocks that a sequence of `num_tokens` tokens holds at a time.
 
-        With a window, those of the window in front of a step and of the step's tokens, and one more because the window
-        may start inside a block.
+        With a window or chunks, those of what the step's first token sees and of the step's tokens. A window may start
+        anywhere inside a block, which takes one more; a chunk only at multiples of its size.
         """
         num_blocks = self.num_blocks(num_tokens)
-        if self.sliding_window is None or self.max_step_tokens is None:
+        if self.keeps_all or self.max_step_tokens is None:
             return num_blocks
-        tokens = self.sliding_window - 1 + self.max_step_tokens
-        return min(num_blocks, self.num_blocks(tokens) + 1)
+        if self.attention_chunk_size is not None:
+            seen = self.attention_chunk_size - 1
+            inside = self.block_size - gcd(self.block_size, self.attention_chunk_size)
+            return min(num_blocks, self.num_blocks(inside + seen + self.max_step_tokens))
+        seen = (self.sliding_window or 1) - 1
+        return min(num_blocks, self.num_blocks(seen + self.max_step_tokens) + 1)
 
 
 @dataclass(slots=True, eq=False)
