@@ -179,10 +179,14 @@ class Chunk:
         )
 
 
+TILED_BLOCK_SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 96, 128, 256])
+"""Tiles of 8 tokens and more fit into these. Where a copy begins within one, its first tile begins before it."""
+
+
 @st.composite
 def token_runs(draw):
     """Adjacent tokens, single ones with gaps between them, or longer runs, which the copy may begin inside of."""
-    run = draw(st.sampled_from([None, 1, 2, 3, 8, 16]))
+    run = draw(st.none() | st.sampled_from([1, 2, 3, 8, 16]))
     if run is None:
         return ADJACENT
     gap = draw(st.sampled_from([0, 1, run, 3 * run, 5]))
@@ -192,11 +196,13 @@ def token_runs(draw):
 @st.composite
 def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **pool):
     """Windows of this size in pools of any sizes but those in `pool`, or in pools as dense as that of `like`."""
-    token_start = draw(st.just(0) | st.integers(0, 40))
+    token_start = draw(st.just(0) | st.integers(0, 40) | st.integers(1, 40).map(lambda n: 8 * n))
     runs = runs or draw(token_runs())
     if like is None:
         part_start, head_start = draw(st.integers(0, 1)), draw(st.integers(0, 2))
-        pool["order"], pool["block_size"] = draw(st.sampled_from(ORDERS)), draw(st.integers(1, 33))
+        pool["order"] = draw(st.sampled_from(ORDERS))
+        if "block_size" not in pool:
+            pool["block_size"] = draw(TILED_BLOCK_SIZES | st.integers(1, 33))
         pool.setdefault("gap_items", draw(st.sampled_from([0, 0, 3, 64])))
         pool["num_heads"] = head_start + num_heads + draw(st.integers(0, 2))
     else:

@@ -9,6 +9,7 @@ from kvconnector_kernels.relayout import cpu, relayout_cpu, relayout_triton
 from kvconnector_kernels.relayout.runs import ADJACENT
 from tests.kernels.relayout.pools import (
     ORDERS,
+    TILED_BLOCK_SIZES,
     TRITON_DEVICE,
     Chunk,
     Pool,
@@ -39,10 +40,23 @@ def test_nothing_to_copy_changes_nothing(copy, device, empty):
 
 
 @implementations
+@pytest.mark.parametrize("orders", [("HND", "NHD"), ("HDN", "HDN"), ("HDN", "HND")], ids="-".join)
+@pytest.mark.parametrize("starts", [(11, 18), (11, 19), (8, 18), (16, 24)], ids=str)
+def test_a_first_tile_that_begins_before_the_copy(copy, device, orders, starts):
+    """Tiles of 8 tokens fit into the blocks of both sides. They begin where the destination's blocks do, and so within
+    the source's, or before the first token.
+    """
+    pools = (Pool(order, size, device=device) for order, size in zip(orders, (32, 24), strict=True))
+    src, dst = (Window(pool, 0, start) for pool, start in zip(pools, starts, strict=True))
+    src.pool.fill_random()
+    check_copy_equals_naive(copy, src, dst, num_parts=2, num_heads=4, num_tokens=26)
+
+
+@implementations
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
-    kind=st.sampled_from(["relayout", "alike", "pack", "unpack", "repack"]),
+    kind=st.sampled_from(["relayout", "tiled", "alike", "pack", "unpack", "repack"]),
     num_heads=st.integers(1, 5),
     num_tokens=st.integers(1, 70) | st.sampled_from([16, 32, 64]),
     # with a latent's width, and that of an opaque state
@@ -51,7 +65,7 @@ def test_nothing_to_copy_changes_nothing(copy, device, empty):
 )
 def test_any_geometry(*, copy, device, data, kind, num_heads, num_tokens, head_dim, item):
     """From a pool to another one, or to or from a chunk. Two pools may be alike but for where the tokens begin, and
-    have no gaps: consecutive blocks may be one run then.
+    have no gaps: consecutive blocks may be one run then. Or tiles fit into the blocks of both, wherever tokens begin.
     """
     sizes = {"head_dim": head_dim, "item": item, "device": device}
     counts = {"num_parts": 2, "num_heads": num_heads, "num_tokens": num_tokens}
@@ -59,7 +73,11 @@ def test_any_geometry(*, copy, device, data, kind, num_heads, num_tokens, head_d
     def chunk(seed=None):
         return Chunk.filled(data.draw(st.sampled_from(ORDERS)), **counts, **sizes, seed=seed)
 
-    dense = {"gap_items": 0, "runs": ADJACENT} if kind == "alike" else {}
+    def tiled():
+        is_tiled = kind == "tiled"
+        return {"runs": ADJACENT, "block_size": data.draw(TILED_BLOCK_SIZES)} if is_tiled else {}
+
+    dense = {"gap_items": 0, "runs": ADJACENT} if kind == "alike" else tiled()
     if kind in ("unpack", "repack"):
         src = chunk(seed=1)
     else:
@@ -70,7 +88,7 @@ def test_any_geometry(*, copy, device, data, kind, num_heads, num_tokens, head_d
     elif kind == "alike":
         dst = data.draw(windows(**counts, **sizes, like=src, runs=ADJACENT))
     else:
-        dst = data.draw(windows(**counts, **sizes))
+        dst = data.draw(windows(**counts, **sizes, **tiled()))
     asked = {"head_dim": head_dim, "item_size_bytes": item} if kind == "repack" else {}
     if copy is relayout_triton:
         asked["max_programs"] = data.draw(st.sampled_from([None, 1, 3, 10_000]))

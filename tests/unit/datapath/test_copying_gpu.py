@@ -11,6 +11,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector_kernels.pump.copy_cuda import JOB
+from tests.support.gpu_flags import held_back
 from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 1 << 20
@@ -90,22 +91,22 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
     cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3}
     own, other = (caches.program(ids, range(8), **cut) for ids in ([0, 1], [2, 3]))
     engine, mark = torch.cuda.Stream(), torch.cuda.Event()
-    with torch.cuda.stream(engine):
-        torch.cuda._sleep(2_000_000_000)  # about a second
-        mark.record()
-    copies.order_after(mark, [own.blocks])
-    streams = []
-    for program in (own, other):
-        jobs = copies.make_jobs(program, packing=True)
-        (handle,) = set(jobs.words.view(JOB)["stream"].ravel().tolist())
-        streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
-        copies.end_jobs(jobs)
-    behind, free = streams
-    free.synchronize()
-    assert not mark.query()
-    assert not behind.query()
-    engine.synchronize()
-    behind.synchronize()
+    with held_back(engine) as release:
+        mark.record(engine)
+        copies.order_after(mark, [own.blocks])
+        streams = []
+        for program in (own, other):
+            jobs = copies.make_jobs(program, packing=True)
+            (handle,) = set(jobs.words.view(JOB)["stream"].ravel().tolist())
+            streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
+            copies.end_jobs(jobs)
+        waiting, free = streams
+        free.synchronize()
+        assert not mark.query()
+        assert not waiting.query()
+        release()
+        waiting.synchronize()
+        assert mark.query()
     assert copies.streams.marks.stream_of(own.blocks) == FREE_STREAM
 
 

@@ -1,4 +1,4 @@
-"""The lease board on a GPU: `ready` comes behind the stream's kernels."""
+"""The lease board on a GPU: `ready` comes after the stream's kernels."""
 
 from contextlib import closing
 
@@ -8,13 +8,13 @@ import torch
 from kvconnector.datapath import device_memory
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.errors import TransportError
+from tests.support.gpu_flags import held_back
 from tests.unit.datapath.exporter import writer_on
 from tests.unit.datapath.test_lease_board import is_found
 
 pytestmark = pytest.mark.gpu
 
 KEY = bytes(range(16))
-SLEEP_CYCLES = 500_000_000
 
 
 @pytest.fixture
@@ -23,36 +23,36 @@ def stream():
     return torch.cuda.Stream()
 
 
-def busy_board(stream):
-    """With a lease that was published behind a kernel."""
-    board = LeaseBoard(writer_on("cuda:0", stream))
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(SLEEP_CYCLES)
-    board.publish(KEY, 5)
-    return board
+@pytest.fixture
+def board(stream):
+    # before a kernel runs: registering memory with a GPU may wait for it
+    return LeaseBoard(writer_on("cuda:0", stream))
 
 
-def test_a_lease_is_ready_once_the_kernels_before_it_are_through(stream):
-    with closing(busy_board(stream)) as board:
-        was_early = is_found(board, KEY, 5)
+def test_a_lease_is_ready_once_the_kernels_before_it_are_through(stream, board):
+    with closing(board), held_back(stream) as release:
+        board.publish(KEY, 5)
+        assert not is_found(board, KEY, 5)
+        release()
         stream.synchronize()
-        assert not was_early
         assert is_found(board, KEY, 5)
-    assert not is_found(board, KEY, 5)
 
 
-def test_a_lease_that_ends_before_its_kernels_do_never_becomes_ready(stream):
-    with closing(busy_board(stream)) as board:
+def test_a_lease_that_ends_before_its_kernels_do_never_becomes_ready(stream, board):
+    with closing(board), held_back(stream) as release:
+        board.publish(KEY, 5)
         board.retract(KEY)
+        release()
         stream.synchronize()
         assert not is_found(board, KEY, 5)
 
 
-def test_a_board_that_closes_before_its_kernels_end_can_still_be_written(stream, monkeypatch):
+def test_a_board_that_closes_before_its_kernels_end_can_still_be_written(
+    stream, board, monkeypatch
+):
     monkeypatch.setattr(device_memory, "RELEASE_S", 1e-3)
-    board = busy_board(stream)
-    with pytest.raises(TransportError, match="do not end"):
-        board.close()
-    del board
-    stream.synchronize()
+    with held_back(stream):
+        board.publish(KEY, 5)
+        with pytest.raises(TransportError, match="do not end"):
+            board.close()
     assert stream.query()
