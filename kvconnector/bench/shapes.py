@@ -150,6 +150,8 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
     heads = TpKVTopology.heads_of(
         model.num_kv_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=shape.dcp
     )
+    counts = {"2": len(model.part_names), "H": len(heads), "N": shape.block, "D": model.head_dim}
+    flat = {axis for axis, count in counts.items() if count == 1}
     parts = tuple(
         PartGeometry(
             name=name,
@@ -158,6 +160,7 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
             head_stop=heads.stop,
             head_dim=model.head_dim,
             item_size_bytes=model.item_size_bytes,
+            memory_order="".join(axis for axis in f"2B{shape.layout}" if axis not in flat),
         )
         for name in model.part_names
     )

@@ -101,8 +101,7 @@ def _differences(
     if local is None:
         text = f"verify={config.verify} on both sides; give --model to compare caches"
     else:
-        how = "are laid out anew" if topology.needs_relayout(theirs) else "are copied as they are"
-        text = f"nothing keeps these engines from exchanging blocks, which {how}"
+        text = f"nothing keeps these engines from exchanging blocks; here over there: {topology.describe(theirs)}"
     yield Finding("agreement", "ok", text)
 
 

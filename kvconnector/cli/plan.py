@@ -54,7 +54,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
 
-    `ratios` are decode over prefill; `replicated` names the engines that hold something on several ranks.
+    `summary` has the ratios of decode over prefill, and what becomes of blocks; `replicated` names the engines in which
+    several ranks hold the same.
     `predicted_ms`: no transfer is faster, because the busiest rank's link takes so long at `link_gbits`.
     """
 
@@ -68,7 +69,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     consumers: list[RankRow]
     released: dict[str, list[str]]
     total_bytes: int
-    ratios: dict[str, str]
+    summary: str
     replicated: list[str]
     needs_relayout: bool
     link_gbits: float | None = None
@@ -177,11 +178,7 @@ def build_report(
         consumers=consumers,
         released=released,
         total_bytes=sum(read.bytes for read in reads),
-        ratios={
-            "tp": str(first.tp_ratio(producer)),
-            "pp": str(first.pp_ratio(producer)),
-            "block size": str(first.block_size_ratio(producer)),
-        },
+        summary=first.describe(producer),
         replicated=[e.engine_id for e in (producer, consumer) if first.replicates_kv_cache(e)],
         needs_relayout=first.needs_relayout(producer),
         link_gbits=link_gbits,
@@ -233,10 +230,8 @@ def _print(report: PlanReport) -> None:
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype};"
         f" prefill {_ranks(report.prefill)}, decode {_ranks(report.decode)} (tp x pp)"
     )
-    ratios = ", ".join(f"{name} {ratio}" for name, ratio in report.ratios.items())
-    blocks = "are laid out anew" if report.needs_relayout else "are copied as they are"
     replicated = f"; replicated in {' and '.join(report.replicated)}" if report.replicated else ""
-    console.print(f"decode over prefill: {ratios}; blocks {blocks}{replicated}")
+    console.print(f"decode over prefill: {report.summary}{replicated}")
     figures = right_aligned("chunks", "largest", "bytes")
     table = Table("consumer", "reads from", "layers", "heads", "tokens", *figures)
     for row in report.reads:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+import msgspec
 import numpy as np
 
 from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
-from kvconnector.layout import KVView, local_stripe, part_table
+from kvconnector.layout import KVView, local_stripe, memory_orders, part_table
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.read_check import first_row
 from kvconnector.topology import GroupGeometry
@@ -36,19 +37,19 @@ class CacheGroup:
 
 
 class Pools:
-    """Part tables by (group, family). Made once, at registration. `window` of a segment: see `window_in`. Raises
-    GeometryError: layers or parts are missing, or a view does not have the shape that its geometry says.
+    """Part tables by (group, family). Made once, at registration. `window` of a segment: see `window_in`. The
+    geometries of `groups` say in which order their views lie in memory. Raises GeometryError: layers or parts are
+    missing, or a view does not have the shape that its geometry says.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], device: str) -> None:
         self.device = device
-        self.groups = tuple(groups)
+        self.groups = tuple(_checked(index, group) for index, group in enumerate(groups))
         self.tables: dict[tuple[int, int], PartTable] = {}
         self.num_blocks: list[int] = []
         # most reads have the segments of reads before them
         self.window = lru_cache(MAX_WINDOWS)(partial(_window, self.groups))
-        for index, group in enumerate(groups):
-            _check_group(index, group)
+        for index, group in enumerate(self.groups):
             pools = {view.num_blocks for views in group.views.values() for view in views}
             if len(pools) > 1:
                 raise GeometryError(
@@ -137,7 +138,8 @@ def _order_of(table: PartTable) -> str:
         return "HND"  # parts differ, as with transposed K: one of them is re-laid anyway
 
 
-def _check_group(index: int, group: CacheGroup) -> None:
+def _checked(index: int, group: CacheGroup) -> CacheGroup:
+    """The group with the memory order of its views in its geometry."""
     geometry = group.geometry
     if set(group.views) != set(geometry.layers):
         raise GeometryError(
@@ -167,3 +169,10 @@ def _check_group(index: int, group: CacheGroup) -> None:
                     expected=expected,
                     found=found,
                 )
+    if not geometry.layers:
+        return group
+    parts = tuple(
+        msgspec.structs.replace(part, memory_order=order)
+        for part, order in zip(geometry.parts, memory_orders(group.views), strict=True)
+    )
+    return replace(group, geometry=msgspec.structs.replace(geometry, parts=parts))

@@ -18,4 +18,5 @@ from kvconnector.layout.stripes import own_stripe as own_stripe
 from kvconnector.layout.views import PART_TABLE_COLUMNS as PART_TABLE_COLUMNS
 from kvconnector.layout.views import KVView as KVView
 from kvconnector.layout.views import check_block_ids as check_block_ids
+from kvconnector.layout.views import memory_orders as memory_orders
 from kvconnector.layout.views import part_table as part_table

@@ -8,8 +8,9 @@ sizes are only `token -> (block, offset)` on either side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,40 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
                 other=view,
             )
     return np.array([(view.address, *view.strides_bytes) for view in views], dtype=np.int64)
+
+
+def memory_orders(views: Mapping[int, Sequence[KVView]]) -> tuple[str, ...]:
+    """How the caches of a group lie in memory, for each part: the axes of its tensor, slowest first.
+
+    B are blocks, H heads, N tokens and D dims, 2 are a layer's two parts (K and V), L the layers where a block has all
+    of them together. "2BNHD" is FlashAttention's `[2, num_blocks, block_size, num_heads, head_size]`, "B2HND" is
+    FlashInfer's with heads first, "BHN2D" has K and V packed in the last axis, "BND" is MLA's. Axes of one element
+    are left out, except B.
+
+    Args:
+        views: one view per part for every layer of the group, alike in all layers.
+
+    Returns:
+        One order per part, in the order of the parts.
+    """
+    layers = list(views.values())
+    orders = []
+    for index, view in enumerate(layers[0]):
+        block_stride = view.strides_bytes[0] if view.num_blocks > 1 else inf
+        inner = zip(view.strides_bytes[1:], view.shape[1:], "HND", strict=True)
+        axes = [
+            (block_stride, "B"),
+            *((stride, name) for stride, count, name in inner if count > 1),
+        ]
+        if len(layers) > 1:
+            layer_stride = abs(layers[1][index].address - view.address)
+            axes += [(layer_stride, "L")] if layer_stride < block_stride else []
+        if len(layers[0]) == 2:
+            part_stride = abs(layers[0][1].address - layers[0][0].address)
+            axes.append((part_stride if part_stride < block_stride else inf, "2"))
+        # K before V as regions of their own: "2" is slower than "B" then, and sorted before it
+        orders.append("".join(name for _, name in sorted(axes, key=lambda a: (-a[0], a[1]))))
+    return tuple(orders)
 
 
 def check_block_ids(

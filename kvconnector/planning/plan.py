@@ -224,7 +224,7 @@ def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
             ),
             token_bytes=tuple(s.part_token_bytes for s in target.segments),
         )
-        for target in consumer.targets(producer)
+        for target in consumer.get_target_remote_ranks(producer)
     ]
     return PeerPlan(num_groups=len(groups), sources=tuple(sources))
 

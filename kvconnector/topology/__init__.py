@@ -12,5 +12,5 @@ from kvconnector.topology.geometry import GroupGeometry as GroupGeometry
 from kvconnector.topology.geometry import ModelDescription as ModelDescription
 from kvconnector.topology.geometry import PartGeometry as PartGeometry
 from kvconnector.topology.geometry import RankGeometry as RankGeometry
-from kvconnector.topology.tp_kv import Segment as Segment
+from kvconnector.topology.segments import Segment as Segment
 from kvconnector.topology.tp_kv import TpKVTopology as TpKVTopology

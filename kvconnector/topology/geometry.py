@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NoReturn, TypeAlias
+from typing import Annotated, NoReturn, TypeAlias
 
 import msgspec
+from msgspec import Meta
 
 from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.ids import Rank
@@ -20,11 +21,12 @@ MAX_LAYERS = 1 << 16
 MAX_BLOCK_SIZE = 1 << 20
 
 
-class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
+class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One part of a layer's cache (K, V, latent, state) as one rank holds it.
 
     `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
-    share in global head numbering. Raises GeometryError: an empty or impossible head interval, or a size below one.
+    share in global head numbering. `memory_order` is that of `layout.memory_orders`, empty where it is not known.
+    Raises GeometryError: an empty or impossible head interval, or a size below one.
     """
 
     name: str
@@ -33,6 +35,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
     head_stop: int
     head_dim: int
     item_size_bytes: int
+    memory_order: Annotated[str, Meta(max_length=6, pattern="^[LB2HND]*$")] = ""
 
     def __post_init__(self) -> None:
         if not 0 <= self.head_start < self.head_stop <= self.total_heads:
@@ -56,6 +59,11 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True):
     def token_bytes(self) -> int:
         """Bytes of one token of one layer on this rank."""
         return self.num_heads * self.head_dim * self.item_size_bytes
+
+    @property
+    def block_order(self) -> str:
+        """The part's own axes within a block, slowest first: "HND", "NHD", or fewer where an axis has one element."""
+        return "".join(axis for axis in self.memory_order if axis in "HND")
 
 
 class PartFamily(PartGeometry, frozen=True, kw_only=True):

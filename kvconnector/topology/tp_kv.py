@@ -4,72 +4,59 @@ Pipeline stages cut a model's layers, tensor-parallel ranks its heads, and ranks
 tokens. What one rank holds is a box of (layers x heads x tokens) in every cache group, so what a consumer rank reads
 from a producer rank is the intersection of two boxes: no size has to divide another. Where several producer ranks hold
 the same (GQA with more ranks than heads, MLA), one of them is read.
+
+An example: 6 layers and 2 KV heads, from a prefill engine of TP 4 to a decode engine of TP 3 and PP 2. The heads of
+tensor rank `r` of `n` begin at `r * 2 // n`, and a rank has at least one, so both engines replicate heads:
+
+    prefill pp0tp0   layers 0-5  head 0        decode pp0tp0   layers 0-2  head 0
+            pp0tp1   layers 0-5  head 0              pp0tp1   layers 0-2  head 0
+            pp0tp2   layers 0-5  head 1              pp0tp2   layers 0-2  head 1
+            pp0tp3   layers 0-5  head 1              pp1tp0   layers 3-5  head 0
+                                                     pp1tp1   layers 3-5  head 0
+                                                     pp1tp2   layers 3-5  head 1
+
+Intersecting decode pp1tp2 with the prefill ranks leaves layers 3-5 of head 1, on tp2 and on tp3: two replicas. Decode
+rank number `i` reads replica `i % 2`, and ranks are numbered stage by stage, so the six ranks read
+
+    pp0tp0 from tp0    pp0tp1 from tp1    pp0tp2 from tp2    pp1tp0 from tp1    pp1tp1 from tp0    pp1tp2 from tp3
+
+Every (layer, head, token) of a decode rank arrives once, and every prefill rank is read by one or two. Seen from a
+decode rank `tp_ratio` is 3/4 (ours over theirs), `pp_ratio` 2, and `is_kv_replicated` of both engines is True.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 
-from kvconnector.errors import GeometryError, IncompatiblePeerError
+from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError
 from kvconnector.ids import Rank
-from kvconnector.layout import ALL_TOKENS, Stripe, common_stripes, own_stripe
+from kvconnector.layout import common_stripes
 from kvconnector.topology.geometry import (
     EngineGeometry,
-    GroupGeometry,
     RankGeometry,
     agreed_values,
     parts_of,
 )
+from kvconnector.topology.segments import Segment, Target, differ
 from kvconnector.topology.sources import Offer, chosen, first_replica, offers, sources_of
 
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One part family of one cache group, as far as both ranks hold it.
-
-    `layers` are global indices that are neighbours in both ranks' holdings, `[head_start, head_stop)` global heads, and
-    `stripe` says which tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` those of a part.
-    """
-
-    group: int
-    family: int
-    layers: tuple[int, ...]
-    num_parts: int
-    head_start: int
-    head_stop: int
-    head_token_bytes: int
-    stripe: Stripe = ALL_TOKENS
-
-    @property
-    def part_token_bytes(self) -> int:
-        """Bytes of one token of one part of one layer."""
-        return (self.head_stop - self.head_start) * self.head_token_bytes
-
-    def rows_of(self, layers: range) -> range:
-        """(layer, part) pairs: those of the layers whose global indices are in `layers`, a range without steps."""
-        first, stop = bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop)
-        return range(first * self.num_parts, stop * self.num_parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A remote rank to read from, and what."""
-
-    rank: Rank
-    segments: tuple[Segment, ...]
+MAX_REMOTES = 1 << 10
+"""Engines that a topology remembers: those of a large deployment, without the ids of all that ever restarted."""
 
 
 class TpKVTopology:
     """One rank of an engine: what it holds, and whom of another engine it reads from or is read by.
 
-    `engine` are all workers as they registered. `replica_index` chooses among remote ranks that hold the same: by
-    default an engine's ranks count on from a number of the engine's, so that they read different replicas, and so do
-    the first ranks of several engines. Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we
-    have twice as many ranks.
+    Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we have twice as many ranks. Each has
+    a form that takes the id of an engine that `check_compatible` let pass, instead of its geometry.
+
+    Args:
+        engine: all workers as they registered.
+        rank: which of them we are.
+        replica_index: chooses among remote ranks that hold the same. By default an engine's ranks count on from a
+            number of the engine's, so that they read different replicas, and so do the first ranks of several engines.
 
     Raises:
         GeometryError: the engine has no such rank.
@@ -84,6 +71,7 @@ class TpKVTopology:
         if replica_index is None:
             replica_index = self.global_rank + first_replica(engine)
         self.replica_index = replica_index
+        self._remotes: dict[str, EngineGeometry] = {}
 
     @staticmethod
     def heads_of(total_heads: int, *, tp_rank: int, tp_size: int, dcp_size: int = 1) -> range:
@@ -143,7 +131,7 @@ class TpKVTopology:
         """Index of this rank in its engine."""
         return self.rank.global_rank(self.engine.tp_size)
 
-    def targets(self, remote: EngineGeometry) -> tuple[Target, ...]:
+    def get_target_remote_ranks(self, remote: EngineGeometry) -> tuple[Target, ...]:
         """The remote ranks to read from, in rank order: together they deliver everything that we hold, each
         (layer, part, head, token) once.
 
@@ -161,8 +149,8 @@ class TpKVTopology:
     def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
         """The remote ranks that confirm to us that they are done, so that blocks can be freed.
 
-        These are the ranks whose `targets` have us; if there is none, one that our position chooses, so that every rank
-        is released by somebody.
+        These are the ranks that have us among their `get_target_remote_ranks`; if there is none, one that our position
+        chooses, so that every rank is released by somebody.
 
         Raises:
             IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
@@ -179,7 +167,7 @@ class TpKVTopology:
         """The remote ranks to greet: those that have us among their `readers`.
 
         Raises:
-            IncompatiblePeerError: as `targets`.
+            IncompatiblePeerError: as `get_target_remote_ranks`.
         """
         found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
         read = set().union(*found)
@@ -188,8 +176,8 @@ class TpKVTopology:
         return tuple(sorted(found[self.global_rank] | unread))
 
     def check_compatible(self, remote: EngineGeometry) -> None:
-        """Refuse an engine whose cache means something else than ours. TP, PP and DCP sizes, block sizes, layouts and
-        pool sizes may differ.
+        """Refuse an engine whose cache means something else than ours, and remember one that passes by its id, the
+        newest `MAX_REMOTES` of them. TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ.
 
         Raises:
             IncompatiblePeerError: names every value in which the two engines disagree, or two ways of dealing out
@@ -215,6 +203,10 @@ class TpKVTopology:
             raise IncompatiblePeerError(
                 error.message, engine=engine_id, peer=peer_id, **error.context
             ) from error
+        self._remotes.pop(peer_id, None)
+        self._remotes[peer_id] = remote
+        if len(self._remotes) > MAX_REMOTES:
+            del self._remotes[next(iter(self._remotes))]
 
     def tp_ratio(self, remote: EngineGeometry) -> Fraction:
         """Our tensor-parallel size over theirs."""
@@ -224,14 +216,43 @@ class TpKVTopology:
         """Our pipeline-parallel size over theirs."""
         return Fraction(self.engine.pp_size, remote.pp_size)
 
-    def block_size_ratio(self, remote: EngineGeometry) -> Fraction:
-        """Our block size over theirs in the first cache group, in tokens of one rank."""
-        ours, theirs = self.geometry.groups[0], remote.ranks[0].groups[0]
+    def block_size_ratio(self, remote: EngineGeometry, group: int = 0) -> Fraction:
+        """Our block size over theirs in a cache group, in tokens of one rank."""
+        ours, theirs = self.geometry.groups[group], remote.ranks[0].groups[group]
         return Fraction(ours.block_size, theirs.block_size)
+
+    def tp_ratio_from_engine_id(self, engine_id: str) -> Fraction:
+        """`tp_ratio` of a known engine. Raises LocalError: it was not met."""
+        return self.tp_ratio(self._remote(engine_id))
+
+    def pp_ratio_from_engine_id(self, engine_id: str) -> Fraction:
+        """`pp_ratio` of a known engine. Raises LocalError: it was not met."""
+        return self.pp_ratio(self._remote(engine_id))
+
+    def block_size_ratio_from_engine_id(self, engine_id: str, group: int = 0) -> Fraction:
+        """`block_size_ratio` of a known engine. Raises LocalError: it was not met."""
+        return self.block_size_ratio(self._remote(engine_id), group)
+
+    def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> tuple[Target, ...]:
+        """`get_target_remote_ranks` of a known engine. Raises LocalError: it was not met."""
+        return self.get_target_remote_ranks(self._remote(engine_id))
+
+    @staticmethod
+    def is_kv_replicated(engine: EngineGeometry) -> bool:
+        """Returns True if tensor parallelism cuts some part into more shares than it has heads, so that ranks must hold
+        the same head: GQA beyond its number of heads, and MLA's one latent. Ranks that share tokens are one share.
+        """
+        return any(
+            engine.tp_size // group.dcp_size > part.total_heads
+            for group in engine.ranks[0].groups
+            for part in group.parts
+        )
 
     @staticmethod
     def replicates_kv_cache(engine: EngineGeometry) -> bool:
-        """Whether several ranks hold the same: replicated heads, an MLA latent, or shares that overlap."""
+        """Returns True if several ranks hold the same (layer, head, token): because of `is_kv_replicated`, or because
+        the ranks registered head intervals that overlap.
+        """
         held = Counter(
             (rank.pp_rank, index, number, group.dcp_rank, head)
             for rank in engine.ranks
@@ -243,13 +264,62 @@ class TpKVTopology:
         return max(held.values(), default=0) > 1
 
     def needs_relayout(self, remote: EngineGeometry) -> bool:
-        """Whether a block of theirs is not a block of ours: another size, other tokens in it, or other heads."""
+        """Returns True if a block of theirs is not a block of ours: it has another size, other tokens, other heads, or
+        its elements in another order. An order that one side does not state is taken for the other's.
+        """
         return any(
-            _block_of(self.geometry.groups[segment.group], segment)
-            != _block_of(remote.rank_geometry(target.rank).groups[segment.group], segment)
-            for target in self.targets(remote)
+            differ(self.geometry.groups[segment.group], theirs.groups[segment.group], segment)
+            for target in self.get_target_remote_ranks(remote)
+            for theirs in [remote.rank_geometry(target.rank)]
             for segment in target.segments
         )
+
+    def describe(self, remote: EngineGeometry) -> str:
+        """One line for people: the ratios, ours over theirs, of all cache groups, and what becomes of their blocks."""
+        groups = range(self.engine.num_groups)
+        sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
+        how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"
+        ratios = f"tp {self.tp_ratio(remote)}, pp {self.pp_ratio(remote)}"
+        return f"{ratios}, block size {', '.join(sizes)}; blocks {how}"
+
+    def memory_order(self, group: int = 0) -> str:
+        """The axes of a cache group's first part in memory, slowest first, as `layout.memory_orders` names them. Raises
+        GeometryError: they are not known here, as in a stage without a layer of the group.
+        """
+        order = self.geometry.groups[group].parts[0].memory_order
+        if not order:
+            text = "the memory order of this cache group is not known"
+            raise GeometryError(text, engine=self.engine.engine_id, group=group)
+        return order
+
+    def is_kv_layout_blocks_first(self, group: int = 0) -> bool:
+        """Returns True if a block has K and V together: `[B, 2, ...]`, packed in one axis, or one latent. Raises as
+        `memory_order`.
+        """
+        return not self.split_k_and_v(group)
+
+    def split_k_and_v(self, group: int = 0) -> bool:
+        """Returns True if all blocks of K lie before or after all of V: `[2, B, ...]`. Raises as `memory_order`."""
+        return self.memory_order(group).startswith("2")
+
+    def cross_layers_blocks(self, group: int = 0) -> bool:
+        """Returns True if a block has all layers of the group on this rank together. Raises as `memory_order`."""
+        return "L" in self.memory_order(group)
+
+    def block_size_position(self, group: int = 0) -> int:
+        """Position of the token axis among a block's heads, tokens and dims in memory, counted from the fastest, -1:
+        -3 in NHD, -2 in HND. Raises as `memory_order`, and where blocks have one token.
+        """
+        order = self.memory_order(group)
+        axes = self.geometry.groups[group].parts[0].block_order
+        if "N" not in axes:
+            raise GeometryError("blocks of one token have no token axis", group=group, order=order)
+        return axes.index("N") - len(axes)
+
+    def _remote(self, engine_id: str) -> EngineGeometry:
+        if engine_id not in self._remotes:
+            raise LocalError("no such engine was met", engine=engine_id, met=list(self._remotes))
+        return self._remotes[engine_id]
 
     def _check_same_parts(self, remote: EngineGeometry) -> None:
         ours, theirs = parts_of(self.geometry), parts_of(remote.ranks[0])
@@ -285,8 +355,3 @@ class TpKVTopology:
                 head_token_bytes=family.head_token_bytes,
                 stripe=stripe,
             )
-
-
-def _block_of(group: GroupGeometry, segment: Segment) -> tuple[object, ...]:
-    heads = group.families[segment.family].head_range
-    return (group.block_size, heads, own_stripe(group.context_parallel))

@@ -33,6 +33,18 @@ def test_all_and_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(
             items = list(plan_items([read], transfer.consumer))
             assert read.total_bytes == read.chunk_nbytes.sum() > 0
             assert read.layer_stop == 1 + max(item.layer for item in items)
+            assert read.token_stop == 1 + max(item.token for item in items)
+
+
+@given(transfers())
+def test_the_layers_of_a_segment_are_neighbours_on_both_sides(transfer):
+    for read in planned(transfer):
+        theirs = transfer.producer.rank_geometry(read.source)
+        for segment in read.segments:
+            for rank in (transfer.consumer, theirs):
+                held = rank.groups[segment.group].layers
+                first = held.index(segment.layers[0])
+                assert held[first : first + len(segment.layers)] == segment.layers
 
 
 @given(transfers())

@@ -1,7 +1,9 @@
 """Heads, layers, and which rank answers to which, over random pairs of engines."""
 
 from collections import Counter, defaultdict
+from itertools import islice, product
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +47,9 @@ def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
 def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
     consumer, producer = pair
     sources = {
-        rank.rank: {t.rank for t in TpKVTopology(consumer, rank.rank).targets(producer)}
+        rank.rank: {
+            t.rank for t in TpKVTopology(consumer, rank.rank).get_target_remote_ranks(producer)
+        }
         for rank in consumer.ranks
     }
     for holder in producer.ranks:
@@ -58,7 +62,7 @@ def readers_by_replica(consumer, producer):
     """How many consumer ranks of one stage read one (group, layer, family, head, token) from each of its holders."""
     readers = defaultdict(Counter)
     for rank in consumer.ranks:
-        for target in TpKVTopology(consumer, rank.rank).targets(producer):
+        for target in TpKVTopology(consumer, rank.rank).get_target_remote_ranks(producer):
             for s in target.segments:
                 for layer in s.layers:
                     for head in range(s.head_start, s.head_stop):
@@ -78,3 +82,63 @@ def readers_by_replica(consumer, producer):
 def test_readers_spread_evenly_over_replicas_one_each_where_the_numbers_match(pair):
     for counts in readers_by_replica(*pair):
         assert max(counts) - min(counts) <= 1
+
+
+def in_memory(engine, order):
+    """The engine with its caches stored as "HND" or "NHD"."""
+
+    def stored(group):
+        counts = {"N": group.block_size}
+        parts = [
+            msgspec.structs.replace(
+                part,
+                memory_order="B"
+                + "".join(
+                    axis
+                    for axis in order
+                    if (counts | {"H": part.num_heads, "D": part.head_dim})[axis] > 1
+                ),
+            )
+            for part in group.parts
+        ]
+        return msgspec.structs.replace(group, parts=tuple(parts))
+
+    ranks = [
+        msgspec.structs.replace(rank, groups=tuple(map(stored, rank.groups)))
+        for rank in engine.ranks
+    ]
+    return msgspec.structs.replace(engine, ranks=tuple(ranks))
+
+
+def first_blocks(group, part, order):
+    """The (head, token)s of a rank's first blocks, each in the order in which they lie in memory."""
+    own = (
+        t for t in range(10_000) if t // group.interleave_tokens % group.dcp_size == group.dcp_rank
+    )
+    heads = range(part.head_start, part.head_stop)
+    blocks = []
+    for _ in range(24):
+        tokens = list(islice(own, group.block_size))
+        by_head = product(heads, tokens)
+        by_token = [(head, token) for token in tokens for head in heads]
+        blocks.append(list(by_head) if order == "HND" else by_token)
+    return blocks
+
+
+@given(engine_pairs(), st.sampled_from(["HND", "NHD"]), st.sampled_from(["HND", "NHD"]))
+def test_blocks_are_copied_as_they_are_if_all_that_are_read_hold_the_same_in_one_order(
+    pair, here, there
+):
+    consumer, producer = in_memory(pair[0], here), in_memory(pair[1], there)
+    for rank in consumer.ranks:
+        topology = TpKVTopology(consumer, rank.rank)
+        differs = False
+        for target in topology.get_target_remote_ranks(producer):
+            for segment in target.segments:
+                ours = rank.groups[segment.group]
+                theirs = producer.rank_geometry(target.rank).groups[segment.group]
+                part = ours.families[segment.family].part_indices[0]
+                differs |= first_blocks(ours, ours.parts[part], here) != first_blocks(
+                    theirs, theirs.parts[part], there
+                )
+        assert topology.needs_relayout(producer) is differs

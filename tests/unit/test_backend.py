@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvconnector.errors import ConfigError, GeometryError
+from kvconnector.layout import KVView, memory_orders
 from kvconnector.topology import (
     FlashAttentionBackend,
     current_attention_backend,
@@ -105,6 +106,39 @@ def test_views_address_every_element_of_the_registered_tensor(name):
             assert view.shape == array.shape
             # an element of the tensor is its own index in memory
             np.testing.assert_array_equal(indices_in_memory(view, address), array)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_views_tell_the_order_in_which_the_backend_stores_its_cache(name):
+    backend = BACKENDS[name]
+    tensor, axes = logical_tensor(backend)
+    layout = probe_layout(backend, cross_layers="l" in axes)
+    views = layout.views(
+        tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.itemsize
+    )
+    stored = backend.memory.upper().replace("T", "N").replace("P", "2D")
+    assert memory_orders(dict(enumerate(views))) == (stored,) * len(layout.part_names)
+
+
+def test_parts_and_layers_of_their_own_and_axes_of_one_element():
+    def part(address, shape=(5, 2, 4, 6), strides=(96, 48, 12, 2)):
+        return KVView(address, shape, strides, 2)
+
+    k, v = part(0), part(10_000)
+    transposed = part(10_000, strides=(96, 48, 2, 8))
+    assert memory_orders({0: (k, v)}) == ("2BHND",) * 2
+    assert memory_orders({0: (v, k)}) == ("2BHND",) * 2
+    assert memory_orders({0: (k, transposed)}) == ("2BHND", "2BHDN")
+    assert memory_orders({0: (k,), 1: (v,)}) == ("BHND",)
+    assert memory_orders({0: (k,), 1: (v,), 2: (k,)}) == ("BHND",)
+    # two layers and two parts in each block of 384 bytes
+    together = [part(96 * at, strides=(384, 48, 12, 2)) for at in range(4)]
+    assert memory_orders({0: together[:2], 1: together[2:]}) == ("BL2HND",) * 2
+    assert memory_orders({0: together[::2], 1: together[1::2]}) == ("B2LHND",) * 2
+    # one head of one token, and a pool of one block
+    state = part(0, (5, 1, 1, 6), (12, 12, 12, 2))
+    assert memory_orders({0: (state,)}) == ("BD",)
+    assert memory_orders({0: (part(0, (1, 2, 4, 6)), part(96, (1, 2, 4, 6)))}) == ("B2HND",) * 2
 
 
 class NoOpinion(FlashAttentionBackend):

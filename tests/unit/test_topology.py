@@ -6,43 +6,12 @@ from kvconnector.ids import Rank
 from kvconnector.layout import Stripe
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry, TpKVTopology
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
-
-LAYERS = (0, 1, 2, 3)
-
-
-def engine(
-    *, tp_size=1, stages=(LAYERS,), heads=4, parts=("k", "v"), block_size=16, name="e", dcp=(1, 1)
-):
-    shape = FakeModel(4, (FakeGroup(LAYERS, tuple(FakePart(p, heads, 8, 2) for p in parts)),))
-    return cut_engine(
-        shape, engine_id=name, stages=stages, block_sizes=[block_size], tp_size=tp_size, dcp=[dcp]
-    )
-
-
-def mla(tp_size):
-    return engine(tp_size=tp_size, heads=1, parts=("latent",))
-
-
-def sharing(dcp_size, interleave_tokens, block_size=16):
-    """An engine whose ranks hold all heads and share the tokens."""
-    return engine(
-        tp_size=dcp_size, heads=1, block_size=block_size, dcp=(dcp_size, interleave_tokens)
-    )
-
-
-def relisted(base, ranks, **changes):
-    return msgspec.structs.replace(base, ranks=tuple(ranks), **changes)
+from tests.support.topologies import LAYERS, engine, mla, relisted, sharing, topology
 
 
 def part(**changes):
     fields = {"name": "k", "total_heads": 4, "head_start": 0, "head_stop": 2}
     return PartGeometry(**fields | {"head_dim": 8, "item_size_bytes": 2} | changes)
-
-
-def topology(whole, rank=(0, 0)):
-    """A rank that reads the replica of its own number."""
-    rank = Rank(*rank)
-    return TpKVTopology(whole, rank, replica_index=rank.global_rank(whole.tp_size))
 
 
 def heads(total, tp_rank, tp_size, dcp_size=1):
@@ -168,7 +137,9 @@ def test_engines_that_differ_in_what_the_cache_means_are_not():
 def test_the_first_ranks_of_many_engines_do_not_all_read_the_first_replica():
     engines = [relisted(mla(1), mla(1).ranks, engine_id=f"decode-{n}") for n in range(32)]
     read = {
-        target.rank for one in engines for target in TpKVTopology(one, Rank(0, 0)).targets(mla(4))
+        target.rank
+        for one in engines
+        for target in TpKVTopology(one, Rank(0, 0)).get_target_remote_ranks(mla(4))
     }
     assert len(read) == 4
 
@@ -179,7 +150,7 @@ def test_what_the_producer_lacks_is_named():
         whole, [RankGeometry(pp_rank=0, tp_rank=0, groups=engine(tp_size=2).ranks[0].groups)]
     )
     with pytest.raises(IncompatiblePeerError, match="heads"):
-        topology(whole).targets(half)
+        topology(whole).get_target_remote_ranks(half)
     short = cut_engine(
         FakeModel(4, (FakeGroup((0, 3), (FakePart("k", 4, 8, 2), FakePart("v", 4, 8, 2))),)),
         engine_id="short",
@@ -188,10 +159,10 @@ def test_what_the_producer_lacks_is_named():
         tp_size=1,
     )
     with pytest.raises(IncompatiblePeerError, match="layers") as refused:
-        topology(whole).targets(short)
+        topology(whole).get_target_remote_ranks(short)
     assert refused.value.context == {"layers": [1, 2], "group": 0, "peer": "short"}
     with pytest.raises(IncompatiblePeerError, match="same parts"):
-        topology(whole).targets(mla(1))
+        topology(whole).get_target_remote_ranks(mla(1))
 
 
 def test_every_rank_of_a_context_parallel_group_is_there_and_takes_the_same_turns():

@@ -77,6 +77,23 @@ def test_the_predicted_time_is_that_of_the_busiest_link(capsys):
     assert main(["plan", "--link", "0"]) == 2
 
 
+@pytest.mark.parametrize(
+    "prefill, decode, needed",
+    [
+        ("layout=HND", "layout=NHD", True),
+        ("layout=HND", "layout=HND", False),
+        ("tp=8,layout=HND", "tp=8,layout=NHD", False),  # one head a rank: both orders are the same
+        ("block=32", "block=16", True),
+    ],
+)
+def test_blocks_of_another_layout_are_laid_out_anew(capsys, prefill, decode, needed):
+    cut = ("--prefill", prefill, "--decode", decode)
+    assert planned(capsys, *cut)["needs_relayout"] is needed
+    assert main(["plan", *cut]) == 0
+    said = "laid out anew" if needed else "copied as they are"
+    assert f"blocks are {said}" in capsys.readouterr().out.replace("\n", " ")
+
+
 def drawn_texts(path):
     """The labels of a picture; matplotlib notes each in a comment beside its glyphs."""
     return re.findall(r"<!-- (.*?) -->", path.read_text())

@@ -1,0 +1,63 @@
+"""What one rank reads from another, as the topology finds it."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from kvconnector.ids import Rank
+from kvconnector.layout import ALL_TOKENS, Stripe, own_stripe
+from kvconnector.topology.geometry import GroupGeometry
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One part family of one cache group, as far as both ranks hold it.
+
+    `layers` are global indices that are neighbours in both ranks' holdings, `[head_start, head_stop)` global heads, and
+    `stripe` says which tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` those of a part.
+    """
+
+    group: int
+    family: int
+    layers: tuple[int, ...]
+    num_parts: int
+    head_start: int
+    head_stop: int
+    head_token_bytes: int
+    stripe: Stripe = ALL_TOKENS
+
+    @property
+    def part_token_bytes(self) -> int:
+        """Bytes of one token of one part of one layer."""
+        return (self.head_stop - self.head_start) * self.head_token_bytes
+
+    def rows_of(self, layers: range) -> range:
+        """(layer, part) pairs: those of the layers whose global indices are in `layers`, a range without steps."""
+        first, stop = bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop)
+        return range(first * self.num_parts, stop * self.num_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A remote rank to read from, and what."""
+
+    rank: Rank
+    segments: tuple[Segment, ...]
+
+
+def differ(ours: GroupGeometry, theirs: GroupGeometry, segment: Segment) -> bool:
+    """Returns True if the blocks of two ranks differ in what they hold of a segment, or in the order of it."""
+    blocks = [
+        (
+            group.block_size,
+            group.families[segment.family].head_range,
+            own_stripe(group.context_parallel),
+        )
+        for group in (ours, theirs)
+    ]
+    orders = [
+        {ours.parts[index].block_order, theirs.parts[index].block_order} - {""}
+        for index in ours.families[segment.family].part_indices
+    ]
+    return blocks[0] != blocks[1] or any(len(stated) > 1 for stated in orders)

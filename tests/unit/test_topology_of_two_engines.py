@@ -1,0 +1,201 @@
+"""What a topology answers about another engine: whom to read, ratios, replicas, and whose blocks are laid out how."""
+
+from fractions import Fraction
+
+import msgspec
+import pytest
+
+from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError
+from kvconnector.topology import TpKVTopology, tp_kv
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
+from tests.support.topologies import LAYERS, engine, mla, relisted, sharing, topology
+
+
+def stored(order, **cut):
+    """An engine whose parts lie in memory in this order."""
+
+    def rank_of(rank):
+        (group,) = rank.groups
+        parts = tuple(msgspec.structs.replace(p, memory_order=order) for p in group.parts)
+        return msgspec.structs.replace(rank, groups=(msgspec.structs.replace(group, parts=parts),))
+
+    whole = engine(**cut)
+    return relisted(whole, map(rank_of, whole.ranks))
+
+
+def test_the_example_of_the_module():
+    def cut(name, tp_size, stages):
+        shape = FakeModel(6, (FakeGroup(tuple(range(6)), (FakePart("k", 2, 8, 2),)),))
+        return cut_engine(shape, engine_id=name, stages=stages, block_sizes=[16], tp_size=tp_size)
+
+    prefill = cut("prefill", 4, [range(6)])
+    decode = cut("decode", 3, [range(3), range(3, 6)])
+    first, second = (0, 1, 2), (3, 4, 5)
+    held = [(rank.groups[0].layers, rank.groups[0].parts[0].head_start) for rank in decode.ranks]
+    assert held == [(first, 0), (first, 0), (first, 1), (second, 0), (second, 0), (second, 1)]
+    assert [rank.groups[0].parts[0].head_start for rank in prefill.ranks] == [0, 0, 1, 1]
+    read = {
+        str(rank.rank): [
+            (target.rank.tp_rank, segment.layers, segment.head_start)
+            for target in topology(decode, rank.rank).get_target_remote_ranks(prefill)
+            for segment in target.segments
+        ]
+        for rank in decode.ranks
+    }
+    assert read == {
+        "pp0tp0": [(0, first, 0)],
+        "pp0tp1": [(1, first, 0)],
+        "pp0tp2": [(2, first, 1)],
+        "pp1tp0": [(1, second, 0)],
+        "pp1tp1": [(0, second, 0)],
+        "pp1tp2": [(3, second, 1)],
+    }
+    ours = topology(decode)
+    assert (ours.tp_ratio(prefill), ours.pp_ratio(prefill)) == (Fraction(3, 4), 2)
+    assert ours.is_kv_replicated(prefill)
+    assert ours.is_kv_replicated(decode)
+
+
+def two_groups(name, tp_size, stages, block_sizes):
+    groups = [FakeGroup(LAYERS, (FakePart(kind, 4, 8, 2),)) for kind in ("full", "window")]
+    shape = FakeModel(4, tuple(groups))
+    return cut_engine(
+        shape, engine_id=name, stages=stages, block_sizes=block_sizes, tp_size=tp_size
+    )
+
+
+def test_ratios_are_ours_over_theirs_for_every_group():
+    ours = topology(two_groups("ours", 2, [(0, 1), (2, 3)], [16, 64]))
+    theirs = two_groups("theirs", 3, [LAYERS], [24, 16])
+    assert (ours.tp_ratio(theirs), ours.pp_ratio(theirs)) == (Fraction(2, 3), 2)
+    assert [ours.block_size_ratio(theirs, group) for group in (0, 1)] == [Fraction(2, 3), 4]
+    assert ours.describe(theirs) == "tp 2/3, pp 2, block size 2/3, 4; blocks are laid out anew"
+    same = topology(engine()).describe(engine())
+    assert same == "tp 1, pp 1, block size 1; blocks are copied as they are"
+
+
+def test_an_engine_that_was_met_is_known_by_its_id():
+    ours = topology(two_groups("ours", 2, [(0, 1), (2, 3)], [16, 64]))
+    theirs = two_groups("theirs", 3, [LAYERS], [24, 16])
+    with pytest.raises(LocalError, match="no such engine") as unknown:
+        ours.tp_ratio_from_engine_id("theirs")
+    assert unknown.value.context == {"engine": "theirs", "met": []}
+    with pytest.raises(IncompatiblePeerError):
+        ours.check_compatible(engine(name="other"))
+    ours.check_compatible(theirs)
+    assert ours.tp_ratio_from_engine_id("theirs") == Fraction(2, 3)
+    assert ours.pp_ratio_from_engine_id("theirs") == 2
+    assert ours.block_size_ratio_from_engine_id("theirs", 1) == 4
+    targets = ours.get_target_remote_ranks_from_engine_id("theirs")
+    assert targets == ours.get_target_remote_ranks(theirs)
+    with pytest.raises(LocalError):
+        ours.pp_ratio_from_engine_id("other")
+
+
+def test_engines_that_were_met_long_ago_are_forgotten(monkeypatch):
+    monkeypatch.setattr(tp_kv, "MAX_REMOTES", 2)
+    ours = topology(engine(name="ours"))
+    for name in ("a", "b", "a", "c"):
+        ours.check_compatible(engine(name=name))
+    for name in ("a", "c"):
+        assert ours.tp_ratio_from_engine_id(name) == 1
+    with pytest.raises(LocalError) as forgotten:
+        ours.tp_ratio_from_engine_id("b")
+    assert forgotten.value.context["met"] == ["a", "c"]
+
+
+def test_layers_of_a_segment_are_neighbours_on_both_sides():
+    def read(ours, theirs):
+        targets = topology(engine(stages=ours)).get_target_remote_ranks(engine(stages=theirs))
+        return [segment.layers for target in targets for segment in target.segments]
+
+    whole, dealt = [LAYERS], [(0, 2), (1, 3)]
+    assert read(whole, dealt) == [(0,), (2,), (1,), (3,)]
+    assert read(dealt, whole) == [(0,), (2,)]
+    assert read(dealt, dealt) == [(0, 2)]
+    assert read(whole, [(0, 3), (1, 2)]) == [(0,), (3,), (1, 2)]
+
+
+def overlapping():
+    """One rank has all heads, the other the last two of them."""
+    whole, halves = engine(tp_size=1), engine(tp_size=2)
+    return relisted(halves, [whole.ranks[0], halves.ranks[1]])
+
+
+@pytest.mark.parametrize(
+    "whole, by_heads, anyhow",
+    [
+        (engine(tp_size=2), False, False),
+        (engine(tp_size=4), False, False),
+        (engine(tp_size=8), True, True),
+        (mla(1), False, False),
+        (mla(2), True, True),
+        # eight ranks, but pairs of them share the tokens
+        (engine(tp_size=8, dcp=(2, 1)), False, False),
+        (engine(tp_size=8, heads=2, dcp=(2, 1)), True, True),
+        (sharing(4, 1), False, False),
+        (overlapping(), False, True),
+    ],
+)
+def test_what_is_replicated(whole, by_heads, anyhow):
+    assert TpKVTopology.is_kv_replicated(whole) is by_heads
+    assert TpKVTopology.replicates_kv_cache(whole) is anyhow
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, needed",
+    [
+        (engine(), engine(stages=((0, 1), (2, 3))), False),
+        (engine(tp_size=2), engine(tp_size=2), False),
+        (engine(), engine(block_size=32), True),
+        (engine(), engine(tp_size=2), True),
+        (engine(tp_size=2), engine(tp_size=4), True),
+        (sharing(2, 4), sharing(2, 4), False),
+        (sharing(2, 4), sharing(2, 8), True),
+        (sharing(2, 4), engine(heads=1), True),
+        (stored("2BHND"), stored("2BHND"), False),
+        (stored("2BHND"), stored("2BNHD"), True),
+        # how blocks, parts and layers follow one another does not change a block
+        (stored("2BHND"), stored("BL2HND"), False),
+        (stored("2BHND"), engine(), False),
+        # in one head the two orders are the same one
+        (stored("2BND", tp_size=4), stored("B2ND", tp_size=4), False),
+    ],
+)
+def test_blocks_of_another_size_other_tokens_other_heads_or_another_order_are_laid_out_anew(
+    ours, theirs, needed
+):
+    assert topology(ours).needs_relayout(theirs) is needed
+    assert topology(theirs).needs_relayout(ours) is needed
+
+
+@pytest.mark.parametrize(
+    "order, blocks_first, split, cross_layers, position",
+    [
+        ("2BNHD", False, True, False, -3),
+        ("2BHND", False, True, False, -2),
+        ("B2NHD", True, False, False, -3),
+        ("BHN2D", True, False, False, -2),
+        ("2BHDN", False, True, False, -1),
+        ("BND", True, False, False, -2),
+        ("BL2HND", True, False, True, -2),
+        ("BHL2ND", True, False, True, -2),
+    ],
+)
+def test_what_a_registered_layout_says_of_itself(
+    order, blocks_first, split, cross_layers, position
+):
+    ours = topology(stored(order))
+    assert ours.memory_order() == order
+    assert ours.is_kv_layout_blocks_first() is blocks_first
+    assert ours.split_k_and_v() is split
+    assert ours.cross_layers_blocks() is cross_layers
+    assert ours.block_size_position() == position
+
+
+def test_a_layout_that_is_not_known_is_named():
+    with pytest.raises(GeometryError, match="memory order") as unknown:
+        topology(engine()).split_k_and_v()
+    assert unknown.value.context == {"engine": "e", "group": 0}
+    with pytest.raises(GeometryError, match="no token axis"):
+        topology(stored("BD")).block_size_position()
