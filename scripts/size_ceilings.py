@@ -55,7 +55,7 @@ ROOMS: dict[str, Size] = {
     "examples/monitoring": Size(100),
     "examples/minillm": Size(5545),
     "examples/vllm_1p1d": Size(530),
-    "scripts": Size(420),
+    "scripts": Size(620),
     "tests": Size(90),
     "tests/control": Size(410),
     "tests/docs": Size(420),
@@ -66,7 +66,7 @@ ROOMS: dict[str, Size] = {
     "tests/property": Size(2120),
     "tests/support": Size(2460),
     "tests/transport": Size(910),
-    "tests/unit": Size(1460),
+    "tests/unit": Size(1480),
     "tests/unit/bench": Size(730),
     "tests/unit/cache": Size(840),
     "tests/unit/cli": Size(680),
@@ -80,9 +80,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
-    ("kvconnector",): Size(29400, target=27400),
+    ("kvconnector",): Size(30200, target=27400),
     ("kernels",): Size(4050, target=3650),
-    ("tests",): Size(24800, target=24800),
+    ("tests",): Size(25600, target=24800),
 }
 
 

@@ -103,6 +103,8 @@ def _check_script(name, arguments):
         parse_arguments(list(arguments))
     elif name == "scripts/hosts":
         _check_options("tests/hosts/network.py", arguments)
+    elif name == "scripts/mutants":
+        _check_options("scripts/mutants.py", arguments)
     elif name == "scripts/test":
         missing = [
             path for path in arguments if path.startswith("tests/") and not (ROOT / path).exists()

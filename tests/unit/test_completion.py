@@ -5,6 +5,8 @@ import pytest
 from kvconnector.errors import LocalError
 from kvconnector.session.completion import (
     KVOutputAggregator,
+    LoadInFlight,
+    RequestTrace,
     TransferStats,
     WorkerOutput,
     WorkerStats,
@@ -61,6 +63,21 @@ def test_what_is_said_while_one_worker_has_no_output_is_told_with_its_next_one()
     told = aggregator.aggregate((said, None))
     twice = {"transfers": (LOAD, LOAD), "failures": {"PeerLostError": 2}, "leases_expired": 2}
     assert told == output("r", **twice)
+
+
+def test_notices_traces_and_loads_in_flight_of_all_workers_are_passed_on_at_once():
+    def worker(number):
+        trace = RequestTrace(request_id="r", kind="load", outcome="done", phases=(), nbytes=number)
+        sizes = {"nbytes": number, "total_bytes": 9, "seconds": 1.0}
+        load = LoadInFlight(request_id="r", rank=str(number), peer="p", path="packed", **sizes)
+        stats = WorkerStats(traces=(trace,), loading=(load,))
+        return WorkerOutput(begun=frozenset({"all", f"only {number}"}), stats=stats)
+
+    outputs = [worker(number) for number in range(3)]
+    merged = KVOutputAggregator(3).aggregate(outputs)
+    assert merged.begun == {"all", "only 0", "only 1", "only 2"}
+    assert merged.stats.traces == tuple(output.stats.traces[0] for output in outputs)
+    assert merged.stats.loading == tuple(output.stats.loading[0] for output in outputs)
 
 
 def test_what_cannot_be_counted_is_refused():

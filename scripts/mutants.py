@@ -1,0 +1,203 @@
+"""The mutation campaign: each mistake in `tests/mutants.toml` is made in a copy of the tree, and its tests must fail.
+
+    scripts/mutants                      all mutants, as many at a time as there are cores
+    scripts/mutants --room planning      those of a room; may be repeated
+    scripts/mutants --sample 20          20 of them, drawn by --seed
+    scripts/mutants --list               print them and run nothing; fails for one that does not fit its file
+
+A mutant replaces `old`, which must be in `file` exactly once, by `new`, and names the `tests` that must notice. One
+that no test can notice says in `equivalent` why. The campaign fails for a mutant that survives, for an equivalent one
+that is killed, for an `old` that is no longer in its file, and if the tests fail without a mutant. It never changes
+the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = ROOT / "tests" / "mutants.toml"
+FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts", "docs")
+LIMIT_S = 900
+# pytest's exit statuses: tests failed, and (for a mutant that cannot be imported) collection did
+NOTICED = (1, 2)
+
+
+class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A mistake and who must notice it."""
+
+    room: str
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: list[str]
+    equivalent: str = ""
+
+    def apply(self, text: str) -> str:
+        """Return the file's text with the mistake in it. Raises ValueError: `old` is not in it exactly once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.old)} times {self.old!r}")
+        return text.replace(self.old, self.new)
+
+
+class Campaign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The table's file."""
+
+    mutant: list[Mutant]
+
+
+class Tree:
+    """A copy of the checkout in which one mutant at a time is tried."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        keep_out = shutil.ignore_patterns("logs", ".hypothesis", ".pytest_cache")
+        for name in FOLDERS:
+            shutil.copytree(ROOT / name, folder / name, ignore=keep_out)
+        for path in ROOT.iterdir():
+            if path.is_file():
+                shutil.copy2(path, folder / path.name)
+
+    def run(self, tests: Sequence[str]) -> tuple[int, str]:
+        """Run tests; their exit status, or that of a failed test if they do not end, and output."""
+        environment = {
+            **os.environ,
+            "PYTHONPATH": ":".join(str(self.folder / name) for name in ("", "kernels", "examples")),
+            "PYTHONDONTWRITEBYTECODE": "1",  # a mutant has its original's size, and often its time
+            "OMP_NUM_THREADS": "1",
+        }
+        pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
+        try:
+            done = subprocess.run(
+                [*pytest, *tests],
+                cwd=self.folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return NOTICED[0], f"no end within {LIMIT_S} s"
+        return done.returncode, done.stdout
+
+    @contextlib.contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[None]:
+        """Hold the mutant in the tree. Raises ValueError: it does not fit its file."""
+        path = self.folder / mutant.file
+        original = path.read_text(encoding="utf-8")
+        path.write_text(mutant.apply(original), encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_text(original, encoding="utf-8")
+
+
+def complaint_about(mutant: Mutant, tree: Tree) -> str | None:
+    """Try one mutant; return what is wrong, or None if its tests notice it, or cannot."""
+    try:
+        with tree.mutated(mutant):
+            status, output = tree.run(mutant.tests)
+    except (OSError, ValueError) as error:
+        return f"does not fit: {error}"
+    if status not in (0, *NOTICED):
+        return f"its tests did not run:\n{output[-2000:]}"
+    if status == 0:
+        return None if mutant.equivalent else "survives"
+    return "is killed, though listed as equivalent" if mutant.equivalent else None
+
+
+def run(mutants: list[Mutant], jobs: int, folder: Path) -> list[str]:
+    """Try all mutants, `jobs` at a time; print each result, return the complaints."""
+    trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
+    for number in range(jobs):
+        trees.put(Tree(folder / str(number)))
+
+    def attempt(mutant: Mutant) -> str | None:
+        tree = trees.get()
+        try:
+            return complaint_about(mutant, tree)
+        finally:
+            trees.put(tree)
+
+    tree = trees.get()
+    status, output = tree.run(sorted({test for mutant in mutants for test in mutant.tests}))
+    trees.put(tree)
+    if status:
+        return [f"the tests fail without a mutant:\n{output[-4000:]}"]
+    complaints = []
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(attempt, mutant): mutant for mutant in mutants}
+        for ended in as_completed(running):
+            mutant, complaint = running[ended], ended.result()
+            result = complaint or ("equivalent" if mutant.equivalent else "killed")
+            print(f"{mutant.room}: {mutant.name}: {result}", flush=True)
+            if complaint:
+                complaints.append(f"{mutant.room}: {mutant.name}: {complaint}")
+    return complaints
+
+
+def print_all(mutants: Sequence[Mutant]) -> int:
+    """Print the mutants; return 1 if one does not fit its file."""
+    status = 0
+    for mutant in mutants:
+        print(f"{mutant.room}: {mutant.name}")
+        try:
+            mutant.apply((ROOT / mutant.file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            print(f"{mutant.room}: {mutant.name} does not fit: {error}", file=sys.stderr)
+            status = 1
+    return status
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/mutants", description="Make each known mistake in a copy of the tree."
+    )
+    parser.add_argument("--room", action="append", default=[], help="only mutants of this room")
+    parser.add_argument("--sample", type=int, help="only this many, at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
+    parser.add_argument("--list", action="store_true", help="print them and run nothing")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the campaign; print the complaints and return 1 if there are any."""
+    options = parse_arguments(arguments)
+    with TABLE.open("rb") as file:
+        mutants = msgspec.convert(tomllib.load(file), Campaign).mutant
+    rooms = {mutant.room for mutant in mutants}
+    if unknown := set(options.room) - rooms:
+        print(f"no rooms {sorted(unknown)}; there are {sorted(rooms)}", file=sys.stderr)
+        return 2
+    mutants = [mutant for mutant in mutants if mutant.room in (options.room or rooms)]
+    if options.sample is not None and options.sample < len(mutants):
+        mutants = random.Random(options.seed).sample(mutants, options.sample)
+    if options.list:
+        return print_all(mutants)
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        complaints = run(mutants, max(1, min(options.jobs, len(mutants))), Path(folder))
+    print("\n".join(complaints) or f"all {len(mutants)} mutants are noticed, or equivalent")
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
