@@ -283,6 +283,16 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return cls.from_mapping(settings)
 
 
+def checked_config(config: object) -> ConnectorConfig:
+    """Return `config`. Raises ConfigError: it is something else, such as a mapping."""
+    if not isinstance(config, ConnectorConfig):
+        raise ConfigError(
+            "settings are a Config: Config.from_mapping makes one of a mapping",
+            got=type(config).__name__,
+        )
+    return config
+
+
 SECTIONS: dict[str, type[msgspec.Struct]] = {
     field.name: type(field.default)
     for field in msgspec.structs.fields(ConnectorConfig)

@@ -28,12 +28,14 @@ class CacheGroup:
     """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order.
 
     `device` is where the views are: "cpu" or "cuda:N". `dtype` is the elements' type, where the engine says it.
+    `memory` is what owns the bytes, where that is known: whoever uses the views holds it.
     """
 
     geometry: GroupGeometry
     views: Mapping[int, Sequence[KVView]]
     device: str = "cpu"
     dtype: str = ""
+    memory: Sequence[object] = ()
 
 
 class Pools:

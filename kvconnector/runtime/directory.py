@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import warnings
 
 import msgspec
 
@@ -90,9 +91,23 @@ class DirectoryService:
 
     def close(self) -> None:
         """Stop answering and free the port. Idempotent."""
+        self._stop()
+        self._thread.join(CLOSE_TIMEOUT_S)
+
+    def abandon(self) -> None:
+        """Stop without waiting: the scheduler was collected without `close`."""
+        if self._stopping.is_set():
+            return
+        self._stop()
+        warnings.warn(
+            f"a kvconnector scheduler ({self._engine_id}) was not closed: call close(), or use it in a with statement",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+    def _stop(self) -> None:
         self._stopping.set()
         self._control.wake()
-        self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -48,6 +51,11 @@ RETRY_S = 1e-3
 """How long the engine's thread sleeps before it tries again."""
 
 
+_held: dict[DriverThread, tuple[int, object]] = {}
+"""Those that are not closed, with their process and what owns the caches' memory. Where copies could not be ended it is
+held for good."""
+
+
 class DriverThread:
     """A worker's resources and the thread that drives them, from registration to `close`.
 
@@ -60,9 +68,12 @@ class DriverThread:
         config: ConnectorConfig,
         pools: Pools,
         outbox: Outbox,
+        rank: Rank,
+        memory: object = None,
     ) -> None:
         self._config = config
-        self._pools = pools
+        self._rank = rank
+        self.pools = pools
         self._inbox: deque[PostedStep] = deque()
         self._outbox = outbox
         self._is_stopping = False
@@ -79,27 +90,33 @@ class DriverThread:
         except BaseException:
             self._transport.close()
             raise
+        _held[self] = os.getpid(), memory
+
+    def __repr__(self) -> str:
+        is_driving = self._thread is not None and self._thread.is_alive()
+        state = "driving" if is_driving else "stopped" if self._is_stopping else "not started"
+        return f"<DriverThread {self._config.engine_id} {self._rank}, {state}>"
 
     @property
     def data_path(self) -> str:
         """The data path's name."""
         return self._datapath.name
 
-    def begin(self, engine: EngineGeometry, rank: Rank, incarnation: Incarnation) -> None:
+    def begin(self, engine: EngineGeometry, incarnation: Incarnation) -> None:
         """Start driving, now that the engine's geometry is known."""
         self._driver = build_driver(
             self._config,
             engine=engine,
-            rank=rank,
+            rank=self._rank,
             incarnation=incarnation,
-            pools=self._pools,
+            pools=self.pools,
             control=self.control,
             transport=self._transport,
             datapath=self._datapath,
             outbox=self._outbox,
             intake=self._take_steps,
         )
-        name = f"kvconnector-{self._config.engine_id}-{rank}"
+        name = f"kvconnector-{self._config.engine_id}-{self._rank}"
         self._thread = threading.Thread(
             target=self._run, args=(self._driver,), name=name, daemon=True
         )
@@ -146,12 +163,9 @@ class DriverThread:
             MemoryInUseError: the thread did not stop within `CLOSE_TIMEOUT_S`, or could not end what was under way, or
                 consumers still map the caches.
         """
-        self._is_stopping = True
+        self._stop()
         if self._thread is None:
-            self._release()
             return
-        self._datapath.notify()
-        self.control.wake()
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             raise MemoryInUseError(
@@ -160,6 +174,30 @@ class DriverThread:
             )
         if self._in_use is not None:
             raise self._in_use
+
+    def abandon(self) -> None:
+        """Close, without waiting, what its worker was collected without. The driver's thread does the rest."""
+        if not self._is_here():
+            return
+        self._stop()
+        warnings.warn(
+            f"a kvconnector worker ({self._config.engine_id} {self._rank}) was not closed: call close(), or"
+            " use it in a with statement",
+            ResourceWarning,
+            stacklevel=2,
+        )
+
+    def _is_here(self) -> bool:
+        """Returns True if it is not closed, and this is its process: a forked child has no driver's thread."""
+        return _held.get(self, (None, None))[0] == os.getpid()
+
+    def _stop(self) -> None:
+        self._is_stopping = True
+        if self._thread is None:
+            self._release()
+        else:
+            self._datapath.notify()
+            self.control.wake()
 
     def _drive(self, until_s: float, driver: Driver) -> None:
         """Turn until there is something in the outbox, or time is over."""
@@ -255,3 +293,17 @@ class DriverThread:
             self._datapath.close()
         finally:
             self.control.close()
+        if self._in_use is None:
+            _held.pop(self, None)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is left at the interpreter's exit: native code must not run on while it ends."""
+    left = [each for each in list(_held) if each._is_here()]
+    for each in left:
+        each._stop()
+    until_s = time.monotonic() + CLOSE_TIMEOUT_S
+    for each in left:
+        if each._thread is not None:
+            each._thread.join(max(0.0, until_s - time.monotonic()))

@@ -8,7 +8,8 @@ import msgspec
 from msgspec import structs
 
 from kvconnector import __version__
-from kvconnector.errors import GeometryError
+from kvconnector.config import ConnectorConfig, Role
+from kvconnector.errors import ConfigError, GeometryError
 from kvconnector.ids import Rank
 from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.topology import EngineGeometry, GroupGeometry, ModelDescription, RankGeometry
@@ -17,7 +18,10 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 
 
 class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells its scheduler after registration: what it holds, and where its peers find it."""
+    """What a worker tells its scheduler after registration: what it holds, and where its peers find it.
+
+    `num_blocks[group]` are the block ids that its pools have; a group without a layer there has any.
+    """
 
     engine_id: str
     pp_rank: int
@@ -27,6 +31,25 @@ class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str
     public_key: str
     incarnation: str
+    role: Role
+    num_blocks: tuple[int, ...]
+
+
+def check_workers(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -> None:
+    """Refuse workers that were not made with an engine's settings.
+
+    Raises:
+        ConfigError: a worker has another engine id or role.
+    """
+    for worker in metadata:
+        theirs, ours = (worker.engine_id, worker.role), (config.engine_id, config.role)
+        if theirs != ours:
+            raise ConfigError(
+                "a worker belongs to another engine, or has another role in it",
+                rank=str(Rank(worker.pp_rank, worker.tp_rank)),
+                worker=theirs,
+                scheduler=ours,
+            )
 
 
 def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:
@@ -53,7 +76,7 @@ def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") ->
         layer for worker in ordered for group in worker.geometry.groups for layer in group.layers
     }
     model = first.model
-    return EngineGeometry(
+    engine = EngineGeometry(
         engine_id=first.engine_id,
         tp_size=max(worker.tp_rank for worker in ordered) + 1,
         pp_size=ordered[-1].pp_rank + 1,
@@ -61,6 +84,27 @@ def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") ->
         ranks=tuple(worker.geometry for worker in ordered),
         verify=verify,
     )
+    for pp_rank in range(engine.pp_size):
+        _check_heads(engine, pp_rank)
+    return engine
+
+
+def _check_heads(engine: EngineGeometry, pp_rank: int) -> None:
+    """Refuse a stage of which a last rank is missing: nothing else shows that it is."""
+    for index, group in enumerate(engine.stage(pp_rank)[0].groups):
+        for number, part in enumerate(group.parts):
+            parts = [rank.groups[index].parts[number] for rank in engine.stage(pp_rank)]
+            held = {head for each in parts for head in range(each.head_start, each.head_stop)}
+            if len(held) < part.total_heads:
+                raise GeometryError(
+                    "no worker of a pipeline stage holds these heads: the metadata of a rank is missing",
+                    engine=engine.engine_id,
+                    pp_rank=pp_rank,
+                    group=index,
+                    part=part.name,
+                    heads=sorted({*range(part.total_heads)} - held),
+                    ranks=[str(rank.rank) for rank in engine.stage(pp_rank)],
+                )
 
 
 def directory_of(

@@ -35,6 +35,29 @@ def view_of(cache_BHND: torch.Tensor) -> KVView:
     )
 
 
+def cache_groups(
+    caches: Mapping[int, Sequence[torch.Tensor]] | Sequence[CacheGroup],
+    *,
+    total_heads: int,
+    head_start: int,
+) -> list[CacheGroup]:
+    """Return the cache groups that `Worker.register` was given, or the one that it was given the tensors of.
+
+    Raises:
+        GeometryError: neither tensors by layer nor cache groups, or tensors that do not make one.
+    """
+    if isinstance(caches, Mapping):
+        return [cache_group(caches, total_heads=total_heads, head_start=head_start)]
+    groups = list(caches) if isinstance(caches, Sequence) else [caches]
+    if not groups or not all(isinstance(group, CacheGroup) for group in groups):
+        raise GeometryError(
+            "caches are tensors by layer, as in {0: (k, v)}, or a list of cache groups",
+            got=type(caches).__name__,
+            of=sorted({type(group).__name__ for group in groups}),
+        )
+    return groups
+
+
 PART_NAMES = {1: ("kv",), 2: ("k", "v")}
 
 
@@ -54,6 +77,8 @@ def cache_group(
     Raises:
         GeometryError: no layer, tensors that are not alike or not of four axes, or heads beyond `total_heads`.
     """
+    for layer, tensors in caches.items():
+        _check_layer(layer, tensors)
     layers = tuple(sorted(caches))
     shown = {
         tuple((*tensor.shape[1:], tensor.dtype, str(tensor.device)) for tensor in tensors)
@@ -89,7 +114,28 @@ def cache_group(
         views=views,
         device=device_name(tensors[0].device),
         dtype=str(tensors[0].dtype).removeprefix("torch."),
+        memory=tuple(tensor for layer in layers for tensor in caches[layer]),
     )
+
+
+def _check_layer(layer: object, tensors: object) -> None:
+    import torch
+
+    if not isinstance(layer, int):
+        raise GeometryError("layers are numbered alike in all engines, from 0", layer=layer)
+    if not isinstance(tensors, list | tuple):
+        raise GeometryError(
+            "a layer's cache is a tuple of tensors: (k, v), or (kv,) where one holds both",
+            layer=layer,
+            got=type(tensors).__name__,
+        )
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise GeometryError(
+                "a cache is a torch tensor; torch.from_numpy makes one of an array, without a copy",
+                layer=layer,
+                got=type(tensor).__name__,
+            )
 
 
 def device_name(device: torch.device) -> str:

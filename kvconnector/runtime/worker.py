@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, LocalError
 from kvconnector.ids import Rank, new_incarnation
@@ -16,7 +18,7 @@ from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.tensors import cache_group
+from kvconnector.runtime.tensors import cache_groups
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import StepMetadata
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
@@ -34,9 +36,18 @@ LOOK_S = 0.5
 class Worker:
     """One rank's connector: `register` the caches once, then `start_step` and `poll` once an engine step.
 
-    The role is `config.role`; `rank` is `(pp_rank, tp_rank)`. `model` is what two engines must agree on: a name, to
-    which the caches add their element type and the number of layers, or all of it. All methods are for one thread of
-    the engine, except `wait`.
+    All methods are for one thread of the engine, except `wait`. As a context manager it closes itself. One that is
+    collected without `close` stops by itself, in its driver's thread, and warns with a `ResourceWarning`; one that is
+    left at the interpreter's exit is closed there, in seconds.
+
+    Args:
+        config: The engine's settings, the same in every rank. The role is `config.role`.
+        rank: `(pp_rank, tp_rank)`.
+        model: What two engines must agree on: a name, to which the caches add their element type and the number of
+            layers, or all of it.
+
+    Raises:
+        ConfigError: `config` is no `Config`, or `rank` is no pair of numbers.
     """
 
     def __init__(
@@ -46,16 +57,27 @@ class Worker:
         rank: Rank | tuple[int, int],
         model: ModelDescription | str,
     ) -> None:
-        self._config = config
-        self._rank = Rank(*rank)
+        self._config = checked_config(config)
+        self._rank = _rank_of(rank)
         self._model = model
         self._incarnation = new_incarnation()
         self._outbox = Outbox()
-        self._pools: Pools | None = None
         self._engine: EngineGeometry | None = None
         self._thread: DriverThread | None = None
+        self._was_registered = False
+        self._finalizer: weakref.finalize[..., Worker] | None = None
         self._look_at_s = 0.0
         self._layers: StepLayers | None = None
+
+    def __repr__(self) -> str:
+        state = "open" if self._thread else "closed" if self._was_registered else "not registered"
+        return f"<Worker {self._config.engine_id} {self._rank} {self._config.role}, {state}>"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def register(
         self,
@@ -66,14 +88,21 @@ class Worker:
     ) -> None:
         """Take the caches, allocate staging, and open the transport and the control channel.
 
-        `caches` are the tensors of each layer, for `cache_group` with the other arguments; or, where layers differ,
-        the cache groups. The tensors must outlive `close`, and nobody may write them during this call: on the CPU they
-        become memory that consumers on this host can map, if they have pages of their own (by `mmap`, or 32 MiB and
-        more in one allocation).
+        The worker holds the tensors until `close` has succeeded. Nobody may write them during this call: on the CPU
+        they become memory that consumers on this host can map, if they have pages of their own (by `mmap`, or 32 MiB
+        and more in one allocation).
+
+        Args:
+            caches: The tensors of each layer, `{layer: (k, v)}` or `{layer: (kv,)}`, each seen as
+                `[num_blocks, num_heads, block_size, head_dim]` with any strides; or, where layers differ, cache groups.
+                What owns the memory of a group that `cache_group` did not make is its `memory`; else the caller
+                keeps it.
+            total_heads: KV heads of the model; 0 where this rank holds all.
+            head_start: First of the heads that this rank holds.
 
         Raises:
             LocalError: caches were registered before.
-            GeometryError: tensors or views do not fit their geometry.
+            GeometryError: tensors or views do not fit their geometry, or are none.
             ConfigError: groups on different devices, staging that cannot hold one token, or an address or keys that
                 cannot be used.
             TransportError: UCX cannot start.
@@ -81,27 +110,28 @@ class Worker:
         # not before: it loads numba, with which vLLM on a CPU cannot start a worker
         from kvconnector.runtime.driver_thread import DriverThread
 
-        if self._pools is not None:
+        if self._was_registered:
             raise LocalError("caches are registered once", rank=str(self._rank))
-        if isinstance(caches, Mapping):
-            groups = [cache_group(caches, total_heads=total_heads, head_start=head_start)]
-        else:
-            groups = list(caches)
+        groups = cache_groups(caches, total_heads=total_heads, head_start=head_start)
         devices = {group.device for group in groups}
         if len(devices) != 1:
             raise ConfigError("all caches of a worker are on one device", devices=sorted(devices))
-        pools = Pools(groups, devices.pop())
+        memory = [group.memory for group in groups]
+        pools = Pools([dataclasses.replace(group, memory=()) for group in groups], devices.pop())
         self._outbox = Outbox(self._config.spin_s(pools.device))
-        self._thread = DriverThread(self._config, pools, self._outbox)
-        self._pools = pools
+        self._thread = DriverThread(self._config, pools, self._outbox, self._rank, memory)
+        self._was_registered = True
+        self._finalizer = weakref.finalize(self, self._thread.abandon)
+        self._finalizer.atexit = False  # `driver_thread` closes what is left then, and waits for it
 
     def handshake(self) -> WorkerMetadata:
-        """What the scheduler half needs of this rank.
+        """Return what the scheduler half needs of this rank.
 
         Raises:
             LocalError: no caches are registered.
         """
-        pools, thread = self._registered()
+        thread = self._registered()
+        pools = thread.pools
         model = self._model
         if isinstance(model, str):
             model = ModelDescription(model=model, dtype=pools.groups[0].dtype, num_layers=0)
@@ -118,6 +148,8 @@ class Worker:
             control_address=thread.control.address,
             public_key=thread.control.server_key,
             incarnation=self._incarnation,
+            role=self._config.role,
+            num_blocks=tuple(pools.num_blocks),
         )
 
     @property
@@ -128,7 +160,7 @@ class Worker:
         Raises:
             LocalError: no caches are registered.
         """
-        return self._registered()[1].data_path
+        return self._registered().data_path
 
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
@@ -141,11 +173,19 @@ class Worker:
         On a GPU, call it with the stream current that the model runs on: blocks that the orders speak of are copied
         after what that stream holds so far.
 
+        Args:
+            step: What `Scheduler.build_step` returned, the same for every rank.
+
         Raises:
-            LocalError: no caches are registered, the engine's geometry is not known yet or not this worker's, or an
-                order is not for this worker's role; no order of the step is taken.
+            LocalError: no caches are registered, `step` is none, the engine's geometry is not known yet or not this
+                worker's, or an order is not for this worker's role; no order of the step is taken.
         """
-        pools, thread = self._registered()
+        thread = self._registered()
+        if not isinstance(step, StepMetadata):
+            raise LocalError(
+                "start_step takes what Scheduler.build_step returned", got=type(step).__name__
+            )
+        pools = thread.pools
         self._layers = None
         if step.is_empty:
             return
@@ -157,7 +197,7 @@ class Worker:
                 )
             self._check_engine(step.engine, pools)
             self._engine = step.engine
-            thread.begin(step.engine, self._rank, self._incarnation)
+            thread.begin(step.engine, self._incarnation)
         orders = checked_orders(step, pools, self._config.role)
         if orders:
             if self._config.role != "consumer":
@@ -174,7 +214,7 @@ class Worker:
             LocalError: no caches are registered.
         """
         if self._layers is not None and (events := self._layers.written(layer)):
-            self._registered()[1].put(events)
+            self._registered().put(events)
 
     def poll(self) -> WorkerOutput:
         """What finished since the last call. Never blocks; but where nothing has, and the driver's thread has something
@@ -210,11 +250,13 @@ class Worker:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
-    def _registered(self) -> tuple[Pools, DriverThread]:
-        if self._pools is None or self._thread is None:
+    def _registered(self) -> DriverThread:
+        if self._thread is None:
             raise LocalError("register comes first, close last", rank=str(self._rank))
-        return self._pools, self._thread
+        return self._thread
 
     def _check_engine(self, engine: EngineGeometry, pools: Pools) -> None:
         mine = engine.rank_geometry(self._rank)
@@ -227,3 +269,13 @@ class Worker:
                 engine_says=mine.groups,
                 registered=registered,
             )
+
+
+def _rank_of(rank: object) -> Rank:
+    pair = rank if isinstance(rank, tuple | list) else ()
+    is_rank = len(pair) == len(Rank._fields) and all(
+        isinstance(each, int) and each >= 0 for each in pair
+    )
+    if not is_rank:
+        raise ConfigError("a worker's rank is (pp_rank, tp_rank), such as (0, 0)", rank=rank)
+    return Rank(*pair)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvconnector.datapath import CacheGroup
 from kvconnector.layout import KVView
+from kvconnector.runtime import WorkerMetadata
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -167,6 +168,27 @@ class FakeEngine:
             tp_size=self.tp_size,
             dcp=[(self.dcp_size, self.interleave_tokens)] * len(self.model.groups),
         )
+
+
+def metadata_of(shape=None, role="consumer"):
+    """What the workers of an engine tell its scheduler; of the engine "d", by default."""
+    shape = shape or FakeEngine("d", attention_model())
+    geometry = shape.geometry()
+    return [
+        WorkerMetadata(
+            engine_id=shape.engine_id,
+            pp_rank=rank.pp_rank,
+            tp_rank=rank.tp_rank,
+            geometry=rank,
+            model=geometry.model,
+            control_address="tcp://127.0.0.1:1",
+            public_key="",
+            incarnation="one",
+            role=role,
+            num_blocks=shape.num_blocks,
+        )
+        for rank in geometry.ranks
+    ]
 
 
 def make_caches(shape, rank, rng, device="cpu"):

@@ -81,6 +81,8 @@ class WorldWorker:
             control_address=self.control.address,
             public_key="",
             incarnation=self.incarnation,
+            role=config.role,
+            num_blocks=tuple(self.pools.num_blocks),
         )
 
     def start_step(self, step):

@@ -27,7 +27,7 @@ def world(model):
         specs = specs or [attention()]
         infos = tuple(group_info(spec, n, 1) for n, spec in enumerate(specs))
         config = w.vllm_config(model, role, **options)
-        shakes = {(0, 0): w.handshake(infos)}
+        shakes = {(0, 0): w.handshake(infos, role=role)}
         made = w.World(config, w.cache_config(specs), shakes, is_async=is_async)
         return stack.enter_context(closing(made))
 

@@ -97,7 +97,7 @@ def cache_config(specs):
     )
 
 
-def handshake(infos, pp_rank=0, tp_rank=0):
+def handshake(infos, pp_rank=0, tp_rank=0, role="kv_consumer"):
     heads = {"total_heads": HEADS, "head_start": 0, "head_stop": HEADS}
     parts = tuple(PartGeometry(name=n, head_dim=DIM, item_size_bytes=4, **heads) for n in "kv")
     groups = tuple(
@@ -119,6 +119,8 @@ def handshake(infos, pp_rank=0, tp_rank=0):
                 control_address="tcp://127.0.0.1:7",
                 public_key="",
                 incarnation=new_incarnation(),
+                role=role.removeprefix("kv_"),
+                num_blocks=tuple(NUM_BLOCKS * info.kernel_blocks for info in infos),
             ),
             groups=infos,
         )

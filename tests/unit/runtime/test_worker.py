@@ -1,0 +1,135 @@
+"""What a worker holds, until when, and how it answers arguments of the wrong kind."""
+
+import gc
+import subprocess
+import sys
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+import kvconnector as kvc
+from kvconnector.errors import ConfigError, GeometryError, LocalError
+from kvconnector.runtime import driver_thread
+
+CONFIG = kvc.Config.from_mapping({"engine_id": "e", "role": "both", "control": {"insecure": True}})
+SHAPE = (4, 2, 16, 8)
+DEADLINE_S = 60.0
+
+LEFT = """
+import gc
+import torch
+import kvconnector as kvc
+
+config = kvc.Config.from_mapping({"engine_id": "e", "role": "both", "control": {"insecure": True}})
+worker = kvc.Worker(config, rank=(0, 0), model="m")
+worker.register({0: (torch.zeros(4, 2, 16, 8), torch.zeros(4, 2, 16, 8))})
+scheduler = kvc.Scheduler(config, [worker.handshake()])
+"""
+DRIVES = (
+    'scheduler.offer("r", blocks=[[1]], num_tokens=3)\nworker.start_step(scheduler.build_step())\n'
+)
+COLLECTED = "del worker, scheduler\ngc.collect()\n"
+
+
+def _caches():
+    return {layer: (torch.zeros(SHAPE), torch.zeros(SHAPE)) for layer in range(2)}
+
+
+def _worker():
+    return kvc.Worker(CONFIG, rank=(0, 0), model="m")
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("as_group", [False, True], ids=["tensors", "cache group"])
+def test_the_caches_are_held_until_the_worker_is_closed(as_group):
+    caches = _caches()
+    tensors = [weakref.ref(tensor) for parts in caches.values() for tensor in parts]
+    worker = _worker()
+    worker.register([kvc.cache_group(caches)] if as_group else caches)
+    del caches
+    gc.collect()
+    assert all(tensor() is not None for tensor in tensors)
+    worker.close()
+    gc.collect()
+    assert all(tensor() is None for tensor in tensors)
+
+
+@pytest.mark.ucx
+def test_the_caches_of_a_collected_worker_are_held_until_its_driver_has_ended():
+    caches = _caches()
+    tensor = weakref.ref(caches[0][0])
+    worker = _worker()
+    worker.register(caches)
+    del caches
+    with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+        scheduler.offer("r", blocks=[[1]], num_tokens=3)
+        worker.start_step(scheduler.build_step())
+    thread = worker._thread
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del worker
+    thread._thread.join(DEADLINE_S)
+    assert not thread._thread.is_alive()
+    assert thread not in driver_thread._held
+    del thread
+    gc.collect()
+    assert tensor() is None
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.parametrize("drives", ["", DRIVES], ids=["idle", "driving"])
+@pytest.mark.parametrize("ending", ["", COLLECTED], ids=["at exit", "collected"])
+def test_a_process_that_forgets_to_close_ends(drives, ending):
+    command = [sys.executable, "-W", "always", "-c", LEFT + drives + ending]
+    ended = subprocess.run(command, timeout=DEADLINE_S, check=True, capture_output=True, text=True)
+    assert ("ResourceWarning: a kvconnector worker" in ended.stderr) == bool(ending)
+
+
+@pytest.mark.ucx
+def test_a_with_statement_closes(monkeypatch):
+    with _worker() as worker:
+        worker.register(_caches())
+        assert "open" in repr(worker)
+    assert "closed" in repr(worker)
+    with pytest.raises(LocalError, match="close last"):
+        worker.handshake()
+    with pytest.raises(LocalError, match="registered once"):
+        worker.register(_caches())
+
+
+@pytest.mark.parametrize("rank", [0, (0,), (0, "1"), (0, -1), None])
+def test_a_rank_is_a_pair(rank):
+    with pytest.raises(ConfigError, match=r"rank is \(pp_rank, tp_rank\)"):
+        kvc.Worker(CONFIG, rank=rank, model="m")
+
+
+def test_settings_are_no_mapping():
+    with pytest.raises(ConfigError, match=r"Config\.from_mapping makes one"):
+        kvc.Worker({"engine_id": "e"}, rank=(0, 0), model="m")
+
+
+@pytest.mark.parametrize(
+    "caches, text",
+    [
+        ([torch.zeros(SHAPE)], "tensors by layer"),
+        ([], "tensors by layer"),
+        (torch.zeros(SHAPE), "tensors by layer"),
+        ({}, "one or two tensors a layer"),
+        ({0: torch.zeros(SHAPE)}, r"a tuple of tensors: \(k, v\).*got='Tensor'"),
+        ({0: (np.zeros(SHAPE), np.zeros(SHAPE))}, "torch.from_numpy.*got='ndarray'"),
+        ({"layer.0": (torch.zeros(SHAPE),)}, "layers are numbered"),
+    ],
+)
+def test_caches_of_the_wrong_kind_are_named(caches, text):
+    with pytest.raises(GeometryError, match=text):
+        _worker().register(caches)
+
+
+@pytest.mark.ucx
+def test_a_step_of_the_wrong_kind_is_named():
+    with _worker() as worker:
+        worker.register(_caches())
+        with pytest.raises(LocalError, match=r"Scheduler.build_step returned .*got='NoneType'"):
+            worker.start_step(None)
