@@ -41,7 +41,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/integrations": Size(2820, target=2810),
     "kvconnector/layout": Size(550, target=520),
     "kvconnector/planning": Size(420, target=560),
-    "kvconnector/runtime": Size(3550, target=2800),
+    "kvconnector/runtime": Size(3720, target=2800),
     "kvconnector/session": Size(3330, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2360, target=1930),
@@ -73,7 +73,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(110),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1390),
-    "tests/unit/runtime": Size(1320),
+    "tests/unit/runtime": Size(1430),
     "tests/unit/session": Size(980),
     "tests/vllm": Size(5030),
 }

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -18,6 +19,8 @@ from msgspec import Meta
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks
+from kvconnector.session.orders import HoldRequest
+from kvconnector.topology import EngineGeometry
 
 # the wire's own types: a peer would end the connection, and with it other requests, over a value that it does not take
 from kvconnector.wire.messages import Id, Secret128
@@ -68,6 +71,27 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     remote_public_key: Annotated[str, Meta(max_length=40)] = ""
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
+
+    @classmethod
+    def of(
+        cls, hold: HoldRequest, num_tokens: int, engine: EngineGeometry, address: str, key: str
+    ) -> TransferParams:
+        """Return the offer of a request that is held, whose directory service listens at `address` with this key."""
+        place = urlsplit(address)
+        firsts = [group.first_block for group in hold.blocks]
+        return cls(
+            remote_engine_id=engine.engine_id,
+            remote_request_id=hold.transfer_id,
+            remote_block_ids=[group.block_ids.tolist() for group in hold.blocks],
+            remote_host=str(place.hostname),
+            remote_port=int(place.port or 0),
+            remote_num_tokens=num_tokens,
+            transfer_secret=hold.secret,
+            tp_size=engine.tp_size,
+            pp_size=engine.pp_size,
+            remote_first_blocks=firsts if any(firsts) else [],
+            remote_public_key=key,
+        )
 
     @property
     def engine(self) -> EngineAddress:

@@ -5,34 +5,36 @@ Each engine step: `build_step` gives the orders for every worker, and `update` t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.errors import (
     BlockIdError,
     IncompatiblePeerError,
     LocalError,
+    RemoteProtocolError,
     UnknownRequestError,
 )
-from kvconnector.planning import GroupBlocks, KeepsEncoder, KeepsState, Retention
+from kvconnector.planning import Retention
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import (
     WorkerMetadata,
+    check_workers,
     checked_retentions,
     directory_of,
     engine_geometry,
 )
+from kvconnector.runtime.offers import OfferCheck, block_lists
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
+from kvconnector.runtime.remote_request import RemoteRequest, tokens_to_load
 from kvconnector.runtime.streams import Streams
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
-    LoadRequest,
     Order,
     StepMetadata,
     WantRequest,
@@ -40,40 +42,23 @@ from kvconnector.session.orders import (
 )
 
 
-@dataclass(slots=True)
-class _Remote:
-    """A request whose blocks are on a producer. `is_finished`: the engine has done with it, and only the load is still
-    to end. One that is followed waits until the producer `has_begun`.
-    """
-
-    params: TransferParams
-    stage: Literal["wanted", "loading", "over"] = "wanted"
-    is_finished: bool = False
-    has_begun: bool = False
-    num_computed_tokens: int = 0
-
-
-def _group_blocks(ids: Sequence[Sequence[int]], firsts: Iterable[int]) -> tuple[GroupBlocks, ...]:
-    return tuple(GroupBlocks.of(*each) for each in zip(ids, firsts, strict=True))
-
-
-def _missing(kept: Retention, num_computed: int, stop: int, num_encoder_tokens: int) -> range:
-    """What a group lacks before token `stop`; of the encoder's input all."""
-    is_encoder = isinstance(kept, KeepsEncoder)
-    return kept.missing(*((0, num_encoder_tokens) if is_encoder else (num_computed, stop)))
-
-
 class Scheduler:
     """Decides which finished requests are held for a consumer, and how many tokens of a new one come from a producer.
 
-    `workers` is what every worker's `handshake` gave. `retentions[group]` says what that cache group keeps of a
-    sequence (None: all groups keep every token): only what the next token needs is loaded. An engine that holds
-    requests has a directory service on `control.host:port` until `close`.
+    An engine that holds requests has a directory service on `control.host:port` until `close`. As a context manager it
+    closes itself. All methods are for one thread.
+
+    Args:
+        config: The engine's settings, the same as its workers have.
+        workers: What `Worker.handshake` returned, of every rank, in any order.
+        retentions: What each cache group keeps of a sequence: only what the next token needs is loaded. By default all
+            groups keep every token.
 
     Raises:
         GeometryError: the workers do not make up one engine, there are not as many retentions as groups, a group of
             states has blocks of several tokens, or ranks share the tokens of a group that keeps only some.
-        ConfigError: the address or the keys cannot be used.
+        ConfigError: `config` is no `Config`, the workers have another engine id or role, or the address or the keys
+            cannot be used.
     """
 
     def __init__(
@@ -83,19 +68,35 @@ class Scheduler:
         *,
         retentions: Sequence[Retention] | None = None,
     ) -> None:
-        self._config = config
+        self._config = checked_config(config)
+        check_workers(config, workers)
         self._engine = engine_geometry(workers, config.verify)
         self._retentions = checked_retentions(self._engine, retentions)
+        self._offers = OfferCheck(self._engine, self._retentions, workers)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []
         self._held: dict[str, str] = {}
         self._streams = Streams(self._engine, self._retentions)
-        self._requests: dict[str, _Remote] = {}
+        self._requests: dict[str, RemoteRequest] = {}
+        self._is_closed = False
         self._service: DirectoryService | None = None
         if config.role != "consumer":
             directory = directory_of(self._engine, workers, stream=config.stream)
             control = open_control(config, config.control.port)
             self._service = DirectoryService(control, directory).start()
+            weakref.finalize(self, self._service.abandon).atexit = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Scheduler {self._config.engine_id} {self._config.role}: {len(self._held)} held,"
+            f" {len(self._requests)} remote, {len(self._orders)} orders{', closed' * self._is_closed}>"
+        )
+
+    def __enter__(self) -> Scheduler:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # -- an engine that holds requests --
 
@@ -109,48 +110,53 @@ class Scheduler:
         first_blocks: Sequence[int] | None = None,
         lease_duration_s: float = 0.0,
     ) -> dict[str, Any]:
-        """Hold a finished request's blocks for a consumer: the `kv_transfer_params` for it. The blocks must be kept
-        until `finished_sending` names the request.
+        """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request.
 
-        `blocks[group]` hold the first `num_tokens` tokens, from block `first_blocks[group]` of the sequence on, or the
-        `num_encoder_tokens` of the encoder's input, where the group keeps these. A `lease_duration_s` above zero takes
-        the place of the configured one until a consumer reads or renews.
+        Args:
+            request_id: The engine's name for the request.
+            blocks: Block ids by cache group. They hold what the group keeps of the first `num_tokens` tokens.
+            num_tokens: Tokens of the sequence whose cache is complete.
+            first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
+            num_encoder_tokens: Tokens of the encoder's input, where a group keeps these.
+            lease_duration_s: Above zero, the lease's duration until a consumer reads or renews, instead of
+                `lease.duration_s`.
+
+        Returns:
+            The `kv_transfer_params` for the consumer's request.
 
         Raises:
-            LocalError: this engine is a consumer, or the request is held already.
-            BlockIdError: block ids that no pool has.
+            LocalError: this engine is a consumer or closed, or the request is offered already.
+            BlockIdError: another number of cache groups, ids outside the pool, an id twice in a group, or too few
+                blocks for `num_tokens`.
         """
         if self._service is None:
             raise LocalError("a consumer holds no requests", request=request_id)
+        if self._is_closed:
+            raise LocalError("the scheduler is closed: nobody can find this engine any more")
         if request_id in self._held:
-            raise LocalError("a request finished twice", request=request_id)
-        firsts = list(first_blocks) if first_blocks is not None else [0] * len(blocks)
-        stream = self._streams.close(request_id)
+            raise LocalError(
+                "the request is offered already: its blocks are held until finished_sending names it",
+                request=request_id,
+            )
+        ids, firsts = block_lists(request_id, blocks, first_blocks, self._engine.num_groups)
+        stream = self._streams.of(request_id)
+        held = stream.blocks(ids, firsts)
+        self._offers.check(request_id, held, num_tokens, num_encoder_tokens)
+        self._streams.close(request_id)
         hold = HoldRequest(
             request_id=request_id,
             transfer_id=stream.transfer_id,
             secret=stream.secret,
-            blocks=stream.blocks(blocks, firsts),
+            blocks=held,
             # a consumer may read so far into the blocks of each group
             num_tokens=max(num_tokens, num_encoder_tokens),
             lease_duration_s=lease_duration_s,
         )
-        address = urlsplit(self._service.address)
-        params = TransferParams(
-            remote_engine_id=self._config.engine_id,
-            remote_request_id=stream.transfer_id,
-            remote_block_ids=[group.block_ids.tolist() for group in hold.blocks],
-            remote_host=str(address.hostname),
-            remote_port=int(address.port or 0),
-            remote_num_tokens=num_tokens,
-            transfer_secret=stream.secret,
-            tp_size=self._engine.tp_size,
-            pp_size=self._engine.pp_size,
-            remote_first_blocks=firsts if any(firsts) else [],
-            remote_public_key=self._service.server_key,
-        )
         self._held[request_id] = stream.transfer_id
         self._orders.append(hold)
+        params = TransferParams.of(
+            hold, num_tokens, self._engine, self._service.address, self._service.server_key
+        )
         return params.to_mapping()
 
     def grow(
@@ -204,6 +210,12 @@ class Scheduler:
         """
         if kv_transfer_params is None:
             return
+        if not isinstance(kv_transfer_params, Mapping):
+            raise RemoteProtocolError(
+                "kv_transfer_params must be a mapping",
+                request=request_id,
+                got=type(kv_transfer_params).__name__,
+            )
         asked = StreamRequest.from_mapping(kv_transfer_params)
         if asked is not None and self._config.stream and self._service is not None:
             in_use = (*self._held, *self._held.values())
@@ -222,7 +234,7 @@ class Scheduler:
                 theirs=len(params.remote_block_ids),
                 ours=self._engine.num_groups,
             )
-        self._requests[request_id] = _Remote(params)
+        self._requests[request_id] = RemoteRequest(params, self._retentions)
         self._orders.append(
             WantRequest(
                 request_id=request_id,
@@ -246,7 +258,7 @@ class Scheduler:
         if remote is None or remote.stage != "wanted":
             return 0, False
         remote.num_computed_tokens = num_computed_tokens
-        stop = self._resume_at(remote.params, num_prompt_tokens - 1)
+        stop = remote.resume_at(num_prompt_tokens - 1)
         external = max(0, stop - num_computed_tokens)
         return external, external > 0
 
@@ -256,19 +268,6 @@ class Scheduler:
         """
         remote = self._requests.get(request_id)
         return remote is not None and remote.params.is_followed and not remote.has_begun
-
-    def _resume_at(self, params: TransferParams, limit: int) -> int:
-        """The position, up to `limit`, in front of which the producer has all that is needed; 0 if there is none."""
-        available = min(params.remote_num_tokens, limit)
-        states = {
-            params.first_block(group) + len(ids)
-            for group, ids in enumerate(params.remote_block_ids)
-            if isinstance(self._retentions[group], KeepsState)
-        }
-        if not states or params.is_followed:  # its states will be those in front of the last token
-            return available
-        position = states.pop()
-        return position if not states and position <= available else 0
 
     def load(
         self,
@@ -300,37 +299,23 @@ class Scheduler:
             self._orders.append(DropRequest(request_id))
             remote.stage = "over"
             return
-        firsts = [0] * len(blocks) if first_blocks is None else first_blocks
-        computed = computed_tokens
-        if computed is None:
-            computed = [remote.num_computed_tokens] * len(blocks)
-        given = {"blocks": blocks, "first_blocks": firsts, "computed_tokens": computed}
-        counts = {name: len(each) for name, each in given.items()}
-        if set(counts.values()) != {len(self._retentions)}:
+        num_groups = self._engine.num_groups
+        ids, firsts = block_lists(request_id, blocks, first_blocks, num_groups)
+        default = [remote.num_computed_tokens] * num_groups
+        computed = default if computed_tokens is None else computed_tokens
+        if len(computed) != num_groups:
             raise BlockIdError(
-                "a load names blocks, a first block and computed tokens of each cache group",
+                "a load names computed tokens of each cache group",
                 request=request_id,
-                groups=len(self._retentions),
-                **counts,
+                groups=num_groups,
+                computed_tokens=len(computed),
             )
         stop = remote.num_computed_tokens + num_tokens
         ranges = [
-            _missing(kept, count, stop, num_encoder_tokens)
+            tokens_to_load(kept, count, stop, num_encoder_tokens)
             for kept, count in zip(self._retentions, computed, strict=True)
         ]
-        # a state is the token in front of those that are loaded
-        starts = [
-            stop - 1 if isinstance(retention, KeepsState) else first
-            for retention, first in zip(self._retentions, firsts, strict=True)
-        ]
-        self._orders.append(
-            LoadRequest(
-                request_id,
-                token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
-                local_blocks=_group_blocks(blocks, starts),
-                remote_blocks=remote.params.blocks(),
-            )
-        )
+        self._orders.append(remote.load_order(request_id, ids, firsts, ranges, stop))
         remote.stage = "loading"
 
     def is_loading(self, request_id: str) -> bool:
@@ -394,6 +379,7 @@ class Scheduler:
                 del self._requests[request_id]
 
     def close(self) -> None:
-        """Stop the directory service. Idempotent."""
+        """Stop the directory service: no new consumer finds this engine, and nothing more is offered. Idempotent."""
+        self._is_closed = True
         if self._service is not None:
             self._service.close()

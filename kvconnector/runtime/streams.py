@@ -109,9 +109,13 @@ class Streams:
         stream.is_void = True
         return [WithdrawRequest(request_id)]
 
-    def close(self, request_id: str) -> Stream:
-        """The request is computed, or over: what was known of it, or a name and a secret for its transfer."""
-        return self._streams.pop(request_id, None) or Stream(request_id, new_secret())
+    def of(self, request_id: str) -> Stream:
+        """Return what is known of a request, or a name and a secret for its transfer."""
+        return self._streams.get(request_id) or Stream(request_id, new_secret())
+
+    def close(self, request_id: str) -> None:
+        """Forget a request that is computed, or over."""
+        self._streams.pop(request_id, None)
 
     def _order(
         self, request_id: str, stream: Stream, blocks: Sequence[Sequence[int]]

@@ -145,9 +145,7 @@ def memory_in_use():
 
 def blocks_that_no_pool_has():
     with engine("p", "producer") as p:
-        p.offer("r", [100, 101], 8)
-        rp.until(lambda: "r" in p.sent, p)
-        return str(p.unsent["r"])
+        return calling(p.offer, "r", [100, 101], 8)()
 
 
 def a_cancelled_receive():

@@ -1,18 +1,17 @@
-from contextlib import closing
-
 import pytest
 from msgspec import structs
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import (
     BlockIdError,
+    ConfigError,
     GeometryError,
     LocalError,
     RemoteProtocolError,
     UnknownRequestError,
 )
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsEncoder, KeepsState, KeepsWindow
-from kvconnector.runtime import Scheduler, TransferParams, WorkerMetadata
+from kvconnector.runtime import Scheduler, TransferParams
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
@@ -21,7 +20,14 @@ from kvconnector.session.orders import (
     WantRequest,
     WithdrawRequest,
 )
-from tests.support.fakes import FakeEngine, FakeGroup, FakeModel, FakePart, attention_model
+from tests.support.fakes import (
+    FakeEngine,
+    FakeGroup,
+    FakeModel,
+    FakePart,
+    attention_model,
+    metadata_of,
+)
 
 CONFIG = ConnectorConfig.from_mapping(
     {"engine_id": "d", "role": "consumer", "control": {"insecure": True}}
@@ -35,28 +41,12 @@ PARAMS = TransferParams(
     remote_num_tokens=8,
     transfer_secret="5" * 32,
 ).to_mapping()
+DEADLINE_S = 30.0
 STREAMED = {"do_remote_decode": True, "transfer_id": "t", "transfer_secret": "5" * 32}
 
 
-def _metadata(shape=None):
-    geometry = (shape or FakeEngine("d", attention_model())).geometry()
-    return [
-        WorkerMetadata(
-            engine_id="d",
-            pp_rank=rank.pp_rank,
-            tp_rank=rank.tp_rank,
-            geometry=rank,
-            model=geometry.model,
-            control_address="tcp://127.0.0.1:1",
-            public_key="",
-            incarnation="one",
-        )
-        for rank in geometry.ranks
-    ]
-
-
 def consumer_scheduler(shape=None, retentions=None):
-    return Scheduler(CONFIG, _metadata(shape), retentions=retentions)
+    return Scheduler(CONFIG, metadata_of(shape), retentions=retentions)
 
 
 @pytest.fixture
@@ -66,7 +56,7 @@ def scheduler():
 
 @pytest.fixture
 def producer():
-    scheduler = Scheduler(structs.replace(CONFIG, role="producer"), _metadata())
+    scheduler = Scheduler(structs.replace(CONFIG, role="producer"), metadata_of(role="producer"))
     yield scheduler
     scheduler.close()
 
@@ -160,16 +150,23 @@ def test_retentions_fit_the_groups():
         ([KeepsState()], "a state is one token"),
     ):
         with pytest.raises(GeometryError, match=text):
-            Scheduler(CONFIG, _metadata(), retentions=retentions)
+            Scheduler(CONFIG, metadata_of(), retentions=retentions)
+
+
+def test_settings_and_parameters_of_the_wrong_kind_are_named(scheduler):
+    with pytest.raises(ConfigError, match=r"Config.from_mapping makes one .*got='dict'"):
+        Scheduler({"engine_id": "d"}, metadata_of())
+    with pytest.raises(RemoteProtocolError, match=r"must be a mapping .*got='str'"):
+        scheduler.on_new_request("w", "parameters")
 
 
 def test_ranks_share_the_tokens_of_full_attention_alone():
     shape = FakeEngine("d", attention_model(), tp_size=2, dcp_size=2)
     for retention in (KeepsWindow(4), KeepsChunk(4)):
         with pytest.raises(GeometryError, match="keep all of them, and of no others") as refused:
-            Scheduler(CONFIG, _metadata(shape), retentions=[retention])
+            Scheduler(CONFIG, metadata_of(shape), retentions=[retention])
         assert refused.value.context["retention"] == retention
-    assert _start(Scheduler(CONFIG, _metadata(shape), retentions=[KeepsAll()])) == 7
+    assert _start(Scheduler(CONFIG, metadata_of(shape), retentions=[KeepsAll()])) == 7
 
 
 def test_each_role_refuses_the_other_s_requests(scheduler, producer):
@@ -195,7 +192,7 @@ def test_whoever_follows_a_prompt_that_is_given_up_is_told(producer, ending):
 
 def test_with_stream_off_a_prompt_is_offered_when_it_is_done():
     config = structs.replace(CONFIG, role="producer", stream=False)
-    with closing(Scheduler(config, _metadata())) as producer:
+    with Scheduler(config, metadata_of(role="producer")) as producer:
         producer.on_new_request("r", STREAMED)
         producer.grow("r", blocks=[[3]], num_tokens=4)
         assert producer.build_step().orders == ()
@@ -212,6 +209,15 @@ def test_a_name_of_a_transfer_is_used_once_at_a_time(producer):
     producer.on_new_request("s", STREAMED)
 
 
+def test_a_scheduler_that_is_collected_stops_its_directory_service():
+    scheduler = Scheduler(structs.replace(CONFIG, role="producer"), metadata_of(role="producer"))
+    thread = scheduler._service._thread
+    with pytest.warns(ResourceWarning, match="was not closed"):
+        del scheduler
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+
+
 # full attention, a window of 10 tokens, chunks of 16 tokens, a state
 RETENTIONS = (KeepsAll(), KeepsWindow(10), KeepsChunk(16), KeepsState())
 STATE_GROUP = 3
@@ -219,7 +225,7 @@ NUM_PROMPT = 41
 STOP = NUM_PROMPT - 1
 
 
-def _hybrid(retentions=RETENTIONS, role="consumer"):
+def hybrid(retentions=RETENTIONS, role="consumer"):
     """A scheduler of an engine with one cache group of one layer per retention."""
     model = FakeModel(
         len(retentions),
@@ -228,7 +234,7 @@ def _hybrid(retentions=RETENTIONS, role="consumer"):
     sizes = tuple(1 if isinstance(each, KeepsState) else 4 for each in retentions)
     shape = FakeEngine("d", model, block_sizes=sizes, num_blocks=(64,) * len(retentions))
     config = structs.replace(CONFIG, role=role)
-    return Scheduler(config, _metadata(shape), retentions=retentions)
+    return Scheduler(config, metadata_of(shape, role), retentions=retentions)
 
 
 def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
@@ -266,11 +272,11 @@ def _load(scheduler, engine_computed, computed_tokens=None, **offer):
 def test_groups_that_found_a_different_number_of_tokens_load_what_each_lacks(
     computed_tokens, ranges
 ):
-    assert _load(_hybrid(), 8, computed_tokens).token_ranges == ranges
+    assert _load(hybrid(), 8, computed_tokens).token_ranges == ranges
 
 
 def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
-    load = _load(_hybrid(), 0)
+    load = _load(hybrid(), 0)
     assert [blocks.first_block for blocks in load.local_blocks] == [0, 7, 8, 39]
     assert [blocks.first_block for blocks in load.remote_blocks] == [0, 7, 0, 39]
     assert load.local_blocks[STATE_GROUP].block_ids.tolist() == [38]
@@ -282,27 +288,27 @@ def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
     [(40, 0, 40), (24, 8, 24), (41, 0, None), (24, 24, None)],
 )
 def test_a_request_goes_on_where_the_producer_s_state_is(state_position, engine_computed, stop):
-    load = _load(_hybrid(), engine_computed, state_position=state_position)
+    load = _load(hybrid(), engine_computed, state_position=state_position)
     assert (load and load.token_ranges[0]) == (stop and (engine_computed, stop))
 
 
 def test_the_encoder_s_input_is_loaded_as_a_whole_and_offered_beside_fewer_tokens():
     retentions = (KeepsAll(), KeepsEncoder())
-    scheduler = _hybrid(retentions)
+    scheduler = hybrid(retentions)
     blocks = [[3, 4], [5, 6, 7, 8, 9]]
     scheduler.on_new_request("w", {**PARAMS, "remote_block_ids": blocks, "remote_num_tokens": 7})
     assert scheduler.matched_tokens("w", 7, 0) == (6, True)
     scheduler.load("w", blocks=blocks, num_tokens=6, num_encoder_tokens=18)
     (load,) = _orders(scheduler.build_step(), LoadRequest)
     assert load.token_ranges == ((0, 6), (0, 18))
-    with closing(_hybrid(retentions, role="producer")) as producer:
+    with hybrid(retentions, role="producer") as producer:
         offer = producer.offer("r", blocks=blocks, num_tokens=7, num_encoder_tokens=18)
         (hold,) = _orders(producer.build_step(), HoldRequest)
     assert (offer["remote_num_tokens"], hold.num_tokens) == (7, 18)
 
 
 def test_states_of_different_positions_are_not_loaded():
-    scheduler = _hybrid((KeepsState(), KeepsState()))
+    scheduler = hybrid((KeepsState(), KeepsState()))
     offer = {**PARAMS, "remote_block_ids": [[1], [1]], "remote_first_blocks": [5, 6]}
     scheduler.on_new_request("w", offer)
     assert scheduler.matched_tokens("w", 8, 0) == (0, False)
@@ -312,7 +318,7 @@ def test_states_of_different_positions_are_not_loaded():
     "change", [{"first_blocks": [0]}, {"computed_tokens": [0] * 5}, {"blocks": [[1]]}]
 )
 def test_every_group_is_named_once(change):
-    scheduler = _hybrid()
+    scheduler = hybrid()
     scheduler.on_new_request("w", _offer())
     given = {"blocks": [[1]] * 4, "first_blocks": [0] * 4, "computed_tokens": [0] * 4, **change}
     with pytest.raises(BlockIdError, match="of each cache group"):

@@ -1,0 +1,88 @@
+"""What an engine may offer: blocks that its pools have and that hold the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvconnector.errors import BlockIdError, require_at_least
+from kvconnector.layout import GroupBlocks
+from kvconnector.planning import KeepsState, Retention
+from kvconnector.runtime.engine import WorkerMetadata
+from kvconnector.runtime.remote_request import tokens_to_load
+from kvconnector.topology import EngineGeometry
+
+
+def block_lists(
+    request_id: str,
+    blocks: Sequence[Sequence[int]],
+    first_blocks: Sequence[int] | None,
+    num_groups: int,
+) -> tuple[list[list[int]], list[int]]:
+    """Return the ids and the first block of each cache group; by default each begins at block 0.
+
+    Raises:
+        BlockIdError: not one list and one first block per cache group.
+    """
+    try:
+        ids = [list(group) for group in blocks]
+        firsts = [0] * len(ids) if first_blocks is None else list(first_blocks)
+    except TypeError as error:
+        raise BlockIdError(
+            "blocks are a list of block ids for each cache group",
+            request=request_id,
+            blocks=blocks,
+            first_blocks=first_blocks,
+        ) from error
+    if {len(ids), len(firsts)} != {num_groups}:
+        raise BlockIdError(
+            "a request names blocks and a first block of each cache group",
+            request=request_id,
+            groups=num_groups,
+            blocks=len(ids),
+            first_blocks=len(firsts),
+        )
+    return ids, firsts
+
+
+class OfferCheck:
+    """The pools of one engine and what its cache groups keep, against which offers are checked."""
+
+    def __init__(
+        self,
+        engine: EngineGeometry,
+        retentions: Sequence[Retention],
+        workers: Sequence[WorkerMetadata],
+    ) -> None:
+        # ranks may have pools of different sizes, and an id stands for a block in each
+        num_blocks = [min(found) for found in zip(*(w.num_blocks for w in workers), strict=True)]
+        sizes = [group.virtual_block_tokens for group in engine.ranks[0].groups]
+        self._groups = list(zip(sizes, retentions, num_blocks, strict=True))
+
+    def check(
+        self,
+        request_id: str,
+        blocks: Sequence[GroupBlocks],
+        num_tokens: int,
+        num_encoder_tokens: int,
+    ) -> None:
+        """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens."""
+        require_at_least(
+            0, BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens
+        )
+        what = f"the blocks of request {request_id}"
+        for index, (group, (size, retention, limit)) in enumerate(
+            zip(blocks, self._groups, strict=True)
+        ):
+            if group.num_blocks and (highest := int(group.block_ids.max())) >= limit:
+                raise BlockIdError(
+                    f"{what} are outside the pool", group=index, highest=highest, num_blocks=limit
+                )
+            tokens = tokens_to_load(retention, 0, num_tokens, num_encoder_tokens)
+            if isinstance(retention, KeepsState) and 0 <= group.first_block < num_tokens:
+                # of an earlier position: the consumer goes on there
+                tokens = range(group.first_block, group.first_block + 1)
+            needed = group.covering(tokens, size, what=what)
+            if np.unique(needed.block_ids).size < needed.num_blocks:
+                raise BlockIdError(f"{what} name one twice", group=index)

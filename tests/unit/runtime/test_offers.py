@@ -1,0 +1,108 @@
+"""What an engine offers, and of which workers it may be made."""
+
+from contextlib import nullcontext
+
+import pytest
+from msgspec import structs
+
+from kvconnector.errors import BlockIdError, ConfigError, GeometryError, LocalError
+from kvconnector.runtime import Scheduler
+from tests.support.fakes import FakeEngine, attention_model, metadata_of
+from tests.unit.runtime.test_scheduler import CONFIG, hybrid
+
+PRODUCER = structs.replace(CONFIG, role="producer")
+
+
+@pytest.fixture
+def producer():
+    with Scheduler(PRODUCER, metadata_of(role="producer")) as scheduler:
+        yield scheduler
+
+
+@pytest.mark.parametrize(
+    "change", [{"engine_id": "other"}, {"role": "producer"}, {"role": "both"}], ids=str
+)
+def test_workers_of_another_engine_or_role_are_refused(change):
+    shape = FakeEngine("d", attention_model(), tp_size=2)
+    first, second = metadata_of(shape)
+    with pytest.raises(ConfigError, match="another engine, or has another role") as refused:
+        Scheduler(CONFIG, [first, structs.replace(second, **change)])
+    assert refused.value.context["rank"] == "pp0tp1"
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_an_engine_without_one_of_its_ranks_is_refused(missing):
+    workers = metadata_of(FakeEngine("d", attention_model(), tp_size=2, pp_size=2))
+    del workers[missing]
+    with pytest.raises(GeometryError, match=r"every \(pp_rank, tp_rank\)|a rank is missing"):
+        Scheduler(CONFIG, workers)
+
+
+def test_a_last_rank_that_is_missing_is_noticed_by_its_heads():
+    workers = metadata_of(FakeEngine("d", attention_model(), tp_size=2))
+    with pytest.raises(GeometryError, match="a rank is missing") as refused:
+        Scheduler(CONFIG, workers[:1])
+    assert refused.value.context["heads"] == [1]
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"blocks": [[1, 32]]}, "outside the pool .*highest=32, num_blocks=32"),
+        ({"blocks": [[1, -1]]}, "block ids"),
+        ({"blocks": [[1, "2"]]}, "block ids"),
+        ({"blocks": [[1]]}, "do not hold these tokens"),
+        ({"first_blocks": [1]}, "do not hold these tokens"),
+        ({"blocks": [[1, 1]]}, "name one twice"),
+        ({"blocks": [[1, 2], [3, 4]]}, "of each cache group"),
+        ({"first_blocks": [0, 0]}, "of each cache group"),
+        ({"blocks": [1]}, "a list of block ids for each cache group"),
+        ({"num_tokens": -1}, "num_tokens must be an integer"),
+    ],
+)
+def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, change, text):
+    offer = {"blocks": [[1, 2]], "num_tokens": 8}
+    with pytest.raises(BlockIdError, match=text):
+        producer.offer("r", **{**offer, **change})
+    assert not producer.held
+    assert producer.build_step().orders == ()
+    producer.offer("r", **offer)
+    assert producer.held == {"r"}
+
+
+def test_a_request_is_offered_once_and_not_after_close(producer):
+    producer.offer("r", blocks=[[1]], num_tokens=3)
+    with pytest.raises(LocalError, match="offered already"):
+        producer.offer("r", blocks=[[1]], num_tokens=3)
+    producer.close()
+    with pytest.raises(LocalError, match="is closed"):
+        producer.offer("s", blocks=[[2]], num_tokens=3)
+
+
+def test_the_smallest_pool_of_a_rank_bounds_what_is_offered():
+    first, second = metadata_of(FakeEngine("d", attention_model(), tp_size=2), "producer")
+    second = structs.replace(second, num_blocks=(4,))
+    with Scheduler(PRODUCER, [first, second]) as producer:
+        with pytest.raises(BlockIdError, match="outside the pool"):
+            producer.offer("r", blocks=[[4]], num_tokens=3)
+        producer.offer("r", blocks=[[3]], num_tokens=3)
+
+
+@pytest.mark.parametrize(
+    "blocks, first_blocks, is_enough",
+    [
+        # 40 tokens in blocks of 4: the window sees tokens 31 to 39, the chunk tokens 32 to 39
+        ([range(10), [7, 8, 9], [8, 9], [5]], [0, 7, 8, 39], True),
+        ([range(10), [0, 0, 7, 8, 9], [8, 9], [5]], [0, 5, 8, 39], True),
+        ([range(10), [8, 9], [8, 9], [5]], [0, 8, 8, 39], False),
+        ([range(10), [7, 8, 9], [9], [5]], [0, 7, 9, 39], False),
+        # a state of an earlier position, and one of a later
+        ([range(10), [7, 8, 9], [8, 9], [5]], [0, 7, 8, 20], True),
+        ([range(10), [7, 8, 9], [8, 9], [5]], [0, 7, 8, 40], False),
+    ],
+)
+def test_groups_that_keep_only_some_tokens_offer_these(blocks, first_blocks, is_enough):
+    with hybrid(role="producer") as producer:
+        refused = nullcontext() if is_enough else pytest.raises(BlockIdError, match="do not hold")
+        with refused:
+            producer.offer("r", blocks=blocks, first_blocks=first_blocks, num_tokens=40)
