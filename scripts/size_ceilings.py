@@ -64,7 +64,7 @@ ROOMS: dict[str, Size] = {
     "tests/integration": Size(1380),
     "tests/kernels": Size(1700),
     "tests/property": Size(2120),
-    "tests/support": Size(2490),
+    "tests/support": Size(2510),
     "tests/transport": Size(910),
     "tests/unit": Size(1480),
     "tests/unit/bench": Size(730),

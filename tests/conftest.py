@@ -28,6 +28,7 @@ pytest.register_assert_rewrite("tests.support")
 _untimed = settings(
     deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, database=None
 )
+# Properties that need another number take it from tests/support/examples.py, which scales it by these.
 settings.register_profile("ci", _untimed, max_examples=50, derandomize=True)
 settings.register_profile("explore", _untimed, max_examples=50)
 settings.register_profile("thorough", _untimed, max_examples=1000)

@@ -4,7 +4,6 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -19,6 +18,7 @@ from tests.property.deployments import (
     longest_wait_s,
     settings_of_an_engine,
 )
+from tests.support.examples import examples
 from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, dense_of
 from tests.support.inproc_control import ControlFaults
 from tests.support.loopback import LoopbackFaults
@@ -369,5 +369,5 @@ class Deployment(RuleBasedStateMachine):
                 assert worker.driver.refusals.counts["LocalProtocolError"] == 0
 
 
-Deployment.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+Deployment.TestCase.settings = examples(60, stateful_step_count=40)
 TestDeployment = Deployment.TestCase

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector_kernels.relayout import cpu, relayout_cpu, relayout_triton
@@ -17,6 +17,7 @@ from tests.kernels.relayout.pools import (
     check_copy_equals_naive,
     windows,
 )
+from tests.support.examples import examples
 
 triton_kernel = pytest.param(
     relayout_triton,
@@ -53,7 +54,7 @@ def test_a_first_tile_that_begins_before_the_copy(copy, device, orders, starts):
 
 
 @implementations
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     data=st.data(),
     kind=st.sampled_from(["relayout", "tiled", "alike", "pack", "unpack", "repack"]),

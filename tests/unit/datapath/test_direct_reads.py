@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
@@ -17,6 +17,7 @@ from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
+from tests.support.examples import examples
 from tests.support.fakes import FakeClock
 from tests.unit.datapath.caches import BLOCKS, unlike_sides
 from tests.unit.datapath.direct_pair import (
@@ -65,7 +66,7 @@ def check_read(pair, source, destination):
     np.testing.assert_array_equal(pair.d.dense(destination, TOKENS), pair.p.dense(source, TOKENS))
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(data=st.data())
 def test_any_geometry_arrives_byte_for_byte(data):
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())

@@ -8,13 +8,14 @@ from operator import and_, or_
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.endpoints import new_tags
 from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError
 from kvconnector.wire.messages import MAX_CHUNKS
+from tests.support.examples import examples
 from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
 from tests.unit.datapath.pump_pair import QUARANTINE_S, Pair, Side, both_programs, slots_are_free
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.ucx
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(data=st.data())
 def test_any_geometry_arrives_byte_for_byte(data):
     p_shape, d_shape, tokens, window = data.draw(unlike_sides())

@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import ConfigError
@@ -19,6 +19,7 @@ from minillm.messages import NewRequest, SequenceInput, TableChanges
 from minillm.paged_cache import PagedCache, Slots
 from minillm.partition import owned_query_heads, rank_share
 from minillm.rank_tables import create_rank_tables
+from tests.support.examples import examples
 from tests.support.local_engines import generate, prompt_of, token_ids
 from tests.unit.minillm.seed_cases import model_of
 
@@ -35,7 +36,7 @@ def dense_attention(q_HTD, k_HLD, v_HLD, start, scale):
     return out
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     layout=st.sampled_from(["HND", "NHD", "HDN"]),
     block_size=st.sampled_from([1, 3, 16, 64]),

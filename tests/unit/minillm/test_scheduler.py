@@ -3,12 +3,13 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
 from minillm.request import Request, RequestState, RequestUpdate
 from minillm.transfer import TransferEvents
+from tests.support.examples import examples
 from tests.unit.minillm.engine_fakes import (
     OFFERED,
     REMOTE,
@@ -97,7 +98,7 @@ def random_events(rng, ranks, transfer, requests):
     return TransferEvents(frozenset(sent), frozenset(done), failed)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(
     num_blocks=st.integers(10, 15),
     host=st.sampled_from([0, 4, 12]),
