@@ -55,7 +55,7 @@ ROOMS: dict[str, Size] = {
     "examples/monitoring": Size(100),
     "examples/minillm": Size(5545),
     "examples/vllm_1p1d": Size(530),
-    "scripts": Size(620),
+    "scripts": Size(720),
     "tests": Size(90),
     "tests/control": Size(410),
     "tests/docs": Size(420),

@@ -21,7 +21,6 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 SPAN = re.compile(r"(?<!`)`(kvconnector [^`]+)`(?!`)")
-INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 
 # between the arguments of a recorded command, and behind each command
 UNIT, RECORD = "\x1f", "\x1e"
@@ -62,18 +61,18 @@ def _of_page(page):
     for found in FENCE.finditer(source):
         indent = found["indent"]
         text = "".join(line.removeprefix(indent) for line in found["text"].splitlines(True))
-        text = INCLUDE.sub(lambda include: (ROOT / include[1]).read_text(encoding="utf-8"), text)
         line = source.count("\n", 0, found.start("indent")) + 1
         yield Block(page, line, found["language"], text, found["mark"] or "")
 
 
 def spans():
     """Commands within sentences: page and command."""
-    return [
+    found = (
         (page, " ".join(command.split()))
         for page in PAGES
         for command in SPAN.findall(FENCE.sub("", (ROOT / page).read_text(encoding="utf-8")))
-    ]
+    )
+    return list(dict.fromkeys(found))
 
 
 def recorded(block, folder):
