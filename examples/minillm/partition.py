@@ -99,7 +99,9 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
             tp_size=parallel.tp_size,
             dcp_size=parallel.dcp_size,
         ),
-        state_heads=split_evenly(model.num_heads, tp_rank, parallel.tp_size),
+        state_heads=TpKVTopology.heads_of(
+            model.num_heads, tp_rank=tp_rank, tp_size=parallel.tp_size
+        ),
         mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
         vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),
         cache_dim=model.cache_dim,

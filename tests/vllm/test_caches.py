@@ -49,7 +49,26 @@ def raw(tensor):
     return dense.view(torch.uint8).numpy().reshape(*dense.shape, -1)
 
 
-def vllm_config(backend, isa="", tp_size=1, total_kv_heads=HEADS, names=NAMES):
+def model_of(kv_heads, num_layers=LAYERS, **overrides):
+    """A model's configuration; `overrides[number]` are the KV heads of layers that differ."""
+    heads = [overrides.get(f"layer_{n}", kv_heads) for n in range(num_layers)]
+    return SimpleNamespace(
+        get_total_num_kv_heads=lambda: kv_heads,
+        get_total_num_hidden_layers=lambda: num_layers,
+        model_arch_config=[SimpleNamespace(total_num_kv_heads=number) for number in heads],
+    )
+
+
+def vllm_config(
+    backend,
+    *,
+    isa="",
+    tp_size=1,
+    total_kv_heads=HEADS,
+    names=NAMES,
+    draft_kv_heads=None,
+    **overrides,
+):
     layer = SimpleNamespace(
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), isa=isa
     )
@@ -57,7 +76,9 @@ def vllm_config(backend, isa="", tp_size=1, total_kv_heads=HEADS, names=NAMES):
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         parallel_config=SimpleNamespace(tensor_parallel_size=tp_size),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: total_kv_heads),
+        model_config=model_of(total_kv_heads, **overrides),
+        speculative_config=draft_kv_heads
+        and SimpleNamespace(draft_model_config=model_of(draft_kv_heads, num_layers=1)),
     )
 
 
@@ -204,6 +225,55 @@ def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected
     assert (part.total_heads, part.head_start, part.head_stop) == expected
 
 
+DRAFTS = [
+    "model.layers.3.self_attn.attn",  # numbered after the target's layers
+    "draft_model.layers.0.self_attn.attn",
+    "mtp.layers.0.self_attn.attn",
+    "model.mtp_layers.0.self_attn.attn",
+]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize(
+    "tp_size, target, drafting",
+    [(8, 4, 8), (8, 8, 4), (4, 8, 2), (2, 2, 8), (2, 8, 1), (1, 4, 8)],
+)
+def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, target, drafting):
+    for name, total in ((NAMES[0], target), (draft, drafting)):
+        held = max(1, total // tp_size)
+        shares = []
+        for rank in range(tp_size):
+            config, caches = one_group(
+                attention(num_kv_heads=held), KVCacheLayout.LBHNC, names=[name]
+            )
+            engine = {"tp_size": tp_size, "total_kv_heads": target, "draft_kv_heads": drafting}
+            (group,) = register_groups(
+                vllm_config("FLASH_ATTN", names=[name], **engine), config, caches, placed(rank)
+            )
+            part = group.cache.geometry.parts[0]
+            assert part.total_heads == total
+            shares.append((part.head_start, part.head_stop))
+        # as vLLM loads the weights: rank r has the run of heads number r // replicas
+        replicas = max(1, tp_size // total)
+        assert shares == [
+            (rank // replicas * held, (rank // replicas + 1) * held) for rank in range(tp_size)
+        ]
+
+
+def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
+    """Where vLLM's configuration has a number of its own for the layer, also a single head can be told."""
+    config, caches = one_group(attention(num_kv_heads=1), KVCacheLayout.LBHNC, names=[NAMES[1]])
+    engine = {"tp_size": 4, "total_kv_heads": 8, "names": [NAMES[1]]}
+    with pytest.raises(GeometryError, match="cannot tell which KV heads") as refused:
+        register_groups(vllm_config("FLASH_ATTN", **engine), config, caches, placed(3))
+    assert refused.value.context["layer"] == NAMES[1]
+    (group,) = register_groups(
+        vllm_config("FLASH_ATTN", **engine, layer_1=2), config, caches, placed(3)
+    )
+    part = group.cache.geometry.parts[0]
+    assert (part.total_heads, part.head_start, part.head_stop) == (2, 1, 2)
+
+
 @pytest.mark.parametrize(
     "spec,backend,expected",
     [  # a latent is one head on every rank, and quantised content is moved with its scales
@@ -281,6 +351,8 @@ def test_of_chunked_attention_a_chunk_is_kept():
         ("language_model.model.layers.12.mixer", 12),
         ("model.layers.3.self_attn.1.attn", 4096 + 3),
         ("draft_model.layers.3.self_attn.attn", 8 * 4096 + 3),
+        ("mtp.layers.0.self_attn.attn", 8 * 4096),
+        ("model.mtp_layers.0.self_attn.attn", 8 * 4096),
     ],
 )
 def test_layers_are_numbered_by_name(name, number):
@@ -312,7 +384,7 @@ def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
         nbytes = CHANNELS[kind] * WIDTH * 2
         page[:, 0, 0, :nbytes] = stored.reshape(BLOCKS, -1).view(torch.int8)
         page[:, 0, 0, nbytes : spec.state_content_size_bytes] = 3
-        cut = Cut(0, 1, 1)
+        cut = Cut(0, 1)
         pieces = state_pieces(spec, cut, is_dim_first=is_dim_first)
         parts = state_parts(LayerCache("l", spec, page), cut, pieces)
         found[is_dim_first] = {g.name: (g, read(view).copy()) for g, view in parts}
@@ -334,5 +406,5 @@ def test_other_states_need_equal_engines():
         dtypes=spec.dtypes,
         mamba_type=MambaAttentionBackendEnum.LINEAR,
     )
-    names = [state_pieces(other, Cut(0, tp, 1), is_dim_first=True)[0].name for tp in (1, 2)]
+    names = [state_pieces(other, Cut(0, tp), is_dim_first=True)[0].name for tp in (1, 2)]
     assert len(set(names)) == 2

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 LAYERS_PER_NAMESPACE = 4096
 DRAFT_NAMESPACE = 8
+DRAFT_NAME = re.compile(r"(?:^|[._])(?:draft|mtp)(?:[._]|$)")
+"""In the names of a draft model's layers: `draft_model.layers.0`, `mtp.layers.0`, `model.mtp_layers.0`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,28 @@ def layer_number(name: str) -> int:
     Raises:
         GeometryError: no number in the name, or one that is too large.
     """
-    numbers = [int(found) for found in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)]
+    numbers = _numbers(name)
     if not numbers or numbers[0] >= LAYERS_PER_NAMESPACE or sum(numbers[1:]) >= DRAFT_NAMESPACE:
         raise GeometryError("cannot number this layer", layer=name)
-    namespace = sum(numbers[1:]) + (DRAFT_NAMESPACE if "draft" in name else 0)
+    namespace = sum(numbers[1:]) + (DRAFT_NAMESPACE if DRAFT_NAME.search(name) else 0)
     return namespace * LAYERS_PER_NAMESPACE + numbers[0]
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(found) for found in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)]
+
+
+def total_kv_heads(vllm_config: VllmConfig, name: str) -> int:
+    """The KV heads of one layer on all ranks together, by its vLLM name: of its own model's, and of its own where a
+    model's layers differ. A draft model's layers are named so, or numbered after the target's.
+    """
+    target, speculative = vllm_config.model_config, vllm_config.speculative_config
+    number = next(iter(_numbers(name)), 0)
+    is_draft = DRAFT_NAME.search(name) or number >= target.get_total_num_hidden_layers()
+    if not is_draft:
+        return int(target.model_arch_config[number].total_num_kv_heads)
+    draft = speculative.draft_model_config if speculative is not None else None
+    return int((draft or target).get_total_num_kv_heads())
 
 
 def register_groups(
@@ -81,11 +100,7 @@ def register_groups(
     Raises:
         GeometryError: a layout that is not understood, or a tensor that is missing.
     """
-    cut = Cut(
-        tp_rank=placement.tp_rank,
-        tp_size=vllm_config.parallel_config.tensor_parallel_size,
-        total_kv_heads=vllm_config.model_config.get_total_num_kv_heads(),
-    )
+    cut = Cut(placement.tp_rank, vllm_config.parallel_config.tensor_parallel_size)
     registered = []
     for vllm_group in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[vllm_group]
@@ -143,6 +158,7 @@ def _layer_cache(
         name=name,
         spec=spec,
         tensor=kv_caches[name],
+        total_kv_heads=total_kv_heads(vllm_config, name),
         backend=backend,
         isa=getattr(layer, "isa", ""),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),

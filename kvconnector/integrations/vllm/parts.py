@@ -45,11 +45,14 @@ CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer as vLLM registers it. `backend` is its attention backend's name, `isa` that of the CPU backend."""
+    """One layer as vLLM registers it. `backend` is its attention backend's name, `isa` that of the CPU backend.
+    `total_kv_heads` are those of its own model: a draft model may have another number than its target.
+    """
 
     name: str
     spec: Any
     tensor: torch.Tensor
+    total_kv_heads: int = 1
     backend: str = ""
     isa: str = ""
     kv_cache_dtype: str = "auto"
@@ -57,26 +60,28 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the engine cuts a layer over its tensor-parallel ranks."""
+    """How the engine cuts its layers over its tensor-parallel ranks."""
 
     tp_rank: int
     tp_size: int
-    total_kv_heads: int
 
-    def heads(self, held: int, what: str) -> tuple[int, range]:
-        """`(total heads, this rank's)` of a layer with `held` heads here. Raises GeometryError: they fit no cut."""
-        total = self.total_kv_heads
+    def heads(self, layer: LayerCache) -> tuple[int, range]:
+        """`(total heads, this rank's)` of an attention layer. Raises GeometryError: its tensor has another number of
+        heads than this rank's share, and a single one, which may be its own or a replica.
+        """
+        total, held = layer.total_kv_heads, layer.tensor.shape[1]
         mine = TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         if len(mine) == held:
             return total, mine
-        if held > 1 or self.tp_size == 1:  # a layer with its own number of heads, evenly cut
-            start = held * self.tp_rank
-            return held * self.tp_size, range(start, start + held)
+        if held > 1 or self.tp_size == 1:  # vLLM replicates single heads only: these are cut evenly
+            total = held * self.tp_size
+            return total, TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         raise GeometryError(
-            "cannot tell which KV heads this rank holds",
-            layer=what,
+            "cannot tell which KV heads this rank holds: the layer has another number of them than its model",
+            layer=layer.name,
             held=held,
             total_kv_heads=total,
+            tp_size=self.tp_size,
         )
 
 
@@ -90,7 +95,7 @@ def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
     tensor = cache.tensor
     if _is_latent(spec):
         return [_part("latent", view_of(tensor), 1, range(1))]
-    total, heads = cut.heads(tensor.shape[1], cache.name)
+    total, heads = cut.heads(cache)
     if cache.backend == CPU_ATTENTION:
         return _cpu_parts(cache, total, heads)
     if cache.backend not in PACKED_CONTENT:
@@ -216,8 +221,9 @@ def _state_part(piece: StatePiece, cut: Cut, tensor: torch.Tensor) -> Part:
         piece.item_size_bytes,
     )
     ranks, rank = (1, 0) if piece.is_replicated else (cut.tp_size, cut.tp_rank)
-    heads = range(piece.units * rank, piece.units * (rank + 1))
-    return _part(piece.name, view, piece.units * ranks, heads)
+    total = piece.units * ranks
+    heads = TpKVTopology.heads_of(total, tp_rank=rank, tp_size=ranks)
+    return _part(piece.name, view, total, heads)
 
 
 def state_pieces(spec: MambaSpec, cut: Cut, *, is_dim_first: bool) -> list[StatePiece]:
