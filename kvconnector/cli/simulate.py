@@ -70,12 +70,23 @@ def simulate(
         seed=seed,
         rows=[],
     )
-    arrivals = _read_trace(trace) if trace is not None else None
+    traced = _read_trace(trace) if trace is not None else None
+    runs = []
     for size in sizes:
         rng = random.Random(seed)
         count = size - size // 2
-        come = arrivals or _poisson(rng, rate * count, seconds, tokens, spread)
-        report.rows.append(_run(report, size, rng, come))
+        arrivals = traced or _poisson(rng, rate * count, seconds, tokens, spread)
+        if not arrivals:
+            raise ConfigError(
+                "no request arrives in this time: give more --seconds, a higher --rate or another --seed",
+                engines=size,
+                seconds=seconds,
+                rate=rate,
+                seed=seed,
+            )
+        runs.append((size, rng, arrivals))
+    for size, rng, arrivals in runs:
+        report.rows.append(_run(report, size, rng, arrivals))
         if not json:
             typer.echo(f"{size} engines: {report.rows[-1].requests} requests", err=True)
     for path in filter(None, (svg, png)):

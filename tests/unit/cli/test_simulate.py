@@ -41,6 +41,7 @@ def test_the_table_and_the_picture(capsys, tmp_path):
         (("--engines", "1"), "two engines"),
         (("--trace", "/no/such/file"), "trace"),
         (("--decode", "tp=0"), "tp"),
+        (("--engines", "4,2", "--seconds", "0.01"), "no request arrives"),
     ],
 )
 def test_what_cannot_be_is_said(capsys, arguments, words):
