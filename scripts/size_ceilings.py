@@ -75,7 +75,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/minillm": Size(1390),
     "tests/unit/runtime": Size(1430),
     "tests/unit/session": Size(980),
-    "tests/vllm": Size(5100),
+    "tests/vllm": Size(5130),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {

@@ -71,21 +71,15 @@ def simulate(
         rows=[],
     )
     traced = _read_trace(trace) if trace is not None else None
-    runs = []
-    for size in sizes:
-        rng = random.Random(seed)
-        count = size - size // 2
-        arrivals = traced or _poisson(rng, rate * count, seconds, tokens, spread)
-        if not arrivals:
-            raise ConfigError(
-                "no request arrives in this time: give more --seconds, a higher --rate or another --seed",
-                engines=size,
-                seconds=seconds,
-                rate=rate,
-                seed=seed,
-            )
-        runs.append((size, rng, arrivals))
-    for size, rng, arrivals in runs:
+    rngs = [random.Random(seed) for _ in sizes]
+    runs = [
+        traced or _poisson(rng, rate * (size - size // 2), seconds, tokens, spread)
+        for rng, size in zip(rngs, sizes, strict=True)
+    ]
+    if not all(runs):
+        text = "no request arrives in this time: give more --seconds, a higher --rate or another --seed"
+        raise ConfigError(text, engines=engines, seconds=seconds, rate=rate, seed=seed)
+    for size, rng, arrivals in zip(sizes, rngs, runs, strict=True):
         report.rows.append(_run(report, size, rng, arrivals))
         if not json:
             typer.echo(f"{size} engines: {report.rows[-1].requests} requests", err=True)

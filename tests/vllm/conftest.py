@@ -19,7 +19,7 @@ def world(model):
     """Makes engines with one connector role; by default a decode engine with one full-attention group."""
     from kvconnector.integrations.vllm.caches import group_info
     from tests.vllm import scheduler_world as w
-    from tests.vllm.test_caches import attention
+    from tests.vllm.cache_world import attention
 
     stack = ExitStack()
 
@@ -27,7 +27,9 @@ def world(model):
         specs = specs or [attention()]
         infos = tuple(group_info(spec, n, 1) for n, spec in enumerate(specs))
         config = w.vllm_config(model, role, **options)
-        shakes = {(0, 0): w.handshake(infos, role=role)}
+        # an engine that also hands its blocks back both reads and is read
+        of_workers = "kv_both" if options.get("bidirectional_kv_xfer") else role
+        shakes = {(0, 0): w.handshake(infos, role=of_workers)}
         made = w.World(config, w.cache_config(specs), shakes, is_async=is_async)
         return stack.enter_context(closing(made))
 

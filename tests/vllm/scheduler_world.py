@@ -20,8 +20,8 @@ from kvconnector.integrations.vllm.messages import Handshake, HandshakeMetadata
 from kvconnector.runtime import WorkerMetadata
 from kvconnector.session import orders
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
-from tests.vllm.test_caches import DIM, HEADS
-from tests.vllm.test_caches import SIZE as BLOCK_SIZE
+from tests.vllm.cache_world import DIM, HEADS
+from tests.vllm.cache_world import SIZE as BLOCK_SIZE
 
 NUM_BLOCKS = 64
 LAYERS = 4

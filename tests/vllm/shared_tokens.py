@@ -30,8 +30,8 @@ from kvconnector.cache.slot_mapping import PAD_SLOT_ID
 from kvconnector.integrations.vllm.connector import KVConnector
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.topology import TpKVTopology
+from tests.vllm.cache_world import one_group
 from tests.vllm.scheduler_world import World, vllm_config
-from tests.vllm.test_caches import one_group
 
 NUM_BLOCKS, DIM, LAYERS = 40, 8, 2
 NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]

@@ -12,9 +12,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.placement import Placement
+from tests.vllm.cache_world import SIZE, attention, placed, registered
 from tests.vllm.harness.model import make_model
 from tests.vllm.shared_tokens import Shape, check_read, engines, until
-from tests.vllm.test_caches import SIZE, attention, placed, registered
 
 pytestmark = pytest.mark.vllm
 SHARED = placed(0, world_size=2, rank=0, interleave_tokens=2 * SIZE)

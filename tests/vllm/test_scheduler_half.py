@@ -8,7 +8,7 @@ from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo, WorkerReport
 from kvconnector.runtime import TransferParams
 from tests.vllm import scheduler_world as w
-from tests.vllm.test_caches import attention
+from tests.vllm.cache_world import attention
 
 pytestmark = pytest.mark.vllm
 

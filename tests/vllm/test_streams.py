@@ -7,8 +7,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.integrations.vllm.messages import WorkerReport
 from tests.vllm import scheduler_world as w
+from tests.vllm.cache_world import attention
 from tests.vllm.shared_tokens import Shape, SharedEngine, engines, prefilled, until
-from tests.vllm.test_caches import attention
 
 pytestmark = pytest.mark.vllm
 

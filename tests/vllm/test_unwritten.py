@@ -15,7 +15,7 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
 from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry, PartGeometry
-from tests.vllm.test_caches import BLOCKS, DIM, NAMES, SIZE, attention, placed, registered
+from tests.vllm.cache_world import BLOCKS, DIM, NAMES, SIZE, attention, placed, registered
 from tests.vllm.test_worker_half import TakingWorker, worker_half
 
 pytestmark = pytest.mark.vllm

@@ -28,7 +28,7 @@ from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats, orders
-from tests.vllm import test_caches as c
+from tests.vllm import cache_world as c
 
 pytestmark = pytest.mark.vllm
 
