@@ -61,6 +61,10 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The lease ends this long after it was granted or last renewed by a heartbeat."""
     early_read_s: Positive = 5.0
     """How long a read may wait for its lease: the router can be faster than the producer's next engine step."""
+    early_follow_s: Positive = 120.0
+    """How long a consumer may follow a prompt that this engine has not been asked for: a router asks both at once, and
+    one has more in its queue. Then it is refused.
+    """
 
 
 class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,6 +80,10 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """A consumer disconnects from a producer engine after this long without a request; the next one greets it again."""
     transfer_timeout_s: Positive = 60.0
     """A read that made no progress for this long fails."""
+    progress_timeout_s: Positive = 600.0
+    """A prompt that is read while it is computed fails after this long without a new token, its time in the producer's
+    queue included.
+    """
     backoff_initial_s: Positive = 1.0
     """First pause before a lost peer is tried again; doubles up to `backoff_max_s`."""
     backoff_max_s: Positive = 60.0

@@ -124,7 +124,10 @@ class PeerLostError(RemoteError):
 class TransferTimeoutError(RemoteError):
     """A transfer did not complete before its deadline."""
 
-    remedy = "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long nothing may happen"
+    remedy = (
+        "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long a read may bring nothing,"
+        " peer.progress_timeout_s how long a prompt may not go on"
+    )
 
 
 class ReadRefusedError(RemoteError):

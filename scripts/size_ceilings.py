@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 
 ROOMS: dict[str, Size] = {
-    "kvconnector": Size(620, target=560),
+    "kvconnector": Size(640, target=560),
     "kvconnector/bench": Size(3730),
     "kvconnector/cache": Size(2740, target=3280),
     "kvconnector/cli": Size(1800),
@@ -42,10 +42,10 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(550, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(3720, target=2800),
-    "kvconnector/session": Size(3330, target=2900),
+    "kvconnector/session": Size(3740, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2360, target=1930),
-    "kvconnector/wire": Size(520, target=500),
+    "kvconnector/wire": Size(560, target=500),
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
     "kernels/kvconnector_kernels/pump": Size(1690),
@@ -74,13 +74,13 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1390),
     "tests/unit/runtime": Size(1430),
-    "tests/unit/session": Size(980),
+    "tests/unit/session": Size(1250),
     "tests/vllm": Size(5130),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
-    ("kvconnector",): Size(30200, target=27400),
+    ("kvconnector",): Size(30400, target=27400),
     ("kernels",): Size(4050, target=3650),
     ("tests",): Size(25600, target=24800),
 }

@@ -101,6 +101,7 @@ def hello_reply(
         max_chunk_bytes=config.chunk_bytes(pools.device),
         export=_export_that_fits(config, datapath),
         timeout_ms=m.milliseconds(config.peer.timeout_s),
+        lease_ms=m.milliseconds(config.lease.duration_s),
     )
 
 

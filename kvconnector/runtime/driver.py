@@ -343,7 +343,7 @@ def _is_cuda(export: PoolExport | None) -> bool:
     return export is not None and export.device == "cuda"
 
 
-_ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.TellBegun})
+_ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})
 """What tells the engine something of a request."""
 _PRODUCER_ORDERS = frozenset({HoldRequest, WithdrawRequest})
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})

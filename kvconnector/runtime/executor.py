@@ -115,7 +115,7 @@ class Executor:
             cmd.PublishLease: lambda c: datapath.publish_lease(c.key, *c.watermark),
             cmd.RetractLease: lambda c: datapath.retract_lease(c.key),
             cmd.ReleaseBlocks: self._release,
-            cmd.TellBegun: lambda c: self._outbox.begun(c.request_id),
+            cmd.NotifyPrefillStarted: lambda c: self._outbox.begun(c.request_id),
             cmd.FinishLoad: self._finish_load,
         }
 

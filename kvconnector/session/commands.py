@@ -186,7 +186,7 @@ class ReleaseBlocks(Command, msgspec.Struct, frozen=True):
     trace: HoldTrace
 
 
-class TellBegun(Command, msgspec.Struct, frozen=True):
+class NotifyPrefillStarted(Command, msgspec.Struct, frozen=True):
     """The producer computes a request that is followed, or never will: the engine may ask for its load."""
 
     request_id: str

@@ -7,7 +7,7 @@ in blocks that belong to somebody else by then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from kvconnector.config import PeerConfig
@@ -17,16 +17,17 @@ from kvconnector.errors import (
     PeerLostError,
     RemoteProtocolError,
     TransferAbortedError,
-    TransferTimeoutError,
     UnknownRequestError,
 )
-from kvconnector.ids import EngineAddress, Rank
+from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import NEVER, Command
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
-from kvconnector.session.load import Load, LoadState
+from kvconnector.session.load import Load, LoadState, ending_of
+from kvconnector.session.loads import Backlog, Loads
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
@@ -52,14 +53,17 @@ class ConsumerSession:
         stream: bool = True,
     ) -> None:
         self._timeout_s = peer.transfer_timeout_s
+        self._progress_timeout_s = peer.progress_timeout_s
         self._chunk_bytes = chunk_bytes
         self._stream = stream
         self._rank = rank
-        self._loads: dict[str, Load] = {}
+        self._loads = Loads()
+        self._agenda: Agenda[Load] = Agenda()
+        self._backlog = Backlog()
         self._progress_at = 0.0
         self._reads = OpenReads(drain_timeout_s=self._timeout_s)
         topology = TpKVTopology(geometry, rank)
-        self._engines = RemoteEngines(topology, peer, self._wants, self._reads.any_at, orders)
+        self._engines = RemoteEngines(topology, peer, self._loads, self._reads.has_any, orders)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes loads and engines.
@@ -88,12 +92,9 @@ class ConsumerSession:
         return commands
 
     def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest."""
-        soonest = self._engines.next_deadline()
-        for load in self._loads.values():
-            soonest = min(soonest, load.deadline)
-        for read in self._reads.values():
-            soonest = min(soonest, read.deadline)
+        """When to send the next `Tick`, at the latest. May be early where a deadline has moved away since the last."""
+        agendas = self._backlog, self._engines, self._agenda, self._reads.agenda
+        soonest = min(agenda.next_deadline() for agenda in agendas)
         return None if soonest == NEVER else soonest
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
@@ -104,33 +105,27 @@ class ConsumerSession:
             for each in load.trace.in_flight(load.request_id, str(self._rank), now)
         )
 
-    def _wants(self, engine: EngineAddress) -> Iterator[m.TransferKey]:
-        return (load.key for load in self._loads.values() if load.engine == engine)
+    def _give_until(self, load: Load, deadline: float) -> None:
+        """Give a load up at `deadline`, unless something happens before."""
+        load.deadline = deadline
+        self._agenda.plan(load, deadline)
 
     def _wanted(self, event: WantRequest, now: float) -> list[Command]:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
-        load = self._loads[event.request_id] = Load(event, now)
-        if not load.is_followed:
-            return []
-        load.deadline = now + self._timeout_s
-        return self._follow(load)
-
-    def _follow(self, load: Load) -> list[Command]:
-        """Ask all workers of the load's engine how far they are, if they are connected."""
-        engine = self._engines.ready(load.engine) if load.is_followed else None
-        follow = m.Follow(transfer_id=load.key.transfer_id, secret=load.key.secret)
-        workers = engine.workers.values() if engine is not None else ()
-        return [cmd.SendMessage(worker.link, follow) for worker in workers]
+        load = Load(event, now)
+        self._loads.add(load)
+        if load.is_followed:
+            self._give_until(load, now + self._progress_timeout_s)
+        return []
 
     def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
         engine = self._engines.ready_at(event.link)
         if engine is None:
             return []
         commands: list[Command] = []
-        for load in list(self._loads.values()):
-            is_meant = load.engine == engine.name and load.is_followed and load.error is None
-            if is_meant and load.key.transfer_id == event.message.transfer_id:
+        for load in self._loads.of_transfer(engine.name, event.message.transfer_id):
+            if load.is_followed:
                 load.accept(event, now)
                 commands += self._take_progress(load, engine, event, now)
         return commands
@@ -140,22 +135,24 @@ class ConsumerSession:
     ) -> list[Command]:
         assert engine.plan is not None  # it is READY
         try:
-            is_news = load.hear(event.link, event.message, engine.plan.num_groups)
+            is_new = load.record_progress(event.link, event.message, engine.plan.num_groups)
         except KVConnectorError as error:
             return self._fail(load, error, now)
-        if load.state is LoadState.FOLLOWING and is_news:
+        if not is_new:
+            return []
+        if load.state is LoadState.FOLLOWING:
             return self._advance(load, engine, now)
         if load.asked is not None:
-            return []  # the prompt stands, which does not bring chunks that were lost
-        load.deadline = now + self._timeout_s
-        is_due = load.is_due(event.link, is_streamed=self._stream)
-        return self._tell_begun(load) if is_due else []
+            return []  # progress of the prompt does not bring chunks that were lost
+        self._give_until(load, now + self._progress_timeout_s)
+        should_notify = load.should_notify(event.link, is_streamed=self._stream)
+        return self._notify_prefill_started(load) if should_notify else []
 
-    def _tell_begun(self, load: Load) -> list[Command]:
+    def _notify_prefill_started(self, load: Load) -> list[Command]:
         """Let the engine ask for the load, once."""
-        is_news = load.asked is None and not load.has_begun
+        is_first = load.asked is None and not load.has_begun
         load.has_begun = True
-        return [cmd.TellBegun(load.request_id)] if is_news else []
+        return [cmd.NotifyPrefillStarted(load.request_id)] if is_first else []
 
     def _load_asked(self, event: LoadRequest, now: float) -> list[Command]:
         load = self._loads.get(event.request_id)
@@ -167,10 +164,11 @@ class ConsumerSession:
         load.left = tuple([range(*tokens) for tokens in event.token_ranges])
         error = event.error or load.error
         if error is not None:
-            return self._close(load, _ending(error), error, now)
+            return self._close(load, ending_of(error), error, now)
         engine = self._engines.ready(load.engine)
+        self._loads.depend(load, is_connecting=engine is None)
         if engine is None:
-            load.deadline = now + self._engines.patience_s(load.engine)
+            self._give_until(load, now + self._engines.patience_s(load.engine))
             load.move(LoadState.CONNECTING)
             return []
         return self._advance(load, engine, now)
@@ -186,12 +184,16 @@ class ConsumerSession:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
             return self._close(load, LoadState.FAILED, error, now)
-        load.deadline = now + self._timeout_s
         if not reads:
             if load.is_complete(links):
                 return self._close(load, LoadState.DONE, None, now)
+            # where one rank has computed all of the prompt, the others are about to report that
+            is_ending = any(each.is_complete for each in load.progress.values())
+            patience_s = self._timeout_s if is_ending else self._progress_timeout_s
+            self._give_until(load, now + patience_s)
             load.move(LoadState.FOLLOWING)
             return []
+        self._give_until(load, now + self._timeout_s)
         load.move(LoadState.READING)
         return [
             self._reads.open(load, engine.workers[source.plan.source], source, now)
@@ -200,29 +202,29 @@ class ConsumerSession:
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
         read = self._reads[event.read_id]
-        if read.is_stopped:
-            return [cmd.DrainReceive(event.read_id, 0)]  # the peer will never hear of this read
+        if read.is_stopped or read.is_peer_over:  # the peer will never know of this read
+            return [cmd.DrainReceive(event.read_id, None if read.is_peer_over else 0)]
         load = self._loads[read.request_id]
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
-        load.deadline = now + self._timeout_s
+        self._give_until(load, now + self._timeout_s)
         return [cmd.SendMessage(read.link, read_message(read, event))]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
         load = self._loads.get(self._reads[event.read_id].request_id)
         if load is not None and load.state is LoadState.READING:
             load.trace.advanced(event)
-            load.deadline = now + self._timeout_s
+            self._give_until(load, now + self._timeout_s)
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
-        read = self._reads[event.read_id]
         commands: list[Command] = []
-        if not read.is_stopped and not self._engines.vouches(read.link, now):
+        read = self._reads[event.read_id]
+        if not read.is_stopped and not self._engines.is_within_timeout(read.link, now):
             # this worker was paused for so long that the producer may have given it up and reused its slots
             lost = PeerLostError("this worker was silent too long")
             commands += self._tell_engines(ev.LinkLost(read.link, lost), now)
-        load = self._loads[self._reads.pop(event.read_id).request_id]
+        load = self._loads[self._reads.close(event.read_id).request_id]
         load.accept(event, now)
         load.trace.finished(event, read.link)
         del load.reads[event.read_id]
@@ -243,14 +245,14 @@ class ConsumerSession:
         return commands + self._after_read(load, now)
 
     def _receive_drained(self, event: ev.ReceiveDrained, now: float) -> list[Command]:
-        del self._reads[event.read_id]
+        self._reads.close(event.read_id)
         return []
 
     def _after_read(self, load: Load, now: float) -> list[Command]:
         if load.reads:
             return []
         if load.error is not None:
-            return self._close(load, _ending(load.error), load.error, now)
+            return self._close(load, ending_of(load.error), load.error, now)
         if not load.is_followed:
             return self._close(load, LoadState.DONE, None, now)
         engine = self._engines.ready(load.engine)
@@ -258,7 +260,7 @@ class ConsumerSession:
         return self._advance(load, engine, now)
 
     def _waits_for_slots(self, load: Load) -> bool:
-        """Whether other reads have all slots: that is no failure as long as any of them makes progress."""
+        """Returns True if other reads have all slots: that is no failure as long as any of them makes progress."""
         is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
         return load.state is LoadState.READING and not is_asking
 
@@ -279,29 +281,33 @@ class ConsumerSession:
         return commands
 
     def _engine_ready(self, event: ev.EngineReady, now: float) -> list[Command]:
-        engine = self._engines.ready(event.engine)
-        commands: list[Command] = []
-        for load in list(self._loads.values()):
-            if load.engine != event.engine:
-                continue
-            commands += self._follow(load)
-            if load.state is LoadState.CONNECTING:
-                load.accept(event, now)
-                assert engine is not None  # it has just told us that it is
-                commands += self._advance(load, engine, now)
-        return commands
+        """Begin what waits for the engine."""
+        self._backlog.add(event, self._loads.take_connecting(event.engine))
+        return self._work_off(now)
 
     def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
         """Fail what depends on the engine, and nothing else."""
         commands: list[Command] = []
-        for read in list(self._reads.values()):
-            if read.engine == event.engine and read.is_asked:
+        for read in self._reads.of_engine(event.engine):
+            if read.is_asked:
                 commands += self._reads.peer_over(read, None, now)
-        for load in list(self._loads.values()):
-            is_queued = load.state is LoadState.WANTED and not load.is_followed
-            if load.engine == event.engine and load.error is None and not is_queued:
+            read.is_peer_over = True
+        self._backlog.add(event, self._loads.take_depending(event.engine))
+        return commands + self._work_off(now)
+
+    def _work_off(self, now: float) -> list[Command]:
+        """Begin or fail some of the loads whose engine is ready, or lost: there may be thousands of them."""
+        commands: list[Command] = []
+        for event, load in self._backlog.take():
+            if self._loads.get(load.request_id) is not load or load.error is not None:
+                continue  # it has ended in the meantime
+            engine = self._engines.ready(load.engine)
+            if isinstance(event, ev.EngineLost):
                 load.accept(event, now)
                 commands += self._fail(load, event.error, now)
+            elif engine is not None and load.state is LoadState.CONNECTING:
+                load.accept(event, now)
+                commands += self._advance(load, engine, now)
         return commands
 
     def _withdrawn(self, event: DropRequest, now: float) -> list[Command]:
@@ -317,37 +323,39 @@ class ConsumerSession:
         return self._close(load, LoadState.ABORTED, error, now)
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
-        commands: list[Command] = []
-        for read in list(self._reads.values()):
+        commands = self._work_off(now)
+        for read_id in self._reads.agenda.due(now):
+            read = self._reads[read_id]
             if read.deadline <= now:
                 why = "a producer rank did not end a read that was cancelled"
                 commands += self._tell_engines(ev.LinkLost(read.link, PeerLostError(why)), now)
                 commands += self._reads.peer_over(read, None, now)
-        for load in list(self._loads.values()):
-            is_waiting = load.deadline <= now and self._waits_for_slots(load)
-            if is_waiting:
-                load.deadline = self._progress_at + self._timeout_s
-            if load.deadline > now:
-                continue
-            load.accept(event, now)
-            lacks = "got no slots" if is_waiting else "made no progress"
-            error = TransferTimeoutError(
-                f"the load {lacks} before its deadline",
-                request=load.request_id,
-                engine=load.engine.engine_id,
-                state=load.state.value,
-                waiting_for=[str(rank) for rank in load.reads.values()],
-            )
-            commands += self._fail(load, error, now)
+            else:
+                self._reads.agenda.plan(read_id, read.deadline)
+        for load in self._agenda.due(now):
+            commands += self._load_due(load, event, now)
         return commands
+
+    def _load_due(self, load: Load, event: ev.Tick, now: float) -> list[Command]:
+        """Give a load up whose deadline has passed."""
+        is_waiting = load.deadline <= now and self._waits_for_slots(load)
+        if is_waiting:
+            load.deadline = self._progress_at + self._timeout_s
+        if load.deadline > now:
+            self._give_until(load, load.deadline)
+            return []
+        load.accept(event, now)
+        return self._fail(load, load.timeout_error(waits_for_slots=is_waiting), now)
 
     def _fail(self, load: Load, error: KVConnectorError, now: float) -> list[Command]:
         """Stop every read that is left; the load ends once none writes its blocks, and it was asked for."""
         error.context.setdefault("engine", load.engine.engine_id)
         load.error = error
         load.deadline = NEVER
+        self._agenda.forget(load)
+        self._loads.give_up(load)
         if load.asked is None:
-            return self._tell_begun(load)
+            return self._notify_prefill_started(load)
         commands = [
             command
             for read_id in load.reads
@@ -355,7 +363,7 @@ class ConsumerSession:
             for command in self._reads.stop(self._reads[read_id], now)
         ]
         if not load.reads:
-            return commands + self._close(load, _ending(error), error, now)
+            return commands + self._close(load, ending_of(error), error, now)
         load.move(LoadState.DRAINING)
         return commands
 
@@ -364,7 +372,8 @@ class ConsumerSession:
     ) -> list[Command]:
         """End the load: tell the engine, if it had given us blocks, and then the producer's ranks, who can wait."""
         load.move(state)
-        del self._loads[load.request_id]
+        self._agenda.forget(load)
+        self._loads.close(load)
         kind = m.Done if state is LoadState.DONE else m.Abort
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
         commands: list[Command] = []
@@ -389,7 +398,3 @@ class ConsumerSession:
         ev.EngineLost: _engine_lost,
         ev.Tick: _tick,
     }
-
-
-def _ending(error: KVConnectorError) -> LoadState:
-    return LoadState.ABORTED if isinstance(error, TransferAbortedError) else LoadState.FAILED

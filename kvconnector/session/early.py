@@ -2,60 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from itertools import count
+from typing import TypeAlias, TypeVar
 
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, LinkId
+from kvconnector.session.agenda import Agenda
+from kvconnector.session.commands import LinkId
 from kvconnector.wire import messages as m
 
-MAX_EARLY_EVENTS = 1024
+MAX_EARLY_BYTES = 64 << 20
+EVENT_BYTES = 512
+"""What an event takes, besides a read's chunks and blocks: so there is room for 131,072 prompts that are followed."""
 
 EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
+KeyT = TypeVar("KeyT", LinkId, str)
 
 
 class EarlyEvents:
-    """Events of peers, in their order, each until its deadline: at most `MAX_EARLY_EVENTS`."""
+    """Events of peers, in their order, each until its deadline: at most `MAX_EARLY_BYTES`. A link follows a transfer
+    once, however often it says so.
+    """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[EarlyEvent, float]] = []
+        self._kept: dict[int, EarlyEvent] = {}
+        self._by_transfer: dict[str, dict[int, None]] = {}
+        self._by_link: dict[LinkId, dict[int, None]] = {}
+        self._singular: dict[object, int] = {}
+        self._agenda: Agenda[int] = Agenda()
+        self._numbers = count()
+        self._nbytes = 0
+
+    def __repr__(self) -> str:
+        return f"<{len(self._kept)} early events of {len(self._by_transfer)} transfers>"
 
     def keep(self, event: EarlyEvent, until: float) -> bool:
-        """Whether there was room."""
-        has_room = len(self._kept) < MAX_EARLY_EVENTS
-        if has_room:
-            self._kept.append((event, until))
-        return has_room
+        """Keep an event. Returns False if there is no room."""
+        name = _singular(event)
+        if name in self._singular:
+            return True
+        nbytes = _nbytes(event)
+        if self._nbytes + nbytes > MAX_EARLY_BYTES:
+            return False
+        number = next(self._numbers)
+        self._nbytes += nbytes
+        self._kept[number] = event
+        self._by_transfer.setdefault(event.message.transfer_id, {})[number] = None
+        self._by_link.setdefault(event.link, {})[number] = None
+        if name is not None:
+            self._singular[name] = number
+        self._agenda.plan(number, until)
+        return True
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
         """Those of a transfer whose lease is here."""
-        return self._remove(lambda event, _: event.message.transfer_id == transfer_id)
+        return [self._remove(number) for number in [*self._by_transfer.get(transfer_id, ())]]
 
     def cancel_read(self, link: LinkId, read_id: int) -> bool:
-        """Whether the read was among them."""
-        return bool(
-            self._remove(
-                lambda event, _: (
-                    event.link == link
-                    and isinstance(event.message, m.Read)
-                    and event.message.read_id == read_id
-                )
-            )
-        )
+        """Forget a read. Returns False if it was not among them."""
+        number = self._singular.get((link, read_id))
+        if number is not None:
+            self._remove(number)
+        return number is not None
 
     def drop_link(self, link: LinkId) -> None:
         """The peer is gone."""
-        self._remove(lambda event, _: event.link == link)
+        for number in [*self._by_link.get(link, ())]:
+            self._remove(number)
 
     def take_late(self, now: float) -> list[EarlyEvent]:
-        """Those whose time is over."""
-        return self._remove(lambda _, until: until <= now)
+        """Some of those whose time is over."""
+        return [self._remove(number) for number in self._agenda.due(now)]
 
     def next_deadline(self) -> float:
         """When the first one's time is over."""
-        return min((until for _, until in self._kept), default=NEVER)
+        return self._agenda.next_deadline()
 
-    def _remove(self, is_meant: Callable[[EarlyEvent, float], bool]) -> list[EarlyEvent]:
-        removed = [event for event, until in self._kept if is_meant(event, until)]
-        self._kept = [kept for kept in self._kept if not is_meant(*kept)]
-        return removed
+    def _remove(self, number: int) -> EarlyEvent:
+        event = self._kept.pop(number)
+        self._nbytes -= _nbytes(event)
+        self._agenda.forget(number)
+        name = _singular(event)
+        if name is not None:
+            del self._singular[name]
+        _discard(self._by_transfer, event.message.transfer_id, number)
+        _discard(self._by_link, event.link, number)
+        return event
+
+
+def _singular(event: EarlyEvent) -> object:
+    """The name of an event that a link has once: of a read its number, of what it follows the transfer."""
+    message = event.message
+    if isinstance(message, m.Read):
+        return event.link, message.read_id
+    return (event.link, message) if isinstance(message, m.Follow) else None
+
+
+def _nbytes(event: EarlyEvent) -> int:
+    message = event.message
+    if not isinstance(message, m.Read):
+        return EVENT_BYTES
+    blocks_bytes = sum(len(blocks.wire_ids) for blocks in message.blocks)
+    return EVENT_BYTES * (1 + len(message.segments)) + len(message.chunks) + blocks_bytes
+
+
+def _discard(index: dict[KeyT, dict[int, None]], key: KeyT, number: int) -> None:
+    numbers = index[key]
+    del numbers[number]
+    if not numbers:
+        del index[key]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from heapq import heappop, heappush
+from collections.abc import Callable, Mapping
 from itertools import count
+from math import ceil
 from typing import Any, TypeAlias
 
 from kvconnector.config import PeerConfig
@@ -18,7 +18,9 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_peer
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.loads import Loads
 from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import (
     EngineState,
@@ -35,10 +37,11 @@ from kvconnector.wire import messages as m
 FIRST_GREETING_FACTOR = 3
 """An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
 
+QUICK_GREETING_S = 1.0
+"""Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are over by then."""
+
 Answer: TypeAlias = Command | ev.EngineReady | ev.EngineLost
 """What is commanded, or what the loads' machine is to know."""
-Wants: TypeAlias = Callable[[EngineAddress], Iterable[m.TransferKey]]
-
 
 ENGINE_EVENTS = frozenset(
     {
@@ -58,28 +61,27 @@ ENGINE_EVENTS = frozenset(
 class RemoteEngines:
     """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine.
 
-    `wants(engine)` lists the transfers that heartbeats should keep alive there; `is_read(engine)` says whether a read
-    of it is left. One without either is disconnected after `PeerConfig.idle_timeout_s`.
+    Heartbeats name `loads` in turn, and keep their leases alive; `is_read(engine)` returns True if a read of it is
+    left. An engine without either is disconnected after `PeerConfig.idle_timeout_s`.
     """
 
     def __init__(
         self,
         topology: TpKVTopology,
         settings: PeerConfig,
-        wants: Wants,
+        loads: Loads,
         is_read: Callable[[EngineAddress], bool],
         orders: Mapping[tuple[int, int], str],
     ) -> None:
         self._topology = topology
         self._orders = orders
         self._settings = settings
-        self._wants = wants
+        self._loads = loads
         self._is_read = is_read
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
         self._link_numbers = count(1)
-        self._look_numbers = count(1)
-        self._agenda: list[tuple[float, int, RemoteEngine]] = []
+        self._agenda: Agenda[RemoteEngine] = Agenda()
         self._met: set[EngineAddress] = set()
 
     def ready(self, name: EngineAddress) -> RemoteEngine | None:
@@ -97,9 +99,9 @@ class RemoteEngines:
         factor = 1 if name in self._met else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
-    def vouches(self, link: LinkId, now: float) -> bool:
-        """Whether the worker at `link` cannot have given us up before `now`. One that did sends other bytes from the
-        same slots after a while.
+    def is_within_timeout(self, link: LinkId, now: float) -> bool:
+        """Returns True if the worker at `link` cannot have given us up before `now`. One that did sends other bytes
+        from the same slots after a while.
         """
         name, rank = self._by_link.get(link, (None, None))
         if name is None or rank is None:
@@ -116,9 +118,7 @@ class RemoteEngines:
             if engine is None:
                 engine = self._engines[wanted] = RemoteEngine(wanted)
             engine.accept(event, now)
-            if engine.state is EngineState.READY:
-                return []
-            answers = self._wanted(engine, now)
+            answers = self._wanted(engine, event, now)
         else:
             link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
             if link not in self._by_link:
@@ -126,7 +126,7 @@ class RemoteEngines:
             name, rank = self._by_link[link]
             engine = self._engines[name]
             answers = self._heard(engine, rank, event, now)
-        self._plan_look(engine)
+        self._agenda.plan(engine, engine.deadline)
         return answers
 
     def _heard(
@@ -148,20 +148,13 @@ class RemoteEngines:
             return self._lose(engine, event, error_of(refused.refusal, refused.text), now)
         return self._directory(engine, event, now)
 
-    def _plan_look(self, engine: RemoteEngine) -> None:
-        """Look at the engine when its deadline comes. One that moved away since is found then, and planned again."""
-        if engine.deadline < engine.planned_at:
-            engine.planned_at = engine.deadline
-            heappush(self._agenda, (engine.planned_at, next(self._look_numbers), engine))
-
     def _tick_due(self, event: ev.Tick, now: float) -> list[Answer]:
         """Look at those engines whose time it is: there may be hundreds that it is not."""
         answers: list[Answer] = []
-        while self.next_deadline() <= now:
-            _, _, engine = heappop(self._agenda)
-            engine.planned_at = NEVER
+        due = [*self._agenda.due(now)]  # first: an engine that has more to say is due again at once
+        for engine in due:
             answers += self._tick(engine, event, now)
-            self._plan_look(engine)
+            self._agenda.plan(engine, engine.deadline)
         return answers
 
     def end_transfer(
@@ -175,16 +168,16 @@ class RemoteEngines:
         if engine.state is EngineState.READY:
             return [cmd.SendMessage(worker.link, ending) for worker in engine.workers.values()]
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO):
-            engine.owed.append(ending)
+            engine.unsent_endings.append(ending)
         return []
 
     def next_deadline(self) -> float:
         """When to send the next `Tick`, at the latest; infinite if nothing is due ever. May be early."""
-        while self._agenda and self._agenda[0][0] != self._agenda[0][2].planned_at:
-            heappop(self._agenda)  # an earlier look was planned since
-        return self._agenda[0][0] if self._agenda else NEVER
+        return self._agenda.next_deadline()
 
-    def _wanted(self, engine: RemoteEngine, now: float) -> list[Answer]:
+    def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Answer]:
+        if engine.state is EngineState.READY and event.is_followed:
+            engine.ask_at = now
         if engine.state is EngineState.UNKNOWN:
             return self._resolve(engine, now)
         if engine.state is EngineState.RESOLVING:
@@ -241,6 +234,9 @@ class RemoteEngines:
         answers: list[Answer] = self._close(engine)
         if holders:
             engine.move(EngineState.HELLO)
+            # greeting all of them may take longer than a lease lasts
+            engine.heartbeat_at = now + QUICK_GREETING_S
+            self._loads.start_over(engine.name)
         planned = {each.source: each.segments for each in engine.plan.sources}
         for rank in holders:
             entry = entries[rank]
@@ -262,9 +258,8 @@ class RemoteEngines:
     ) -> list[Answer]:
         kind = ev.kind_of(event)
         if kind is m.HeartbeatReply:
-            if engine.state is EngineState.READY:
-                engine.accept(event, now)
-                worker.heartbeat_answered(event.message.number)
+            engine.accept(event, now)
+            worker.heartbeat_answered(event.message.number)
             return []
         if engine.state is not EngineState.HELLO:
             return []  # a repeated answer
@@ -292,12 +287,14 @@ class RemoteEngines:
         engine.move(EngineState.READY)
         self._met.add(engine.name)
         engine.attempts = 0
-        engine.heartbeat_at = engine.idle_since = now
-        owed, engine.owed = engine.owed, []
-        return [
-            *(cmd.SendMessage(w.link, ending) for ending in owed for w in engine.workers.values()),
-            ev.EngineReady(engine.name),
-        ]
+        engine.heartbeat_at = engine.ask_at = engine.idle_since = now
+        self._loads.start_over(engine.name)
+        return [*self._send_endings(engine), ev.EngineReady(engine.name)]
+
+    def _send_endings(self, engine: RemoteEngine) -> list[Answer]:
+        endings = engine.unsent_endings
+        some = [endings.popleft() for _ in range(min(MAX_AT_ONCE, len(endings)))]
+        return [cmd.SendMessage(w.link, ending) for ending in some for w in engine.workers.values()]
 
     def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Answer]:
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO) and engine.until <= now:
@@ -311,9 +308,12 @@ class RemoteEngines:
             return self._lose(engine, event, error, now)
         if engine.state is EngineState.BACKOFF and engine.until <= now:
             engine.accept(event, now)
-            if any(True for _ in self._wants(engine.name)):
+            if self._loads.num_wanted(engine.name):
                 return self._resolve(engine, now)
             return self._forget(engine)
+        if engine.state is EngineState.HELLO:
+            engine.accept(event, now)
+            return self._heartbeats(engine, now)
         if engine.state is not EngineState.READY:
             return []
         engine.accept(event, now)
@@ -326,18 +326,35 @@ class RemoteEngines:
                     timeout_s=worker.timeout_s,
                 )
                 return self._lose(engine, event, lost, now)
-        if engine.heartbeat_at > now:
+        endings = self._send_endings(engine)
+        is_idle = now >= max(engine.heartbeat_at, engine.idle_since + self._settings.idle_timeout_s)
+        if is_idle and not (self._loads.num_wanted(engine.name) or self._is_read(engine.name)):
+            return [*endings, *self._forget(engine)]
+        return [*endings, *self._heartbeats(engine, now)]
+
+    def _heartbeats(self, engine: RemoteEngine, now: float) -> list[Answer]:
+        """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
+        limit = 0
+        if engine.ask_at <= now:
+            limit = min(m.MAX_NAMED, self._loads.num_unnamed(engine.name))
+        if engine.heartbeat_at <= now:
+            limit = m.MAX_NAMED
+            interval_s = engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
+            num_heartbeats = ceil(self._loads.num_wanted(engine.name) / m.MAX_NAMED)
+            engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
+        if not limit:
+            engine.ask_at = NEVER
             return []
-        transfers = tuple(self._wants(engine.name))
-        is_idle = now >= engine.idle_since + self._settings.idle_timeout_s and not transfers
-        if is_idle and not self._is_read(engine.name):
-            return self._forget(engine)
-        # their answers say how far prompts are that take long, before a load that waits for one gives up
-        interval_s = min(self._settings.heartbeat_interval_s, self._settings.transfer_timeout_s / 3)
-        engine.heartbeat_at = now + engine.heartbeat_interval_s(interval_s)
+        # a worker answers who has greeted it
+        links = engine.links if engine.state is EngineState.READY else ()
+        transfers, followed = self._loads.take_turn(engine.name, limit, links)
+        engine.ask_at = now if self._loads.num_unnamed(engine.name) else NEVER
         return [
             cmd.SendMessage(
-                worker.link, m.Heartbeat(transfers=transfers, number=worker.heartbeat_sent(now))
+                worker.link,
+                m.Heartbeat(
+                    transfers=transfers, number=worker.heartbeat_sent(now), followed=followed
+                ),
             )
             for worker in engine.workers.values()
         ]
@@ -353,7 +370,7 @@ class RemoteEngines:
         answers = self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
-        engine.owed = []  # its leases end by themselves
+        engine.unsent_endings.clear()  # its leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(EngineState.BACKOFF)
         return [*answers, ev.EngineLost(engine.name, error)]
@@ -362,6 +379,7 @@ class RemoteEngines:
         """Nobody wants the engine: the next request greets it as any other."""
         engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
+        self._agenda.forget(engine)
         return self._close(engine)
 
     def _close(self, engine: RemoteEngine) -> list[Answer]:

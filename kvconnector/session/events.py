@@ -138,7 +138,7 @@ class ReceiveDrained(OfReceive, frozen=True):
 
 
 FROM_CONSUMER: frozenset[type] = frozenset(
-    {m.Hello, m.Follow, m.Read, m.CancelRead, m.Done, m.Abort, m.Heartbeat, m.Probe}
+    {m.Hello, m.Read, m.CancelRead, m.Done, m.Abort, m.Heartbeat, m.Probe}
 )
 FROM_PRODUCER: frozenset[type] = frozenset(
     {

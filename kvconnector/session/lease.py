@@ -119,6 +119,13 @@ class Lease(Tracked[LeaseState]):
         self.trace = HoldTrace(now, now)
         self.outcome: LeaseState | None = None
 
+    def __repr__(self) -> str:
+        return (
+            f"<Lease {self.transfer_id} of {self.request_id}: {self.state.value}, {self.watermark},"
+            f" sends {sorted(self.sends)}, followers {sorted(self.followers)},"
+            f" until {self.expires_at}>"
+        )
+
     def grow(self, granted: HoldRequest) -> bool:
         """Take what the engine says of its blocks; False if those that consumers know are others, or computed again."""
         watermark = Watermark.of(granted)

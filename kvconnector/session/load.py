@@ -6,7 +6,12 @@ from collections.abc import Collection, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from kvconnector.errors import KVConnectorError, RemoteProtocolError
+from kvconnector.errors import (
+    KVConnectorError,
+    RemoteProtocolError,
+    TransferAbortedError,
+    TransferTimeoutError,
+)
 from kvconnector.ids import Rank
 from kvconnector.planning import ALL_LAYERS, PeerPlan, SourceRead
 from kvconnector.session import events as ev
@@ -34,6 +39,13 @@ class LoadState(StrEnum):
 
 _S = LoadState
 _ENDED = frozenset({_S.FAILED, _S.ABORTED})
+_LACKS = {
+    _S.WANTED: "the producer did not begin with the prompt before the load's deadline",
+    _S.CONNECTING: "the producer was not greeted before the load's deadline",
+    _S.FOLLOWING: "the producer did not go on with the prompt before the load's deadline",
+    _S.READING: "the load made no progress before its deadline",
+}
+"""What a load in this state waits for."""
 
 LOAD_TABLE: Table[LoadState] = Table(
     "load",
@@ -93,7 +105,8 @@ class Load(Tracked[LoadState]):
     """A request's transfer, what was asked of it, and which reads are not over.
 
     `left[group]` was not read for yet, and of `begun` only some layers were. Of one that `is_followed`, `progress` is
-    what each producer worker last said, and the engine asks for it once it `has_begun`.
+    what each producer worker last reported, and the engine asks for it once it `has_begun`. `deadline` is when it is
+    given up, unless something happens before.
     """
 
     def __init__(self, wanted: WantRequest, now: float) -> None:
@@ -112,30 +125,46 @@ class Load(Tracked[LoadState]):
         self.error: KVConnectorError | None = None
         self.trace = LoadTrace(wanted.engine.engine_id, wanted.is_followed, now)
 
-    def hear(self, link: LinkId, said: m.Progress, num_groups: int) -> bool:
-        """Take what a producer worker says, unless it said more before. Whether it had more to say.
+    def __repr__(self) -> str:
+        left = "" if self.asked is None else f", left {[(r.start, r.stop) for r in self.left]}"
+        return (
+            f"<Load {self.request_id} of {self.key.transfer_id} at {self.engine.engine_id}:"
+            f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
+        )
+
+    def record_progress(self, link: LinkId, reported: m.Progress, num_groups: int) -> bool:
+        """Remember how far a producer worker is. Ignores stale messages.
+
+        Returns:
+            True if it is further than it was, or had reported nothing yet.
 
         Raises:
-            KVConnectorError: it gives the prompt up, or what it says makes no sense.
+            KVConnectorError: it gives the prompt up, or what it reports makes no sense.
         """
-        if said.refusal is not None:
-            raise error_of(said.refusal, said.text, request=self.request_id)
-        if len(said.blocks) != num_groups:
+        if reported.refusal is not None:
+            raise error_of(reported.refusal, reported.text, request=self.request_id)
+        if len(reported.blocks) != num_groups:
             raise RemoteProtocolError(
                 "a producer's progress does not name blocks of every cache group",
-                transfer=said.transfer_id,
+                transfer=reported.transfer_id,
                 groups=num_groups,
             )
-        known = self.progress.get(link, _NOTHING)
-        if (said.is_complete, Watermark.of(said)) >= (known.is_complete, Watermark.of(known)):
-            self.progress[link] = said
-        return not known.is_complete
+        known = self.progress.get(link)
+        is_new = known is None or _extent(reported) > _extent(known)
+        if is_new:
+            self.progress[link] = reported
+        return is_new
 
-    def is_due(self, link: LinkId, *, is_streamed: bool) -> bool:
-        """Whether a producer worker has blocks for the prompt, and so begins to compute it; or is done with it."""
-        said = self.progress[link]
-        has_begun = said.num_tokens > 0 or any(b.wire_ids for b in said.blocks)
-        return has_begun if is_streamed else said.is_complete
+    def should_notify(self, link: LinkId, *, is_streamed: bool) -> bool:
+        """Returns True if the engine may ask for the load: a producer worker has blocks for the prompt, and so begins
+        to compute it; or is done with it, where loads are not streamed.
+        """
+        reported = self.progress[link]
+        return _has_begun(reported) if is_streamed else reported.is_complete
+
+    def is_answered(self, links: Collection[LinkId]) -> bool:
+        """Returns True if all of these producer workers have reported how far they are."""
+        return all(link in self.progress for link in links)
 
     def take_ready(
         self, plan: PeerPlan, sources: Collection[LinkId], *, chunk_bytes: int
@@ -190,6 +219,20 @@ class Load(Tracked[LoadState]):
             for tokens, limit in zip(self.left, stops, strict=True)
         )
 
+    def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
+        """What the load waited for in vain when its deadline passed."""
+        context: dict[str, object] = {"state": self.state.value}
+        if self.reads:
+            context["waiting_for"] = [str(rank) for rank in self.reads.values()]
+        elif self.is_followed:
+            context["reported_tokens"] = [each.num_tokens for each in self.progress.values()]
+        return TransferTimeoutError(
+            "the load got no slots before its deadline" if waits_for_slots else _LACKS[self.state],
+            request=self.request_id,
+            engine=self.engine.engine_id,
+            **context,
+        )
+
     @property
     def is_read(self) -> bool:
         """Whether nothing is left that was not read for."""
@@ -202,7 +245,21 @@ class Load(Tracked[LoadState]):
         )
 
 
+def ending_of(error: KVConnectorError) -> LoadState:
+    """The state in which an error ends a load."""
+    return _S.ABORTED if isinstance(error, TransferAbortedError) else _S.FAILED
+
+
 _NOTHING = m.Progress(transfer_id="none")
+
+
+def _has_begun(reported: m.Progress) -> bool:
+    return reported.num_tokens > 0 or any(blocks.wire_ids for blocks in reported.blocks)
+
+
+def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
+    """What grows from one report of a worker to the next."""
+    return reported.is_complete, Watermark.of(reported), _has_begun(reported)
 
 
 def _has(said: m.Progress, group: int) -> bool:

@@ -14,6 +14,7 @@ from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.completion import Phase
 from kvconnector.session.early import EarlyEvents
@@ -56,9 +57,9 @@ class ProducerSession:
         self._config = lease
         self._read_check = ReadCheck(self._topology.geometry, max_chunk_bytes=reply.max_chunk_bytes)
         self._leases: dict[str, Lease] = {}
-        self._no_expiry_before = NEVER
+        self._agenda: Agenda[Lease] = Agenda()
         self._by_request: dict[str, str] = {}
-        self._by_send: dict[tuple[LinkId, int], str] = {}
+        self._sends: dict[LinkId, dict[int, Lease]] = {}
         self._early = EarlyEvents()
         self._peers = Peers(self._topology, reply, timeout_s)
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
@@ -87,12 +88,9 @@ class ProducerSession:
         self._peers.heard(link, now)
 
     def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest. May be early where leases were renewed or have ended since the
-        last one: asked after every event, this does not go through all of them.
-        """
-        soonest = min(self._early.next_deadline(), self._peers.next_deadline())
-        if self._leases:
-            soonest = min(soonest, self._no_expiry_before)
+        """When to send the next `Tick`, at the latest. May be early where leases were renewed since the last one."""
+        agendas = self._early, self._peers, self._agenda
+        soonest = min(agenda.next_deadline() for agenda in agendas)
         return None if soonest == NEVER else soonest
 
     def _granted(self, event: HoldRequest, now: float) -> list[Command]:
@@ -131,16 +129,17 @@ class ProducerSession:
         if lease.is_complete:
             target = LeaseState.READING if lease.sends else LeaseState.HELD
             lease.expires_at = now + (event.lease_duration_s or self._config.duration_s)
-            self._no_expiry_before = min(self._no_expiry_before, lease.expires_at)
+            self._agenda.plan(lease, lease.expires_at)
         lease.move(target)
         commands: list[Command] = []
         if self._reply.export is not None:
             lease.keys = lease.names()
             commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
-        commands += _tell_followers(lease)
+        commands += self._tell_followers(lease)
         return [*commands, cmd.ExpectReads(lease.blocks)] if lease.is_complete else commands
 
     def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> list[Command]:
+        """Answer a consumer how far a prompt is, now or when our engine knows it."""
         follow = event.message
         if self._peers.ready(event.link) is None:
             return []
@@ -152,9 +151,11 @@ class ProducerSession:
         ended = self._find_ended(follow)
         if ended is not None:
             return [cmd.SendMessage(event.link, ended_progress(follow.transfer_id, ended))]
-        # our engine may be in a long step; what is never granted ends by the consumer's deadline
-        self._early.keep(event, now + self._config.duration_s)
-        return []
+        if lease is not None:
+            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
+        if self._early.keep(event, now + self._config.early_follow_s):
+            return []
+        return [_refuse(event, Refusal.INTERNAL, "too many prompts are followed before their time")]
 
     def _withdrawn(self, event: WithdrawRequest, now: float) -> list[Command]:
         transfer_id = self._by_request.get(event.request_id)
@@ -174,9 +175,8 @@ class ProducerSession:
         if lease is None:
             return self._unknown_read(event, now)
         if not lease.opens_with(read.secret):
-            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
-        key = (event.link, read.read_id)
-        if key in self._by_send:
+            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
+        if read.read_id in self._sends.get(event.link, {}):
             return []  # a duplicate
         lease.accept(event, now)
         if lease.state is LeaseState.DRAINING:
@@ -189,8 +189,8 @@ class ProducerSession:
         except KVConnectorError as error:
             return [_refuse(event, Refusal.INVALID_READ, error.statement)]
         lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
-        lease.sends[key] = now
-        self._by_send[key] = lease.transfer_id
+        lease.sends[event.link, read.read_id] = now
+        self._sends.setdefault(event.link, {})[read.read_id] = lease
         if lease.state is LeaseState.HELD:
             lease.move(LeaseState.READING)
         return [cmd.StartSend(event.link, read, chunks, lease.blocks)]
@@ -203,11 +203,11 @@ class ProducerSession:
         # with another secret it may be a new request under an old name, whose lease is still to come
         if self._early.keep(event, now + self._config.early_read_s):
             return []
-        return [_refuse(event, Refusal.UNKNOWN_TRANSFER, "no such transfer")]
+        return [_refuse(event, Refusal.INTERNAL, "too many reads came before their leases")]
 
     def _read_cancelled(self, event: ev.FromPeer[m.CancelRead], now: float) -> list[Command]:
         key = (event.link, event.message.read_id)
-        if key in self._by_send:
+        if key[1] in self._sends.get(key[0], {}):
             return [cmd.StopSend(*key)]
         if self._early.cancel_read(*key):
             ended = m.ReadEnded(
@@ -217,7 +217,7 @@ class ProducerSession:
         return []  # everything was sent already: the consumer receives it all
 
     def _send_stopped(self, event: ev.SendStopped, now: float) -> list[Command]:
-        lease = self._leases[self._by_send[event.link, event.read_id]]
+        lease = self._sends[event.link][event.read_id]
         refusal, text = REFUSAL_OF.get(lease.outcome or LeaseState.ABORTED, REFUSAL_OF[_ABORTED])
         if event.error is not None:
             refusal, text = Refusal.INTERNAL, event.error.statement
@@ -233,10 +233,13 @@ class ProducerSession:
         return commands + self._send_over(event, now)
 
     def _send_over(self, event: ev.SendFinished | ev.SendStopped, now: float) -> list[Command]:
-        key = (event.link, event.read_id)
-        lease = self._leases[self._by_send.pop(key)]
+        sends = self._sends[event.link]
+        lease = sends.pop(event.read_id)
+        if not sends:
+            del self._sends[event.link]
         lease.accept(event, now)
-        lease.trace.sends += (Phase("send", lease.sends.pop(key), now), *event.phases)
+        began = lease.sends.pop((event.link, event.read_id))
+        lease.trace.sends += (Phase("send", began, now), *event.phases)
         if lease.sends or lease.state is LeaseState.FILLING:
             return []
         if lease.outcome is not None:
@@ -272,51 +275,53 @@ class ProducerSession:
         return [cmd.SendProbe(event.link, event.message)] if is_met else []
 
     def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> list[Command]:
-        commands: list[Command] = []
-        for key in event.message.transfers:
+        """Renew the leases that it names, and answer what is followed."""
+        heartbeat = event.message
+        for key in (*heartbeat.transfers, *heartbeat.followed):
             lease = self._leases.get(key.transfer_id)
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event, now)
                 lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
-                if event.link in lease.followers:  # what was said before may be lost
-                    commands.append(cmd.SendMessage(event.link, lease.progress()))
-        reply = m.HeartbeatReply(number=event.message.number)
-        return [*commands, cmd.SendMessage(event.link, reply)]
+        commands: list[Command] = []
+        for follow in heartbeat.followed:
+            commands += self._followed(ev.FromPeer(event.link, follow), now)
+        return [*commands, cmd.SendMessage(event.link, m.HeartbeatReply(number=heartbeat.number))]
 
     def _link_lost(self, event: ev.LinkLost) -> list[Command]:
         """Stop what reads for this peer; its leases stay: another link may come before they expire."""
         self._early.drop_link(event.link)
-        return [cmd.StopSend(*key) for key in self._by_send if key[0] == event.link]
+        return [cmd.StopSend(event.link, read_id) for read_id in self._sends.get(event.link, ())]
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
+        """End the leases whose time is up, and refuse what came before a lease that never did."""
         commands: list[Command] = []
-        for lease in list(self._leases.values()):
-            if lease.state is not LeaseState.DRAINING and lease.expires_at <= now:
+        for lease in self._agenda.due(now):
+            if lease.expires_at > now:
+                self._agenda.plan(lease, lease.expires_at)  # it was renewed
+            else:
                 lease.accept(event, now)
                 commands += self._end(lease, LeaseState.EXPIRED)
-        self._no_expiry_before = min(
-            (
-                lease.expires_at
-                for lease in self._leases.values()
-                if lease.state is not LeaseState.DRAINING
-            ),
-            default=NEVER,
-        )
-        text = "no such transfer, after waiting for its lease"
         return commands + [
-            _refuse(ev.FromPeer(late.link, late.message), Refusal.UNKNOWN_TRANSFER, text)
+            _refuse(ev.FromPeer(late.link, late.message), Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
             for late in self._early.take_late(now)
-            if isinstance(late.message, m.Read)
+            if isinstance(late.message, m.Read | m.Follow)
         ]
+
+    def _tell_followers(self, lease: Lease) -> list[Command]:
+        """Report how far a prompt is to all that follow it, and forget those that are gone."""
+        lease.followers = {link for link in lease.followers if self._peers.ready(link) is not None}
+        progress = lease.progress()
+        return [cmd.SendMessage(link, progress) for link in sorted(lease.followers)]
 
     def _end(self, lease: Lease, outcome: LeaseState) -> list[Command]:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""
         commands: list[Command] = [cmd.RetractLease(key) for key in lease.keys]
         lease.keys = []
+        self._agenda.forget(lease)
         is_filling = lease.state is LeaseState.FILLING
         lease.outcome = lease.outcome or outcome
         if is_filling and outcome is not LeaseState.RELEASED:
-            commands += _tell_followers(lease)
+            commands += self._tell_followers(lease)
         if not lease.sends:
             return commands + self._close(lease, outcome)
         lease.move(LeaseState.DRAINING)
@@ -349,12 +354,15 @@ class ProducerSession:
 
 _ABORTED = LeaseState.ABORTED
 _PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
+_UNKNOWN = "no such transfer"
+"""Whether there is none of this name, or one with another secret."""
 
 
-def _tell_followers(lease: Lease) -> list[Command]:
-    return [cmd.SendMessage(link, lease.progress()) for link in sorted(lease.followers)]
-
-
-def _refuse(event: ev.FromPeer[m.Read], refusal: Refusal, text: str) -> Command:
-    message = m.ReadRefused(read_id=event.message.read_id, refusal=refusal, text=text[:4096])
-    return cmd.SendMessage(event.link, message)
+def _refuse(event: ev.FromPeer[m.Read | m.Follow], refusal: Refusal, text: str) -> Command:
+    """Refuse a read, or that a prompt is followed."""
+    asked, text = event.message, text[:4096]
+    if isinstance(asked, m.Read):
+        refused: m.Message = m.ReadRefused(read_id=asked.read_id, refusal=refusal, text=text)
+    else:
+        refused = m.Progress(transfer_id=asked.transfer_id, refusal=refusal, text=text)
+    return cmd.SendMessage(event.link, refused)

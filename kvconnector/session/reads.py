@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import count
 
 from kvconnector.ids import EngineAddress
 from kvconnector.planning import SourceRead
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId, StartReceive
 from kvconnector.session.load import Load
 from kvconnector.session.remote_engine import Worker
@@ -15,12 +17,14 @@ from kvconnector.wire import messages as m
 
 
 class OpenReads(dict[int, StartReceive]):
-    """All reads that hold or wait for receive slots, by their ids."""
+    """All reads that hold or wait for receive slots, by their ids. `agenda` has the ids of those with a deadline."""
 
     def __init__(self, *, drain_timeout_s: float) -> None:
         super().__init__()
         self._drain_timeout_s = drain_timeout_s
         self._numbers = count(1)
+        self._by_engine: dict[EngineAddress, dict[int, StartReceive]] = {}
+        self.agenda: Agenda[int] = Agenda()
 
     def open(self, load: Load, worker: Worker, source: SourceRead, now: float) -> StartReceive:
         """A new read of what is at a worker, under a number of its own."""
@@ -40,12 +44,26 @@ class OpenReads(dict[int, StartReceive]):
         )
         load.reads[read.read_id] = source.plan.source
         load.trace.began(read.read_id, source.total_bytes, now)
-        self[read.read_id] = read
+        self[read.read_id] = self._by_engine.setdefault(load.engine, {})[read.read_id] = read
         return read
 
-    def any_at(self, engine: EngineAddress) -> bool:
-        """Whether a read of this engine is left, which may be draining."""
-        return any(read.engine == engine for read in self.values())
+    def close(self, read_id: int) -> StartReceive:
+        """Nothing more of this read is awaited."""
+        read = self.pop(read_id)
+        self.agenda.forget(read_id)
+        of_engine = self._by_engine[read.engine]
+        del of_engine[read_id]
+        if not of_engine:
+            del self._by_engine[read.engine]
+        return read
+
+    def of_engine(self, engine: EngineAddress) -> Collection[StartReceive]:
+        """The reads of this engine that are left, which may be draining."""
+        return self._by_engine.get(engine, {}).values()
+
+    def has_any(self, engine: EngineAddress) -> bool:
+        """Returns True if a read of this engine is left."""
+        return engine in self._by_engine
 
     def at_peer(self, link: LinkId, read_id: int) -> StartReceive | None:
         """The read that a peer's message on `link` is about, if it is one of that peer's and under way there."""
@@ -59,15 +77,22 @@ class OpenReads(dict[int, StartReceive]):
         read.is_stopped = True
         commands: list[Command] = [cmd.StopReceive(read.read_id)]
         if read.is_asked and not read.is_peer_over:
-            read.deadline = now + self._drain_timeout_s
+            self._await_end(read, now)
             commands.append(cmd.SendMessage(read.link, m.CancelRead(read_id=read.read_id)))
         return commands
 
     def peer_over(self, read: StartReceive, sent_chunks: int | None, now: float) -> list[Command]:
         """Nothing more will come than the first `sent_chunks` chunks; None: the peer is gone, nothing comes at all."""
         read.is_peer_over = True
-        read.deadline = NEVER if sent_chunks is None else now + self._drain_timeout_s
+        if sent_chunks is None:
+            read.deadline = NEVER
+        else:
+            self._await_end(read, now)
         return [cmd.DrainReceive(read.read_id, sent_chunks)]
+
+    def _await_end(self, read: StartReceive, now: float) -> None:
+        read.deadline = now + self._drain_timeout_s
+        self.agenda.plan(read.read_id, read.deadline)
 
 
 def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:

@@ -18,7 +18,7 @@ from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
-"""A peer states its timeout and so how often it hears from us, but not more often than that."""
+"""A peer states its timeout and its leases' duration, and so how often we name a transfer, but not more often."""
 
 
 class EngineState(StrEnum):
@@ -46,11 +46,11 @@ ENGINE_TABLE: Table[EngineState] = Table(
             ev.Tick: frozenset({_S.BACKOFF}),
         },
         _S.HELLO: {
-            WantRequest: frozenset({_S.HELLO}),
+            **staying(_S.HELLO, WantRequest, m.HeartbeatReply),
             m.HelloReply: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.WarmedUp: frozenset({_S.HELLO, _S.READY, _S.BACKOFF}),
             ev.LinkLost: frozenset({_S.BACKOFF}),
-            ev.Tick: frozenset({_S.BACKOFF}),
+            ev.Tick: frozenset({_S.HELLO, _S.BACKOFF}),
         },
         _S.READY: {
             ev.LinkLost: frozenset({_S.BACKOFF}),
@@ -69,8 +69,8 @@ ENGINE_TABLE: Table[EngineState] = Table(
 class Worker:
     """One rank of a remote engine that we greeted. `vouched_at` is when we sent the newest message that it has
     answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
-    ours. `segments` are those of all reads from it, as they travel. `unanswered` are the numbers of heartbeats, and
-    when they were sent.
+    ours. `segments` are those of all reads from it, as they travel. Its leases last `lease_s` unless they are renewed.
+    `unanswered` are the numbers of heartbeats, and when they were sent.
     """
 
     link: LinkId
@@ -82,6 +82,7 @@ class Worker:
     warm: bool = False
     incarnation: str = ""
     max_chunk_bytes: int = 0
+    lease_s: float = NEVER
     num_heartbeats: int = 0
     unanswered: deque[tuple[int, float]] = field(default_factory=deque)
 
@@ -91,6 +92,7 @@ class Worker:
         self.incarnation = reply.incarnation
         self.max_chunk_bytes = reply.max_chunk_bytes
         self.timeout_s = m.shorter_timeout_s(self.timeout_s, reply.timeout_ms)
+        self.lease_s = m.shorter_timeout_s(NEVER, reply.lease_ms)
 
     @property
     def deadline(self) -> float:
@@ -165,9 +167,9 @@ def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry
 
 
 class RemoteEngine(Tracked[EngineState]):
-    """Where the engine is, who its workers are, and what we read from whom. `planned_at` is when it is looked at next,
-    which is not after its `deadline`. While no load wants it, none has since `idle_since`. `has_named_ranks`: its
-    directory was asked for the workers that we need.
+    """Where the engine is, who its workers are, and what we read from whom. While no load wants it, none has since
+    `idle_since`. `has_named_ranks`: its directory was asked for the workers that we need. `heartbeat_at` the next
+    transfers are named, at `ask_at` those that were never named. Its workers do not know yet of `unsent_endings`.
     """
 
     def __init__(self, name: EngineAddress) -> None:
@@ -175,21 +177,27 @@ class RemoteEngine(Tracked[EngineState]):
         self.name = name
         self.attempts = 0
         self.until = 0.0
-        self.planned_at = NEVER
         self.heartbeat_at = 0.0
+        self.ask_at = NEVER
         self.idle_since = 0.0
         self.directory_link: LinkId | None = None
         self.has_named_ranks = False
         self.plan: PeerPlan | None = None
         self.workers: dict[Rank, Worker] = {}
-        self.owed: list[m.Done | m.Abort] = []
+        self.unsent_endings: deque[m.Done | m.Abort] = deque()
 
     @property
     def deadline(self) -> float:
         """When time alone changes something: a heartbeat is due, a worker or an attempt is given up, a pause ends."""
+        if self.state is _S.HELLO:
+            return min(self.until, self.heartbeat_at, self.ask_at)
         if self.state is not _S.READY:
             return self.until if self.state is not _S.UNKNOWN else NEVER
-        return min([self.heartbeat_at, *[worker.deadline for worker in self.workers.values()]])
+        if self.unsent_endings:
+            return 0.0  # more of them are sent at once
+        return min(
+            [self.heartbeat_at, self.ask_at, *[worker.deadline for worker in self.workers.values()]]
+        )
 
     def chunk_bytes(self, ours: int) -> int:
         """The longest chunk that both we and all of its workers take."""
@@ -198,9 +206,11 @@ class RemoteEngine(Tracked[EngineState]):
         return ours
 
     def heartbeat_interval_s(self, ours_s: float) -> float:
-        """Ours, unless a worker's timeout wants one more often: three of them fit into every timeout."""
-        shortest = min((worker.timeout_s for worker in self.workers.values()), default=3 * ours_s)
-        return min(ours_s, max(shortest / 3, MIN_HEARTBEAT_INTERVAL_S))
+        """How often each transfer is named: as we are set, or more often, so that three heartbeats fit into every
+        worker's timeout and into its leases.
+        """
+        times = [min(worker.timeout_s, worker.lease_s) for worker in self.workers.values()]
+        return min(ours_s, max(min(times, default=NEVER) / 3, MIN_HEARTBEAT_INTERVAL_S))
 
     @property
     def links(self) -> list[LinkId]:

@@ -1,5 +1,12 @@
 """The control messages and their bytes. Pure."""
 
-from kvconnector.wire.codec import WIRE_MAJOR, decode, encode, error_of
+from kvconnector.wire.codec import (
+    WIRE_MAJOR,
+    decode,
+    decode_batch,
+    encode,
+    encode_batch,
+    error_of,
+)
 
-__all__ = ["WIRE_MAJOR", "decode", "encode", "error_of"]
+__all__ = ["WIRE_MAJOR", "decode", "decode_batch", "encode", "encode_batch", "error_of"]

@@ -1,11 +1,13 @@
 """Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is decoded.
 
-Majors: 1, the first. Within a major, fields are only ever appended.
+Majors: 1, the first. 2: heartbeats say what is followed, and messages travel in batches. Within a major, fields are
+only ever appended.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
 import msgspec
 
@@ -14,11 +16,11 @@ from kvconnector.errors import IncompatiblePeerError, KVConnectorError, RemotePr
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
-WIRE_MAJOR = 1
+WIRE_MAJOR = 2
 MAGIC = b"KVCN"
 _ENVELOPE = struct.Struct("<4sHH")
 
-# Kinds are part of the wire: numbers are never reused.
+# Kinds are part of the wire: numbers are never reused. 15 was a message of major 1.
 KINDS: dict[int, type[m.Message]] = {
     1: m.DirectoryRequest,
     2: m.Directory,
@@ -34,9 +36,9 @@ KINDS: dict[int, type[m.Message]] = {
     12: m.Heartbeat,
     13: m.HeartbeatReply,
     14: m.Bye,
-    15: m.Follow,
     16: m.Progress,
     17: m.Probe,
+    18: m.Batch,
 }
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
@@ -62,6 +64,26 @@ def encode(message: m.Message) -> bytes:
     """The message with its envelope."""
     kind = _KIND_OF[type(message)]
     return _ENVELOPE.pack(MAGIC, WIRE_MAJOR, kind) + _ENCODER.encode(message)
+
+
+def encode_batch(payloads: Sequence[bytes]) -> bytes:
+    """Encoded messages as one, in their order."""
+    return payloads[0] if len(payloads) == 1 else encode(m.Batch(messages=tuple(payloads)))
+
+
+def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
+    """The message in `payload`, or those of the batch in it.
+
+    Raises:
+        IncompatiblePeerError, RemoteProtocolError: see `decode`, of any of them; or a batch holds a batch.
+    """
+    message = decode(payload)
+    if not isinstance(message, m.Batch):
+        return (message,)
+    messages = tuple(decode(each) for each in message.messages)
+    if any(isinstance(each, m.Batch) for each in messages):
+        raise RemoteProtocolError("a batch of messages holds another batch")
+    return messages
 
 
 def decode(payload: bytes) -> m.Message:

@@ -1,7 +1,8 @@
 """Control messages. Frozen, tagged by the envelope's kind, append-only: a new field goes last and has a default.
 
-Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Follow`,
-`Read`, `CancelRead`, `Done`, `Abort`, `Heartbeat`, `Probe`; the producer worker answers with the others.
+Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Read`,
+`CancelRead`, `Done`, `Abort`, `Heartbeat`, `Probe`; the producer worker answers with the others. What either side has
+to say at one time may travel as a `Batch`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]
 Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
 MAX_CHUNKS = 1 << 20
+MAX_NAMED = 256
+"""Transfers that one heartbeat names. A consumer that wants more sends more heartbeats."""
+MAX_BATCH_MESSAGES = 1024
 CHUNK_TAG_BITS = 20
 """A read's chunk `i` travels under tag `first_tag + i`; 2^20 chunks a read at most."""
 
@@ -118,7 +122,8 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
     above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says. Where both
-    greetings name a `control`, further messages travel over the transport. `timeout_ms`: see `Hello`.
+    greetings name a `control`, further messages travel over the transport. `timeout_ms`: see `Hello`. A lease lasts
+    `lease_ms` unless it is renewed, 0 if it does not say.
     """
 
     incarnation: Id
@@ -129,6 +134,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     export: PoolExport | None = None
     control: ControlInbox | None = None
     timeout_ms: Index = 0
+    lease_ms: Index = 0
 
 
 def milliseconds(seconds: float) -> int:
@@ -226,7 +232,9 @@ class Abort(TransferKey, frozen=True, kw_only=True):
 
 
 class Follow(TransferKey, frozen=True, kw_only=True):
-    """The consumer wants to hear how far a prompt is computed: answered by one `Progress` after the other."""
+    """Of a heartbeat: the consumer wants to know how far a prompt is computed, and does not yet. Answered by a
+    `Progress`, as soon as the producer knows the transfer, and by another whenever there is more.
+    """
 
 
 class Progress(Message, frozen=True, kw_only=True):
@@ -247,13 +255,15 @@ class Progress(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """The consumer lives, and still wants these transfers: their leases are renewed. `number` counts a link's from 1;
-    0: not numbered. `maps_pools`: it has opened the producer's export, which it closes before it disconnects.
+    """The consumer lives, and still wants the transfers that it names: their leases are renewed. It names each of them
+    within an interval, in as many heartbeats as that takes. `number` counts a link's from 1; 0: not numbered.
+    `maps_pools`: it has opened the producer's export, which it closes before it disconnects.
     """
 
-    transfers: tuple[TransferKey, ...]
+    transfers: Annotated[tuple[TransferKey, ...], Meta(max_length=MAX_NAMED)]
     number: Index = 0
     maps_pools: bool = False
+    followed: Annotated[tuple[Follow, ...], Meta(max_length=MAX_NAMED)] = ()
 
 
 class Probe(Message, frozen=True, kw_only=True):
@@ -274,3 +284,9 @@ class Bye(Message, frozen=True, kw_only=True):
     """An orderly end of the session."""
 
     text: Text = ""
+
+
+class Batch(Message, frozen=True, kw_only=True):
+    """Several messages, in their order, each with its envelope. None of them is a batch."""
+
+    messages: Annotated[tuple[bytes, ...], Meta(min_length=1, max_length=MAX_BATCH_MESSAGES)]

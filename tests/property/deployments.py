@@ -21,8 +21,9 @@ def settings_of_an_engine(draw):
             "timeout_s": timeout_s,
             "idle_timeout_s": timeout_s + draw(st.sampled_from([1.0, LONG_IDLE_S])),
             "transfer_timeout_s": draw(st.sampled_from([5.0, 30.0])),
+            "progress_timeout_s": draw(st.sampled_from([20.0, 60.0])),
         },
-        "lease": {"duration_s": duration_s},
+        "lease": {"duration_s": duration_s, "early_follow_s": draw(st.sampled_from([6.0, 40.0]))},
         "staging": {
             "chunk_bytes": draw(st.sampled_from([16, 40, 20 * 1024])),
             "budget_bytes": 64 * 1024,
@@ -34,12 +35,10 @@ def settings_of_an_engine(draw):
 
 def longest_wait_s(settings):
     """After which everything that an engine waits for has ended, with whole links: one deadline after the other."""
-    peers = [each["peer"] for each in settings]
-    lease_s = max(each["lease"]["duration_s"] for each in settings)
-    return lease_s + sum(
-        max(peer[name] for peer in peers) * times
-        for name, times in (("hello_timeout_s", 3), ("timeout_s", 2), ("transfer_timeout_s", 2))
-    )
+    times = {"hello_timeout_s": 3, "timeout_s": 2, "transfer_timeout_s": 2, "progress_timeout_s": 1}
+    times |= {"duration_s": 1, "early_follow_s": 1}
+    waits = [each["peer"] | each["lease"] for each in settings]
+    return sum(max(wait[name] for wait in waits) * count for name, count in times.items())
 
 
 def are_apart(engines):

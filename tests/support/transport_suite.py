@@ -154,6 +154,12 @@ class Inbox(Ledger):
         return taken
 
 
+def send_control(worker, *payloads):
+    """Send control messages by the worker's endpoint."""
+    for payload in payloads:
+        worker.transport.send_control(worker.endpoint, TAG, payload)
+
+
 class TransportSuite:
     """The conformance tests. Each makes its own pair."""
 
@@ -308,17 +314,13 @@ class TransportSuite:
                 inbox.wait(*sends)
 
     def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self):
-        with self.workers() as (a, _b, _inbox):
-            payload = pattern(4 << 20, 1)
-            with pytest.raises(PeerLostError):
-                for _ in range(8 * MAX_UNSENT_CONTROL_BYTES // len(payload)):
-                    a.transport.send_control(a.endpoint, TAG, payload)
+        with self.workers() as (a, _b, _inbox), pytest.raises(PeerLostError):
+            send_control(a, *[pattern(MAX_UNSENT_CONTROL_BYTES >> 4, 1)] * 128)
 
     def test_thousands_of_small_messages_wait_for_a_peer_that_is_slow_to_take_them(self):
         with self.workers() as (a, _b, inbox):
             payloads = [pattern(100, seed) for seed in range(5000)]
-            for payload in payloads:
-                a.transport.send_control(a.endpoint, TAG, payload)
+            send_control(a, *payloads)
             assert [m.payload for m in inbox.take(len(payloads))] == payloads
 
     def test_a_closed_transport_takes_no_control_messages(self):
@@ -339,8 +341,7 @@ class TransportSuite:
             a.transport.send_control(a.endpoint, TAG, b"warm")
             inbox.take(1)
             payloads = [pattern(100, seed) for seed in range(20)]
-            for payload in payloads:
-                a.transport.send_control(a.endpoint, TAG, payload)
+            send_control(a, *payloads)
             a.transport.close()
             arrived = inbox.take(len(payloads))
             assert arrived == [ControlMessage(TAG, p) for p in payloads], "other messages came"

@@ -150,7 +150,8 @@ def done(link=-1, key=KEY):
 
 
 def followed(link=-1, key=KEY):
-    return ev.FromPeer(link, m.Follow(transfer_id=key.transfer_id, secret=key.secret))
+    follow = m.Follow(transfer_id=key.transfer_id, secret=key.secret)
+    return ev.FromPeer(link, m.Heartbeat(transfers=(), followed=(follow,)))
 
 
 def given_up(link=-1, key=KEY):

@@ -12,6 +12,7 @@ from kvconnector.errors import (
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.early import EVENT_BYTES, MAX_EARLY_BYTES
 from kvconnector.session.lease import lease_key
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
@@ -43,14 +44,14 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
     side = h.producer()
     h.welcome(side)
     h.welcome(side, -2)
-    assert side.tell(h.followed()) == []
+    assert _told(side.tell(h.followed())) == []
     assert _told(side.tell(_granted(0))) == [(0, False)]
     assert _told(side.tell(_granted(5))) == [(5, False)]
     assert _told(side.tell(h.followed(-2))) == [(5, False)]
     (first, _) = h.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
     assert (first.num_tokens, first.is_complete) == (12, True)
     assert first.blocks == h.read().blocks
-    assert _told(side.tell(h.heartbeat())) == [(12, True)]  # what was said may be lost
+    assert _told(side.tell(h.heartbeat())) == []  # nothing is reported twice
 
 
 def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
@@ -94,10 +95,60 @@ def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
     assert h.released(side.tell(_granted(12, is_complete=True))) == [("r", "aborted")]
 
 
-def test_without_the_secret_nobody_is_told_anything():
+def _refused(commands):
+    return [
+        (report.transfer_id, report.refusal, report.text)
+        for report in h.messages(commands, m.Progress)
+    ]
+
+
+def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
     side = _filling()
     wrong = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
-    assert side.tell(h.followed(-1, wrong), h.followed(-9)) == []
+    unknown = m.TransferKey(transfer_id="u", secret=h.SECRET)
+    refused = _refused(side.tell(h.followed(-1, wrong)))
+    assert refused == [("t", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
+    assert _refused(side.tell(h.followed(-1, unknown))) == []
+    for _ in range(20):
+        side.session.heard(-1, side.now)
+        refused += _refused(side.tick(h.LEASE.early_follow_s / 20))
+        refused += _refused(side.tell(h.followed(-1, unknown)))  # which does not begin anew
+    assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
+
+
+def test_a_stranger_that_follows_is_told_nothing():
+    side = _filling()
+    assert h.messages(side.tell(h.followed(-9)), m.Progress) == []
+
+
+def test_three_thousand_followers_before_their_leases_are_all_served():
+    side = h.producer()
+    h.welcome(side)
+    keys = [m.TransferKey(transfer_id=f"t{i}", secret=h.SECRET) for i in range(3000)]
+    assert _told(side.tell(*[h.followed(-1, key) for key in keys])) == []
+    for _ in range(
+        8
+    ):  # the prompts wait at the producer's front end, for longer than a lease lasts
+        side.session.heard(-1, side.now)
+        side.tick(h.PEER_S - 1)
+    for key in keys:
+        granted = HoldRequest(
+            f"r{key.transfer_id}", key.transfer_id, h.SECRET, h.BLOCKS, 12, is_complete=False
+        )
+        assert _told(side.tell(granted)) == [(12, False)]
+
+
+def test_who_follows_more_than_there_is_room_for_is_refused_and_nobody_else():
+    side = h.producer()
+    h.welcome(side)
+    num_kept = MAX_EARLY_BYTES // EVENT_BYTES
+    for i in range(num_kept):
+        key = m.TransferKey(transfer_id=f"t{i}", secret=h.SECRET)
+        assert side.tell(h.followed(-1, key))[1:] == []
+    one_more = m.TransferKey(transfer_id="u", secret=h.SECRET)
+    ((name, refusal, _),) = _refused(side.tell(h.followed(-1, one_more)))
+    assert (name, refusal) == ("u", Refusal.INTERNAL)
+    assert _told(side.tell(HoldRequest("r", "t0", h.SECRET, h.BLOCKS, 12, is_complete=False)))
 
 
 def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
@@ -116,7 +167,7 @@ def _following(tokens=(0, 12), geometry=None, **settings):
 
 
 def _begun(commands):
-    return [command.request_id for command in h.of(commands, cmd.TellBegun)]
+    return [command.request_id for command in h.of(commands, cmd.NotifyPrefillStarted)]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -132,7 +183,8 @@ def _begun(commands):
 )
 def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_asked):
     """Of one that was not asked for yet, the engine is told to ask."""
-    side, (link,) = _following((0, 12) if is_asked else None)
+    patient = h.PeerConfig(progress_timeout_s=60.0)
+    side, (link,) = _following((0, 12) if is_asked else None, peer=patient)
     if event is None:
         commands = []
         for _ in range(12):  # it lives, and says nothing
@@ -180,11 +232,29 @@ def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
         assert _begun(side.tick(h.HEARTBEAT_S)) == []
 
 
-def test_a_producer_in_a_long_step_is_asked_how_far_it_is_before_its_consumer_gives_up():
-    peer = h.PeerConfig(heartbeat_interval_s=5.0, transfer_timeout_s=3.0)
-    side, (link,) = _following(peer=peer)
-    for _ in range(20):
-        asked = h.messages(side.tick(1.0), m.Heartbeat)
-        answers = [h.beat(link), ev.FromPeer(link, _said(0))] if asked else []
-        assert h.of(side.tell(*answers), cmd.FinishLoad) == []
-    assert side.num_loads == 1
+def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
+    """A new token extends the wait, and what was reported before does not."""
+    side, (link,) = _following(peer=h.PeerConfig(transfer_timeout_s=3.0, progress_timeout_s=60.0))
+    commands = []
+    for _ in range(11):
+        side.tell(h.beat(link))
+        commands += side.tick(h.HEARTBEAT_S)
+    commands += side.tell(ev.FromPeer(link, _said(0)))
+    for _ in range(11):
+        side.tell(h.beat(link), ev.FromPeer(link, _said(0)))
+        commands += side.tick(h.HEARTBEAT_S)
+    assert h.of(commands, cmd.FinishLoad) == []
+    (ended,) = h.of(side.tell(h.beat(link)) + side.tick(h.HEARTBEAT_S), cmd.FinishLoad)
+    assert "did not go on with the prompt" in str(ended.error)
+    assert "reported_tokens=[0]" in str(ended.error)
+
+
+def test_a_prompt_is_asked_for_until_every_worker_has_answered():
+    side = h.consumer()
+    links = h.connect(side, h.engine(tp_size=2), is_followed=True)
+    asked = h.messages(side.tick(), m.Heartbeat)
+    for link in links:
+        assert [len(each.followed) for each in asked] == [1, 1]
+        side.tell(ev.FromPeer(link, _said(0)))
+        asked = h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
+    assert [(len(each.followed), len(each.transfers)) for each in asked] == [(0, 1), (0, 1)]

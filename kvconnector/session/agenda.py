@@ -1,0 +1,55 @@
+"""When to look at each of many things: O(log n) for each change, whatever waits. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from heapq import heappop, heappush
+from itertools import count
+from typing import Generic, TypeVar
+
+from kvconnector.session.commands import NEVER
+
+ThingT = TypeVar("ThingT", bound=Hashable)
+
+MAX_AT_ONCE = 64
+"""Things that one `Tick` looks at, and loads that one event of an engine starts or ends: the next tick, which is due at
+once, goes on. So no event keeps the engine's thread waiting for long, however many requests it is about.
+"""
+
+
+class Agenda(Generic[ThingT]):
+    """Things with a time at which they are to be looked at.
+
+    A thing whose deadline moves away stays where it is: it is found too early, and planned again by whoever looks. So
+    a deadline that is extended with every message costs nothing.
+    """
+
+    def __init__(self) -> None:
+        self._planned: dict[ThingT, float] = {}
+        self._heap: list[tuple[float, int, ThingT]] = []
+        self._numbers = count()
+
+    def plan(self, thing: ThingT, at: float) -> None:
+        """Look at `thing` no later than `at`."""
+        if at < self._planned.get(thing, NEVER):
+            self._planned[thing] = at
+            heappush(self._heap, (at, next(self._numbers), thing))
+
+    def forget(self, thing: ThingT) -> None:
+        """Do not look at `thing` any more."""
+        self._planned.pop(thing, None)
+
+    def next_deadline(self) -> float:
+        """The time of the first look; infinite if there is none."""
+        while self._heap and self._planned.get(self._heap[0][2]) != self._heap[0][0]:
+            heappop(self._heap)  # forgotten, or planned for an earlier time since
+        return self._heap[0][0] if self._heap else NEVER
+
+    def due(self, now: float) -> Iterator[ThingT]:
+        """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things."""
+        for _ in range(MAX_AT_ONCE):
+            if self.next_deadline() > now:
+                return
+            _, _, thing = heappop(self._heap)
+            del self._planned[thing]
+            yield thing
