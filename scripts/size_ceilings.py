@@ -58,7 +58,7 @@ ROOMS: dict[str, Size] = {
     "scripts": Size(720),
     "tests": Size(90),
     "tests/control": Size(410),
-    "tests/docs": Size(430),
+    "tests/docs": Size(440),
     "tests/golden": Size(60),
     "tests/hosts": Size(910),
     "tests/integration": Size(1380),

@@ -125,7 +125,7 @@ def test_python_runs(block, capsys):
     names["__name__"] = "__main__"
     with closing(prefill.worker), closing(prefill.scheduler):
         exec(compile(text, str(block), "exec"), names)  # noqa: S102  of ours
-        if block.page == "README.md":
+        if "worker" in names:
             worker, scheduler, output = (names[n] for n in ("worker", "scheduler", "output"))
             while "r0" not in output.finished_recving:
                 prefill.step()
@@ -135,8 +135,9 @@ def test_python_runs(block, capsys):
             assert not output.failed_recving
             worker.close()
             scheduler.close()
-        if block.page == "docs/embedding.md":
-            assert capsys.readouterr() == ("loaded\n", "")
+        shown = {"docs/embedding.md": "loaded\n", "README.md": "pp0tp1 [(0, 2, 4)]\n"}
+        if "print(" in text and block.page in shown:
+            assert capsys.readouterr().out.startswith(shown[block.page])
 
 
 def test_every_name_of_the_face_is_in_the_reference():
