@@ -34,7 +34,7 @@ class Size(NamedTuple):
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(640, target=560),
     "kvconnector/bench": Size(3730),
-    "kvconnector/cache": Size(2740, target=3280),
+    "kvconnector/cache": Size(2910, target=3280),
     "kvconnector/cli": Size(1800),
     "kvconnector/control": Size(1330, target=1330),
     "kvconnector/datapath": Size(5150, target=4050),
@@ -63,12 +63,12 @@ ROOMS: dict[str, Size] = {
     "tests/hosts": Size(910),
     "tests/integration": Size(1380),
     "tests/kernels": Size(1700),
-    "tests/property": Size(2120),
+    "tests/property": Size(2610),
     "tests/support": Size(2510),
     "tests/transport": Size(910),
     "tests/unit": Size(1480),
     "tests/unit/bench": Size(730),
-    "tests/unit/cache": Size(840),
+    "tests/unit/cache": Size(960),
     "tests/unit/cli": Size(680),
     "tests/unit/control": Size(110),
     "tests/unit/datapath": Size(2070),
@@ -80,9 +80,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
-    ("kvconnector",): Size(30400, target=27400),
+    ("kvconnector",): Size(30600, target=27400),
     ("kernels",): Size(4050, target=3650),
-    ("tests",): Size(25600, target=24800),
+    ("tests",): Size(26150, target=24800),
 }
 
 

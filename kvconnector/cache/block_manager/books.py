@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import takewhile
+
 from kvconnector.cache.block_manager.allocator import BlockAllocator, Device
 from kvconnector.cache.block_manager.sequence import Sequence, SequenceError, SequenceGroup
 from kvconnector.cache.block_manager.sequence_blocks import Paging, SequenceBlocks
@@ -17,19 +20,46 @@ class DoubleAllocationError(LocalProtocolError):
     """The sequence or the request already holds a block table; nothing changed."""
 
 
-class TableDirectory(dict[int, SequenceBlocks]):
-    """Block tables by sequence id."""
+class TableDirectory(dict[int | str, SequenceBlocks]):
+    """Block tables by sequence id, and those of cross-attention by request id."""
 
     def require_absent(self, seq: Sequence) -> None:
         """Raises DoubleAllocationError if the sequence has a table."""
         if seq.seq_id in self:
             raise DoubleAllocationError("the sequence already has blocks", seq_id=seq.seq_id)
 
+    def require_cross_absent(self, group: SequenceGroup) -> None:
+        """Raises DoubleAllocationError if the request has a table for cross-attention."""
+        if group.request_id in self:
+            raise DoubleAllocationError(
+                "the request already has cross-attention blocks", request_id=group.request_id
+            )
+
     def of(self, seq: Sequence) -> SequenceBlocks:
         """The sequence's table. Raises UnknownRequestError if it has none."""
         if seq.seq_id not in self:
             raise UnknownRequestError("the sequence has no blocks", seq_id=seq.seq_id)
         return self[seq.seq_id]
+
+    def cross_of(self, group: SequenceGroup) -> SequenceBlocks:
+        """The request's table for cross-attention. Raises UnknownRequestError if it has none."""
+        if group.request_id not in self:
+            raise UnknownRequestError(
+                "the request has no cross-attention blocks", request_id=group.request_id
+            )
+        return self[group.request_id]
+
+    def on(self, device: Device, seq: Sequence) -> SequenceBlocks:
+        """The same. Raises LocalProtocolError: it is on the other device."""
+        table = self.of(seq)
+        if table.device is not device:
+            raise LocalProtocolError(
+                "the sequence's blocks are on the other device",
+                seq_id=seq.seq_id,
+                device=table.device.value,
+                expected=device.value,
+            )
+        return table
 
     def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, SequenceBlocks]]:
         """The group's unfinished sequences with blocks. Raises UnknownRequestError for none."""
@@ -41,8 +71,12 @@ class TableDirectory(dict[int, SequenceBlocks]):
         return [(seq, self[seq.seq_id]) for seq in unfinished]
 
     def on_device(self, group: SequenceGroup, device: Device) -> list[SequenceBlocks]:
-        """The group's tables on one device. Raises UnknownRequestError: it has none; LocalProtocolError: none there."""
-        held = [self[seq.seq_id] for seq in group.seqs() if seq.seq_id in self]
+        """The group's tables on one device, that of cross-attention last. Raises UnknownRequestError: it has none;
+        LocalProtocolError: none there.
+        """
+        owners: list[int | str] = [seq.seq_id for seq in group.seqs()]
+        owners.append(group.request_id)
+        held = [self[owner] for owner in owners if owner in self]
         if not held:
             raise UnknownRequestError("the group has no blocks", request_id=group.request_id)
         there = [table for table in held if table.device is device]
@@ -71,11 +105,24 @@ class BlockBooks:
         attention_chunk_size: int | None = None,
         enable_caching: bool = False,
     ) -> None:
-        """Two empty pools: GPU blocks to run in, CPU blocks to swap to.
+        """Make two empty pools: GPU blocks to run in, CPU blocks to swap to.
 
-        Admission leaves the share `watermark` of the GPU blocks free, so that running sequences can grow without a
-        swap. `enable_caching` finds blocks again by their content. The others are those of `Paging`. Raises
-        ConfigError: a value is out of range.
+        Args:
+            block_size: tokens per block.
+            num_gpu_blocks: blocks that sequences run in.
+            num_cpu_blocks: blocks that sequences are swapped out to.
+            watermark: share of the GPU blocks that admission leaves free, so that running sequences can grow without a
+                swap.
+            sliding_window: tokens that one query sees, itself included; None for all.
+            is_recurrent: a block holds one state, as `Paging` says.
+            max_step_tokens: most tokens that one step computes. With a window, states or chunks, slots are taken step
+                by step; if it is None, all at once, or with a window in steps for which `sliding_window // block_size +
+                2` blocks are enough.
+            attention_chunk_size: tokens of the chunks that queries stay inside of; None for one chunk.
+            enable_caching: find blocks again by their content.
+
+        Raises:
+            ConfigError: a value is out of range.
         """
         sizes = {"block_size": block_size, "num_gpu_blocks": num_gpu_blocks}
         limits = {"sliding_window": sliding_window, "attention_chunk_size": attention_chunk_size}
@@ -89,6 +136,8 @@ class BlockBooks:
         if sum(map(bool, (sliding_window, is_recurrent, attention_chunk_size))) > 1:
             raise ConfigError("a layer forgets in one way", is_recurrent=is_recurrent, **limits)
         window = 2 if is_recurrent else sliding_window
+        if window is not None and max_step_tokens is None:
+            max_step_tokens = block_size - window % block_size + 1
         self._paging = Paging(
             block_size, window, is_recurrent, max_step_tokens, attention_chunk_size
         )
@@ -121,6 +170,18 @@ class BlockBooks:
             if self.enable_caching and full_blocks:
                 table.publish(full_blocks, seq.block_hashes(self.block_size, full_blocks.stop))
 
+    def get_common_computed_block_ids(self, seqs: Iterable[Sequence]) -> list[int]:
+        """Return the leading blocks that all these sequences share and whose tokens are computed, such as those that a
+        batch need read only once. There are none where a window has left the first block.
+        """
+        tables = [self._tables.on(Device.GPU, seq) for seq in seqs]
+        computed = [
+            [] if table.dropped else table.block_ids[: table.num_computed_tokens // self.block_size]
+            for table in tables
+        ]
+        shared = takewhile(lambda block_ids: len(set(block_ids)) == 1, zip(*computed, strict=False))
+        return [block_ids[0] for block_ids in shared]
+
     def get_prefix_cache_hit_rate(self, device: Device) -> float:
         """Share of full blocks that allocation (GPU) or swapping (both) found cached; 0.0 before the first look-up."""
         return (self._gpu if device is Device.GPU else self._cpu).hit_rate
@@ -136,6 +197,10 @@ class BlockBooks:
         """The sequence's block ids on its device, lookahead included. Those before `get_first_block` mean nothing."""
         table = self._tables.of(seq)
         return table.dropped + table.block_ids
+
+    def get_cross_block_table(self, group: SequenceGroup) -> list[int]:
+        """The ids of the request's cross-attention blocks, on its device."""
+        return self._tables.cross_of(group).block_ids.copy()
 
     def get_first_block(self, seq: Sequence) -> int:
         """Index of the first block that the sequence has: a window has left those before it."""

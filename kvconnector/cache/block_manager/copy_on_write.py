@@ -31,12 +31,17 @@ class AppendPlan(NamedTuple):
         return self.num_new_blocks + len(self.copied) + len(self.replaced)
 
 
-def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
-    """Plans slots up to `num_tokens` and for the lookahead. Raises BlockIdError: the lookahead is negative."""
+def require_lookahead(num_lookahead_slots: int) -> None:
+    """Raises BlockIdError if the lookahead is negative."""
     if num_lookahead_slots < 0:
         raise BlockIdError(
             "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
         )
+
+
+def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
+    """Plans slots up to `num_tokens` and for the lookahead. Raises BlockIdError: the lookahead is negative."""
+    require_lookahead(num_lookahead_slots)
     block_size = table.paging.block_size
     num_tokens = max(num_tokens, table.num_tokens)
     num_slots = num_tokens + num_lookahead_slots

@@ -14,6 +14,7 @@ from kvconnector.cache.block_manager.copy_on_write import (
     apply_swap,
     plan_append,
     plan_swap,
+    require_lookahead,
 )
 from kvconnector.cache.block_manager.sequence import (
     Sequence,
@@ -22,7 +23,7 @@ from kvconnector.cache.block_manager.sequence import (
     SequenceStatus,
 )
 from kvconnector.cache.block_manager.sequence_blocks import NO_BLOCK, SequenceBlocks
-from kvconnector.errors import LocalProtocolError
+from kvconnector.errors import ConfigError
 
 
 class AllocStatus(Enum):
@@ -63,7 +64,9 @@ class _StartPlan(NamedTuple):
     num_tokens: int
     """Tokens that get slots."""
     num_held: int
-    """Blocks from `first` on."""
+    """Blocks from `first` on, for these tokens and the lookahead."""
+    num_cross: int
+    """Blocks for the encoder's output."""
 
 
 class BlockSpaceManager(BlockBooks):
@@ -80,44 +83,74 @@ class BlockSpaceManager(BlockBooks):
     group, has no blocks; and LocalProtocolError: its blocks are on the other device.
     """
 
-    def fits_alone(self, num_tokens: int) -> bool:
-        """Whether a sequence of that many tokens can take each of its steps with the GPU to itself."""
+    def fits_alone(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
+        """Return True if a sequence of that many tokens can take each of its steps with the GPU to itself."""
         # A recurrent sequence may be forked to keep a state, and its block copied.
         needed = self._paging.max_blocks(num_tokens) + self._paging.is_recurrent
+        needed += self._paging.num_blocks(num_encoder_tokens)
         return needed + self.watermark_blocks <= self._gpu.num_total_blocks
 
     def can_allocate(
-        self, group: SequenceGroup, *, resume_at: int | None = None, num_tokens: int | None = None
+        self,
+        group: SequenceGroup,
+        num_lookahead_slots: int = 0,
+        *,
+        resume_at: int | None = None,
+        num_tokens: int | None = None,
     ) -> AllocStatus:
-        """Whether the waiting sequences' tokens fit above the watermark. Arguments and SequenceError as for `allocate`.
+        """Whether `allocate` will succeed for the same arguments, and leave the watermark's blocks free.
 
         Cached blocks that others hold anyway take no space for OK, but do for NEVER.
+
+        Raises:
+            ConfigError: as `allocate`.
+            SequenceError: as `allocate`.
+            BlockIdError: as `allocate`.
         """
-        start = self._plan_start(_waiting_seqs(group)[0], resume_at, num_tokens)
-        if self._gpu.num_total_blocks - start.num_held < self.watermark_blocks:
+        start = self._plan_start(group, num_lookahead_slots, resume_at, num_tokens)
+        num_held = start.num_held + start.num_cross
+        if self._gpu.num_total_blocks - num_held < self.watermark_blocks:
             return AllocStatus.NEVER
-        num_needed = start.num_held - len(start.cached) + self._gpu.num_idle(start.cached)
+        num_needed = num_held - len(start.cached) + self._gpu.num_idle(start.cached)
         if self._gpu.num_free_blocks - num_needed >= self.watermark_blocks:
             return AllocStatus.OK
         return AllocStatus.LATER
 
     def allocate(
-        self, group: SequenceGroup, *, resume_at: int | None = None, num_tokens: int | None = None
+        self,
+        group: SequenceGroup,
+        num_lookahead_slots: int = 0,
+        *,
+        resume_at: int | None = None,
+        num_tokens: int | None = None,
     ) -> None:
-        """Gives the first waiting sequence its blocks and shares them with the other waiting ones.
+        """Give the first waiting sequence its blocks and share them with the other waiting ones.
 
-        With prefix caching, the blocks whose content is cached are shared and count as computed: as many leading tokens
-        as there are, or those among the first `resume_at` tokens, where somebody else brings the others. `num_tokens`
-        as for `append_slots`. Raises SequenceError: no sequence waits, or their prompts differ; DoubleAllocationError:
-        one has blocks already; OutOfBlocksError: too few are free, watermark aside.
+        A group with an encoder also gets blocks for cross-attention. With prefix caching, blocks whose content is
+        cached are shared and count as computed.
+
+        Args:
+            group: a request of which at least one sequence waits.
+            num_lookahead_slots: slots after the tokens.
+            resume_at: share what is cached of that many leading tokens; somebody else brings the others. None: as many
+                as are cached.
+            num_tokens: as for `append_slots`.
+
+        Raises:
+            ConfigError: the group has an encoder, and the manager prefix caching or a sliding window.
+            SequenceError: no sequence waits, or their prompts differ.
+            DoubleAllocationError: a sequence, or the encoder, has blocks already.
+            OutOfBlocksError: too few blocks are free, watermark aside.
+            BlockIdError: the lookahead is negative.
         """
-        waiting = _waiting_seqs(group)
-        prompt = waiting[0]
+        start = self._plan_start(group, num_lookahead_slots, resume_at, num_tokens)
+        waiting = group.seqs(SequenceStatus.WAITING)
         for seq in waiting:
             self._tables.require_absent(seq)
-        start = self._plan_start(prompt, resume_at, num_tokens)
+        self._tables.require_cross_absent(group)
         num_fresh = start.num_held - len(start.cached)
-        self._gpu.require_free(num_fresh + self._gpu.num_idle(start.cached))
+        num_idle = self._gpu.num_idle(start.cached)
+        self._gpu.require_free(num_fresh + num_idle + start.num_cross)
 
         # Cached blocks first: allocating the rest could evict them.
         self._gpu.share(start.cached)
@@ -132,9 +165,14 @@ class BlockSpaceManager(BlockBooks):
             table.num_cached_tokens = table.num_computed_tokens = num_cached
         if not (start.cached or self._paging.is_recurrent):
             table.valid_from = oldest
-        self._tables[prompt.seq_id] = table
+        self._tables[waiting[0].seq_id] = table
         for sibling in waiting[1:]:
             self._tables[sibling.seq_id] = table.fork()
+        if group.encoder_seq is not None:
+            cross_ids = self._gpu.allocate(start.num_cross)
+            num_tokens = group.encoder_seq.num_tokens
+            cross = SequenceBlocks(self._gpu, self._paging, cross_ids, num_tokens)
+            self._tables[group.request_id] = cross
 
     def can_append_slots(
         self,
@@ -143,30 +181,49 @@ class BlockSpaceManager(BlockBooks):
         *,
         num_tokens: int | None = None,
     ) -> bool:
-        """Whether `append_slots` will succeed for all unfinished sequences of the group. BlockIdError as there."""
+        """Return True if `append_slots` will succeed for all unfinished sequences of the group.
+
+        A shared block that is written counts as copied by each of its owners.
+
+        Raises:
+            SequenceError: as `append_slots`.
+            BlockIdError: as `append_slots`.
+        """
         num_needed = self._num_append_blocks(group, Device.GPU, num_lookahead_slots, num_tokens)
         return num_needed <= self._gpu.num_free_blocks
 
     def append_slots(
         self, seq: Sequence, num_lookahead_slots: int = 0, *, num_tokens: int | None = None
     ) -> list[BlockCopy]:
-        """Gives slots to the tokens of `seq` that have none, and `num_lookahead_slots` more.
+        """Give slots to the tokens of `seq` that have none.
 
-        Up to `num_tokens` tokens, or all; with a window, those of the next step. Returns the shared blocks that must
-        be copied before the new slots are written. Raises SequenceError: the sequence has fewer tokens than it had;
-        OutOfBlocksError: too few blocks are free; BlockIdError: the lookahead is negative.
+        Args:
+            seq: a sequence with blocks on the GPU.
+            num_lookahead_slots: slots after the tokens.
+            num_tokens: leading tokens that get slots, if they have none; None for all, or with a window those of the
+                next step.
+
+        Returns:
+            The shared blocks to copy before the new slots are written.
+
+        Raises:
+            SequenceError: the sequence has fewer tokens than it had.
+            OutOfBlocksError: too few blocks are free.
+            BlockIdError: the lookahead is negative.
         """
-        table = self._tables.of(seq)
-        plan = self._plan_append(seq, table, Device.GPU, num_lookahead_slots, num_tokens)
-        return apply_append(table, plan)
+        plan = self._plan_append(seq, Device.GPU, num_lookahead_slots, num_tokens)
+        return apply_append(self._tables.of(seq), plan)
 
     def drop_left_behind(self, seq: Sequence) -> None:
-        """Gives up the blocks that the sliding window has left: no token not yet computed sees them."""
+        """Give up the blocks that the sliding window has left: no token not yet computed sees them."""
         self._tables.of(seq).drop_left_behind()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Lets `child` share all blocks of `parent`; whoever writes a shared block first copies it. Raises
-        DoubleAllocationError: the child has blocks already; SequenceError: its tokens are not those in the blocks.
+        """Let `child` share all blocks of `parent`; whoever writes a shared block first copies it.
+
+        Raises:
+            DoubleAllocationError: the child has blocks already.
+            SequenceError: its tokens are not those in the blocks.
         """
         table = self._tables.of(parent)
         self._tables.require_absent(child)
@@ -180,14 +237,23 @@ class BlockSpaceManager(BlockBooks):
         self._tables[child.seq_id] = table.fork()
 
     def free(self, seq: Sequence) -> None:
-        """Gives up the sequence's blocks, on whichever device; nothing if it has none."""
+        """Give up the sequence's blocks, on whichever device; nothing if it has none."""
         if seq.seq_id in self._tables:
             self._tables.pop(seq.seq_id).release()
 
-    def can_swap_in(self, group: SequenceGroup) -> AllocStatus:
-        """Whether the group can return to the GPU and then append its new slots."""
+    def free_cross(self, group: SequenceGroup) -> None:
+        """Give up the request's cross-attention blocks, on whichever device; nothing if it has none."""
+        if group.request_id in self._tables:
+            self._tables.pop(group.request_id).release()
+
+    def can_swap_in(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
+        """Whether the group can return to the GPU and then append its new slots and the lookahead.
+
+        Raises:
+            BlockIdError: the lookahead is negative.
+        """
         plan = plan_swap(self._tables.on_device(group, Device.CPU), self._cpu, self._gpu)
-        num_append_blocks = self._num_append_blocks(group, Device.CPU, 0, None)
+        num_append_blocks = self._num_append_blocks(group, Device.CPU, num_lookahead_slots, None)
         headroom = self._gpu.num_total_blocks - plan.num_blocks - num_append_blocks
         if headroom < 0:
             return AllocStatus.NEVER
@@ -199,23 +265,36 @@ class BlockSpaceManager(BlockBooks):
         return AllocStatus.LATER
 
     def swap_in(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Moves the group's tables to the GPU. Returns (CPU id, GPU id) of every block to copy, each once however many
-        sequences share it; a block that the GPU still caches needs no copy. Raises OutOfBlocksError.
+        """Move the group's tables to the GPU, that of cross-attention included.
+
+        Returns:
+            (CPU id, GPU id) of every block to copy, each once however many sequences share it. A block that the GPU
+            still caches needs no copy.
+
+        Raises:
+            OutOfBlocksError: too few GPU blocks are free.
         """
         return self._swap(group, self._cpu, self._gpu)
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
-        """Whether the CPU pool can take the group now."""
+        """Return True if the CPU pool can take the group now."""
         plan = plan_swap(self._tables.on_device(group, Device.GPU), self._gpu, self._cpu)
         return plan.num_blocks_needed <= self._cpu.num_free_blocks
 
     def swap_out(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Moves the group's tables to the CPU, as `swap_in` does to the GPU; others keep the blocks that they share."""
+        """Move the group's tables to the CPU, as `swap_in` does to the GPU; others keep the blocks that they share."""
         return self._swap(group, self._gpu, self._cpu)
 
     def _plan_start(
-        self, prompt: Sequence, resume_at: int | None, num_tokens: int | None
+        self,
+        group: SequenceGroup,
+        num_lookahead_slots: int,
+        resume_at: int | None,
+        num_tokens: int | None,
     ) -> _StartPlan:
+        self._refuse_encoder(group)
+        require_lookahead(num_lookahead_slots)
+        prompt = _waiting_seqs(group)[0]
         paging, size = self._paging, self.block_size
         if resume_at is None:
             resume_at = self.find_cached_tokens(prompt)
@@ -232,24 +311,33 @@ class BlockSpaceManager(BlockBooks):
             cached=self._gpu.lookup(hashes),
             num_queried=max(0, num_full - first),
             num_tokens=end,
-            num_held=paging.num_blocks(end) - first,
+            num_held=paging.num_blocks(end + num_lookahead_slots) - first,
+            num_cross=paging.num_blocks(group.encoder_seq.num_tokens) if group.encoder_seq else 0,
         )
+
+    def _refuse_encoder(self, group: SequenceGroup) -> None:
+        """Raises ConfigError, which names what a group with an encoder cannot be combined with."""
+        refused = {
+            # What the decoder caches depends on the encoder's input, which its tokens do not determine.
+            "prefix caching": self.enable_caching,
+            # The window is the decoder's alone: cross-attention sees the encoder's whole output.
+            "a sliding window": self._paging.sliding_window is not None,
+        }
+        for feature, is_enabled in refused.items():
+            if group.encoder_seq is not None and is_enabled:
+                raise ConfigError(
+                    f"encoder-decoder requests are not supported with {feature}",
+                    request_id=group.request_id,
+                )
 
     def _plan_append(
         self,
         seq: Sequence,
-        table: SequenceBlocks,
         device: Device,
         num_lookahead_slots: int,
         num_tokens: int | None,
     ) -> AppendPlan:
-        if table.device is not device:
-            raise LocalProtocolError(
-                "the sequence's blocks are on the other device",
-                seq_id=seq.seq_id,
-                device=table.device.value,
-                expected=device.value,
-            )
+        table = self._tables.on(device, seq)
         if seq.num_tokens < table.num_tokens:
             raise SequenceError(
                 "a sequence cannot shrink",
@@ -268,8 +356,8 @@ class BlockSpaceManager(BlockBooks):
         num_tokens: int | None,
     ) -> int:
         return sum(
-            self._plan_append(seq, table, device, num_lookahead_slots, num_tokens).num_blocks_needed
-            for seq, table in self._tables.unfinished(group)
+            self._plan_append(seq, device, num_lookahead_slots, num_tokens).num_blocks_needed
+            for seq, _ in self._tables.unfinished(group)
         )
 
     def _swap(

@@ -123,11 +123,23 @@ class Sequence:
 
 
 class SequenceGroup:
-    """The sequences of one request: one, or several samples or beams of the same prompt."""
+    """The sequences of one request: one, or several samples or beams of the same prompt.
 
-    def __init__(self, request_id: str, seqs: Iterable[Sequence]) -> None:
-        """Raises SequenceError for no sequence at all, or for two with the same id."""
+    Args:
+        request_id: unique in a block manager.
+        seqs: at least one, with different ids.
+        encoder_seq: what cross-attention reads in an encoder-decoder model, one token for each position of the
+            encoder's output. Its blocks belong to the request, not to a sequence.
+
+    Raises:
+        SequenceError: there is no sequence, or two have one id.
+    """
+
+    def __init__(
+        self, request_id: str, seqs: Iterable[Sequence], encoder_seq: Sequence | None = None
+    ) -> None:
         self.request_id = request_id
+        self.encoder_seq = encoder_seq
         self._seqs: dict[int, Sequence] = {}
         for seq in seqs:
             self.add(seq)

@@ -11,44 +11,9 @@ from kvconnector.cache.block_manager import (
     Sequence,
     SequenceError,
     SequenceGroup,
-    SequenceStatus,
 )
 from kvconnector.errors import BlockIdError, ConfigError, LocalProtocolError, UnknownRequestError
-
-
-def manager_of(num_gpu_blocks=10, **settings):
-    """A manager of blocks of 4 tokens."""
-    return BlockSpaceManager(4, num_gpu_blocks, 10, **{"watermark": 0.0} | settings)
-
-
-def group_of(tokens, *seq_ids):
-    """A request of one prompt and these sequences, which wait."""
-    prompt = list(tokens)
-    return SequenceGroup(f"request-{seq_ids[0]}", [Sequence(each, prompt) for each in seq_ids])
-
-
-def start(manager, seq_id, tokens):
-    """A request of one sequence that runs."""
-    group = group_of(tokens, seq_id)
-    manager.allocate(group)
-    group.seqs()[0].status = SequenceStatus.RUNNING
-    return group
-
-
-def computed(manager, seq_id, tokens):
-    """The same, behind its prompt."""
-    group = start(manager, seq_id, tokens)
-    (seq,) = group.seqs()
-    manager.mark_blocks_as_computed(group, seq.num_tokens - manager.get_num_computed_tokens(seq))
-    return group
-
-
-def num_cached_tokens(manager, seq_id, tokens):
-    """What a new request finds."""
-    (seq,) = start(manager, seq_id, tokens).seqs()
-    cached = manager.get_num_cached_tokens(seq)
-    manager.free(seq)
-    return cached
+from tests.unit.cache.block_managers import computed, group_of, manager_of, num_cached_tokens, start
 
 
 @pytest.mark.parametrize(
@@ -97,6 +62,14 @@ REFUSED = [
         BlockIdError,
         "negative",
     ),
+    (lambda m, group, seq: m.allocate(group_of([1], 2), -1), BlockIdError, "negative"),
+    (lambda m, group, seq: m.can_allocate(group_of([1], 2), -1), BlockIdError, "negative"),
+    (
+        lambda m, group, seq: m.allocate(group_of([1], 2, num_encoder_tokens=1), 1),
+        OutOfBlocksError,
+        "needed=2, free=1",
+    ),
+    (lambda m, group, seq: m.get_cross_block_table(group), UnknownRequestError, "cross-attention"),
     (lambda m, group, seq: m.append_slots(Sequence(1, range(5))), SequenceError, "shrink"),
     (lambda m, group, seq: m.fork(seq.fork(2), seq.fork(3)), UnknownRequestError, "seq_id=2"),
     (lambda m, group, seq: m.fork(seq, seq.fork(1)), DoubleAllocationError, "seq_id=1"),
@@ -153,8 +126,93 @@ def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again():
     for refused in (manager.can_append_slots, manager.can_swap_out, manager.swap_out):
         with pytest.raises(LocalProtocolError, match="device"):
             refused(group)
-    with pytest.raises(LocalProtocolError, match="other device"):
-        manager.append_slots(group.seqs()[0])
+    for refused in (manager.append_slots, lambda seq: manager.get_common_computed_block_ids([seq])):
+        with pytest.raises(LocalProtocolError, match="other device"):
+            refused(group.seqs()[0])
+
+
+@pytest.mark.parametrize(
+    "settings, feature",
+    [({"enable_caching": True}, "prefix caching"), ({"sliding_window": 8}, "a sliding window")],
+)
+def test_an_encoder_cannot_be_combined_with_what_does_not_know_it(settings, feature):
+    manager = manager_of(**settings)
+    group = group_of(range(3), 1, num_encoder_tokens=2)
+    for call in (manager.can_allocate, manager.allocate):
+        with pytest.raises(ConfigError, match=f"not supported with {feature}.*request-1"):
+            call(group)
+    assert manager.can_allocate(group_of(range(3), 1)) is AllocStatus.OK
+    assert manager.get_num_free_gpu_blocks() == 10
+
+
+def test_an_encoders_blocks_are_the_requests_own():
+    manager = manager_of(num_gpu_blocks=6, watermark=0.2)  # one block to remain
+    assert manager.can_allocate(group_of(range(8), 1, num_encoder_tokens=13)) is AllocStatus.NEVER
+    assert manager.fits_alone(8, 12)
+    assert not manager.fits_alone(8, 13)
+    group = group_of(range(8), 1, 2, num_encoder_tokens=12)
+    assert manager.can_allocate(group) is AllocStatus.OK
+    manager.allocate(group)
+    first, second = group.seqs()
+    cross = manager.get_cross_block_table(group)
+    assert len(cross) == 3
+    assert not set(cross) & set(manager.get_block_table(first))
+    assert manager.get_block_table(second) == manager.get_block_table(first)
+    assert manager.can_allocate(group_of([1], 3)) is AllocStatus.LATER
+    for seq in group.seqs():
+        manager.free(seq)
+    assert manager.get_num_free_gpu_blocks() == 3
+    with pytest.raises(DoubleAllocationError, match="request-1"):
+        manager.allocate(group)
+    for _ in range(2):
+        manager.free_cross(group)
+        assert manager.get_num_free_gpu_blocks() == 6
+
+
+def test_an_encoders_blocks_are_swapped_with_the_request():
+    manager = manager_of()
+    group = group_of(range(5), 1, num_encoder_tokens=6)
+    manager.allocate(group)
+    held = [*manager.get_block_table(group.seqs()[0]), *manager.get_cross_block_table(group)]
+    copies = manager.swap_out(group)
+    assert [source for source, _ in copies] == held
+    assert manager.get_cross_block_table(group) == [target for _, target in copies][2:]
+    assert manager.get_num_free_gpu_blocks() == 10
+    assert manager.can_swap_in(group) is AllocStatus.OK
+    assert len(manager.swap_in(group)) == 4
+    assert manager.get_num_free_cpu_blocks() == 10
+
+
+def test_lookahead_counts_where_blocks_are_asked_for():
+    manager = manager_of(num_gpu_blocks=3)
+    group = group_of(range(6), 1)
+    assert manager.can_allocate(group, 6) is AllocStatus.OK
+    assert manager.can_allocate(group, 7) is AllocStatus.NEVER
+    manager.allocate(group, 3)
+    assert len(manager.get_block_table(group.seqs()[0])) == 3
+    manager.swap_out(group)
+    assert manager.can_swap_in(group, 6) is AllocStatus.OK
+    assert manager.can_swap_in(group, 7) is AllocStatus.NEVER
+    blocker = start(manager, 2, range(1))
+    assert manager.can_swap_in(group) is AllocStatus.LATER
+    manager.free(blocker.seqs()[0])
+
+
+def test_a_batch_shares_the_computed_blocks_that_its_tables_begin_with():
+    manager = manager_of(enable_caching=True)
+    prompt = list(range(12))
+    first, second, third = (
+        computed(manager, seq_id, tokens).seqs()[0]
+        for seq_id, tokens in ((1, prompt), (2, prompt), (3, [*prompt[:4], *prompt]))
+    )
+    table = manager.get_block_table(first)
+    common = manager.get_common_computed_block_ids
+    assert common([first, second]) == table[:2], "each computed the block of its last token"
+    assert common([first, second, third]) == table[:1]
+    assert common([first]) == table
+    assert common([]) == []
+    manager.allocate(group := group_of(range(50, 58), 4))
+    assert common(group.seqs()) == []
 
 
 def test_the_block_with_the_last_prompt_token_is_always_computed_anew():
@@ -242,90 +300,3 @@ def test_blocks_that_the_other_device_still_caches_are_not_copied():
     assert [source for source, _ in manager.swap_in(group)] == [2]  # the last block is not full
     assert len(manager.swap_out(group)) == 1
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 2 / 4
-
-
-# A window of 10 and steps of 8 tokens reach over ceil((9 + 8) / 4) + 1 blocks of 4.
-MOST_BLOCKS = 6
-
-
-def window_manager(num_gpu_blocks):
-    return manager_of(num_gpu_blocks, sliding_window=10, max_step_tokens=8, enable_caching=True)
-
-
-def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks():
-    manager = window_manager(MOST_BLOCKS)
-    group = start(manager, 1, range(400))
-    (seq,) = group.seqs()
-    for _ in range(50):  # more blocks there are not
-        manager.mark_blocks_as_computed(group, 8)
-        manager.drop_left_behind(seq)
-        manager.append_slots(seq)
-    assert manager.get_num_computed_tokens(seq) == 400
-    assert manager.fits_alone(400)
-    assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
-
-
-def test_a_window_that_was_brought_is_hit_where_it_is_whole():
-    manager = window_manager(8)
-    group = group_of(range(26), 1)
-    manager.allocate(group, resume_at=21)
-    (seq,) = group.seqs()
-    assert manager.get_first_block(seq) == 3, "tokens 12 to 20 are brought"
-    manager.mark_blocks_as_computed(group, 26)
-    manager.free(seq)
-    probe = Sequence(2, range(30))
-    assert manager.find_cached_tokens(probe) == 24
-    assert manager.find_cached_tokens(probe, 23) == 0, "token 11 never came"
-
-
-# Chunks of 10 start at even offsets of blocks of 4: at most 2 + 9 + 8 tokens, which are 5 blocks.
-MOST_CHUNK_BLOCKS = 5
-
-
-def chunk_manager(num_gpu_blocks):
-    return manager_of(
-        num_gpu_blocks, attention_chunk_size=10, max_step_tokens=8, enable_caching=True
-    )
-
-
-def test_a_sequence_holds_the_blocks_of_its_chunk_and_of_its_step():
-    manager = chunk_manager(MOST_CHUNK_BLOCKS)
-    group = start(manager, 1, range(400))
-    (seq,) = group.seqs()
-    most = computed = 0
-    for count in (7, *[8] * 49):
-        first = manager.get_first_block(seq)
-        assert first == computed // 10 * 10 // 4
-        most = max(most, len(manager.get_block_table(seq)) - first)
-        manager.mark_blocks_as_computed(group, count)
-        computed += count
-        manager.drop_left_behind(seq)
-        manager.append_slots(seq)
-    assert most == MOST_CHUNK_BLOCKS
-    assert manager.fits_alone(400)
-    assert not chunk_manager(MOST_CHUNK_BLOCKS - 1).fits_alone(400)
-
-
-def test_a_chunk_that_was_brought_is_hit_where_it_is_whole():
-    manager = chunk_manager(8)
-    group = group_of(range(26), 1)
-    manager.allocate(group, resume_at=18)
-    (seq,) = group.seqs()
-    assert manager.get_first_block(seq) == 2, "tokens 10 to 17 are brought"
-    manager.mark_blocks_as_computed(group, 18)
-    manager.free(seq)
-    probe = Sequence(2, range(30))
-    assert manager.find_cached_tokens(probe) == 0, (
-        "of the block before token 16, tokens 8 and 9 never came"
-    )
-    group = start(manager, 3, range(24))
-    for _ in range(3):
-        manager.mark_blocks_as_computed(group, 8)
-        manager.append_slots(group.seqs()[0])
-    manager.free(group.seqs()[0])
-    assert manager.find_cached_tokens(probe) == 24
-
-
-def test_a_layer_forgets_in_one_way():
-    with pytest.raises(ConfigError, match="forgets in one way"):
-        manager_of(8, sliding_window=10, attention_chunk_size=10)

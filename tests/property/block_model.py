@@ -1,0 +1,175 @@
+"""What a block manager should do, by dicts: a memory that all its copies go through, and a prefix cache.
+
+The modelled KV of a token is its request's extra keys and all tokens up to it, so what a sequence reads through its
+block table shows whether the blocks are its own. A block can be found if it was computed and holds all of its tokens.
+"""
+
+from hypothesis import strategies as st
+
+from kvconnector.cache.block_manager import BlockSpaceManager, Device
+
+GPU, CPU = Device.GPU, Device.CPU
+STALE = "stale"
+
+
+class Request:
+    """A group whose sequences have equal lengths and progress; `tokens` are theirs, by sequence."""
+
+    def __init__(self, group, tokens, extra_keys=(), num_encoder_tokens=0):
+        self.group = group
+        self.tokens = {seq: list(tokens) for seq in group.seqs()}
+        self.extra_keys = extra_keys
+        self.encoder = range(num_encoder_tokens)
+        self.device = GPU
+        self.num_computed = 0
+        self.num_slots = 0
+
+    @property
+    def num_tokens(self):
+        return len(next(iter(self.tokens.values())))
+
+    def kv(self, seq, position):
+        return self.extra_keys, tuple(self.tokens[seq][: position + 1])
+
+    def set_status(self, status):
+        for seq in self.tokens:
+            seq.status = status
+
+
+class BlockModel:
+    """A block manager, the memory of its blocks, what can be found, and the requests that hold blocks."""
+
+    is_caching = has_window = has_chunks = is_recurrent = False
+
+    def set_up(self, data, watermark, window):
+        self.block_size = data.draw(st.integers(1, 4), label="block_size")
+        self.totals = {GPU: data.draw(st.integers(3, 14)), CPU: data.draw(st.integers(0, 10))}
+        self.step_tokens = data.draw(st.integers(1, 6), label="step_tokens")
+        self.manager = BlockSpaceManager(
+            self.block_size,
+            *self.totals.values(),
+            watermark,
+            sliding_window=window if self.has_window else None,
+            attention_chunk_size=window if self.has_chunks else None,
+            is_recurrent=self.is_recurrent,
+            max_step_tokens=self.step_tokens,
+            enable_caching=self.is_caching,
+        )
+        # a state is needed as a window of two tokens is
+        self.extent = 2 if self.is_recurrent else window
+        self.forgets = self.has_window or self.has_chunks or self.is_recurrent
+        self.watermark_blocks = int(watermark * self.totals[GPU])
+        slots = 1 if self.is_recurrent else self.block_size
+        blocks = [(device, block) for device in self.totals for block in range(self.totals[device])]
+        self.memory = {block: [STALE] * slots for block in blocks}
+        self.cache = {GPU: {}, CPU: {}}  # block ids by the KV of their last token
+        self.live = []
+
+    def num_free(self, device):
+        numbers = (self.manager.get_num_free_gpu_blocks(), self.manager.get_num_free_cpu_blocks())
+        return numbers[device is CPU]
+
+    def on(self, device):
+        return [request for request in self.live if request.device is device]
+
+    def num_blocks(self, num_tokens):
+        return -(-num_tokens // self.block_size)
+
+    def oldest(self, num_computed):
+        """The oldest token that the token after `num_computed` others sees."""
+        if self.has_chunks:
+            return num_computed // self.extent * self.extent
+        return max(0, num_computed - self.extent + 1) if self.forgets else 0
+
+    def step_end(self, request, num_computed):
+        step = self.step_tokens if self.forgets else request.num_tokens
+        return min(request.num_tokens, num_computed + step)
+
+    def owners(self, device):
+        """How many tables hold each block."""
+        owners = {}
+        for request in self.on(device):
+            for seq in request.tokens:
+                first = self.manager.get_first_block(seq)
+                for block in self.manager.get_block_table(seq)[first:]:
+                    owners[block] = owners.get(block, 0) + 1
+            for block in self.cross_table(request):
+                assert owners.setdefault(block, 1) == 1
+        return owners
+
+    def cross_table(self, request):
+        return self.manager.get_cross_block_table(request.group) if request.encoder else []
+
+    def slot(self, request, table, position):
+        index = 0 if self.is_recurrent else position % self.block_size
+        return self.memory[request.device, table[position // self.block_size]], index
+
+    def write(self, request, table, position, value):
+        block, index = self.slot(request, table, position)
+        block[index] = value
+
+    def read(self, request, table, position):
+        block, index = self.slot(request, table, position)
+        return block[index]
+
+    def copy(self, copies, source, destination):
+        for source_id, destination_id in copies:
+            self.hand_out(destination, [destination_id])
+            self.memory[destination, destination_id][:] = self.memory[source, source_id]
+
+    def hand_out(self, device, blocks):
+        """Blocks are to hold something else."""
+        cache = self.cache[device]
+        self.cache[device] = {kv: block for kv, block in cache.items() if block not in blocks}
+        for block in blocks:
+            self.memory[device, block][:] = [STALE] * len(self.memory[device, block])
+
+    def is_whole(self, request, seq, block, index):
+        """A block holds all tokens, or the state after the last token, of a sequence's block `index`."""
+        tokens = range(index * self.block_size, (index + 1) * self.block_size)
+        kept = tokens[-1:] if self.is_recurrent else tokens
+        return self.memory[request.device, block] == [request.kv(seq, token) for token in kept]
+
+    def hit(self, request, seq, index):
+        return self.cache[GPU].get(request.kv(seq, (index + 1) * self.block_size - 1))
+
+    def expected_hit(self, request):
+        """The most leading tokens, in whole blocks and without the last, after which the cache has what is seen."""
+        (seq, *_), size = request.tokens, self.block_size
+        for num_blocks in range((request.num_tokens - 1) // size, 0, -1):
+            # what sees nothing before needs no block, but the last one must be there to be found
+            oldest = min(self.oldest(num_blocks * size) // size, num_blocks - 1)
+            needed = range(oldest, num_blocks)
+            if all(self.hit(request, seq, index) is not None for index in needed):
+                return num_blocks * size
+        return 0
+
+    def compute_tokens(self, request, num_tokens, written=None):
+        """Compute up to that many tokens, or bring the `written` ones of these."""
+        start = request.num_computed
+        stop = min(start + num_tokens, request.num_slots)
+        tables = {seq: self.manager.get_block_table(seq) for seq in request.tokens}
+        for seq, table in tables.items():
+            for position in range(start, stop) if written is None else written:
+                self.write(request, table, position, request.kv(seq, position))
+        self.manager.mark_blocks_as_computed(request.group, stop - start)
+        request.num_computed = stop
+        for seq, table in tables.items():
+            for index in range(start // self.block_size, stop // self.block_size):
+                is_held = index >= self.manager.get_first_block(seq)
+                if self.is_caching and is_held and self.is_whole(request, seq, table[index], index):
+                    kv = request.kv(seq, (index + 1) * self.block_size - 1)
+                    self.cache[GPU].setdefault(kv, table[index])
+
+    def expected_append(self, request, seq, lookahead):
+        """Indices of the blocks that a sequence takes anew for its next slots, and those of shared ones to copy."""
+        table, owners = self.manager.get_block_table(seq), self.owners(GPU)
+        end = max(request.num_slots, self.step_end(request, request.num_computed)) + lookahead
+        touched = range(request.num_slots // self.block_size, self.num_blocks(end))
+        if end == request.num_slots:
+            touched = range(0)
+        return {
+            index: is_shared and index * self.block_size < request.num_slots
+            for index in touched
+            if (is_shared := index < len(table) and owners[table[index]] > 1) or index >= len(table)
+        }

@@ -1,0 +1,111 @@
+"""What a block manager of layers that forget promises: windows, chunks and states."""
+
+import pytest
+
+from kvconnector.cache.block_manager import AllocStatus, Sequence
+from kvconnector.errors import ConfigError
+from tests.unit.cache.block_managers import group_of, manager_of, start
+
+# A window of 10 and steps of 8 tokens reach over ceil((9 + 8) / 4) + 1 blocks of 4.
+MOST_BLOCKS = 6
+
+
+@pytest.mark.parametrize("window", range(1, 13))
+def test_by_default_a_window_is_prefilled_in_a_few_blocks_more_than_it_spans(window):
+    limit = window // 4 + 2
+    manager = manager_of(limit, sliding_window=window)
+    group = group_of(range(40), 1)
+    assert manager.can_allocate(group) is AllocStatus.OK
+    assert manager_of(limit - 1, sliding_window=window).fits_alone(40) is False
+    manager.allocate(group)
+    (seq,) = group.seqs()
+    while (num_computed := manager.get_num_computed_tokens(seq)) < 40:
+        slots = 4 * len(manager.get_block_table(seq)) - num_computed
+        step = min(slots, 40 - num_computed, 4 - window % 4 + 1)
+        manager.mark_blocks_as_computed(group, step)
+        manager.drop_left_behind(seq)
+        assert manager.can_append_slots(group)
+        manager.append_slots(seq)
+
+
+def window_manager(num_gpu_blocks):
+    return manager_of(num_gpu_blocks, sliding_window=10, max_step_tokens=8, enable_caching=True)
+
+
+def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks():
+    manager = window_manager(MOST_BLOCKS)
+    group = start(manager, 1, range(400))
+    (seq,) = group.seqs()
+    for _ in range(50):  # more blocks there are not
+        manager.mark_blocks_as_computed(group, 8)
+        manager.drop_left_behind(seq)
+        manager.append_slots(seq)
+    assert manager.get_num_computed_tokens(seq) == 400
+    assert manager.fits_alone(400)
+    assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
+
+
+def test_a_window_that_was_brought_is_hit_where_it_is_whole():
+    manager = window_manager(8)
+    group = group_of(range(26), 1)
+    manager.allocate(group, resume_at=21)
+    (seq,) = group.seqs()
+    assert manager.get_first_block(seq) == 3, "tokens 12 to 20 are brought"
+    manager.mark_blocks_as_computed(group, 26)
+    manager.free(seq)
+    probe = Sequence(2, range(30))
+    assert manager.find_cached_tokens(probe) == 24
+    assert manager.find_cached_tokens(probe, 23) == 0, "token 11 never came"
+
+
+# Chunks of 10 start at even offsets of blocks of 4: at most 2 + 9 + 8 tokens, which are 5 blocks.
+MOST_CHUNK_BLOCKS = 5
+
+
+def chunk_manager(num_gpu_blocks):
+    return manager_of(
+        num_gpu_blocks, attention_chunk_size=10, max_step_tokens=8, enable_caching=True
+    )
+
+
+def test_a_sequence_holds_the_blocks_of_its_chunk_and_of_its_step():
+    manager = chunk_manager(MOST_CHUNK_BLOCKS)
+    group = start(manager, 1, range(400))
+    (seq,) = group.seqs()
+    most = computed = 0
+    for count in (7, *[8] * 49):
+        first = manager.get_first_block(seq)
+        assert first == computed // 10 * 10 // 4
+        most = max(most, len(manager.get_block_table(seq)) - first)
+        manager.mark_blocks_as_computed(group, count)
+        computed += count
+        manager.drop_left_behind(seq)
+        manager.append_slots(seq)
+    assert most == MOST_CHUNK_BLOCKS
+    assert manager.fits_alone(400)
+    assert not chunk_manager(MOST_CHUNK_BLOCKS - 1).fits_alone(400)
+
+
+def test_a_chunk_that_was_brought_is_hit_where_it_is_whole():
+    manager = chunk_manager(8)
+    group = group_of(range(26), 1)
+    manager.allocate(group, resume_at=18)
+    (seq,) = group.seqs()
+    assert manager.get_first_block(seq) == 2, "tokens 10 to 17 are brought"
+    manager.mark_blocks_as_computed(group, 18)
+    manager.free(seq)
+    probe = Sequence(2, range(30))
+    assert manager.find_cached_tokens(probe) == 0, (
+        "of the block before token 16, tokens 8 and 9 never came"
+    )
+    group = start(manager, 3, range(24))
+    for _ in range(3):
+        manager.mark_blocks_as_computed(group, 8)
+        manager.append_slots(group.seqs()[0])
+    manager.free(group.seqs()[0])
+    assert manager.find_cached_tokens(probe) == 24
+
+
+def test_a_layer_forgets_in_one_way():
+    with pytest.raises(ConfigError, match="forgets in one way"):
+        manager_of(8, sliding_window=10, attention_chunk_size=10)
