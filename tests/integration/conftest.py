@@ -15,12 +15,12 @@ def start():
     """Starts engines, in this process or `elsewhere`; closed in reverse, so a consumer before the producer that owes
     it answers.
     """
-    from tests.integration import runtime_pair as rp
+    from tests.integration.runtime_pair import Engine, RemoteEngine
 
     with ExitStack() as stack:
 
         def make(engine_id, role, *, elsewhere=False, **options):
-            kind = rp.RemoteEngine if elsewhere else rp.Engine
+            kind = RemoteEngine if elsewhere else Engine
             return stack.enter_context(closing(kind(engine_id, role, **options)))
 
         yield make

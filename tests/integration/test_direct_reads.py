@@ -9,7 +9,7 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.runtime import layers
 from kvconnector.session import load
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import DEADLINE_S, same, until
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -36,7 +36,7 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, p
     p.scheduler.on_new_request("r", {"do_remote_decode": True, **names})
     p.scheduler.grow("r", blocks=[source], num_tokens=0, ahead_tokens=num_tokens)
     p.step()
-    rp.until(lambda: not d.scheduler.is_early("w"), d)
+    until(lambda: not d.scheduler.is_early("w"), d)
     d.scheduler.matched_tokens("w", num_tokens + 1, 0)
     d.scheduler.load("w", blocks=[target], num_tokens=num_tokens)
 
@@ -50,15 +50,15 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, p
                 array[source] = values
         for worker in p.workers:
             worker.layer_written(layer)
-    rp.until(lambda: has(0) and has(1), d)
+    until(lambda: has(0) and has(1), d)
     assert [has(layer) for layer in range(4)] == [True, True, False, False]
     assert not d.received
     for (_, array), values in zip(arrays, computed, strict=True):
         array[source] = values
     p.offer("r", source, num_tokens)
-    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    until(lambda: "w" in d.received and "r" in p.sent, d, p)
     assert (d.failed, d.paths["w"]) == ({}, {path})
-    assert rp.same(expected, d.dense(target, num_tokens))
+    assert same(expected, d.dense(target, num_tokens))
 
 
 def remote_offer(p, d):
@@ -66,7 +66,7 @@ def remote_offer(p, d):
     params = p.offer("r", [9, 3], 30)
     name = f"later {p.child.pid}"
     d.load(name, p.offer(name, [0], 5), [0], 6)
-    rp.until(lambda: p.step() or name in p.call("sent"), d)
+    until(lambda: p.step() or name in p.call("sent"), d)
     return params
 
 
@@ -82,7 +82,7 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
         answer = original(pools, *arguments)
         if answer and not found.is_set():
             found.set()
-            assert may_go_on.wait(rp.DEADLINE_S)
+            assert may_go_on.wait(DEADLINE_S)
         return answer
 
     p = start("p", "producer", elsewhere=True, seed=3, **DIRECT)
@@ -92,16 +92,16 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
         patch.setattr(RemotePools, "is_published", is_published)
         patch.setattr(DataPath, "try_acquire", lambda path, limit_s: False)
         d.load("w", params, [5, 6], 31)
-        assert found.wait(rp.DEADLINE_S)
+        assert found.wait(DEADLINE_S)
         p.kill()
         may_go_on.set()
-        rp.until(lambda: "w" in d.received, d)
+        until(lambda: "w" in d.received, d)
     assert d.failed == {}
-    assert rp.same(expected, d.dense([5, 6], 30))
+    assert same(expected, d.dense([5, 6], 30))
 
     again = start("p", "producer", elsewhere=True, seed=4, **DIRECT)
     d.load("v", remote_offer(again, d), [5, 6], 31)
-    rp.until(lambda: "v" in d.received, d)
+    until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
     assert d.paths["v"] == {"direct"}
-    assert rp.same(again.dense([9, 3], 30), d.dense([5, 6], 30))
+    assert same(again.dense([9, 3], 30), d.dense([5, 6], 30))

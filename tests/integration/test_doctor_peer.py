@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.cli import main
 from kvconnector.control.security import generate_keys
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import Engine, keyed_controls, same, until
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -15,7 +15,7 @@ MODEL = ["--model", "qwen3-8b,layers=4", "--dtype", "bfloat16"]
 
 
 def _engine(engine_id, role="producer", **settings):
-    engine = rp.Engine(engine_id, role, shape={"tp_size": 2, "layout": "NHD"}, **settings)
+    engine = Engine(engine_id, role, shape={"tp_size": 2, "layout": "NHD"}, **settings)
     engine.step()
     return engine
 
@@ -47,8 +47,8 @@ def test_an_engine_that_fits_is_described_rank_by_rank_while_its_requests_go_on(
         found = doctor("--peer", _address(p))
         assert "r" not in p.sent
         d.load("r", params, [3, 4], 31)
-        rp.until(lambda: "r" in d.received and "r" in p.sent, d, p)
-        assert rp.same(p.dense([1, 2], 30), d.dense([3, 4], 30))
+        until(lambda: "r" in d.received and "r" in p.sent, d, p)
+        assert same(p.dense([1, 2], 30), d.dense([3, 4], 30))
     assert {finding["verdict"] for finding in found.values()} == {"ok"}
     assert "engine p at" in found["peer"]["text"]
     assert "4 layers; tp 2, pp 1; blocks of 16 tokens" in found["model"]["text"]
@@ -98,7 +98,7 @@ def test_a_refused_greeting_says_why(p, doctor, monkeypatch):
 
 def test_keys(tmp_path, doctor):
     names = ("ours", "theirs")
-    keys, controls = rp.keyed_controls(tmp_path, ours=names, theirs=names)
+    keys, controls = keyed_controls(tmp_path, ours=names, theirs=names)
     with closing(_engine("p", control=controls["theirs"])) as p:
         where = f"{_address(p)},{keys['theirs'].public_key}"
         ours = ("--keys", str(tmp_path / "ours"))

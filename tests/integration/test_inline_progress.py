@@ -8,7 +8,7 @@ import pytest
 
 from kvconnector.datapath.pump import machine
 from kvconnector.runtime.driver import Driver
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import DEADLINE_S, arrives, same, until
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -22,7 +22,7 @@ def engines(start):
     def make(direct):
         paths = {"paths": {"direct": direct}}
         p, d = start("p", "producer", **paths), start("d", "consumer", seed=1, **paths)
-        assert rp.arrives(p, d, "warm", [0], [0], num_tokens=9)
+        assert arrives(p, d, "warm", [0], [0], num_tokens=9)
         return p, d
 
     return make
@@ -33,13 +33,13 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
     p, d = engines(direct)
     interval_s = sys.getswitchinterval()
     # no thread takes the GIL from this one, which is interpreted code from here on
-    sys.setswitchinterval(10 * rp.DEADLINE_S)
+    sys.setswitchinterval(10 * DEADLINE_S)
     blocks = list(range(1, NUM_REQUESTS + 1))
     names = {f"r{block}" for block in blocks}
     try:
         for block in blocks:
             d.load(f"r{block}", p.offer(f"r{block}", [block], 16), [block], 17)
-        deadline = time.monotonic() + rp.DEADLINE_S
+        deadline = time.monotonic() + DEADLINE_S
         while not (names <= d.received and names <= p.sent):
             assert time.monotonic() < deadline
             p.step()
@@ -48,14 +48,14 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
         sys.setswitchinterval(interval_s)
     assert not d.failed
     num_tokens = 16 * NUM_REQUESTS
-    assert rp.same(p.dense(blocks, num_tokens), d.dense(blocks, num_tokens))
+    assert same(p.dense(blocks, num_tokens), d.dense(blocks, num_tokens))
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
     # drivers' own threads leave all that is pending to engines' threads, however long it takes these to come
     for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
-        monkeypatch.setattr(machine, name, round(rp.DEADLINE_S * 1e9))
+        monkeypatch.setattr(machine, name, round(DEADLINE_S * 1e9))
     p, d = engines("always")
     params = p.offer("r", [1, 2], 30)
 
@@ -71,12 +71,12 @@ def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, 
     (worker,) = d.workers
     try:
         d.load("r", params, [3, 4], 30)
-        deadline = time.monotonic() + rp.DEADLINE_S
+        deadline = time.monotonic() + DEADLINE_S
         while "r" not in d.received:
             assert time.monotonic() < deadline
             worker.wait(0.1)
             d.step()
     except KeyboardInterrupt:
         assert isinstance(error, KeyboardInterrupt)
-        rp.until(lambda: "r" in d.received, d)
+        until(lambda: "r" in d.received, d)
     assert "driver failed" in d.failed["r"]

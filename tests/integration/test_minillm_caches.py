@@ -10,7 +10,14 @@ import pytest
 
 from minillm.config import ModelConfig
 from minillm.metrics import read_metrics
-from tests.integration import minillm_engines as me
+from tests.integration.minillm_engines import (
+    answered,
+    complete_on,
+    expected_tokens,
+    prompt_of,
+    start_pair,
+    wait_all_blocks_free,
+)
 from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
@@ -67,23 +74,23 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
     common = ["--model", architecture, "--failure-policy", "fail"]
 
     async def main(cluster):
-        prefill, decode, _ = await me.start_pair(
+        prefill, decode, _ = await start_pair(
             cluster, [*common, "--engine", "block=16"], [*common, "--engine", decode_shape]
         )
         known = ()
         total_bytes = 0
         for (num_known, num_new, max_tokens), at_p, at_d, loaded in TURNS[architecture]:
-            prompt = known[:num_known] + me.prompt_of(num_new)
+            prompt = known[:num_known] + prompt_of(num_new)
             offer = {"do_remote_decode": True}
-            offered = await me.complete_on(
+            offered = await complete_on(
                 cluster, prefill, prompt, max_tokens=1, kv_transfer_params=offer
             )
             params = offered["kv_transfer_params"]
-            answer = await me.complete_on(
+            answer = await complete_on(
                 cluster, decode, prompt, max_tokens=max_tokens, kv_transfer_params=params
             )
             tokens = answer["choices"][0]["token_ids"]
-            assert tokens == token_ids(me.expected_tokens(model, prompt, max_tokens))
+            assert tokens == token_ids(expected_tokens(model, prompt, max_tokens))
             known = prompt + tuple(tokens)
             assert offered["usage"]["prompt_tokens_details"]["cached_tokens"] == at_p
             stats = answer["kv_transfer_stats"]
@@ -98,7 +105,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
             v for k, v in counters.items() if k.startswith("kvconnector_transfer_bytes_total")
         ]
         assert sum(counted) == total_bytes
-        await me.wait_all_blocks_free(cluster, prefill, decode)
+        await wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)
 
@@ -114,17 +121,17 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device
 
     async def main(cluster):
         on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]
-        prefill, decode, router = await me.start_pair(
+        prefill, decode, router = await start_pair(
             cluster,
             ["--device", device, "--engine", "block=16"],
             [*on_device, "--engine", f"{shape},layout=NHD,blocks=20,host=64"],
         )
-        prompts = [me.prompt_of(30 + index, index) for index in range(6)]
-        await asyncio.gather(*(me.answered(cluster, router, p, TOKENS_TO_SWAP) for p in prompts))
+        prompts = [prompt_of(30 + index, index) for index in range(6)]
+        await asyncio.gather(*(answered(cluster, router, p, TOKENS_TO_SWAP) for p in prompts))
         values = await read_metrics(cluster.session, decode.url)
         assert values["minillm_swapped_blocks"] > 0
         # none is computed twice, and of each prompt all but the last token come from the other engine
         assert values["minillm_computed_tokens"] == len(prompts) * TOKENS_TO_SWAP
-        await me.wait_all_blocks_free(cluster, prefill, decode)
+        await wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)

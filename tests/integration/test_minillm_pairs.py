@@ -16,7 +16,17 @@ import pytest
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig, parse_engine_options
 from minillm.metrics import read_metrics
-from tests.integration import minillm_engines as me
+from tests.integration.minillm_engines import (
+    DIRECT,
+    PACKED,
+    answered,
+    complete_on,
+    expected_tokens,
+    offer_of,
+    prompt_of,
+    start_pair,
+    wait_all_blocks_free,
+)
 from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
@@ -30,7 +40,7 @@ MLA = ModelConfig(architecture="mla")
 ONE_HEAD = ModelConfig(num_kv_heads=1)
 WINDOWS = ModelConfig(architecture="hybrid")
 STATES = ModelConfig(architecture="mamba")
-PLAIN = {**me.PACKED, "staging": {"pump": False}}
+PLAIN = {**PACKED, "staging": {"pump": False}}
 
 
 @dataclass(frozen=True)
@@ -49,19 +59,19 @@ class Case:
 
 CASES = {
     "stages and ranks to one": Case(
-        "tp=2,pp=2,layers=5+3,block=16", "tp=1,block=8,layout=NHD", connector=me.PACKED
+        "tp=2,pp=2,layers=5+3,block=16", "tp=1,block=8,layout=NHD", connector=PACKED
     ),
     "one to token stripes": Case(
-        "tp=1,block=16", "dcp=2,interleave=8,block=16,layout=NHD", connector=me.DIRECT
+        "tp=1,block=16", "dcp=2,interleave=8,block=16,layout=NHD", connector=DIRECT
     ),
-    "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", connector=me.PACKED),
-    "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", WINDOWS, me.PACKED),
-    "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", STATES, me.DIRECT),
+    "ranks to stages": Case("tp=2,block=16", "pp=2,block=6,layout=NHD", connector=PACKED),
+    "windows": Case("tp=1,block=8", "tp=2,block=16,layout=NHD", WINDOWS, PACKED),
+    "states": Case("tp=1,block=16,states=16", "tp=1,block=8,states=16", STATES, DIRECT),
     "one step": Case(
-        "tp=2,block=16", "tp=1,block=6,layout=NHD", connector=me.PACKED, long=(1100, 1700)
+        "tp=2,block=16", "tp=1,block=6,layout=NHD", connector=PACKED, long=(1100, 1700)
     ),
     "windows in one step": Case(
-        "tp=1,block=8", "tp=2,block=16", WINDOWS, me.DIRECT, long=(1100, 1700)
+        "tp=1,block=8", "tp=2,block=16", WINDOWS, DIRECT, long=(1100, 1700)
     ),
 }
 SLOW_CASES = {
@@ -71,7 +81,7 @@ SLOW_CASES = {
     "latents transposed": Case("tp=2,block=16", "tp=2,block=5,layout=HDN", MLA),
     "one head to ranks": Case("tp=2,block=16,layout=HDN", "tp=2,block=12,layout=HDN", ONE_HEAD),
     "token stripes to one": Case(
-        "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=me.DIRECT
+        "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=DIRECT
     ),
     "token stripes to others": Case(
         "dcp=2,block=12,layout=NHD", "dcp=2,interleave=6,block=24", connector=PLAIN, path="packed"
@@ -106,7 +116,7 @@ class Pair:
 
     async def offered(self, prompt):
         """One engine after the other: the prefill engine's offer, and the tokens that the decode engine knew."""
-        offer = await me.offer_of(self.cluster, self.prefill, prompt)
+        offer = await offer_of(self.cluster, self.prefill, prompt)
         return offer, await self._decoded(prompt, offer)
 
     async def streamed(self, offer, prompt, late_s=0.0):
@@ -117,7 +127,7 @@ class Pair:
         decoded = asyncio.create_task(self._decoded(prompt, theirs))
         await asyncio.sleep(late_s)
         ours = {"do_remote_decode": True, **names}
-        answer = await me.complete_on(
+        answer = await complete_on(
             self.cluster, self.prefill, prompt, max_tokens=1, kv_transfer_params=ours
         )
         # an engine that does not stream names the transfer itself
@@ -126,10 +136,10 @@ class Pair:
         return await decoded
 
     async def _decoded(self, prompt, params):
-        answer = await me.complete_on(
+        answer = await complete_on(
             self.cluster, self.decode, prompt, max_tokens=MAX_TOKENS, kv_transfer_params=params
         )
-        expected = token_ids(me.expected_tokens(self.case.model, prompt, MAX_TOKENS))
+        expected = token_ids(expected_tokens(self.case.model, prompt, MAX_TOKENS))
         assert answer["choices"][0]["token_ids"] == expected
         stats = answer["kv_transfer_stats"]
         if self.case.model not in (WINDOWS, STATES):
@@ -153,26 +163,26 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
         common += ["--connector", json.dumps(case.connector or {})]
         common += ["--max-batched-tokens", "2048" if case.long else str(STEP_TOKENS)]
         shapes = ([*common, "--engine", shape] for shape in (case.prefill, case.decode))
-        prefill, decode, _ = await me.start_pair(cluster, *shapes)
+        prefill, decode, _ = await start_pair(cluster, *shapes)
         pair = Pair(case, cluster, prefill, decode)
-        offers = await asyncio.gather(*(pair.offered(me.prompt_of(n)) for n in LENGTHS))
+        offers = await asyncio.gather(*(pair.offered(prompt_of(n)) for n in LENGTHS))
         assert [known for _, known in offers] == [0] * len(LENGTHS)
         offer, _ = offers[0]
         streams = (
-            pair.streamed(offer, me.prompt_of(n, 7), late_s=0.1 * i) for i, n in enumerate(LENGTHS)
+            pair.streamed(offer, prompt_of(n, 7), late_s=0.1 * i) for i, n in enumerate(LENGTHS)
         )
         assert await asyncio.gather(*streams) == [0] * len(LENGTHS)
         shape = parse_engine_options(case.decode)
         block = int(shape["block"]) * int(shape.get("dcp", 1))
-        begun = me.prompt_of(LONG) + me.prompt_of(20)
+        begun = prompt_of(LONG) + prompt_of(20)
         _, known = await pair.offered(begun)
-        known_streamed = await pair.streamed(offer, me.prompt_of(LONG, 7) + me.prompt_of(90))
+        known_streamed = await pair.streamed(offer, prompt_of(LONG, 7) + prompt_of(90))
         # windows and states are known behind fewer tokens than were loaded
         if case.model not in (WINDOWS, STATES):
             assert known == known_streamed == LONG // block * block
         for seed, length in enumerate(case.long):
-            assert await pair.streamed(offer, me.prompt_of(length, seed)) == 0
-        await me.wait_all_blocks_free(cluster, pair.prefill, pair.decode)
+            assert await pair.streamed(offer, prompt_of(length, seed)) == 0
+        await wait_all_blocks_free(cluster, pair.prefill, pair.decode)
 
     run_cluster(main)
 
@@ -188,20 +198,20 @@ def test_the_router_streams_where_both_engines_do(stream, run_cluster):
     options = [[*step, "--connector", json.dumps({"stream": each})] for each in stream]
 
     async def main(cluster):
-        prefill, decode, router = await me.start_pair(cluster, *options)
+        prefill, decode, router = await start_pair(cluster, *options)
         for seed in range(3):
-            await me.answered(cluster, router, me.prompt_of(150, seed), MAX_TOKENS)
-        prompt = me.prompt_of(130, 9)
-        several = await me.complete_on(cluster, router, prompt, max_tokens=MAX_TOKENS, n=2)
+            await answered(cluster, router, prompt_of(150, seed), MAX_TOKENS)
+        prompt = prompt_of(130, 9)
+        several = await complete_on(cluster, router, prompt, max_tokens=MAX_TOKENS, n=2)
         first = next(choice for choice in several["choices"] if choice["index"] == 0)
-        assert first["token_ids"] == token_ids(me.expected_tokens(LLAMA, prompt, MAX_TOKENS))
+        assert first["token_ids"] == token_ids(expected_tokens(LLAMA, prompt, MAX_TOKENS))
         before = await _step_count(cluster, prefill)
         leaving = asyncio.create_task(
-            me.complete_on(cluster, router, me.prompt_of(2500), max_tokens=MAX_TOKENS)
+            complete_on(cluster, router, prompt_of(2500), max_tokens=MAX_TOKENS)
         )
         while await _step_count(cluster, prefill) < before + 5:
             await asyncio.sleep(0.01)
         leaving.cancel()
-        await me.wait_all_blocks_free(cluster, prefill, decode)
+        await wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)

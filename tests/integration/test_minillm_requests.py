@@ -6,14 +6,22 @@ import random
 import pytest
 
 from minillm.config import ModelConfig
-from tests.integration import minillm_engines as me
+from tests.integration.minillm_engines import (
+    answered,
+    complete_on,
+    expected_tokens,
+    offer_of,
+    prompt_of,
+    start_pair,
+    wait_all_blocks_free,
+)
 from tests.support.local_engines import token_ids
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(170)]
 
 MAX_TOKENS = 6
 NUM_REQUESTS = 15
-PROMPT = me.prompt_of(40)
+PROMPT = prompt_of(40)
 
 
 async def wrong_params(cluster, prefill, decode):
@@ -26,11 +34,11 @@ async def wrong_params(cluster, prefill, decode):
         ({"remote_block_ids": []}, 400),
         ({"remote_port": 0}, 400),
     ):
-        params = await me.offer_of(cluster, prefill, PROMPT) | change
+        params = await offer_of(cluster, prefill, PROMPT) | change
         request = {"max_tokens": MAX_TOKENS, "kv_transfer_params": params}
-        answer = await me.complete_on(cluster, decode, PROMPT, status=status, **request)
+        answer = await complete_on(cluster, decode, PROMPT, status=status, **request)
         if status == 200:
-            expected = token_ids(me.expected_tokens(ModelConfig(), PROMPT, MAX_TOKENS))
+            expected = token_ids(expected_tokens(ModelConfig(), PROMPT, MAX_TOKENS))
             assert answer["choices"][0]["token_ids"] == expected, change
 
 
@@ -38,20 +46,20 @@ def test_short_prompts_and_wrong_parameters(run_cluster):
     async def main(cluster):
         # without prefix hits, so that every prompt is asked for as a whole
         common = ["--engine", "block=16,prefix=off"]
-        prefill, decode, router = await me.start_pair(cluster, common, common)
+        prefill, decode, router = await start_pair(cluster, common, common)
         # a prompt of one token moves nothing, also while the two engines do not know each other yet
         for length in (1, 5, 1):
-            await me.answered(cluster, router, me.prompt_of(length), MAX_TOKENS)
-            await me.wait_all_blocks_free(cluster, prefill)
+            await answered(cluster, router, prompt_of(length), MAX_TOKENS)
+            await wait_all_blocks_free(cluster, prefill)
         await wrong_params(cluster, prefill, decode)
-        await me.answered(cluster, router, me.prompt_of(6), MAX_TOKENS)
+        await answered(cluster, router, prompt_of(6), MAX_TOKENS)
 
     run_cluster(main)
 
 
 async def leave_after(cluster, url, length, delay_s):
     """A client that closes its connection, wherever its request is by then."""
-    body = {"prompt": me.prompt_of(length), "max_tokens": 300, "stream": True}
+    body = {"prompt": prompt_of(length), "max_tokens": 300, "stream": True}
     try:
         async with cluster.session.post(f"{url}/v1/completions", json=body) as response:
             await asyncio.wait_for(response.content.read(), delay_s)
@@ -62,11 +70,11 @@ async def leave_after(cluster, url, length, delay_s):
 def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster):
     """Both caches hold a fraction of the requests: they queue, are preempted, and some of their clients leave."""
     rng = random.Random(0)
-    prompts = [me.prompt_of(rng.randrange(2, 200)) for _ in range(NUM_REQUESTS)]
+    prompts = [prompt_of(rng.randrange(2, 200)) for _ in range(NUM_REQUESTS)]
     leavers = [(rng.randrange(2, 200), rng.random()) for _ in range(NUM_REQUESTS // 3)]
 
     async def main(cluster):
-        producer, consumer, router = await me.start_pair(
+        producer, consumer, router = await start_pair(
             cluster,
             ["--engine", "tp=2,block=16,layout=HND,blocks=40"],
             ["--engine", "pp=2,block=24,layout=NHD,blocks=24"],
@@ -74,8 +82,8 @@ def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster):
         left = [
             asyncio.ensure_future(leave_after(cluster, router.url, *leaver)) for leaver in leavers
         ]
-        await asyncio.gather(*(me.answered(cluster, router, p, MAX_TOKENS) for p in prompts))
+        await asyncio.gather(*(answered(cluster, router, p, MAX_TOKENS) for p in prompts))
         await asyncio.gather(*left)
-        await me.wait_all_blocks_free(cluster, producer, consumer)
+        await wait_all_blocks_free(cluster, producer, consumer)
 
     run_cluster(main)

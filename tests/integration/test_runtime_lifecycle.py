@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import DEADLINE_S, PEER, arrives, same, until
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -32,30 +32,30 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
     p = start("p", "producer", elsewhere=True, **options)
     blocks, num_tokens = list(range(BIG_BLOCKS)), 16 * BIG_BLOCKS
     d.load("warm", p.offer("warm", [0], 9), [0], 9)
-    rp.until(lambda: "warm" in d.received, d)
+    until(lambda: "warm" in d.received, d)
 
     params = p.offer("r", blocks, num_tokens)
     d.load("w", params, blocks, num_tokens + 1)
-    rp.until(lambda: any(load.nbytes for load in d.workers[0]._thread.in_flight()), d)
+    until(lambda: any(load.nbytes for load in d.workers[0]._thread.in_flight()), d)
     p.kill()
-    rp.until(lambda: "w" in d.received, d)
+    until(lambda: "w" in d.received, d)
     assert "PeerLostError" in d.failed["w"]
 
     again = start("p", "producer", elsewhere=True, seed=3, **options)
     d.load("v", again.offer("r", [5, 6], 30), [7, 8], 31)
-    rp.until(lambda: "v" in d.received, d)
+    until(lambda: "v" in d.received, d)
     assert "v" not in d.failed
 
 
 @WAYS
 def test_idle_engines_disconnect_without_a_word_and_meet_again(start, control, caplog):
-    peer = {**rp.PEER, "timeout_s": 4, "idle_timeout_s": 4.5}
+    peer = {**PEER, "timeout_s": 4, "idle_timeout_s": 4.5}
     p = start("p", "producer", seed=1, control=control)
     d = start("d", "consumer", control=control, peer=peer)
-    assert rp.arrives(p, d, "first", [1, 2], [5, 6])
+    assert arrives(p, d, "first", [1, 2], [5, 6])
     num_connected = _num_descriptors()
-    rp.until(lambda: _num_descriptors() <= num_connected - DESCRIPTORS_A_CONNECTION, d, p)
-    assert rp.arrives(p, d, "second", [3, 4], [7, 8])
+    until(lambda: _num_descriptors() <= num_connected - DESCRIPTORS_A_CONNECTION, d, p)
+    assert arrives(p, d, "second", [3, 4], [7, 8])
     assert not caplog.records
 
 
@@ -70,7 +70,7 @@ def test_close_says_that_memory_is_in_use_until_copies_have_ended(start, monkeyp
     close = worker._thread._datapath.close
 
     def close_once_copies_have_ended():
-        assert ended.wait(rp.DEADLINE_S)
+        assert ended.wait(DEADLINE_S)
         close()
 
     monkeypatch.setattr(worker._thread._datapath, "close", close_once_copies_have_ended)
@@ -88,9 +88,9 @@ def test_an_engine_of_both_roles_loads_from_itself(start):
     both = start("self", "both", shape={"tp_size": 2})
     expected = both.dense([1, 2], 30)
     both.load("w", both.offer("r", [1, 2], 30), [5, 6], 31)
-    rp.until(lambda: "w" in both.received and "r" in both.sent, both)
+    until(lambda: "w" in both.received and "r" in both.sent, both)
     assert not both.failed
-    assert rp.same(expected, both.dense([5, 6], 30))
+    assert same(expected, both.dense([5, 6], 30))
 
 
 @pytest.mark.parametrize("pump", [True, False], ids=["pumped", "plain"])
@@ -103,7 +103,7 @@ def test_a_long_control_message_beside_the_chunks_of_another_read(start, pump):
     for name, first in (("first", 0), ("second", num_tokens)):
         blocks = list(range(first, first + num_tokens))
         d.load(name, p.offer(name, blocks, num_tokens), blocks, num_tokens + 1)
-    rp.until(lambda: {"first", "second"} <= d.received, d, p)
+    until(lambda: {"first", "second"} <= d.received, d, p)
     assert not d.failed
     blocks = list(range(2 * num_tokens))
-    assert rp.same(p.dense(blocks, 2 * num_tokens), d.dense(blocks, 2 * num_tokens))
+    assert same(p.dense(blocks, 2 * num_tokens), d.dense(blocks, 2 * num_tokens))

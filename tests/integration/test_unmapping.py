@@ -8,7 +8,7 @@ import pytest
 from kvconnector.datapath.direct.mappings import Mappings
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import DEADLINE_S, Engine, same, until
 from tests.unit.runtime.test_unmapping import cuda_export
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
@@ -25,7 +25,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
     monkeypatch.setattr(ours, "open_export", lambda link, export: "mapped")
     monkeypatch.setattr(ours, "close_export", lambda link, then: None)
     d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
-    rp.until(lambda: "w" in d.received and "r" in p.sent, d, p)
+    until(lambda: "w" in d.received and "r" in p.sent, d, p)
     monkeypatch.setattr(driver_thread, "UNMAP_TIMEOUT_S", 0.1)
     p.workers.clear()
     for _ in range(2):
@@ -45,9 +45,9 @@ def _consume(pipe, params, unmaps):
             time.sleep(2 * driver_thread.UNMAP_TIMEOUT_S)
 
     Mappings.close = close_and_note
-    d = rp.Engine("d", "consumer", device="cuda:1", paths={"direct": "always"})
+    d = Engine("d", "consumer", device="cuda:1", paths={"direct": "always"})
     d.load("r", params, BLOCKS, NUM_TOKENS + 1)
-    rp.until(lambda: "r" in d.received, d)
+    until(lambda: "r" in d.received, d)
     pipe.send((d.failed, d.paths["r"], d.dense(BLOCKS, NUM_TOKENS)))
     pipe.recv()
     pipe.send(unmapped_at)
@@ -59,7 +59,7 @@ def _consume(pipe, params, unmaps):
 def test_a_consumer_that_has_mapped_the_memory_of_another_gpu(case):
     import torch
 
-    p = rp.Engine("p", "producer", seed=1, device="cuda:0", paths={"direct": "always"})
+    p = Engine("p", "producer", seed=1, device="cuda:0", paths={"direct": "always"})
     (worker,) = p.workers
     params = p.offer("r", BLOCKS, NUM_TOKENS)
     context = multiprocessing.get_context("spawn")
@@ -67,10 +67,10 @@ def test_a_consumer_that_has_mapped_the_memory_of_another_gpu(case):
     process = context.Process(target=_consume, args=(theirs, params, case != "hangs"))
     process.start()
     try:
-        assert pipe.poll(2 * rp.DEADLINE_S)
+        assert pipe.poll(2 * DEADLINE_S)
         failed, paths, found = pipe.recv()
         assert (failed, paths) == ({}, {"direct"})
-        assert rp.same(p.dense(BLOCKS, NUM_TOKENS), found)
+        assert same(p.dense(BLOCKS, NUM_TOKENS), found)
         if case == "is killed":
             process.kill()
             worker.close()
@@ -81,11 +81,11 @@ def test_a_consumer_that_has_mapped_the_memory_of_another_gpu(case):
             worker.close()
             closed_at = time.monotonic()
             pipe.send("end")
-            assert pipe.poll(rp.DEADLINE_S)
+            assert pipe.poll(DEADLINE_S)
             assert max(pipe.recv()) < closed_at
     finally:
         process.kill()
-        process.join(rp.DEADLINE_S)
+        process.join(DEADLINE_S)
         p.scheduler.close()
     del p, worker
     torch.cuda.synchronize()

@@ -3,7 +3,7 @@
 import pytest
 
 from kvconnector.errors import BlockIdError, IncompatiblePeerError, RemoteProtocolError
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import Engine, arrives, keyed_controls, same, until
 from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 @pytest.fixture(scope="module")
 def pair():
-    p, d = rp.Engine("p", "producer"), rp.Engine("d", "consumer", seed=1)
+    p, d = Engine("p", "producer"), Engine("d", "consumer", seed=1)
     yield p, d
     d.close()
     p.close()
@@ -23,7 +23,7 @@ def name(request):
 
 
 def _good_request_completes(p, d, name):
-    assert rp.arrives(p, d, f"{name}-good", [10, 11], [20, 21])
+    assert arrives(p, d, f"{name}-good", [10, 11], [20, 21])
 
 
 @pytest.mark.parametrize(
@@ -47,10 +47,10 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
         change = {"remote_port": free_ports()}
     d.load(name, {**params, **change}, [5, 6], 32)
     _good_request_completes(p, d, name)
-    rp.until(lambda: name in d.received, d, p)
+    until(lambda: name in d.received, d, p)
     assert error in d.failed[name]
     p.scheduler.abort(name)
-    rp.until(lambda: name in p.sent, p)
+    until(lambda: name in p.sent, p)
 
 
 @pytest.mark.parametrize(
@@ -88,12 +88,12 @@ def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, t
     }
     for request, local in ((f"{name}-good", [20, 21]), (name, blocks)):
         d.load(request, offers[request], local, 31, steps=False)
-    rp.until(lambda: set(offers) <= d.received, d, p)
+    until(lambda: set(offers) <= d.received, d, p)
     assert f"{name}-good" not in d.failed
     assert d.failed[name].startswith(f"BlockIdError: the blocks of request {name}")
     assert text in d.failed[name]
-    assert rp.same(p.dense([10, 11], 30), d.dense([20, 21], 30))
-    rp.until(lambda: set(offers) <= p.sent, d, p)
+    assert same(p.dense([10, 11], 30), d.dense([20, 21], 30))
+    until(lambda: set(offers) <= p.sent, d, p)
 
 
 def test_blocks_outside_the_pool_are_not_offered(pair, name):
@@ -105,7 +105,7 @@ def test_blocks_outside_the_pool_are_not_offered(pair, name):
 
 
 def test_keys_that_were_not_agreed_on(start, tmp_path, name):
-    keys, controls = rp.keyed_controls(tmp_path, p=("p", "d"), d=("p", "d"), thief=("p",))
+    keys, controls = keyed_controls(tmp_path, p=("p", "d"), d=("p", "d"), thief=("p",))
     p, d, thief = (
         start(engine_id, "producer" if engine_id == "p" else "consumer", control=control)
         for engine_id, control in controls.items()
@@ -114,6 +114,6 @@ def test_keys_that_were_not_agreed_on(start, tmp_path, name):
     thief.load("stolen", params, [5, 6], 31)
     d.load("false key", {**params, "remote_public_key": keys["thief"].public_key}, [7, 8], 31)
     _good_request_completes(p, d, name)
-    rp.until(lambda: "stolen" in thief.received and "false key" in d.received, p, d, thief)
+    until(lambda: "stolen" in thief.received and "false key" in d.received, p, d, thief)
     assert "AuthenticationError" in thief.failed["stolen"]
     assert "AuthenticationError" in d.failed["false key"]

@@ -19,7 +19,7 @@ from kvconnector.ids import new_secret
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.driver import Driver
 from kvconnector.session import events as ev
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import Engine, until
 from tests.support.control_suite import new_keys
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackNetwork
@@ -116,7 +116,7 @@ def asking(method, **arguments):
 
 
 def engine(name, role):
-    return closing(rp.Engine(name, role))
+    return closing(Engine(name, role))
 
 
 def a_failed_driver():
@@ -126,7 +126,7 @@ def a_failed_driver():
     with engine("d", "consumer") as d, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Driver, "turn", turn)
         d.load("r", PARAMS, [1, 2, 3], 12)
-        rp.until(lambda: "r" in d.received, d)
+        until(lambda: "r" in d.received, d)
         return str(d.failed["r"])
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvconnector.bench import remote
 from kvconnector.cli import main
 from tests.hosts.network import Network, missing
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import keyed_controls
 from tests.support.forked import environment
 
 SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json -"
@@ -32,7 +32,7 @@ def bench(capsys):
 
 def _keys(folder, *names):
     """A key pair for each name, all of whom trust each other: their settings."""
-    _, controls = rp.keyed_controls(folder, **dict.fromkeys(names, names))
+    _, controls = keyed_controls(folder, **dict.fromkeys(names, names))
     return [
         {f"KVCONNECTOR_CONTROL_{key}".upper(): value for key, value in controls[name].items()}
         for name in names

@@ -10,7 +10,7 @@ from kvconnector.errors import PeerLostError
 from kvconnector.integrations import tracing
 from kvconnector.integrations.tracing import RequestSpans
 from kvconnector.session import Phase, RequestTrace
-from tests.integration import runtime_pair as rp
+from tests.integration.runtime_pair import Engine, until
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.loopback import LoopbackFaults, LoopbackTransport
 from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
@@ -28,7 +28,7 @@ LOAD = RequestTrace(
 
 
 def engine(name, role):
-    return rp.Engine(name, role, slow_load_s=1e-9, paths={"direct": "never"})
+    return Engine(name, role, slow_load_s=1e-9, paths={"direct": "never"})
 
 
 @pytest.mark.ucx
@@ -40,7 +40,7 @@ def test_engines_trace_what_a_request_waited_for(caplog):
         caplog.at_level(logging.WARNING, "kvconnector.runtime.traces"),
     ):
         d.load("w", p.offer("r", [1, 2], 30), [3, 4], 31)
-        rp.until(lambda: "w" in d.received and "r" in p.sent, p, d)
+        until(lambda: "w" in d.received and "r" in p.sent, p, d)
     (load,), (hold,) = d.traces, p.traces
     assert (load.kind, load.request_id, load.outcome, load.peer) == ("load", "w", "done", "p")
     assert load.nbytes == 30 * 4 * 2 * 4 * 16 * 2  # tokens, layers, parts, heads, dims, bytes
