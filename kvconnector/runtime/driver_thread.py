@@ -22,6 +22,7 @@ from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
+from kvconnector.runtime.inline import InlineProgress
 from kvconnector.runtime.intake import Blocks, blocks_of
 from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
@@ -90,6 +91,7 @@ class DriverThread:
         except BaseException:
             self._transport.close()
             raise
+        self._inline = InlineProgress(self._datapath, self._context, self._fail)
         _held[self] = os.getpid(), memory
 
     def __repr__(self) -> str:
@@ -208,33 +210,11 @@ class DriverThread:
             driver.turn(left_s, self._outbox.is_filled)
 
     def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
-        """Let the caller drive in place of the driver's thread; False where that drives itself."""
+        """Let the caller drive in place of the driver's thread. Returns False where that drives itself."""
         driver = self._driver
-        if driver is None or self._is_stopping or not self._datapath.try_acquire(limit_s):
+        if driver is None or self._is_stopping:
             return False
-        try:
-            previous = self._context.enter()
-            try:
-                drive(driver)
-            finally:
-                self._context.leave(previous)
-        except Exception as error:
-            self._fail(error)
-        except BaseException as error:
-            # whatever ends the engine's thread may have come in the middle of anything
-            self._fail(error)
-            raise
-        finally:
-            self._give_back(driver)
-        return True
-
-    def _give_back(self, driver: Driver) -> None:
-        try:
-            driver.end_inline()
-        except Exception as error:
-            self._fail(error)
-            # nobody could own it any more, not even to close
-            self._datapath.release(0.0)
+        return self._inline.run(driver, limit_s, drive)
 
     def _run(self, driver: Driver) -> None:
         try:

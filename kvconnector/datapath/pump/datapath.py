@@ -298,6 +298,13 @@ class DataPath:
         """
         return self.machine.try_acquire(limit_s)
 
+    @property
+    def is_ours(self) -> bool:
+        """Returns True if the calling thread owns it after `try_acquire`, which an interrupt may have kept it from
+        noticing.
+        """
+        return self.machine.lock.is_ours
+
     def poll_once(self) -> bool:
         """Begin and notice what can be begun and noticed in microseconds. Whether there is something for `step`."""
         if not self._are_copies_quick and self.machine.lock.is_looping:

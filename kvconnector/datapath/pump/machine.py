@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from array import array
@@ -43,7 +44,9 @@ _LONG_STEP_NS = 5 * _NS_PER_MS
 _GIL_WAITS, _INLINE_TURNS = 4, 64
 """Their average goes back over about as many, and is forgotten in so many turns that needed none."""
 
-_PENDING, _LOOPING = (r.offset_of(LOCK, name) // 4 for name in ("pending", "looping"))
+_PENDING, _LOOPING, _INLINE_THREAD = (
+    r.offset_of(LOCK, name) // 4 for name in ("pending", "looping", "inline_thread")
+)
 _ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEFT, _GRACE, _RETURN_BY = (
     r.place_of(r.STATE, name)
     for name in (
@@ -189,6 +192,11 @@ class DriverLock:
         """Whether the driver's thread is in the loop, or sleeps there."""
         return bool(self._words[_LOOPING])
 
+    @property
+    def is_ours(self) -> bool:
+        """Returns True if the calling thread owns it, for inline progress."""
+        return bool(self._words[_INLINE_THREAD] == threading.get_native_id())
+
     def clear_pending(self) -> None:
         """The owner is about to do all that there is to do."""
         self._words[_PENDING] = 0
@@ -241,7 +249,7 @@ class Machine:
         self.lock.clear_pending()
         release_inline(self._address)
         wait_until_free(self._address)
-        try_acquire(self._address, r.DRIVER, 0)
+        try_acquire(self._address, r.DRIVER, 0, 0)
         look.compile("(int64,)")
 
     @property
@@ -295,7 +303,7 @@ class Machine:
         waited_ns = self.network.now_ns() - self._numbers[_LEFT]
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
         self._numbers[_GRACE] = self._grace_ns()
-        while not try_acquire(self._address, r.DRIVER, 0):
+        while not try_acquire(self._address, r.DRIVER, 0, 0):
             wait_until_free(self._address)
 
     def _grace_ns(self) -> int:
@@ -326,7 +334,8 @@ class Machine:
 
     def try_acquire(self, limit_s: float) -> bool:
         """Make the calling thread the owner, if the driver releases the lock within microseconds: it keeps the GIL."""
-        if not try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S)):
+        thread = threading.get_native_id()
+        if not try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S), thread):
             return False
         self._is_inline = True
         return True

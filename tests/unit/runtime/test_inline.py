@@ -1,0 +1,74 @@
+"""Inline progress gives the data path back, wherever an interrupt comes."""
+
+import sys
+from itertools import count
+
+import pytest
+
+from kvconnector.datapath.pump import datapath, machine
+from kvconnector.runtime import driver as driver_module
+from kvconnector.runtime import inline
+from kvconnector.runtime.cuda_context import CudaContext
+from tests.support.fakes import FakeEngine, attention_model
+from tests.support.world import World
+
+INTERRUPTED = [module.__file__ for module in (inline, datapath, machine, driver_module)]
+
+
+@pytest.fixture
+def worker():
+    world = World()
+    yield world.start(FakeEngine("e", attention_model()), role="both").workers[0]
+    world.close()
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before the `at`-th instruction, as a signal's handler might."""
+
+    def __init__(self, at):
+        self.left = at
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.enter)
+
+    def __exit__(self, *_):
+        sys.settrace(self.before)
+
+    def enter(self, frame, event, argument):
+        if frame.f_code.co_filename not in INTERRUPTED:
+            return None
+        frame.f_trace_opcodes = True
+        return self.step
+
+    def step(self, frame, event, argument):
+        if event == "opcode":
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+        return self.step
+
+
+def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_comes(worker):
+    failures, driven = [], []
+    progress = inline.InlineProgress(worker.datapath, CudaContext("cpu"), failures.append)
+    # the driver's thread would be asleep in the loop
+    worker.datapath.machine.release(0.0, wants_slots=False)
+    for at in count(1):
+        interrupt = Interrupt(at)
+        try:
+            with interrupt:
+                progress.run(worker.driver, 1.0, driven.append)
+        except KeyboardInterrupt:
+            pass
+        assert not worker.datapath.is_ours, f"instruction {at}"
+        if interrupt.left > 0:
+            break  # it ended before
+    assert len(driven) > 1
+    assert failures
+
+
+def test_a_data_path_that_another_thread_owns_is_left_alone(worker):
+    progress = inline.InlineProgress(worker.datapath, CudaContext("cpu"), pytest.fail)
+    # as the driver's thread is at work
+    assert not progress.run(worker.driver, 0.0, pytest.fail)
