@@ -75,7 +75,7 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     heartbeat_interval_s: Positive = 5.0
     """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
     timeout_s: Positive = 15.0
-    """A peer that sent nothing for this long is lost."""
+    """A peer that sent nothing for this long is lost; a host that does not answer at all, also while it is greeted."""
     idle_timeout_s: Positive = 300.0
     """A consumer disconnects from a producer engine after this long without a request; the next one greets it again."""
     transfer_timeout_s: Positive = 60.0

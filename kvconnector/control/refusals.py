@@ -1,4 +1,4 @@
-"""What peers and strangers were refused: counted, and logged at most once per peer and minute."""
+"""Warnings of which many may come at once: a few a minute of each kind, and the next one counts the others."""
 
 from __future__ import annotations
 
@@ -8,39 +8,65 @@ from collections import Counter
 from collections.abc import Callable
 
 LOG_INTERVAL_S = 60.0
-MAX_PEERS = 256
-"""Peers that are told apart; the others share one entry, so that many of them cost no memory."""
+MAX_KEYS = 256
+"""Kinds that are told apart; the others share one entry, so that many of them cost no memory."""
 _OTHERS = "others"
 
 
-class Refusals:
-    """`counts` are by reason. One thread at a time."""
+class FoldedLog:
+    """Warnings by `key`, such as a peer or a cause: at most `burst` of a key in a minute. One thread at a time."""
 
-    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
-        self.counts: Counter[str] = Counter()
+    def __init__(
+        self,
+        logger: logging.Logger,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        burst: int = 1,
+    ) -> None:
         self._logger = logger
         self._clock = clock
-        self._logged_at: dict[str, float] = {}
+        self._burst = burst
+        self._logged: dict[str, tuple[float, int]] = {}
+        """When a key's minute began, and how many of its warnings were logged in it."""
         self._unlogged: Counter[str] = Counter()
+
+    def __repr__(self) -> str:
+        unlogged = self._unlogged.total()
+        return f"<{type(self).__name__}: {len(self._logged)} keys, {unlogged} not logged>"
+
+    def warn(self, key: str, text: str, times: int = 1) -> None:
+        """Log `text`, which stands for `times` events, unless the key's minute has had its warnings."""
+        now = self._clock()
+        if key not in self._logged and len(self._logged) >= MAX_KEYS:
+            self._forget(now)
+            if len(self._logged) >= MAX_KEYS:
+                key = _OTHERS
+        began_at, num_logged = self._logged.get(key, (now, 0))
+        if now - began_at >= LOG_INTERVAL_S:
+            began_at, num_logged = now, 0
+        if num_logged >= self._burst:
+            self._unlogged[key] += times
+            return
+        self._logged[key] = began_at, num_logged + 1
+        more = self._unlogged.pop(key, 0)
+        since = f" (and {more} times before, since it was last logged)" if more else ""
+        self._logger.warning("%s%s", text, since)
+
+    def _forget(self, now: float) -> None:
+        for key, (began_at, _) in list(self._logged.items()):
+            if now - began_at >= LOG_INTERVAL_S:
+                del self._logged[key]
+                self._unlogged.pop(key, None)
+
+
+class Refusals(FoldedLog):
+    """What peers and strangers were refused. `counts` are by reason."""
+
+    def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(logger, clock)
+        self.counts: Counter[str] = Counter()
 
     def note(self, peer: str, reason: str, details: object, times: int = 1) -> None:
         """Count a refusal, and log it unless `peer` had one logged within the last minute."""
         self.counts[reason] += times
-        now = self._clock()
-        if peer not in self._logged_at and len(self._logged_at) >= MAX_PEERS:
-            self._forget(now)
-            if len(self._logged_at) >= MAX_PEERS:
-                peer = _OTHERS
-        if now - self._logged_at.get(peer, -LOG_INTERVAL_S) < LOG_INTERVAL_S:
-            self._unlogged[peer] += times
-            return
-        self._logged_at[peer] = now
-        more = self._unlogged.pop(peer, 0)
-        since = f" (and {more} times before, since it was last logged)" if more else ""
-        self._logger.warning("refused %s: %s: %s%s", peer, reason, details, since)
-
-    def _forget(self, now: float) -> None:
-        for peer, at in list(self._logged_at.items()):
-            if now - at >= LOG_INTERVAL_S:
-                del self._logged_at[peer]
-                self._unlogged.pop(peer, None)
+        self.warn(peer, f"refused {peer}: {reason}: {details}", times)

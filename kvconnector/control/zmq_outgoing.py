@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import errno
+import ipaddress
+import socket
+import time
 from contextlib import ExitStack
 
 import zmq
@@ -31,6 +34,39 @@ _EVENTS = (
 # libzmq would reconnect by itself after this time; the connection is closed long before. Switching reconnection off
 # instead makes libzmq drop messages that arrived before the loss.
 _RECONNECT_NEVER_MS = 24 * 3600 * 1000
+_CLOSED_IN_HANDSHAKE = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE
+"""A peer that cannot decrypt our handshake closes without a reason, and so does a process that dies."""
+PROBE_S = 0.25
+SHORT_MESSAGE_BYTES = 64 << 10
+"""No deployment refuses a message of this length."""
+
+
+class _Probe:
+    """A plain connection to a peer that closed another one: does anybody still listen there? Never blocks, so a host
+    that has a name is not asked.
+    """
+
+    def __init__(self, target: HostPort) -> None:
+        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._is_named = False
+        try:
+            ipaddress.ip_address(target.host)
+            self._socket.connect_ex((target.host, target.port))
+        except ValueError:
+            self._is_named = True
+
+    def result(self) -> type[AuthenticationError | PeerLostError]:
+        """Return what the peer's silence means, as far as that shows by now."""
+        if not self._is_named:
+            try:
+                self._socket.getpeername()
+            except OSError:
+                return PeerLostError
+        return AuthenticationError
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 class OutgoingConnection:
@@ -53,6 +89,9 @@ class OutgoingConnection:
         self.error: KVConnectorError | None = None
         self.finished = False
         self.address = str(target)
+        self._target = target
+        self._probe: _Probe | None = None
+        self._longest_bytes = 0
         self._uses_keys = isinstance(security, CurveKeys)
         self._limits = limits
         self.deadline: float | None = now + limits.connect_timeout_s
@@ -91,6 +130,7 @@ class OutgoingConnection:
         """Queue a message; raises why that is not possible any more, which is also kept in `error`."""
         if self.error is not None:
             raise self.error
+        self._longest_bytes = max(self._longest_bytes, len(payload))
         try:
             self.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again as exc:
@@ -103,7 +143,7 @@ class OutgoingConnection:
         # The monitor first: once it tells of the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
-            self.error = PeerUnreachableError(
+            self.error = self._after_probe() or PeerUnreachableError(
                 "peer did not complete the handshake in time",
                 address=self.address,
                 connect_timeout_s=self._limits.connect_timeout_s,
@@ -126,6 +166,8 @@ class OutgoingConnection:
 
     def close(self, linger_ms: int) -> None:
         """Release the sockets; libzmq goes on sending what is queued for at most `linger_ms`."""
+        if self._probe is not None:
+            self._probe.close()
         self.monitor.close()
         self.socket.close(linger=linger_ms)
 
@@ -133,11 +175,27 @@ class OutgoingConnection:
         for kind, value in self.monitor.drain():
             if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.deadline = None
-            elif self.error is None:
-                self.error = self._explain(kind, value)
+            elif self.error is None and self._probe is None:
+                if self._uses_keys and (kind, value) == _CLOSED_IN_HANDSHAKE:
+                    self._probe = _Probe(self._target)
+                    self.deadline = time.monotonic() + PROBE_S
+                else:
+                    self.error = self._explain(kind, value)
+
+    def _after_probe(self) -> KVConnectorError | None:
+        """Return why the peer closed in the handshake, if it did: one that lives cannot read it."""
+        if self._probe is None:
+            return None
+        error = self._probe.result()
+        return error(
+            "peer closed the connection during the handshake: it has another server key, or no keys"
+            if error is AuthenticationError
+            else "peer ended during the handshake",
+            address=self.address,
+        )
 
     def _explain(self, kind: int, value: int) -> KVConnectorError:
-        """Why a connection is over. A peer that cannot read our handshake closes without a reason, as one that dies."""
+        """Return why a connection is over."""
         error: type[KVConnectorError]
         context: dict[str, object] = {"address": self.address}
         match kind, value:
@@ -156,17 +214,18 @@ class OutgoingConnection:
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.ETIMEDOUT:
                 error, text = PeerUnreachableError, "peer did not answer the handshake"
             case zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, _:
-                error = AuthenticationError if self._uses_keys else PeerLostError
-                text = "peer closed the connection during the handshake: "
-                text += (
-                    "wrong server key, no keys there, or it is gone"
-                    if self._uses_keys
-                    else "it is gone, or it uses keys and this side does not"
-                )
+                error, text = PeerLostError, "peer ended during the handshake"
+                if not self._uses_keys:
+                    text += ", or it uses keys and this side has none"
                 context["cause"] = errno.errorcode.get(value, value)
             case _ if self.deadline is None:
-                error = PeerLostError
-                text = "peer closed the connection, stopped answering, or refused a message as too long"
+                error, text = PeerLostError, "peer closed the connection or stopped answering"
+                if self._longest_bytes > SHORT_MESSAGE_BYTES:
+                    context["longest_message_bytes"] = self._longest_bytes
+                    text += (
+                        ", perhaps because of a message longer than its control.max_message_bytes"
+                    )
             case _:
-                error, text = PeerUnreachableError, "no connection could be opened"
+                error = PeerUnreachableError
+                text = "nothing listens there, or the host name does not resolve"
         return error(text, **context)

@@ -24,6 +24,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, WithdrawRequest
+from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 
@@ -279,7 +280,8 @@ class Driver:
         if event is not None:
             self._events.append(event)
         elif isinstance(message, m.Bye):
-            self.drop_link(link, PeerLostError(f"the peer said goodbye: {message.text}"))
+            left = PeerLostError(f"the peer said goodbye: {message.text}")
+            self.drop_link(link, left, has_left=True)
             return None
         return message
 
@@ -289,22 +291,25 @@ class Driver:
             self._forget(link)
             self.submit(ev.LinkLost(link, arrival.error))
 
-    def drop_link(self, link: LinkId, error: KVConnectorError) -> None:
-        """End a connection whose peer misbehaved or left, and tell the sessions. One that a session opened ends with
-        its `CloseLink`, behind whatever else that ends.
+    def drop_link(self, link: LinkId, error: KVConnectorError, *, has_left: bool = False) -> None:
+        """End a connection whose peer misbehaved, was lost, or `has_left` with a goodbye, and tell the sessions. One
+        that a session opened ends with its `CloseLink`, after whatever else that ends.
         """
-        reason = type(error).__name__
-        if isinstance(error, PeerLostError):
-            self.refusals.counts[reason] += 1
-            logger.debug("control connection dropped: %s", error)
+        reason, peer = type(error).__name__, self.peer_of(link)
+        if not isinstance(error, PeerLostError):
+            self.refusals.note(f"{peer}'s connection", reason, error)
         else:
-            self.refusals.note(f"{self.peer_of(link)}'s connection", reason, error)
+            self.refusals.counts[reason] += 1
+            if has_left or link > 0:  # the loads that fail say why
+                logger.debug("%s is lost: %s", peer, error)
+            else:
+                self.refusals.warn(peer, f"the connection to {peer} is given up: {error}")
         handle = self.links.by_link.get(link)
         if handle is not None and link > 0:
             self._dropped.add(handle)
         elif handle is not None:
-            if not isinstance(error, PeerLostError):
-                # only the side that connected can close a connection
+            if not has_left:
+                # over ZMQ, which outlives what was lost: only the side that connected can close a connection
                 with suppress(KVConnectorError):
                     self.control.send(handle, encode(m.Bye(text=error.statement[:4096])))
             self.disconnect(link)
@@ -333,6 +338,18 @@ class Driver:
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
             self._commands.append(cmd.FinishLoad(event.request_id, error))
+        elif isinstance(event, HoldRequest) and event.is_complete:
+            self._release_refused(event)
+
+    def _release_refused(self, hold: HoldRequest) -> None:
+        """A lease that was not granted never ends, so its engine gets the blocks back now; not those of a lease that
+        it has under the same name, whose end answers for both.
+        """
+        if self.producer is None or not self.producer.holds(hold.request_id):
+            now = self.clock()
+            self._commands.append(
+                cmd.ReleaseBlocks(hold.request_id, "aborted", HoldTrace(now, now))
+            )
 
 
 def _never() -> bool:

@@ -231,9 +231,11 @@ class DriverThread:
                 consumers=sorted(driver.links.mappers.values()),
                 timeout_s=UNMAP_TIMEOUT_S,
             )
+        may_write = False
         try:
             self._release()
         except Exception as error:
+            may_write = True
             logger.error("the data path could not be closed", exc_info=error)
             self._in_use = MemoryInUseError(
                 "a transfer could not be ended: the caches may still be read and written, so keep their memory:"
@@ -242,9 +244,9 @@ class DriverThread:
             self._in_use.__cause__ = error
         finally:
             if self._failure is not None:
-                # a bug, or the machine failing: the engine must live, so every request it waits for ends now, when
-                # neither copies nor consumers use its blocks any more
-                self._outbox.break_off(self._failure)
+                # a bug, or the machine failing: the engine must live, so every request it waits for ends now, unless
+                # copies could not be ended
+                self._outbox.break_off(self._failure, may_write=may_write)
 
     def _leave(self, driver: Driver) -> None:
         """Part from the consumers, who unmap the caches: before that CUDA does not allow to free them."""

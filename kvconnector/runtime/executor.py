@@ -15,7 +15,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
 from kvconnector.datapath.base import DirectRead, Program, SegmentWindow
 from kvconnector.datapath.pools import Pools, window_in
-from kvconnector.errors import KVConnectorError, TransferAbortedError
+from kvconnector.errors import KVConnectorError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.traces import Traces
@@ -263,20 +263,14 @@ class Executor:
         )
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
-        if command.outcome == "expired":
-            logger.warning(
-                "the lease of request %s ended before every consumer had confirmed its read",
-                command.request_id,
-            )
         stats = self._traces.release(command, self._driver.clock())
         self._outbox.released(command.request_id, command.outcome, stats)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
         stats = self._traces.finish_load(command, self._driver.clock())
         if command.error is not None:
-            is_abort = isinstance(command.error, TransferAbortedError)
-            level = logging.DEBUG if is_abort else logging.WARNING
-            logger.log(level, "load of request %s failed: %s", command.request_id, command.error)
+            # the scheduler half warns, once for all ranks
+            logger.debug("load of request %s failed: %s", command.request_id, command.error)
             self._outbox.failed(command.request_id, command.error, stats)
             return
         self._outbox.loaded(command.request_id, stats)

@@ -59,7 +59,7 @@ def _checked(order: Order, pools: Pools) -> Order:
             _check_load(order, pools, what)
     except KVConnectorError as error:
         if isinstance(order, HoldRequest):
-            logger.warning("the lease of request %s is refused: %s", order.request_id, error)
+            logger.debug("the lease of request %s is refused: %s", order.request_id, error)
         return replace(order, error=error)
     return order
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from functools import reduce
 
 from msgspec.structs import replace
 
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import KVConnectorError, LeaseExpiredError
 from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import WorkerOutput, WorkerStats
 from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
+
+logger = logging.getLogger(__name__)
 
 NOTHING = WorkerStats()
 
@@ -50,11 +53,24 @@ class Outbox:
         if failure is not None:
             self.break_off(failure)
 
-    def break_off(self, failure: KVConnectorError) -> None:
-        """End every request that the engine waits for, now and from now on."""
+    def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
+        """End every request that the engine waits for, now and from now on.
+
+        Where copies `may_write`, or read, what they were asked to, requests that have blocks never end: an engine that
+        heard that they are free would let others write there.
+        """
         with self._lock:
             self._failure = failure
             loads, holds = list(self._open_loads.items()), list(self._open_holds)
+            if may_write:
+                kept = [*holds, *(request_id for request_id, is_asked in loads if is_asked)]
+                loads, holds = [each for each in loads if not each[1]], []
+                self._open_loads, self._open_holds = dict(loads), set()
+        if may_write and kept:
+            logger.error(
+                "the blocks of these requests may still be read and written, so they never end: %s",
+                sorted(kept),
+            )
         for request_id, is_asked in loads:
             if is_asked:
                 self.failed(request_id, failure)
@@ -69,6 +85,10 @@ class Outbox:
             self._open_holds.discard(request_id)
             error = self._refused_holds.pop(request_id, None)
         stats = replace(stats, leases_expired=int(outcome == "expired"), failures=_count(error))
+        if outcome == "expired":
+            error = LeaseExpiredError(
+                "the lease ended before every consumer had confirmed its read"
+            )
         reasons = {} if error is None else {request_id: _text(error)}
         names = frozenset({request_id})
         self._put(WorkerOutput(finished_sending=names, failed_sending=reasons, stats=stats))

@@ -27,6 +27,7 @@ from kvconnector.runtime.engine import (
     directory_of,
     engine_geometry,
 )
+from kvconnector.runtime.failures import FailureLog
 from kvconnector.runtime.offers import OfferCheck, block_lists
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
 from kvconnector.runtime.remote_request import RemoteRequest, tokens_to_load
@@ -78,6 +79,7 @@ class Scheduler:
         self._held: dict[str, str] = {}
         self._streams = Streams(self._engine, self._retentions)
         self._requests: dict[str, RemoteRequest] = {}
+        self._failures = FailureLog(config.engine_id)
         self._is_closed = False
         self._service: DirectoryService | None = None
         if config.role != "consumer":
@@ -361,9 +363,11 @@ class Scheduler:
         return StepMetadata(engine=self._engine if tells else None, orders=orders)
 
     def update(self, output: WorkerOutput | None) -> None:
-        """Take the engine's aggregated output of one step."""
+        """Take the engine's aggregated output of one step. Requests that failed are logged, once for the engine."""
         if output is None:
             return
+        self._failures.note("load", output.failed_recving)
+        self._failures.note("lease", output.failed_sending)
         if output.finished_sending or output.finished_recving - set(output.failed_recving):
             self._announced = "acknowledged"
         for request_id in output.finished_sending:

@@ -99,9 +99,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker, or after aggregation the engine, tells the scheduler after a step.
 
-    `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered, to the
-    reason, which begins with the error's class and a colon. They are among the finished ones too, loads once nothing
-    writes their blocks any more. `begun` are followed requests whose load may be asked for.
+    `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
+    lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
+    ones too, loads once nothing writes their blocks any more. `begun` are followed requests whose load may be asked for.
     """
 
     finished_sending: frozenset[str] = frozenset()

@@ -83,6 +83,10 @@ class ProducerSession:
             commands += self._tick(event, now)
         return commands
 
+    def holds(self, request_id: str) -> bool:
+        """Returns True if a lease on the request's blocks has not ended."""
+        return request_id in self._by_request
+
     def heard(self, link: LinkId, now: float) -> None:
         """Any message came on `link`: the worker there lives."""
         self._peers.heard(link, now)

@@ -53,7 +53,7 @@ def channels(*securities, **limits):
     "near_security, far_security, server_key, text",
     [
         pytest.param(OURS, OTHERS, OTHERS.public_key, "authorised", id="client not authorised"),
-        pytest.param(OURS, OURS, OTHERS.public_key, "key", id="wrong server key"),
+        pytest.param(OURS, OURS, OTHERS.public_key, "another server key", id="wrong server key"),
         pytest.param(None, OURS, "", "keys", id="client without keys"),
         pytest.param(OURS, None, OURS.public_key, "keys", id="server without keys"),
     ],
@@ -135,19 +135,52 @@ def test_multipart_message_of_a_foreign_client_ends_its_connection():
         far.close()
 
 
+@pytest.mark.parametrize("has_read", [False, True], ids=["reset", "closed"])
 @pytest.mark.parametrize("uses_keys", [False, True])
-def test_peer_that_dies_in_the_handshake(uses_keys):
+def test_peer_that_dies_in_the_handshake_is_lost_and_has_no_wrong_key(uses_keys, has_read):
     keys = new_keys()
     near = open_channel(keys if uses_keys else None)
     with closing(near), socket.create_server(("127.0.0.1", 0)) as dying:
         address = f"tcp://127.0.0.1:{dying.getsockname()[1]}"
         handle = near.connect(address, keys.public_key if uses_keys else "")
         dying.settimeout(DEADLINE_S)
-        dying.accept()[0].close()
+        connection = dying.accept()[0]
+        dying.close()
+        if has_read:
+            # its last words are read, so the end of the connection says no more than that of one that refuses
+            connection.settimeout(DEADLINE_S)
+            connection.recv(1 << 16)
+        connection.close()
         error = Recorder(near).wait_loss(near, handle)
-        assert isinstance(error, AuthenticationError if uses_keys else PeerLostError)
-        assert "it is gone" in str(error)
+        assert isinstance(error, PeerLostError)
+        assert "ended during the handshake" in str(error)
         assert address in str(error)
+
+
+def test_an_address_where_nobody_listens_is_named():
+    with channels(OURS) as (near,), socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        server.close()
+        error = Recorder(near).wait_loss(near, near.connect(address, OURS.public_key))
+        assert isinstance(error, PeerUnreachableError)
+        assert "nothing listens there" in str(error)
+        assert address in str(error)
+
+
+@pytest.mark.parametrize(
+    "num_bytes, is_suspect", [(100, False), (60 << 10, False), (70 << 10, True)]
+)
+def test_only_after_a_long_message_its_length_may_be_why_a_peer_left(num_bytes, is_suspect):
+    with channels(None, None, max_message_bytes=1 << 20) as (near, far):
+        recorder = Recorder(near, far)
+        handle, _ = recorder.link(near, far)
+        near.send(handle, bytes(num_bytes))
+        recorder.wait_payloads(far, 1)
+        far.close()
+        recorder.events.pop(far)
+        error = recorder.wait_loss(near, handle)
+        assert isinstance(error, PeerLostError)
+        assert ("longer than" in str(error)) == is_suspect
 
 
 def test_peer_that_speaks_something_else_is_a_remote_error():

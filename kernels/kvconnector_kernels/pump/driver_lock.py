@@ -3,7 +3,7 @@
 Theory of operation
 -------------------
 Owner. One 32-bit word says who owns it: `DRIVER` (the driver's thread), `INLINE` (an engine's thread, which makes
-progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. There is no queue: each side tries.
+progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. Nobody queues: each side tries.
 
 When it is free. The driver's thread owns it while it works. It gives it up in three places, all inside the compiled
 loop: while it sleeps on descriptors, while it pauses between two looks, and from its last look until it has the GIL

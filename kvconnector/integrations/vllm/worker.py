@@ -236,6 +236,7 @@ class WorkerHalf:
         output = self._registered().poll()
         self._stats = self._stats.merged(output.stats)
         self._report.begun.update(output.begun)
+        self._report.failed.update(output.failed_recving)
         for request_id in output.begun:
             self._forget_want(request_id)
         if traces_endpoint(self._vllm_config) is not None:

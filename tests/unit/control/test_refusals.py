@@ -2,7 +2,7 @@
 
 import logging
 
-from kvconnector.control.refusals import LOG_INTERVAL_S, MAX_PEERS, Refusals
+from kvconnector.control.refusals import LOG_INTERVAL_S, MAX_KEYS, FoldedLog, Refusals
 
 LOGGER = logging.getLogger("kvconnector.tests")
 
@@ -25,8 +25,24 @@ def test_a_peer_is_logged_once_a_minute_with_the_number_of_the_others(caplog):
 
 def test_peers_without_end_are_counted_and_remembered_together(caplog):
     refusals = Refusals(LOGGER, lambda: 0.0)
-    for number in range(10 * MAX_PEERS):
+    for number in range(10 * MAX_KEYS):
         refusals.note(f"peer {number}", "forged", "MAC")
-    assert refusals.counts["forged"] == 10 * MAX_PEERS
-    assert len(caplog.records) == MAX_PEERS + 1
-    assert len(refusals._unlogged) <= len(refusals._logged_at) == MAX_PEERS + 1
+    assert refusals.counts["forged"] == 10 * MAX_KEYS
+    assert len(caplog.records) == MAX_KEYS + 1
+    assert f"{MAX_KEYS + 1} keys" in repr(refusals)
+
+
+def test_a_key_has_its_burst_in_each_minute(caplog):
+    now = [0.0]
+    folded = FoldedLog(LOGGER, lambda: now[0], burst=3)
+    for number in range(10):
+        folded.warn("cause", f"number {number}")
+        now[0] += 5.0
+    now[0] = LOG_INTERVAL_S
+    folded.warn("cause", "the next minute")
+    assert [record.getMessage() for record in caplog.records] == [
+        "number 0",
+        "number 1",
+        "number 2",
+        "the next minute (and 7 times before, since it was last logged)",
+    ]

@@ -1,8 +1,12 @@
 """What a driver leaves for its thread after inline progress, and what its sessions hear."""
 
-from kvconnector.errors import KVConnectorError
+import logging
+
+import pytest
+
+from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.session import events as ev
-from kvconnector.session.orders import LoadRequest
+from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 
@@ -37,3 +41,66 @@ def test_a_session_that_refuses_a_tick_keeps_it_from_no_other(monkeypatch):
     driver.turn(0.0)
     assert ev.Tick() in heard
     world.close()
+
+
+@pytest.fixture
+def deployment():
+    """A producer and a consumer that have met, in a world."""
+    world = World(seed=3)
+    p = world.start(FakeEngine("p", MODEL), role="producer")
+    d = world.start(FakeEngine("d", MODEL), role="consumer")
+    d.load_from(p, "warm", [1], [1], 4)
+    assert world.run(world.is_quiet)
+    for engine in (p, d):
+        engine.workers[0].poll()
+    yield world, p.workers[0], d.workers[0], d
+    world.close()
+
+
+def test_a_consumer_whose_link_the_producer_gives_up_is_told_why_at_once(deployment, caplog):
+    world, p, d, consumer = deployment
+    (link,) = p.driver.links.by_link
+    offer = world.engines[0].grant("r", [[1, 2]], 8)
+    # nothing of it reaches the producer's lease, so the load would wait for its deadline
+    send, p.driver.producer.handle = p.driver.producer.handle, lambda event, now: []
+    consumer.want("r", offer)
+    consumer.load("r", offer, [[3, 4]], [range(8)])
+    for _ in range(5):
+        world.turn()
+    p.driver.producer.handle = send
+    with caplog.at_level(logging.WARNING):
+        p.driver.drop_link(link, PeerLostError("control messages were lost", expected=3, found=5))
+    output = d.poll()
+    assert not output.finished_recving
+    failed = {}
+
+    def has_failed():
+        failed.update(d.poll().failed_recving)
+        return bool(failed)
+
+    assert world.run(has_failed, max_turns=10)
+    assert "control messages were lost [expected=3, found=5]" in failed["r"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "control messages were lost" in caplog.text
+
+
+def test_a_refused_lease_ends_at_once(deployment):
+    """Nobody else answers for it, and its engine keeps its blocks until somebody does."""
+    world, p, _, _ = deployment
+    producer = world.engines[0]
+    held = producer.grant("r", [[1, 2]], 8)
+    world.run(lambda: not p.driver.num_queued)
+    producer.grant("other", [[3]], 4)
+    world.run(lambda: not p.driver.num_queued)
+    # another request under the transfer's name
+    order = HoldRequest("s", held.transfer_id, held.secret, held.blocks, 8)
+    p.start_step(StepMetadata(orders=(order,)))
+    world.turn()
+    assert p.poll().finished_sending == {"s"}
+    # the same request once more: the end of its lease answers for both
+    p.start_step(StepMetadata(orders=(HoldRequest("r", "r", "0" * 32, held.blocks, 8),)))
+    world.turn()
+    assert not p.poll().finished_sending
+    producer.withdraw("r")
+    world.turn()
+    assert p.poll().finished_sending == {"r"}

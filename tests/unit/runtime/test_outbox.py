@@ -28,3 +28,15 @@ def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     assert output.finished_sending == {"r", "s"}
     assert set(output.failed_recving) == output.finished_recving == {"b", "late"}
     assert output.begun == {"f"}
+
+
+def test_a_broken_driver_whose_copies_go_on_ends_only_what_has_no_blocks():
+    outbox = Outbox()
+    outbox.expect([load("a"), hold("r"), follow("f")])
+    outbox.break_off(KVConnectorError("broken"), may_write=True)
+    # what comes later was never given to the driver
+    outbox.expect([load("late"), hold("s")])
+    output = outbox.take()
+    assert output.finished_sending == {"s"}
+    assert output.finished_recving == {"late"}
+    assert output.begun == {"f"}

@@ -144,6 +144,27 @@ def test_the_engine_is_told_until_a_request_has_come_through(scheduler):
     assert scheduler.build_step().engine is None
 
 
+def test_a_failed_request_is_one_line_of_its_engine_and_a_burst_of_them_too(scheduler, caplog):
+    lost = "PeerLostError: peer closed the connection [engine='p', rank='pp0tp0']; prefill anew"
+    failed = {f"r{number}": lost for number in range(1000)}
+    aborted = {"gone": "TransferAbortedError: the request was aborted"}
+    late = {
+        "late": "TransferTimeoutError: no chunk came [state='reading']; look for a stuck engine"
+    }
+    expired = {"held": "LeaseExpiredError: the lease ended"}
+    scheduler.update(
+        WorkerOutput(failed_recving={**failed, **aborted, **late}, failed_sending=expired)
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"d: load of r0, r1, r2, r3, r4 and 995 more failed: {lost}",
+        f"d: load of late failed: {late['late']}",
+        "d: lease of held failed: LeaseExpiredError: the lease ended",
+    ]
+    for number in range(100):
+        scheduler.update(WorkerOutput(failed_recving={f"s{number}": lost}))
+    assert len(caplog.records) < 20
+
+
 def test_retentions_fit_the_groups():
     for retentions, text in (
         ([KeepsAll(), KeepsWindow(4)], "one retention per cache group"),

@@ -1,0 +1,45 @@
+"""Failed requests in the log of an engine: once each, whatever the number of its ranks, and a burst in one line."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+
+from kvconnector.control.refusals import FoldedLog
+from kvconnector.errors import TransferAbortedError
+
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 5
+"""Requests that one line names."""
+LINES_A_MINUTE = 10
+"""Of each cause."""
+
+
+class FailureLog:
+    """What the scheduler half logs of an engine's aggregated outputs. Aborts are no failures."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+        self._log = FoldedLog(logger, burst=LINES_A_MINUTE)
+
+    def note(self, what: str, reasons: Mapping[str, str]) -> None:
+        """Log why requests failed, those of one cause together.
+
+        Args:
+            what: What failed, such as "load".
+            reasons: By request, as in `WorkerOutput`: an error's class, a colon and its text, with the remedy.
+        """
+        by_cause: defaultdict[str, list[str]] = defaultdict(list)
+        for request_id, reason in reasons.items():
+            by_cause[reason.partition(" [")[0]].append(request_id)
+        for cause, requests in by_cause.items():
+            named = ", ".join(requests[:MAX_NAMED])
+            if len(requests) > MAX_NAMED:
+                named += f" and {len(requests) - MAX_NAMED} more"
+            text = f"{self._engine_id}: {what} of {named} failed: {reasons[requests[0]]}"
+            if cause.startswith(TransferAbortedError.__name__):
+                logger.debug("%s", text)
+            else:
+                self._log.warn(f"{what} {cause}", text, len(requests))
