@@ -1,6 +1,7 @@
 """README and docs: every command has the options that it is shown with, and what can run here does."""
 
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -54,6 +55,14 @@ def test_commands_within_sentences_exist(page, command):
         words.append("HOST:1")
     if words:
         check_cli(words, is_whole=False)
+
+
+def test_tests_to_copy_exist():
+    rows = re.findall(
+        r"`(test_\w+)` in \[\w+\.py\]\(([\w/.]+)\)", (ROOT / "CONTRIBUTING.md").read_text()
+    )
+    assert rows
+    assert not [row for row in rows if f"def {row[0]}(" not in (ROOT / row[1]).read_text()]
 
 
 @pytest.mark.parametrize("block", blocks(*DATA), ids=str)

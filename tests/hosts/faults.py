@@ -136,7 +136,7 @@ HEADINGS = (
     "fault",
     "phase",
     "the client saw",
-    "told after, s",
+    "answered after, s",
     "others before, p50 / p99, s",
     "others meanwhile, p50 / p99, s",
     "others failed",
