@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(1800),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(5170, target=4050),
-    "kvconnector/integrations": Size(2850, target=2810),
+    "kvconnector/integrations": Size(2860, target=2810),
     "kvconnector/layout": Size(550, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(3860, target=2800),

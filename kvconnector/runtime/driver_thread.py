@@ -72,8 +72,7 @@ class DriverThread:
         rank: Rank,
         memory: object = None,
     ) -> None:
-        self._config = config
-        self._rank = rank
+        self._name = f"kvconnector-{config.engine_id}-{rank}"
         self.pools = pools
         self._inbox: deque[PostedStep] = deque()
         self._outbox = outbox
@@ -84,20 +83,31 @@ class DriverThread:
         self._thread: threading.Thread | None = None
         self._context = CudaContext(pools.device)
         self._marks = StreamMarks(pools.device, self._context)
-        self._transport = open_transport(config, pools.device)
+        transport = open_transport(config, pools.device)
         try:
-            self._datapath: DataPath = open_datapath(config, pools, self._transport)
+            self._datapath: DataPath = open_datapath(config, pools, transport)
             self.control = open_control(config, 0)
         except BaseException:
-            self._transport.close()
+            transport.close()
             raise
+        self._build = partial(
+            build_driver,
+            config,
+            rank=rank,
+            pools=pools,
+            control=self.control,
+            transport=transport,
+            datapath=self._datapath,
+            outbox=outbox,
+            intake=self._take_steps,
+        )
         self._inline = InlineProgress(self._datapath, self._context, self._fail)
         _held[self] = os.getpid(), memory
 
     def __repr__(self) -> str:
         is_driving = self._thread is not None and self._thread.is_alive()
         state = "driving" if is_driving else "stopped" if self._is_stopping else "not started"
-        return f"<DriverThread {self._config.engine_id} {self._rank}, {state}>"
+        return f"<DriverThread {self._name}, {state}>"
 
     @property
     def data_path(self) -> str:
@@ -106,21 +116,9 @@ class DriverThread:
 
     def begin(self, engine: EngineGeometry, incarnation: Incarnation) -> None:
         """Start driving, now that the engine's geometry is known."""
-        self._driver = build_driver(
-            self._config,
-            engine=engine,
-            rank=self._rank,
-            incarnation=incarnation,
-            pools=self.pools,
-            control=self.control,
-            transport=self._transport,
-            datapath=self._datapath,
-            outbox=self._outbox,
-            intake=self._take_steps,
-        )
-        name = f"kvconnector-{self._config.engine_id}-{self._rank}"
+        self._driver = self._build(engine=engine, incarnation=incarnation)
         self._thread = threading.Thread(
-            target=self._run, args=(self._driver,), name=name, daemon=True
+            target=self._run, args=(self._driver,), name=self._name, daemon=True
         )
         self._thread.start()
 
@@ -183,8 +181,7 @@ class DriverThread:
             return
         self._stop()
         warnings.warn(
-            f"a kvconnector worker ({self._config.engine_id} {self._rank}) was not closed: call close(), or"
-            " use it in a with statement",
+            f"a kvconnector worker ({self._name}) was not closed: call close(), or use it in a with statement",
             ResourceWarning,
             stacklevel=2,
         )

@@ -101,7 +101,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
-    ones too, loads once nothing writes their blocks any more. `begun` are followed requests whose load may be asked for.
+    ones too, loads once nothing writes their blocks. `begun` are followed requests whose load may be asked for.
     """
 
     finished_sending: frozenset[str] = frozenset()

@@ -58,7 +58,6 @@ class SchedulerHalf:
         self._has_drafts = vllm_config.speculative_config is not None
         self._idle_steps = IdleSteps(vllm_config)
         self._sent, self._received = Reports(), Reports()
-        self._reasons: dict[str, str] = {}
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
@@ -267,9 +266,9 @@ class SchedulerHalf:
             self._spans.export(report.traces)
         for request_id, reason in report.failed.items():
             if self._scheduler.is_loading(request_id):
-                self._reasons[request_id] = reason
+                self._received.explain(request_id, reason)
         failed = our_received.intersection(output.failed_recving or ())
-        reasons = {name: self._reasons.pop(name, "") for name in our_received}
+        reasons = {name: self._received.take_reason(name) for name in our_received}
         self._scheduler.update(
             WorkerOutput(
                 finished_sending=frozenset(our_sent),

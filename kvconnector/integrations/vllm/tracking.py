@@ -17,6 +17,15 @@ class Reports:
     def __init__(self, capacity: int = REMEMBERED_REPORTS) -> None:
         self._capacity = capacity
         self._seen: dict[str, None] = {}
+        self._reasons: dict[str, str] = {}
+
+    def explain(self, request_id: str, reason: str) -> None:
+        """Remember why a request failed that not every worker has reported."""
+        self._reasons.setdefault(request_id, reason)
+
+    def take_reason(self, request_id: str) -> str:
+        """Return why a request failed that all have reported; empty if none of them said."""
+        return self._reasons.pop(request_id, "")
 
     def add(self, request_ids: Iterable[str]) -> None:
         """Remember these, and forget the oldest."""
