@@ -99,8 +99,6 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Bytes of one slot, and the longest message; 0 chooses by place: `CPU_CHUNK_BYTES` or `CUDA_CHUNK_BYTES`."""
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
-    pump: bool = True
-    """Move chunks in a compiled loop that needs no GIL, over UCX and where its self-test passes."""
     max_programs: Annotated[int, msgspec.Meta(ge=-1)] = -1
     """Most programs of a Triton kernel, to leave multiprocessors to the model; 0: no limit, -1: half the GPU's."""
     spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
@@ -166,9 +164,9 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     slow_load_s: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 5.0
     """A load that keeps its blocks waiting for longer is logged, with what it waited for; 0 logs none."""
     verify: Literal["none", "checksum"] = "none"
-    """`checksum`: producers send an XXH3 digest behind each chunk, and consumers check it before they unpack. All reads
-    are packed then, in Python, and GPUs' chunks are hashed on the host: slow, to find out what damages bytes. Engines
-    that read from each other need the same. It takes the extra `checksum`.
+    """`checksum`: producers send an XXH3 digest after each chunk, and consumers check it before they unpack. All reads
+    are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow:
+    to find out what damages bytes. Engines that read from each other need the same. It takes the extra `checksum`.
     """
 
     def __post_init__(self) -> None:

@@ -116,10 +116,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """A worker's metadata, its data path, and what it warned of when it started."""
+    """A worker's metadata, and what it warned of when it started."""
 
     metadata: WorkerMetadata
-    data_path: str
     warnings: list[str]
 
 
@@ -172,9 +171,7 @@ class RankProcess:
         self._exits.callback(self._worker.close)
         self._worker.register([self._pools.cache_group()])
         warnings = [text for text, level in self._log.texts.items() if level >= logging.WARNING]
-        # the data path's self-test has lanes of its own
-        self._log.texts.clear()
-        return Started(self._worker.handshake(), self._worker.data_path, warnings)
+        return Started(self._worker.handshake(), warnings)
 
     def write(self, block_ids: list[int], num_tokens: int) -> None:
         self._pools.write(SEED, block_ids, num_tokens)

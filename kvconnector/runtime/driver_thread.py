@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.choice import open_datapath
+from kvconnector.datapath.pump.network import UcxNetwork
+from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.assembly import build_driver
@@ -85,7 +86,8 @@ class DriverThread:
         self._marks = StreamMarks(pools.device, self._context)
         transport = open_transport(config, pools.device)
         try:
-            self._datapath: DataPath = open_datapath(config, pools, transport)
+            network = UcxNetwork(transport)
+            self._datapath: DataPath = open_datapath(config, pools, transport, network)
             self.control = open_control(config, 0)
         except BaseException:
             transport.close()
@@ -108,11 +110,6 @@ class DriverThread:
         is_driving = self._thread is not None and self._thread.is_alive()
         state = "driving" if is_driving else "stopped" if self._is_stopping else "not started"
         return f"<DriverThread {self._name}, {state}>"
-
-    @property
-    def data_path(self) -> str:
-        """The data path's name."""
-        return self._datapath.name
 
     def begin(self, engine: EngineGeometry, incarnation: Incarnation) -> None:
         """Start driving, now that the engine's geometry is known."""

@@ -152,16 +152,6 @@ class Worker:
             num_blocks=tuple(pools.num_blocks),
         )
 
-    @property
-    def data_path(self) -> str:
-        """The data path that moves this worker's chunks: "pump", or "packed" where the driver's thread moves each. What
-        a single load took is in its `TransferStats.path`.
-
-        Raises:
-            LocalError: no caches are registered.
-        """
-        return self._registered().data_path
-
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
         blocks; meeting a peer, and copies on CPUs, are left to that thread.

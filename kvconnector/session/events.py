@@ -110,6 +110,7 @@ class ReceiveAdvanced(OfReceive, frozen=True):
 
 
 DIRECT_PATH = "direct"
+PACKED_PATH = "packed"
 """Of reads of the producer's pools, through CUDA IPC or shared memory."""
 
 

@@ -40,7 +40,6 @@ MLA = ModelConfig(architecture="mla")
 ONE_HEAD = ModelConfig(num_kv_heads=1)
 WINDOWS = ModelConfig(architecture="hybrid")
 STATES = ModelConfig(architecture="mamba")
-PLAIN = {**PACKED, "staging": {"pump": False}}
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,10 @@ SLOW_CASES = {
         "dcp=2,interleave=16,block=32", "tp=1,block=16,layout=NHD", connector=DIRECT
     ),
     "token stripes to others": Case(
-        "dcp=2,block=12,layout=NHD", "dcp=2,interleave=6,block=24", connector=PLAIN, path="packed"
+        "dcp=2,block=12,layout=NHD",
+        "dcp=2,interleave=6,block=24",
+        connector=PACKED,
+        path="packed",
     ),
     "token stripes over stages": Case(
         "pp=2,dcp=2,interleave=4,block=16", "pp=2,layers=3+5,dcp=2,interleave=4,block=8"

@@ -93,12 +93,11 @@ def test_an_engine_of_both_roles_loads_from_itself(start):
     assert same(expected, both.dense([5, 6], 30))
 
 
-@pytest.mark.parametrize("pump", [True, False], ids=["pumped", "plain"])
-def test_a_long_control_message_beside_the_chunks_of_another_read(start, pump):
+def test_a_long_control_message_beside_the_chunks_of_another_read(start):
     # a block a token: 64 KiB of block ids, which UCX does not send in one piece
     num_tokens = 1 << 14
     shape = {"head_dim": 8, "block": 1, "num_blocks": 2 * num_tokens + 1}
-    options = {"shape": shape, "staging": {"pump": pump}, **PACKED}
+    options = {"shape": shape, **PACKED}
     p, d = start("p", "producer", seed=1, **options), start("d", "consumer", **options)
     for name, first in (("first", 0), ("second", num_tokens)):
         blocks = list(range(first, first + num_tokens))

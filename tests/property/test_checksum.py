@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from kvconnector.datapath.pump.copies_plain import Digests
+from kvconnector.datapath.pump.digests import Digests
 from kvconnector.errors import ConfigError
 from tests.support.fakes import FakeEngine, attention_model, dense_of
 from tests.support.loopback import LoopbackFaults
@@ -36,7 +36,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), before)
         world.network.faults = LoopbackFaults()
         output = load("whole")
-        assert [transfer.path for transfer in output.stats.transfers] == ["packed-plain"]
+        assert [transfer.path for transfer in output.stats.transfers] == ["packed"]
         np.testing.assert_equal(dense_of([consumer.caches], [DESTINATION], NUM_TOKENS), granted)
     finally:
         world.close()
@@ -45,4 +45,4 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
 def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvconnector\[checksum\]'"):
-        Digests("cpu")
+        Digests("cpu", 64)

@@ -10,23 +10,20 @@ from kvconnector.datapath.pump.machine import Slots
 from kvconnector.session.lease import Lease
 from kvconnector.session.load import Load
 from kvconnector.wire import messages
-from tests.property.races import SETTINGS, Races, StaleBytesError
+from tests.property.races import Races, StaleBytesError
 from tests.support.fakes import make_caches
 
 pytestmark = pytest.mark.ucx
 
 PACKED = {"paths": {"direct": "never"}}
-PLAIN = {**PACKED, "staging": {**SETTINGS["staging"], "pump": False}}
+CHECKED = {"verify": "checksum"}
 PATHS: dict[str, dict[str, Any]] = {
     "packed": PACKED,
-    "packed through Python": PLAIN,
+    "packed and checked": CHECKED,
     "direct": {},
     "streamed, packed": {**PACKED, "is_streamed": True},
-    "streamed, packed through Python": {**PLAIN, "is_streamed": True},
     "streamed, direct": {"is_streamed": True},
 }
-PATHS_ON_GPU = {path: options for path, options in PATHS.items() if "Python" not in path}
-PATHS_ON_GPU["checked"] = {"verify": "checksum"}
 SLOW = [pytest.mark.slow, pytest.mark.timeout(600)]
 BATCHES = [
     pytest.param(0, 180, id="quick"),
@@ -54,16 +51,14 @@ def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, show)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed, num_races", BATCHES)
-@pytest.mark.parametrize("path", PATHS_ON_GPU)
+@pytest.mark.parametrize("path", PATHS)
 def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(path, seed, num_races, show):
     from tests.support.gpu_caches import Sleeper
 
-    if path == "checked":
-        pytest.importorskip("xxhash")
     options = {
         "make_caches": partial(make_caches, device="cuda:0"),
         "slow_down": Sleeper(seed).delay,
-        **PATHS_ON_GPU[path],
+        **PATHS[path],
     }
     with closing(Races(seed=seed, **options)) as races:
         races.run(num_races)

@@ -10,7 +10,7 @@ from kvconnector_kernels.pump import copy_cpu
 
 for module in (
     "kvconnector.bench.rank_process",
-    "kvconnector.datapath.pump.selftest",
+    "kvconnector.datapath.pump.opening",
     "minillm.router",
     "minillm.server",
     "minillm.worker",

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, PathsConfig
 from kvconnector.datapath import Pools
-from kvconnector.datapath.pump.choice import open_datapath
+from kvconnector.datapath.pump.network import UcxNetwork
+from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.ids import EngineAddress, new_incarnation, new_secret
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime.assembly import build_driver
@@ -30,9 +31,11 @@ from kvconnector.session.orders import (
     WantRequest,
     WithdrawRequest,
 )
+from kvconnector.transport.ucx import UcxTransport
 from tests.support.fakes import FakeCaches, FakeClock, equalise_replicas
 from tests.support.inproc_control import ControlHub
 from tests.support.loopback import LoopbackNetwork
+from tests.support.python_network import PythonNetwork
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +209,12 @@ class World:
 
     def make_datapath(self, config, pools, transport):
         """The data path of a new worker; a world with others overrides this."""
-        return open_datapath(config, pools, transport, clock=self.clock)
+        if isinstance(transport, UcxTransport):
+            return open_datapath(config, pools, transport, UcxNetwork(transport), self.clock)
+        # all bytes are to pass the links, with their faults
+        config = msgspec.structs.replace(config, paths=PathsConfig(direct="never"))
+        network = PythonNetwork(transport, self.clock)
+        return open_datapath(config, pools, transport, network, self.clock)
 
     def kill(self, engine, *, silently=False):
         """End an engine as SIGKILL would; silently, as a power cut would: its peers see nothing but silence."""

@@ -65,23 +65,33 @@ def two_words(typingctx: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
-    """The int64 at an address."""
+    """The int64 at an address, aligned or not."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=8)
+        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
 
     return types.int64(types.int64), codegen
 
 
 @intrinsic
 def store(typingctx: Any, address: Any, value: Any) -> Any:
-    """Write an int64 at an address."""
+    """Write an int64 at an address, aligned or not."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=8)
+        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def swap_bytes(typingctx: Any, value: Any) -> Any:
+    """An int64 with its bytes in the reverse order."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bswap(args[0])
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvconnector_kernels.pump import digests, steps
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump import steps
 from kvconnector_kernels.pump.native import call, load
 from kvconnector_kernels.pump.steps import helper
 
@@ -61,7 +61,9 @@ def _take_chunk(state, slots, receive, slot, status):
         if not receive.stopped:
             receive.arrived_ns = steps.now_ns(state)
             receive.arriving_ns = receive.arriving_ns or receive.arrived_ns
-            error = steps.begin_copy(state, receive, slot)
+            error = digests.check(state, slot.address, slot.length)
+            if error == 0:
+                error = steps.begin_copy(state, receive, slot)
             if error == 0:
                 slot.state = r.COPYING
                 receive.num_copying += 1

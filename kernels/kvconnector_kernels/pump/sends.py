@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from kvconnector_kernels.pump import digests, steps
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump import steps
 from kvconnector_kernels.pump.native import call
 from kvconnector_kernels.pump.steps import helper
 
 
 @helper
 def _end_pack(state, send, slot):
+    """It is packed. What cannot have its digest is dropped with all that follows: the send is stopped then."""
+    error = digests.append(state, slot.address, steps.chunk_bytes(state, send, slot.chunk))
+    if error:
+        steps.fail(send, r.COPY_ERROR, error, slot.chunk)
     slot.state = r.PACKED
     send.packed_ns = steps.now_ns(state)
 

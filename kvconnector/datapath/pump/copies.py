@@ -13,9 +13,11 @@ import numpy.typing as npt
 from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.pump.chunks import measure_chunks
+from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import (
     Order,
     PackedSide,
@@ -52,13 +54,6 @@ class Jobs(msgspec.Struct, frozen=True, eq=False):
 def words_of(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
     """The same memory as rows of numbers: numpy copies records field by field, which takes longer than a small read."""
     return rows.view(np.int64).reshape(len(rows), rows.dtype.itemsize // 8)
-
-
-def unread_jobs(program: Program, job: np.dtype[np.void], slot_bytes: int) -> Jobs:
-    """Jobs of a program that copies nothing, but awaits what its producer was allowed to send."""
-    rows = np.zeros(len(program.chunks), job)
-    rows["nbytes"] = np.minimum(program.chunks_nbytes, slot_bytes)
-    return Jobs(words_of(rows), ())
 
 
 SHARE_OF_MULTIPROCESSORS = 2
@@ -101,6 +96,8 @@ class ChunkCopies:
     """Of a chunk's record in `Jobs`."""
     open_writer: Callable[[int, int], ReadyWriter] | None = None
     """What makes a lease board's writer, see `LeaseBoard`."""
+    digests: Digests | None = None
+    """Each chunk in a slot has its digest after it, which its job's bytes count."""
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """See `DataPath.order_after`."""
@@ -114,6 +111,22 @@ class ChunkCopies:
         """The copies of a program's chunks between the pools and slots. Raises RelayoutError: a chunk outside its pool
         or its slot. TransportError: the device takes no block ids.
         """
+
+    def jobs_of(self, program: Program, *, packing: bool) -> Jobs:
+        """`make_jobs`, with room for digests."""
+        jobs = self.make_jobs(program, packing=packing)
+        jobs.words[:, 0] += self._digest_bytes
+        return jobs
+
+    def unread_jobs_of(self, program: Program, slot_bytes: int) -> Jobs:
+        """Jobs of a program that copies nothing, but awaits what its producer was allowed to send."""
+        rows = np.zeros(len(program.chunks), self.job)
+        rows["nbytes"] = np.minimum(program.chunks_nbytes + self._digest_bytes, slot_bytes)
+        return Jobs(words_of(rows), ())
+
+    @property
+    def _digest_bytes(self) -> int:
+        return 0 if self.digests is None else DIGEST_BYTES
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Jobs that pack these very blocks are made soon, or never."""

@@ -1,8 +1,8 @@
 """The data path of one worker: programs in, events out; nothing but `pump` ever waits.
 
-A program streams the chunks of one read, in a compiled loop; Python sees where programs begin and end. Over UCX the
-loop takes no GIL, over other transports it calls Python. `submit_*` and `stop_*` may be called between `step`s by the
-thread that owns the data path. Every submitted program ends in exactly one event that says so.
+A program streams the chunks of one read, in a compiled loop that takes no GIL; Python sees where programs begin and
+end. `submit_*` and `stop_*` may be called between `step`s by the thread that owns the data path. Every submitted
+program ends in exactly one event that says so.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class DataPath:
         pace: Pace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.name = network.name
         self._transport = transport
         self._copies = copies
         self._clock = clock

@@ -241,6 +241,8 @@ class Machine:
             round(seconds * _NS_PER_S) for seconds in (pace.spin_s, pace.look_s, pace.pause_s)
         )
         state["grace_ns"], state["patience_ns"] = _GRACE_NS, _PATIENCE_NS
+        if copies.digests is not None:
+            copies.digests.attach(state)
         self._warm_up()
 
     def _warm_up(self) -> None:

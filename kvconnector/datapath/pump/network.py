@@ -1,6 +1,6 @@
 """What the loop and its bookkeeping want of a transport: C functions to call, and what their results mean.
 
-The structs of libucp are laid out by offset, so only versions of it are called so whose header says the same.
+The structs of libucp are laid out by offset, so other versions of it than those whose headers agree are refused.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvconnector.transport.ucx import UcxTransport
 from kvconnector.transport.ucx.libucp import ERR_CANCELED, ERR_MESSAGE_TRUNCATED, Libucp
 from kvconnector.transport.ucx.requests import LOSS_STATUSES
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.digests import CORRUPTED
 
 NS_PER_S = 1_000_000_000
 _FIELD_MEMORY_TYPE, _FIELD_RECV_INFO = 1 << 6, 1 << 7
@@ -36,7 +37,7 @@ REQUEST_PARAM = np.dtype(
 """libucp's `ucp_request_param_t`, as far as it is used."""
 _POLL_FD = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])
 _POLLIN = 1
-KNOWN_VERSIONS = ((1, 18), (1, 22))
+KNOWN_VERSIONS = ((1, 18), (1, 23))
 """First and last minor version of libucp whose `ucp_request_param_t` and `ucp_tag_recv_info_t` were compared."""
 
 _FUNCTIONS = {
@@ -55,9 +56,6 @@ _FUNCTIONS = {
 class Network(Protocol):
     """A transport as one worker's chunks use it. `requests` are what its send and receive functions return."""
 
-    name: str
-    path_name: str
-    """What a transfer's record calls a read that came this way."""
     fileno: int
     """Readable when there is something to progress; -1: see `watched`."""
     watched: tuple[int, ...]
@@ -101,10 +99,6 @@ class Network(Protocol):
         """Raise what went wrong in a function that the loop called, and could not tell it."""
 
 
-CORRUPTED = 2
-"""What a copy that finds a chunk damaged returns."""
-
-
 def phases_of(program: Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
     """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
     return tuple(
@@ -140,16 +134,16 @@ def check_version(libucp: Libucp) -> None:
     """Raise `TransportError` unless this libucp's structs are known."""
     version = libucp.version()
     if not KNOWN_VERSIONS[0] <= version[:2] <= KNOWN_VERSIONS[1]:
+        first, last = (".".join(map(str, each)) for each in KNOWN_VERSIONS)
         raise TransportError(
-            "this libucp's structs are not known", version=version, known=KNOWN_VERSIONS
+            f"this UCX is not supported: kvconnector calls libucp {first} to {last}",
+            version=".".join(map(str, version)),
         )
 
 
 class UcxNetwork:
     """`Network` whose functions are libucp's own. Raises TransportError: a version of libucp that is not known."""
 
-    name = "pump"
-    path_name = "packed"
     watched: tuple[int, ...] = ()
 
     def __init__(self, transport: UcxTransport) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvconnector.control.refusals import Refusals
 from kvconnector.datapath.base import Program, Report, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
-from kvconnector.datapath.pump.copies import Jobs, unread_jobs
+from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.errors import KVConnectorError, TransportError
@@ -195,11 +195,10 @@ class Receives:
         copies = self._machine.copies
         if not receive.is_stopped:
             try:
-                return copies.make_jobs(receive.program, packing=False)
+                return copies.jobs_of(receive.program, packing=False)
             except (RelayoutError, KVConnectorError) as error:
                 receive.error = as_connector_error(error)
-        slot_bytes = self._slots.pool.slot_bytes
-        return unread_jobs(receive.program, copies.job, slot_bytes)
+        return copies.unread_jobs_of(receive.program, self._slots.pool.slot_bytes)
 
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Whether that is through with it by then."""
@@ -222,8 +221,8 @@ class Receives:
         times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]
         phases = Phase("wire", arriving_s, arrived_s), Phase("unpack", arriving_s, ended_s)
-        path = self._network.path_name
-        return ev.ReceiveFinished(receive.read_id, ended_s - started_s, path, phases)
+        seconds = ended_s - started_s
+        return ev.ReceiveFinished(receive.read_id, seconds, ev.PACKED_PATH, phases)
 
     def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.values(receive.row)

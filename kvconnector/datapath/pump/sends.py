@@ -80,7 +80,7 @@ class Sends:
         self.has_sent = True
         try:
             endpoint = self._endpoint(link)
-            jobs = self._machine.copies.make_jobs(program, packing=True)
+            jobs = self._machine.copies.jobs_of(program, packing=True)
         except (RelayoutError, KVConnectorError) as error:
             self._events.append(ev.SendStopped(link, read_id, 0, as_connector_error(error)))
             return

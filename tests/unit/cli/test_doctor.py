@@ -37,33 +37,23 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
     assert by_subject["self-test"]["verdict"] == "ok"
     assert "/" in by_subject["lanes"]["text"]
     assert by_subject["data path"]["verdict"] == "ok"
-    assert by_subject["data path"]["text"].startswith("pump; ")
+    assert by_subject["data path"]["text"] == "a request went by: packed"
     assert by_subject["direct reads"]["text"] == "engines of this host can read each other's pools"
     assert "UCX 1." in by_subject["ucx"]["text"]
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
 
 
-@pytest.mark.parametrize(
-    "pump,warnings,verdict,why",
-    [
-        ("false", [], "note", "staging.pump is off"),
-        ("true", ["UCX 1.30 is not known"], "warn", "UCX 1.30 is not known"),
-    ],
-)
-def test_a_data_path_without_the_pump_is_named_with_its_reason(
-    monkeypatch, pump, warnings, verdict, why
-):
-    monkeypatch.setenv("KVCONNECTOR_STAGING_PUMP", pump)
-    result = SelfTestResult(1 << 20, 0.1, "packed", "packed", "tcp/lo", warnings)
+def test_what_a_worker_warns_of_is_a_warning_of_its_data_path(monkeypatch):
+    warnings = ["a slot of staging memory less"]
+    result = SelfTestResult(1 << 20, 0.1, "packed", "tcp/lo", warnings)
     monkeypatch.setattr(doctor_module, "two_processes_transfer", lambda *_: result)
     path, _, _ = doctor_module._self_test("cpu", "")
-    assert path.verdict == verdict
-    assert path.text.startswith("packed; ")
-    assert why in path.text
+    assert path.verdict == "warn"
+    assert path.text == "a request went by: packed; a slot of staging memory less"
 
 
 def test_what_keeps_reads_from_being_direct_is_a_note(monkeypatch):
-    result = SelfTestResult(1 << 20, 0.1, "packed", "packed", "tcp/lo", [])
+    result = SelfTestResult(1 << 20, 0.1, "packed", "tcp/lo", [])
     monkeypatch.setattr(doctor_module, "two_processes_transfer", lambda *_: result)
     found = [doctor_module._direct_reads("cpu", "")]
     monkeypatch.setenv("KVCONNECTOR_PATHS_DIRECT", "never")

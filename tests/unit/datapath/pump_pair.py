@@ -9,6 +9,7 @@ from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
@@ -38,24 +39,24 @@ class Side(Caches):
         clock=time.monotonic,
         direct=False,
         always_direct=False,
+        is_checked=False,
         **transport,
     ):
         super().__init__(shape, seed=seed)
         self.transport = open_ucx_transport(**transport)
+        copies = CpuCopies(self.pools, slot_bytes, min_streamed_bytes=min_streamed_bytes)
+        copies.digests = Digests("cpu", slot_bytes) if is_checked else None
+        room_bytes = ROOM_BYTES if is_checked else 0
         self.path = DataPath(
             self.transport,
             UcxNetwork(self.transport),
-            CpuCopies(
-                self.pools,
-                slot_bytes,
-                min_streamed_bytes=min_streamed_bytes,
-            ),
+            copies,
             share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
             reads=CpuReads(self.pools) if direct else None,
             always_direct=always_direct,
             device="cpu",
-            send_slots=SlotPool(num_slots, slot_bytes, "cpu"),
-            recv_slots=SlotPool(num_slots, slot_bytes, "cpu"),
+            send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
+            recv_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             window=4,
             quarantine_s=QUARANTINE_S,
             pace=PACE,

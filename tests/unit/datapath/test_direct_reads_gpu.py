@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.pump.choice import open_datapath
+from kvconnector.datapath.pump.network import UcxNetwork
+from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
@@ -42,9 +43,8 @@ class Consumer(Caches):
             "paths": {"direct": "always"},
         }
         config = ConnectorConfig.from_mapping(settings)
-        path = open_datapath(config, self.pools, open_ucx_transport())
-        assert path is not None, "no pump on this machine: the log says why"
-        self.path = path
+        transport = open_ucx_transport()
+        self.path = open_datapath(config, self.pools, transport, UcxNetwork(transport))
         self.events = []
 
     def submit(self, read_id, theirs, tokens, heads=None, first_block=0):

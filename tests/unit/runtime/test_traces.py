@@ -99,7 +99,7 @@ def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(world, mon
     monkeypatch.setattr(LoopbackTransport, "falls_back_to_tcp", lambda *_: True)
     assert world.run(world.is_quiet)
     (transfer,) = world.engines[1].workers[0].poll().stats.transfers
-    assert transfer.path == "packed-plain-tcp-fallback"
+    assert transfer.path == "packed-tcp-fallback"
 
 
 @pytest.fixture

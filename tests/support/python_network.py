@@ -1,4 +1,4 @@
-"""Any transport as the loop calls it: through Python, which takes the GIL for every chunk."""
+"""Any transport as the compiled loop calls it, through Python: its chunks obey a test's network, faults and clock."""
 
 from __future__ import annotations
 
@@ -23,23 +23,17 @@ _FIRST_STATUS, _NUM_STATUSES = -20, 70
 _POLL_S = 50e-6
 
 
-class PlainNetwork:
-    """`Network` over any transport: its functions are Python's. A request is a ticket, and an endpoint's handle its id.
+class PythonNetwork:
+    """`Network` over any transport for slots in host memory. A request is a ticket, and an endpoint's handle its id.
 
-    `clock` is also the loop's, so that time may be a test's. The slots are on `device`; `owner` keeps them alive.
+    `clock` is also the loop's, so that time may be a test's. Who uses it keeps the slots until the transport is closed.
     """
 
-    name = "packed"
-    path_name = "packed-plain"
     fileno = -1
     worker = 0
 
-    def __init__(
-        self, transport: Transport, device: str, owner: object, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, transport: Transport, clock: Callable[[], float]) -> None:
         self._transport = transport
-        self._device = device
-        self._owner = owner
         self._clock = clock
         self._bytes: dict[int, int] = {}
         self._ended: dict[int, KVConnectorError | None] = {}
@@ -167,7 +161,7 @@ class PlainNetwork:
         return ticket
 
     def _buffer(self, address: int, nbytes: int) -> Buffer:
-        return Buffer(address, nbytes, self._device, self._owner)
+        return Buffer(address, nbytes, "cpu", owner=None)
 
     def _status(self, request: int) -> int:
         if request not in self._ended:

@@ -1,0 +1,154 @@
+"""Opening a worker's data path: slots within the budget, copies for the device, and what goes with direct reads."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.direct.board import LeaseBoard
+from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.pools import Pools
+from kvconnector.datapath.pump.copies import ChunkCopies, program_cap
+from kvconnector.datapath.pump.copies_cpu import CpuCopies
+from kvconnector.datapath.pump.copies_cuda import CudaCopies
+from kvconnector.datapath.pump.datapath import DataPath
+from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
+from kvconnector.datapath.pump.machine import Pace
+from kvconnector.datapath.pump.network import Network
+from kvconnector.datapath.pump.pool_reads import PoolReads
+from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
+from kvconnector.datapath.staging import SlotPool, slots_within
+from kvconnector.errors import ConfigError, KVConnectorError
+from kvconnector.transport import Transport
+from kvconnector_kernels.relayout import RelayoutError
+
+logger = logging.getLogger(__name__)
+
+# Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
+# every look at it may take the driver's locks from the engine's thread.
+CPU_LOOKS_S = (50e-6, 0.0)
+CUDA_LOOKS_S = (10e-6, 5e-6)
+
+
+def open_datapath(
+    config: ConnectorConfig,
+    pools: Pools,
+    transport: Transport,
+    network: Network,
+    clock: Callable[[], float] = time.monotonic,
+) -> DataPath:
+    """A worker's data path over `transport`, with as many slots as the staging budget pays for.
+
+    Args:
+        config: the worker's settings.
+        pools: its registered caches.
+        transport: to and from other workers, which the data path closes.
+        network: the transport as the compiled loop calls it.
+        clock: the loop's, in seconds.
+
+    Raises:
+        ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
+        TransportError: the device lacks what copies need.
+    """
+    device, is_checked = pools.device, config.verify == "checksum"
+    chunk_bytes = _chunk_bytes(config, pools)
+    slot_bytes = chunk_bytes + (ROOM_BYTES if is_checked else 0)
+    send_slots, recv_slots = _open_slots(config, slot_bytes, device)
+    copies = _open_copies(config, pools, send_slots or recv_slots, chunk_bytes)
+    copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
+    if is_checked:
+        copies.digests = Digests(device, slot_bytes)
+        logger.info("verify=checksum: all reads are packed, and each chunk is checked")
+    is_direct = config.paths.direct != "never" and not is_checked
+    looks_s = CPU_LOOKS_S if device == "cpu" else CUDA_LOOKS_S
+    return DataPath(
+        transport,
+        network,
+        copies,
+        share=_share(pools, copies) if is_direct and send_slots else None,
+        reads=_reads(pools, copies) if is_direct and recv_slots else None,
+        always_direct=config.paths.direct == "always",
+        device=device,
+        send_slots=send_slots,
+        recv_slots=recv_slots,
+        window=config.staging.window,
+        quarantine_s=config.peer.timeout_s,
+        pace=Pace(config.spin_s(device), *looks_s),
+        clock=clock,
+    )
+
+
+def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:
+    """Bytes of a chunk. Raises ConfigError: see `open_datapath`."""
+    chunk_bytes = config.chunk_bytes(pools.device)
+    for group in pools.groups:
+        for part in group.geometry.parts:
+            if part.token_bytes > chunk_bytes:
+                raise ConfigError(
+                    "staging.chunk_bytes is smaller than one token of one part",
+                    chunk_bytes=chunk_bytes,
+                    part=part.name,
+                    token_bytes=part.token_bytes,
+                )
+    return chunk_bytes
+
+
+def _open_slots(
+    config: ConnectorConfig, slot_bytes: int, device: str
+) -> tuple[SlotPool | None, SlotPool | None]:
+    """For sending and for receiving, as the role asks for."""
+    wanted = config.role != "consumer", config.role != "producer"
+    num_slots = slots_within(config.staging.budget_bytes, slot_bytes, sum(wanted))
+    send, recv = (SlotPool(num_slots, slot_bytes, device) if each else None for each in wanted)
+    return send, recv
+
+
+def _open_copies(
+    config: ConnectorConfig, pools: Pools, slots: SlotPool | None, chunk_bytes: int
+) -> ChunkCopies:
+    """Copies between the pools and such slots."""
+    if pools.device == "cpu":
+        return CpuCopies(pools, chunk_bytes)
+    assert slots is not None  # a worker has a role
+    try:
+        return CudaCopies(
+            pools,
+            # an address as badly aligned as any slot's
+            slot_address=slots.address(0) | slots.slot_bytes,
+            slot_bytes=chunk_bytes,
+            max_programs=program_cap(config.staging.max_programs, pools.device),
+        )
+    except RelayoutError as error:
+        raise as_connector_error(error) from error
+
+
+def _share(pools: Pools, copies: ChunkCopies) -> PoolExporter | None:
+    """This worker's pools for consumers, or None; the log says why not."""
+    try:
+        with ExitStack() as stack:
+            board = LeaseBoard(copies.open_writer)
+            stack.callback(board.close)
+            share = PoolExporter(pools, board)
+            stack.pop_all()
+            return share
+    except KVConnectorError as error:
+        logger.info("no consumer can read these pools directly: %s", error)
+        return None
+
+
+def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
+    """What reads other workers' pools on the host, or None; the log says why not."""
+    try:
+        if isinstance(copies, CudaCopies):
+            # not before: it loads Triton
+            from kvconnector.datapath.pump.pool_reads_cuda import CudaReads
+
+            return CudaReads(pools, copies)
+        return CpuReads(pools)
+    except KVConnectorError as error:
+        logger.info("no producer's pools can be read directly: %s", error)
+        return None

@@ -1,0 +1,76 @@
+"""Digests of chunks as the loop states and checks them, in host memory and of a device's memory, against xxhash."""
+
+import ctypes
+from functools import cache
+
+import numpy as np
+import pytest
+import xxhash
+from numba import njit
+
+from kvconnector.datapath.pump.digests import Digests
+from kvconnector_kernels.pump import digests
+from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.native import record_at
+
+# each way in which XXH3 takes bytes
+LENGTHS = [1, 3, 8, 16, 128, 240, 241, 1024, 4096 + 17]
+DEVICE_ERROR = 700
+_copier = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
+
+
+@cache
+def compiled(name):
+    step = getattr(digests, name)
+    return njit("int64(int64, int64, int64)")(
+        lambda state, address, nbytes: step(record_at(state, r.STATE), address, nbytes)
+    )
+
+
+class Loop:
+    """A state with digests; with a `device`, whose memory is other memory of the host, through a room on the host."""
+
+    def __init__(self, device, status=0):
+        self.state = np.zeros((), r.STATE)
+        self._digests = Digests("cpu", 1)
+        self._digests.attach(self.state)
+        self._room = np.zeros(1 << 13, np.uint8)
+        self._copy = _copier(lambda to, source, count: self._move(to, source, count) or status)
+        if device:
+            self.state["digest_room"] = self._room.ctypes.data
+            for name in ("copy_to_host", "copy_to_device"):
+                self.state[name] = ctypes.cast(self._copy, ctypes.c_void_p).value
+
+    def _move(self, to, source, count):
+        assert (to == self._room.ctypes.data) != (source == self._room.ctypes.data)
+        ctypes.memmove(to, source, count)
+
+    def call(self, name, chunk):
+        return compiled(name)(self.state.ctypes.data, chunk.ctypes.data, len(chunk))
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_digest_is_xxhashs_and_holds_until_a_byte_changes(length, device):
+    loop = Loop(device)
+    content = np.random.default_rng(length).integers(0, 256, length, np.uint8)
+    chunk = np.concatenate([content, np.zeros(digests.DIGEST_BYTES, np.uint8)])
+    assert loop.call("append", chunk) == 0
+    assert chunk.tobytes() == content.tobytes() + xxhash.xxh3_64_digest(content)
+    assert loop.call("check", chunk) == 0
+    for place in (0, length // 2, length - 1, length, len(chunk) - 1):
+        chunk[place] ^= 4
+        assert loop.call("check", chunk) == digests.CORRUPTED
+        chunk[place] ^= 4
+
+
+@pytest.mark.parametrize("name", ["append", "check"])
+def test_what_the_device_refuses_is_an_error(name):
+    assert Loop(device=True, status=DEVICE_ERROR).call(name, np.zeros(100, np.uint8)) == 700
+
+
+def test_a_loop_without_digests_touches_nothing():
+    state, chunk = np.zeros((), r.STATE), np.full(64, 7, np.uint8)
+    for name in ("append", "check"):
+        assert compiled(name)(state.ctypes.data, chunk.ctypes.data, len(chunk)) == 0
+    assert (chunk == 7).all()
