@@ -64,7 +64,7 @@ def test_keys_that_do_not_fit_are_refused_by_name(near_security, far_security, s
         handle = near.connect(far.address, server_key)
         near.send(handle, b"let me in")
         error = recorder.wait_loss(near, handle)
-        # a client without keys may not have been told that they are wanted
+        # a client without keys may not know yet that they are wanted
         kinds = AuthenticationError if near.server_key else AuthenticationError | PeerLostError
         assert isinstance(error, kinds)
         assert far.address in str(error)

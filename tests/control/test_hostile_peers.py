@@ -39,7 +39,7 @@ def serve(recorder, near, far, handle):
 
 
 def junk(rng):
-    """What is no ZMTP, a greeting cut short, or one with commands behind it that nobody can read or are too long."""
+    """What is no ZMTP, a greeting cut short, or one with commands after it that nobody can read or are too long."""
     return rng.choice(
         [
             rng.randbytes(rng.randrange(1, 3000)),

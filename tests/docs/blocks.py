@@ -1,6 +1,6 @@
 """The fenced blocks of the documentation, and how each is checked.
 
-A block is run, unless the line in front of it is `<!-- not run: REASON -->`; `<!-- slow -->` leaves it to the slow
+A block is run, unless the line before it is `<!-- not run: REASON -->`; `<!-- slow -->` leaves it to the slow
 tests.
 """
 
@@ -22,7 +22,7 @@ FENCE = re.compile(
 )
 SPAN = re.compile(r"(?<!`)`(kvconnector [^`]+)`(?!`)")
 
-# between the arguments of a recorded command, and behind each command
+# between the arguments of a recorded command, and after each command
 UNIT, RECORD = "\x1f", "\x1e"
 # of `scripts/hosts`, beside the prefixes of commands
 HOST_VARIABLES = ("ip1", "ip2", "second1", "second2")
@@ -39,7 +39,7 @@ printf '{RECORD}' >>"$CALLS"
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block. `mark` is the comment in front of it, empty without one."""
+    """One fenced block. `mark` is the comment before it, empty without one."""
 
     page: str
     line: int

@@ -127,7 +127,7 @@ class Host:
         return address
 
     def cut(self):
-        """Pull the cable of eth0: what is on its way is lost, and nobody is told."""
+        """Pull the cable of eth0: what is on its way is lost, and nobody is notified."""
         self._network.ip(["link", "set", "dev", self.name, "nomaster"])
 
     def restore(self):

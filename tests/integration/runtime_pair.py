@@ -132,7 +132,7 @@ def same(first, second):
 
 
 def arrives(p, d, name, source, target, *, num_tokens=30):
-    """Whether a request's tokens get from one engine's blocks into the other's; the producer hears of it."""
+    """Returns True if a request's tokens arrived in the other engine's blocks and the producer was notified."""
     d.load(name, p.offer(name, source, num_tokens), target, num_tokens + 1)
     until(lambda: name in d.received and name in p.sent, d, p)
     return name not in d.failed and same(p.dense(source, num_tokens), d.dense(target, num_tokens))

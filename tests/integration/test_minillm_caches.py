@@ -38,7 +38,7 @@ def bytes_of(model, **tokens):
     return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
 
 
-# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones behind
+# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones after
 # them, and tokens to answer with; found at P; found at D, by all groups; loaded by full, window and state layers.
 # P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66; windows are of 64 tokens.
 TURNS = {
@@ -52,14 +52,14 @@ TURNS = {
     "hybrid": [
         ((0, 150, 50), 0, 0, {"full": 149, "window": 63}),
         ((200, 20, 6), 144, 198, {"full": 219 - 198, "window": 219 - 198}),
-        # D never had the window in front of token 96
+        # D never had the window before token 96
         ((100, 51, 6), 96, 0, {"full": 150 - 96, "window": 63}),
         ((5, 30, 6), 0, 0, {"full": 34, "window": 34}),
     ],
     "mamba": [
         ((0, 150, 50), 0, 0, {"full": 149, "state": 1}),
         ((200, 20, 6), 128, 198, {"full": 219 - 198, "state": 1}),
-        # nor the state behind token 95
+        # nor the state after token 95
         ((100, 51, 6), 64, 0, {"full": 150 - 96, "state": 1}),
         ((5, 30, 6), 0, 0, {"full": 34, "state": 1}),
     ],

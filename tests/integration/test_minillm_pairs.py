@@ -179,7 +179,7 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
         begun = prompt_of(LONG) + prompt_of(20)
         _, known = await pair.offered(begun)
         known_streamed = await pair.streamed(offer, prompt_of(LONG, 7) + prompt_of(90))
-        # windows and states are known behind fewer tokens than were loaded
+        # windows and states are known after fewer tokens than were loaded
         if case.model not in (WINDOWS, STATES):
             assert known == known_streamed == LONG // block * block
         for seed, length in enumerate(case.long):

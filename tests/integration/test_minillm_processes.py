@@ -1,4 +1,4 @@
-"""The demo leaves no process behind, whatever ends it."""
+"""The demo leaves no process running, whatever ends it."""
 
 import os
 import select

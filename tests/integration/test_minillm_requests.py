@@ -58,7 +58,7 @@ def test_short_prompts_and_wrong_parameters(run_cluster):
 
 
 async def leave_after(cluster, url, length, delay_s):
-    """A client that closes its connection, wherever its request is by then."""
+    """A client that closes its connection, wherever its request is at that moment."""
     body = {"prompt": prompt_of(length), "max_tokens": 300, "stream": True}
     try:
         async with cluster.session.post(f"{url}/v1/completions", json=body) as response:

@@ -34,7 +34,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
 
 
 def _consume(pipe, params, unmaps):
-    """A consumer in a process of its own, which goes on until it is told to end."""
+    """A consumer in a process of its own, which goes on until it is asked to end."""
     close, unmapped_at = Mappings.close, []
 
     def close_and_note(mappings):

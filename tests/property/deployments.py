@@ -52,8 +52,8 @@ def are_apart(engines):
 
 @dataclass
 class Held:
-    """A request that a producer engine holds: its blocks, and what was in them. `num_computed` of its tokens are said
-    to be there; it `is_void` if its blocks were taken from it in mid-prompt. The step under way computes those up to
+    """A request that a producer engine holds: its blocks, and what was in them. `num_computed` of its tokens are there,
+    as it reported; it `is_void` if its blocks were taken from it in mid-prompt. The step under way computes those up to
     `step_stop`, of which the first `num_layers` layers have them.
     """
 

@@ -86,7 +86,7 @@ class Races:
             make_caches=make_caches,
         )
         self.p = self._start("p", "producer", P_TIMEOUT_S)
-        # what is sent over UCX cannot be lost on its way, so `d` is told over the other channel
+        # what is sent over UCX cannot be lost on its way, so `d` is notified over the other channel
         on_hub = {"insecure": True, "over_ucx": False}
         self.d = self._start("d", "consumer", D_TIMEOUT_S, control=on_hub)
         self.e = self._start("e", "consumer", D_TIMEOUT_S)
@@ -107,7 +107,7 @@ class Races:
         return self.world.start(shape, role=role, peer=peer, lease=lease, **settings)
 
     def run(self, count, *causes):
-        """So many races, each cause in turn, all of them unless told."""
+        """So many races, each cause in turn, all of them by default."""
         causes = causes or (*CAUSES, *(STREAM_CAUSES if self._is_streamed else ()))
         is_met = False
         for number in range(count):
@@ -186,7 +186,7 @@ class Races:
         self._say(prompt, num_tokens)
 
     def _say(self, prompt, num_tokens):
-        """`p` lets consumers read so many tokens of a prompt; what is complete is held for them."""
+        """`p` lets consumers read the first tokens of a prompt; what is complete is held for them."""
         ids = prompt.block_ids[: prompt.num_written]
         if prompt.is_over:
             self._held[prompt.name] = ids
@@ -270,7 +270,7 @@ class Races:
 
     @contextmanager
     def unheard(self):
-        """What is said over the control channel is lost."""
+        """Messages of the control channel are lost."""
         self.world.hub.faults = ControlFaults(drop_probability=1.0)
         yield
         self.world.hub.faults = ControlFaults()

@@ -105,7 +105,7 @@ class Deployment(RuleBasedStateMachine):
         pause=st.integers(0, 8),
     )
     def stream(self, producer, num_tokens, steps, skip, pause):
-        """A request is queued at both engines at once; some steps compute it, layer by layer or told at their end."""
+        """A request is queued at both engines at once; some steps compute it, reported by layers or at their end."""
         held = self._hold(producer, num_tokens, is_computed=False)
         if held is None:
             return
@@ -342,7 +342,7 @@ class Deployment(RuleBasedStateMachine):
             assert np.array_equal(array[rest], self.shadows[worker][key][rest])
 
     def _settle(self):
-        """With the links healed, everything ends within its deadlines and leaves nothing behind."""
+        """With the links healed, everything ends within its deadlines and leaves nothing over."""
         self.world.hub.faults = ControlFaults()
         self.world.network.faults = LoopbackFaults()
         self.thaw()

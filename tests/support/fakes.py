@@ -23,7 +23,7 @@ LAYOUTS = ("HND", "NHD", "K-transposed", "interleaved")
 
 
 class FakeClock:
-    """Seconds that pass only when told to."""
+    """Seconds that pass only when a test lets them."""
 
     def __init__(self, now_s=1000.0):
         self.now_s = now_s

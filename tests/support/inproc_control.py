@@ -19,7 +19,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableE
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlFaults:
     """What a hub does to messages. One is lost or comes twice with these probabilities, and is held back for 0 to
-    `max_delay_polls` polls of its receiver, and later ones of its connection behind it.
+    `max_delay_polls` polls of its receiver, and later ones of its connection after it.
     """
 
     drop_probability: float = 0.0

@@ -85,7 +85,7 @@ class LoopbackNetwork:
     def lose(self, address, *, silently=False):
         """Cut a transport off, as if its process had died.
 
-        What others still send to it completes with `PeerLostError`; silently means that nobody is told, as when
+        What others still send to it completes with `PeerLostError`; silently means that nobody is notified, as when
         a host loses power: such sends stay outstanding.
         """
         member = self._members.pop(address)

@@ -1,4 +1,4 @@
-"""Ports for servers that must be told theirs."""
+"""Ports for servers that cannot choose their own."""
 
 import random
 import socket
@@ -12,8 +12,8 @@ LOWEST, HIGHEST = 10_000, 65_535
 def free_ports(distances=(0,)):
     """A port that is free together with those at `distances` from it, on 127.0.0.1.
 
-    The kernel gives none of them to a connection or to a listener on port 0: whoever is told a port may be the last to
-    start. Raises RuntimeError when there are none.
+    The kernel gives none of them to a connection or to a listener on port 0: the server that gets a port may be the last
+    to start. Raises RuntimeError when there are none.
     """
     first, last = map(int, RANGE.read_text().split())
     ports = [port for port in range(LOWEST, HIGHEST + 1) if not first <= port <= last]

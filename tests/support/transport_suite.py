@@ -1,6 +1,6 @@
 """What every transport must do, as a class of test methods. A subclass has `pair()`, which makes a `TransportPair`: two
 connected workers. Their memory is reached through `Worker.allocate`, so that the second one can live in another process
-behind a proxy.
+through a proxy.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""A transport in a second process, behind a proxy that fulfils the same contract."""
+"""A transport in a second process, through a proxy that fulfils the same contract."""
 
 import select
 import time

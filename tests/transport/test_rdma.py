@@ -1,4 +1,4 @@
-"""RDMA between hosts: which ports are picked, on made-up trees of sysfs, and what is said where UCX takes TCP."""
+"""RDMA between hosts: which ports are picked, on made-up trees of sysfs, and what is logged where UCX takes TCP."""
 
 import logging
 import os
@@ -63,7 +63,7 @@ def near_gpu(sysfs, pci_address):
 
 
 def test_each_gpu_takes_the_port_behind_its_switch(sysfs):
-    """Eight GPUs, each with a port behind a switch of its own; two more ports are far from all of them."""
+    """Eight GPUs, each with a port below a switch of its own; two more ports are far from all of them."""
     for rank in range(8):
         switch = f"pci0000:{rank:x}0/0000:{rank:x}0:01.0/0000:{rank:x}1:00.0"
         sysfs.pci(f"{switch}/0000:{rank:x}2:00.0/0000:{rank:x}3:00.0", rank // 4)

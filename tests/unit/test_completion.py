@@ -1,4 +1,4 @@
-"""What an engine is told of its workers' reports: nothing before the last worker, and nothing twice."""
+"""What an engine gets of its workers' reports: nothing before the last worker, and nothing twice."""
 
 import pytest
 
@@ -28,41 +28,41 @@ def output(sent="", received="", *, unsent=None, failed=None, **stats):
 
 
 @pytest.mark.parametrize("kind", ["finished_sending", "finished_recving"])
-def test_a_request_is_finished_with_its_last_worker_once_however_often_they_say_it(kind):
+def test_a_request_is_finished_with_its_last_worker_once_however_often_they_report_it(kind):
     aggregator = KVOutputAggregator(2)
     report = WorkerOutput(**{kind: frozenset("r")})
     reports = ((report, NOTHING), (report, NOTHING), (NOTHING, report), (NOTHING, NOTHING))
-    told = [aggregator.aggregate(step) for step in reports]
-    assert told == [NOTHING, NOTHING, report, NOTHING]
+    merged = [aggregator.aggregate(step) for step in reports]
+    assert merged == [NOTHING, NOTHING, report, NOTHING]
     # and a name may be used again
     assert aggregator.aggregate((report, report)) == report
 
 
 def test_sending_and_receiving_are_counted_apart():
     aggregator = KVOutputAggregator(2)
-    told = aggregator.aggregate((output(sent="r"), output(received="r")))
-    assert told == NOTHING
+    merged = aggregator.aggregate((output(sent="r"), output(received="r")))
+    assert merged == NOTHING
     assert aggregator.aggregate((output(received="r"), output(sent="r"))) == output("r", "r")
 
 
-def test_a_failure_of_one_worker_is_told_with_the_request_when_all_have_let_go():
+def test_a_failure_of_one_worker_is_reported_with_the_request_when_all_have_let_go():
     aggregator = KVOutputAggregator(2)
-    said = output("a", "b", unsent={"a": "bad blocks"}, failed={"b": "lost"})
-    assert aggregator.aggregate((said, NOTHING)) == NOTHING
+    report = output("a", "b", unsent={"a": "bad blocks"}, failed={"b": "lost"})
+    assert aggregator.aggregate((report, NOTHING)) == NOTHING
     later = output("ac", "bd", failed={"b": "too late"})
-    assert aggregator.aggregate((NOTHING, later)) == said
+    assert aggregator.aggregate((NOTHING, later)) == report
     # of others, and of the next requests of these names, nothing failed
     assert aggregator.aggregate((output("c", "d"), NOTHING)) == output("c", "d")
     assert aggregator.aggregate((output("a", "b"), output("a", "b"))) == output("a", "b")
 
 
-def test_what_is_said_while_one_worker_has_no_output_is_told_with_its_next_one():
+def test_what_is_reported_while_one_worker_has_no_output_comes_with_its_next_one():
     aggregator = KVOutputAggregator(2)
-    said = output("r", transfers=(LOAD,), failures={"PeerLostError": 1}, leases_expired=1)
-    assert aggregator.aggregate((None, said)) is None
-    told = aggregator.aggregate((said, None))
+    report = output("r", transfers=(LOAD,), failures={"PeerLostError": 1}, leases_expired=1)
+    assert aggregator.aggregate((None, report)) is None
+    merged = aggregator.aggregate((report, None))
     twice = {"transfers": (LOAD, LOAD), "failures": {"PeerLostError": 2}, "leases_expired": 2}
-    assert told == output("r", **twice)
+    assert merged == output("r", **twice)
 
 
 def test_notices_traces_and_loads_in_flight_of_all_workers_are_passed_on_at_once():

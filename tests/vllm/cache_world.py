@@ -26,7 +26,7 @@ def placed(tp_rank=0, **shared):
 
 
 def read(view):
-    """The `[B, H, N, D]` bytes behind a view, as an engine's memory holds them."""
+    """The `[B, H, N, D]` bytes of a view, as an engine's memory holds them."""
     steps = zip(view.shape, view.strides_bytes, strict=True)
     span_bytes = sum((count - 1) * stride for count, stride in steps) + view.item_size_bytes
     memory = (ctypes.c_uint8 * span_bytes).from_address(view.address)

@@ -45,7 +45,7 @@ def offer(num_tokens, **changes):
 
 
 def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", engine=None, **extra):
-    """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector in front of ours in a
+    """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector before ours in a
     `MultiConnector`.
     """
     transfer = {

@@ -160,7 +160,7 @@ def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, t
 
 
 def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
-    """Where vLLM's configuration has a number of its own for the layer, also a single head can be told."""
+    """Where vLLM's configuration has a number of its own for the layer, also a single head can be seen."""
     config, caches = one_group(attention(num_kv_heads=1), KVCacheLayout.LBHNC, names=[NAMES[1]])
     engine = {"tp_size": 4, "total_kv_heads": 8, "names": [NAMES[1]]}
     with pytest.raises(GeometryError, match="cannot tell which KV heads") as refused:

@@ -146,7 +146,7 @@ CASES = {
 @pytest.mark.ucx
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
-    """Also behind a prefix hit. Everything but the model is vLLM's: scheduling, blocks, tensors, slots."""
+    """Also after a prefix hit. Everything but the model is vLLM's: scheduling, blocks, tensors, slots."""
     prefill, decode = CASES[name]
     virtual_block = decode.block_size * decode.dcp_size
     # vLLM lets ranks share the tokens of a head that they would else hold twice

@@ -142,11 +142,11 @@ def test_vllm_router_hands_an_offer_over():
 async def _through_vllm_router(asked):
     """The text of a completion that the real router had of two engines."""
     async with AsyncExitStack() as stack:
-        said = {"object": "text_completion", "choices": [{"index": 0, "text": "decoded"}]}
-        prefill = engine(asked["prefill"], said | {"kv_transfer_params": OFFER.to_mapping()})
+        reply = {"object": "text_completion", "choices": [{"index": 0, "text": "decoded"}]}
+        prefill = engine(asked["prefill"], reply | {"kv_transfer_params": OFFER.to_mapping()})
         urls = [
             str((await stack.enter_async_context(server)).make_url("")).rstrip("/")
-            for server in (prefill, engine(asked["decode"], said))
+            for server in (prefill, engine(asked["decode"], reply))
         ]
         port = free_ports((0, 1))
         router = await asyncio.create_subprocess_exec(

@@ -119,10 +119,10 @@ def test_a_request_that_we_loaded_is_resumed_through_another_connector(world, mo
 
 
 def _offloading_step(engine, **finished):
-    """A step in which the other connector's workers do what they are told."""
+    """A step in which the other connector's workers do what they are ordered."""
     planned = engine.scheduler.schedule()
-    told, _ = planned.kv_connector_metadata.metadata
-    jobs = dict.fromkeys([*told.store_jobs, *told.load_jobs], 1)
+    orders, _ = planned.kv_connector_metadata.metadata
+    jobs = dict.fromkeys([*orders.store_jobs, *orders.load_jobs], 1)
     done = multi_connector.MultiKVConnectorWorkerMetadata(
         (OffloadingWorkerMetadata(completed_jobs=jobs), None)
     )
@@ -232,7 +232,7 @@ def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine.abort("r1")
     assert engine.step()[0].holds == []
     assert engine.used_blocks == 0
-    consumer = world()  # which is not told to hand over
+    consumer = world()  # which is not asked to hand over
     consumer.add(40, dict(REMOTE_DECODE), max_tokens=1)
     outputs += consumer.step()[1]
     assert [output.kv_transfer_params for output in outputs] == [None] * 3

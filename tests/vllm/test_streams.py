@@ -19,7 +19,7 @@ CHUNKS = {"max_num_batched_tokens": 48}
 
 
 def holds(news):
-    """What the workers of a prefill engine are told: tokens, blocks of the first group, and whether it is all."""
+    """What the workers of a prefill engine get: tokens, blocks of the first group, and whether it is all."""
     return [
         (hold.num_tokens, len(hold.blocks[0].block_ids), hold.is_complete) for hold in news.holds
     ]
@@ -29,12 +29,12 @@ def holds(news):
 def test_a_prompt_is_told_with_the_step_that_computes_each_part(world, is_async):
     engine = world(role="kv_producer", engine=CHUNKS, is_async=is_async)
     engine.add(100, dict(DECODE), max_tokens=1)
-    told, outputs = [], []
+    orders, outputs = [], []
     for _ in range(4):
         news, finished = engine.step()
-        told += holds(news)
+        orders += holds(news)
         outputs += finished
-    assert told == [
+    assert orders == [
         *[(0, 0, False), (48, 2, False), (96, 3, False), (100, 4, False), (100, 4, True)]
     ]
     (params,) = [each.kv_transfer_params for each in outputs if each.finished]
@@ -45,8 +45,8 @@ def test_the_parts_of_draft_layers_are_told_a_step_later(world):
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
     engine = world(role="kv_producer", engine={**CHUNKS, "speculative_config": drafts})
     engine.add(90, dict(DECODE), max_tokens=1)
-    told = [each for _ in range(3) for each in holds(engine.step()[0])]
-    assert told == [(0, 0, False), (0, 1, False), (48, 2, False), (90, 3, True)]
+    orders = [each for _ in range(3) for each in holds(engine.step()[0])]
+    assert orders == [(0, 0, False), (0, 1, False), (48, 2, False), (90, 3, True)]
 
 
 def test_windows_are_told_when_the_prompt_is_done(world):
@@ -66,10 +66,10 @@ def test_a_prompt_that_is_preempted_is_given_up(world):
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     news, _ = engine.step()
     assert (news.withdrawn, holds(news)) == (["r1"], [])
-    told = [engine.step()[0] for _ in range(3)]
+    orders = [engine.step()[0] for _ in range(3)]
     # the workers know the name, and let go of the blocks at once
-    assert [holds(news) for news in told] == [[], [], [(140, 5, True)]]
-    assert told[-1].holds[0].transfer_id == "t"
+    assert [holds(news) for news in orders] == [[], [], [(140, 5, True)]]
+    assert orders[-1].holds[0].transfer_id == "t"
     engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 0
 

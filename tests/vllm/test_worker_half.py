@@ -90,7 +90,7 @@ def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_bu
 
 
 class TakingWorker:
-    """Reports what it is told to, and remembers the orders it got."""
+    """Reports what a test sets, and remembers the orders it got."""
 
     def __init__(self, error=None):
         self.error = error
@@ -128,8 +128,8 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
 
 def test_layers_are_told_in_order_and_before_the_step_is():
     """vLLM calls for each layer, and hands over the step's orders when the last one was launched."""
-    worker, told = TakingWorker(), []
-    worker.layer_written = told.append
+    worker, written = TakingWorker(), []
+    worker.layer_written = written.append
     half = worker_half(worker)
     half._prompts.heed([c.registered(c.attention())[0]])
     first, second, third = (
@@ -140,14 +140,14 @@ def test_layers_are_told_in_order_and_before_the_step_is():
     for name in [*c.NAMES[::-1], "another.layer"]:
         half.layer_written(step, name)
     assert worker.orders == [replace(second, num_tokens=0, ahead_tokens=7)]
-    assert told == [0, 1, 2]
+    assert written == [0, 1, 2]
     half.start_step(step)
     assert worker.orders[1:] == [second, orders.DropRequest("x")]
     half.layer_written(step, LAYER)  # of a draft model's kernels
     half.layer_written(ConnectorStep.of(StepMetadata()), LAYER)
     half.layer_written(ConnectorStep.of(StepMetadata(orders=(third,))), LAYER)
     assert worker.orders[3:] == [replace(third, num_tokens=7, ahead_tokens=9)]
-    assert told == [0, 1, 2, 0]
+    assert written == [0, 1, 2, 0]
 
 
 def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
@@ -191,7 +191,7 @@ def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end)
 
 
 def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
-    """The rest of the step is carried out, and the refused requests' other engines hear of it."""
+    """The rest of the step is carried out, and the refused requests' other engines are notified."""
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)
     bad, good = load("bad", ids=(3,)), load()

@@ -37,7 +37,7 @@ def gather(tables, requests):
 
 
 def slots(tables, starts, positions):
-    """Of the tokens; everything behind them is padding."""
+    """Of the tokens; everything after them is padding."""
     mapped = tables.compute_slot_mappings(
         vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)
     )

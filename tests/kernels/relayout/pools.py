@@ -43,7 +43,7 @@ def part_table(rows, sizes, device="cpu"):
 
 @dataclass
 class Pool:
-    """`num_parts` parts in one buffer, with guards around each part and a gap behind each block."""
+    """`num_parts` parts in one buffer, with guards around each part and a gap after each block."""
 
     order: str
     block_size: int

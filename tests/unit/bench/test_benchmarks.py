@@ -24,9 +24,9 @@ def _options(**fields):
 
 
 def _run(name, **fields):
-    said = []
-    cases = list(BENCHMARKS[name](_options(**fields), said.append))
-    assert said
+    lines = []
+    cases = list(BENCHMARKS[name](_options(**fields), lines.append))
+    assert lines
     for case in cases:
         assert all(sample > 0 for each in case.measurements for sample in each.samples_s)
         assert [each.kind for each in case.measurements].count("ours") == 1

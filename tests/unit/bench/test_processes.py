@@ -1,4 +1,4 @@
-"""The processes of a benchmark: what they answer, what a failing one leaves behind, and on which GPUs they are."""
+"""The processes of a benchmark: what they answer, what a failing one leaves running, and on which GPUs they are."""
 
 import multiprocessing
 import os

@@ -111,9 +111,9 @@ def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, lin
     status, out, err = kvconnector(line)
     assert status == 2
     assert out == ""
-    told = [each for each in err.splitlines() if each.startswith("kvconnector: ")]
-    assert len(told) == 1
-    assert named in told[0]
+    lines = [each for each in err.splitlines() if each.startswith("kvconnector: ")]
+    assert len(lines) == 1
+    assert named in lines[0]
 
 
 @pytest.mark.parametrize("line", ["nonsense", "plan --nonsense", "bench"])

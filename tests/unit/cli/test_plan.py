@@ -90,8 +90,8 @@ def test_blocks_of_another_layout_are_laid_out_anew(capsys, prefill, decode, nee
     cut = ("--prefill", prefill, "--decode", decode)
     assert planned(capsys, *cut)["needs_relayout"] is needed
     assert main(["plan", *cut]) == 0
-    said = "laid out anew" if needed else "copied as they are"
-    assert f"blocks are {said}" in capsys.readouterr().out.replace("\n", " ")
+    verdict = "laid out anew" if needed else "copied as they are"
+    assert f"blocks are {verdict}" in capsys.readouterr().out.replace("\n", " ")
 
 
 def drawn_texts(path):

@@ -19,7 +19,7 @@ WINDOW = 6
 
 
 class RecordingTransfer(NoTransfer):
-    """Matches all but the last prompt token of requests with params; keeps blocks when told to."""
+    """Matches all but the last prompt token of requests with params; keeps blocks when asked to."""
 
     def __init__(self):
         super().__init__()
@@ -103,7 +103,7 @@ def run_step(scheduler, events=NO_EVENTS):
 
 
 def next_token(tokens):
-    """What the fake model samples behind `tokens`."""
+    """What the fake model samples after `tokens`."""
     return hash(tuple(tokens)) % 5
 
 
@@ -176,7 +176,7 @@ class FakeRanks:
             assert self.device[index][ids[block]][offset] == tuple(tokens[: position + 1])
 
     def write(self, index, ids, tokens, positions):
-        """Write tokens into a request's blocks; a state block holds the state behind the last one that is in it."""
+        """Write tokens into a request's blocks; a state block holds the state after the last one that is in it."""
         pool = self.device[index]
         for position in positions:
             block, offset = divmod(position, BLOCK_SIZE)

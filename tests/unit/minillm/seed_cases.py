@@ -1,7 +1,7 @@
 """Whole engines in one process, and what they call of the cache and the topology: a program, one case a process.
 
 `python -m tests.unit.minillm.seed_cases CASE FOLDER` writes the names of the public functions that the case calls into
-`FOLDER/called`. With a name behind it that function raises.
+`FOLDER/called`. With a name after it that function raises.
 """
 
 import functools
@@ -182,7 +182,7 @@ def _functions_of(owner, module):
 
 
 def before_next_call(function, hook):
-    """Call `hook` once, in front of the function's next call, by whatever name that is called."""
+    """Call `hook` once, before the function's next call, by whatever name that is called."""
     original = function.__code__
 
     def call(*args, **kwargs):

@@ -178,7 +178,7 @@ def app_of(handler, **options):
 
 @asynccontextmanager
 async def router_of(prefill, decode, *, is_decode_up=True):
-    """A client of a router in front of two servers."""
+    """A client of a router of two servers."""
     async with TestServer(app_of(prefill)) as first, TestServer(app_of(decode)) as second:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
         if not is_decode_up:

@@ -78,7 +78,7 @@ def main():
             if name == OURS:
                 contenders["streamed"] = Contender(pair, is_streamed=True)
         turns = Turns(contenders, plan, say, keep)
-        with suppress(KeyboardInterrupt):  # what is known by then
+        with suppress(KeyboardInterrupt):  # what is known at that point
             turns.run()
         report = keep(turns.found)
         say(as_markdown(report))

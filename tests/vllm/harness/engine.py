@@ -188,7 +188,7 @@ def _main(pipe, spec, run):
 
 
 def run_steps(pipe, spec):
-    """An engine whose steps this process takes, until it is told to stop."""
+    """An engine whose steps this process takes, until it is asked to stop."""
     from vllm import LLM
 
     options = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
@@ -220,7 +220,7 @@ def sampling_of(params, max_tokens, logprobs):
 
 
 class _Loop:
-    """Steps the engine until told to stop: also when idle, or a producer never frees its blocks. What `on_` methods
+    """Steps the engine until asked to stop: also when idle, or a producer never frees its blocks. What `on_` methods
     return is sent back.
     """
 

@@ -60,7 +60,7 @@ class Pair:
 
     @cached_property
     def _differs_from_own_cache(self):
-        """Whether the decode engine does so, with one token of a prompt to compute, as behind a transfer."""
+        """Returns True if the decode engine does so, with one token of a prompt to compute, as after a transfer."""
         decode = self.specs[1]
         block = decode.block_size * decode.arguments.get("decode_context_parallel_size", 1)
         prompt = self.clear_prompt(CONTROL_TOKENS // block * block + 1)
@@ -95,7 +95,7 @@ class Pair:
         return self.offered(self.begin_prefill(prompt)).params
 
     def compared(self, prompt, cached=0):
-        """Prefill there, decode here, and how the caches differ behind `cached` tokens that were here; "" if not."""
+        """Prefill there, decode here, and how the caches differ after `cached` tokens that were here; "" if not."""
         prefill = self.prefill.answer(self.begin_prefill(prompt))
         return self._compared(prompt, prefill, self.decode.submit(prompt, prefill.params), cached)
 

@@ -16,7 +16,7 @@ CANDIDATES = 40
 
 
 def side_channel(connector, *, is_port_kept=False):
-    """Where an engine listens for its peers. NixlConnector must be told a port, ours finds one for itself."""
+    """Where an engine listens for its peers. NixlConnector needs a port, ours finds one itself."""
     host = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     if connector != "nixl" and not is_port_kept:
         return host

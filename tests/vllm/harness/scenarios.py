@@ -52,7 +52,7 @@ def tokens(pair, outcome):
 
 
 def _compare(pair, outcome, what, prompt, expected, *, cached=0):
-    """One request's caches, behind `cached` tokens that the decode engine had, and its tokens."""
+    """One request's caches, after `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
     # the last one counts as computed or not; None is no transfer
@@ -162,7 +162,7 @@ def streamed_then_killed(pair, outcome):
 
 
 def abort(pair, outcome):
-    """Requests that are aborted before, during and after their transfer leave nothing behind."""
+    """Requests that are aborted before, during and after their transfer leave nothing held."""
     prompt = prompt_of(900, seed=1)
     expected = pair.alone(prompt)
     _compare(pair, outcome, "before the aborts", prompt, expected)

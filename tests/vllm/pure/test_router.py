@@ -21,8 +21,8 @@ def engine(seen, answer, status=200):
             return web.json_response({})
         body = await request.json()
         seen.append((body, request.headers["X-Request-Id"]))
-        said = await answer(body) if callable(answer) else (answer, status)
-        return web.json_response(said[0], status=said[1])
+        reply = await answer(body) if callable(answer) else (answer, status)
+        return web.json_response(reply[0], status=reply[1])
 
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", complete)
@@ -112,11 +112,11 @@ def test_a_prefill_engine_that_refuses_or_is_another_one_is_not_waited_for(chang
     decoded = []
 
     async def prefill(body):
-        said, status = await streaming()(body)
+        reply, status = await streaming()(body)
         if change == "refusal" and body["prompt"] == "second":
             return {"error": "too long"}, 400
-        said["kv_transfer_params"]["remote_engine_id"] = body["prompt"]
-        return said, status
+        reply["kv_transfer_params"]["remote_engine_id"] = body["prompt"]
+        return reply, status
 
     async def decode(body):
         if "transfer_id" in body["kv_transfer_params"]:
