@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -17,13 +16,10 @@ from kvconnector.cache.slot_mapping import (
     slot_mapping,
 )
 from kvconnector.errors import BlockIdError, GeometryError, require_at_least
-from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
+from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, check_block_ids
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
 """The allocator's ids of consecutive blocks of one request."""
-
-MAX_BLOCK_ID = 2**31 - 1
-"""Tables are int32."""
 
 
 def check_every_group(block_ids: Sequence[BlockIds], num_groups: int) -> None:
@@ -35,14 +31,14 @@ def check_every_group(block_ids: Sequence[BlockIds], num_groups: int) -> None:
 
 
 def check_count(name: str, count: int, limit: int) -> None:
-    """Raise GeometryError unless a table of that limit has room for so many."""
+    """Raise GeometryError unless `count` is between 0 and `limit`."""
     if not 0 <= count <= limit:
         raise GeometryError(f"{name} is out of the table's range", **{name: count}, limit=limit)
 
 
 def check_row_ids(
     block_ids: BlockIds, *, held: int, max_num_blocks: int, ratio: int
-) -> npt.NDArray[np.int64]:
+) -> npt.NDArray[np.int32]:
     """Allocation ids that are to follow the `held` ones of a row, each of which becomes `ratio` kernel ids.
 
     Raises BlockIdError: the row has no room for them, or an id is no integer, negative, or has kernel ids above int32.
@@ -54,23 +50,11 @@ def check_row_ids(
             num_new_blocks=len(block_ids),
             max_num_blocks=max_num_blocks,
         )
-    try:
-        ids = np.fromiter(map(index, block_ids), np.int64, len(block_ids))
-    except (TypeError, OverflowError) as error:
-        raise BlockIdError("block ids must be integers", block_ids=block_ids) from error
-    limit = (MAX_BLOCK_ID + 1) // ratio - 1
-    if len(ids) and (ids.min() < 0 or ids.max() > limit):
-        raise BlockIdError(
-            "block ids are negative or too large",
-            lowest=int(ids.min()),
-            highest=int(ids.max()),
-            limit=limit,
-        )
-    return ids
+    return check_block_ids(block_ids, 2**31 // ratio, what="block ids")
 
 
 class MirroredArray:
-    """A numpy array of zeros, `host`, and a tensor of the same shape on a device, `device`.
+    """A numpy array of zeros, `host`, the same memory as a tensor, `host_tensor`, and a copy on a device, `device`.
 
     For a CUDA GPU the host's side is pinned, and copies do not block; on the CPU both sides are the same memory. Write
     `host` only after `wait_until_copied`: a GPU reads it when the stream gets to the copy, not when it is asked for.
@@ -78,17 +62,15 @@ class MirroredArray:
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
         is_gpu = torch.device(device).type == "cuda"
-        self._host_tensor = torch.zeros(shape, dtype=dtype, pin_memory=is_gpu)
+        self.host_tensor = torch.zeros(shape, dtype=dtype, pin_memory=is_gpu)
         self._copied = torch.cuda.Event() if is_gpu else None
-        self.host: npt.NDArray[Any] = self._host_tensor.numpy()
-        self.device = (
-            torch.zeros(shape, dtype=dtype, device=device) if is_gpu else self._host_tensor
-        )
+        self.host: npt.NDArray[Any] = self.host_tensor.numpy()
+        self.device = torch.zeros(shape, dtype=dtype, device=device) if is_gpu else self.host_tensor
 
     def copy_to_device(self, count: int) -> None:
         """Copy the first `count` entries of axis 0, on the current stream of a GPU."""
         if self._copied is not None and count:
-            self.device[:count].copy_(self._host_tensor[:count], non_blocking=True)
+            self.device[:count].copy_(self.host_tensor[:count], non_blocking=True)
             self._copied.record(torch.cuda.current_stream(self.device.device))
 
     def wait_until_copied(self) -> None:
@@ -101,11 +83,15 @@ class BlockTable:
     """The block ids of every request slot, int32 `[max_num_reqs, max_num_blocks_per_req x ratio]`.
 
     Ids are given as the allocator's. Where the attention kernel's blocks are smaller, each is kept as `ratio` =
-    `block_size / kernel_block_size` consecutive kernel ids. Entries behind a row's ids are always zero. Rows change on
+    `block_size / kernel_block_size` consecutive kernel ids. Entries after a row's ids are always zero. Rows change on
     the host, `commit` copies them to the device. Not thread safe.
 
-    `max_num_blocks_per_req` are allocation ids, `max_num_batched_tokens` the length of the slot mapping. `device` is
-    where the device copy lives: "cpu" or a CUDA GPU.
+    Args:
+        geometry: the sizes of blocks, and this rank's place among those that share a request's tokens.
+        max_num_reqs: rows.
+        max_num_blocks_per_req: allocation ids of a row.
+        max_num_batched_tokens: tokens of the largest step.
+        device: where the device copy lives: "cpu" or a CUDA GPU.
 
     Every method raises GeometryError for a row or a size that is out of range, and then changes nothing.
     """
@@ -134,7 +120,17 @@ class BlockTable:
         self._num_kernel_blocks = np.zeros(max_num_reqs, dtype=np.int32)
         self._num_slots = 0
         self._num_committed_slots = 0
-        self._staged = (0, 0, np.empty(0, np.int64))
+        self._staged = (0, 0, np.empty(0, np.int32))
+
+    def append_row(self, block_ids: BlockIds, row: int) -> None:
+        """Add allocation ids after those of a row. Raises BlockIdError: the row has no room, or one is no block id."""
+        self.stage(block_ids, row, overwrite=False)
+        self.write_staged()
+
+    def add_row(self, block_ids: BlockIds, row: int) -> None:
+        """Put a new request's allocation ids into a row, in place of what it held. Raises BlockIdError as above."""
+        self.stage(block_ids, row, overwrite=True)
+        self.write_staged()
 
     def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
         """Check ids for a row and keep them for `write_staged`. Raises BlockIdError as `check_row_ids`."""
@@ -165,12 +161,14 @@ class BlockTable:
             self.clear_row(source)
 
     def swap_row(self, first: int, second: int) -> None:
+        """Exchange two rows."""
         self._check_rows(first, second)
         self._table.wait_until_copied()
         for array in (self._table.host, self._num_kernel_blocks):
             array[[first, second]] = array[[second, first]]
 
     def clear_row(self, row: int) -> None:
+        """Empty one row."""
         self._check_rows(row)
         self._table.wait_until_copied()
         self._table.host[row] = 0
@@ -191,11 +189,17 @@ class BlockTable:
     def compute_slot_mapping(
         self, req_indices: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]
     ) -> npt.NDArray[np.int64]:
-        """The slots of a step's tokens, int64 `[num_tokens]`, a view of this table's own memory.
+        """Compute the slots of a step's tokens.
 
-        `req_indices` are the tokens' rows and `positions` their indices in their requests, both `[num_tokens]`.
+        Args:
+            req_indices: each token's row, `[num_tokens]`.
+            positions: its index in its request, `[num_tokens]`.
 
-        Raises BlockIdError: a token has no block in its row.
+        Returns:
+            int64 `[num_tokens]`, a view of this table's own memory; `PAD_SLOT_ID` where another rank stores the token.
+
+        Raises:
+            BlockIdError: a token has no block in its row.
         """
         rows = _index_vector("req_indices", req_indices)
         places = _index_vector("positions", positions)
@@ -216,13 +220,31 @@ class BlockTable:
         self._num_slots = len(rows)
         return slots
 
-    def commit_slot_mapping(self) -> None:
+    def commit_slot_mapping(self, num_tokens: int | None = None) -> None:
         """Copy the slot mapping to the device, on the current stream.
 
-        Behind the last token the device's side holds `PAD_SLOT_ID`, which a CUDA graph of a wider step reads.
+        After the last token the device's side holds `PAD_SLOT_ID`, which a CUDA graph of a wider step reads.
+
+        Args:
+            num_tokens: tokens that keep their slots; those after them become padding on both sides. None for all.
         """
+        if num_tokens is not None:
+            check_count("num_tokens", num_tokens, self.max_num_batched_tokens)
+            self._slots.wait_until_copied()
+            self._slots.host[num_tokens : self._num_slots] = PAD_SLOT_ID
+            self._num_slots = min(num_tokens, self._num_slots)
         self._slots.copy_to_device(max(self._num_slots, self._num_committed_slots))
         self._num_committed_slots = self._num_slots
+
+    def numpy(self, num_reqs: int | None = None) -> npt.NDArray[np.int32]:
+        """The first rows on the host, int32 `[num_reqs, width]`: a view that cannot be written."""
+        rows: npt.NDArray[np.int32] = self._table.host[:num_reqs]
+        rows.flags.writeable = False
+        return rows
+
+    def host_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
+        """The same memory as a tensor, to be read only; pinned for a GPU."""
+        return self._table.host_tensor[:num_reqs]
 
     def device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """The first rows as last committed, int32 `[num_reqs, width]` on the device."""
@@ -299,7 +321,7 @@ class MultiGroupBlockTable:
         return iter(self.tables)
 
     def append_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Add each group's allocation ids behind those of a row."""
+        """Add each group's allocation ids after those of a row."""
         self._write(block_ids, row, overwrite=False)
 
     def add_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
@@ -331,9 +353,9 @@ class MultiGroupBlockTable:
     ) -> tuple[npt.NDArray[np.int64], ...]:
         return tuple(table.compute_slot_mapping(req_indices, positions) for table in self.tables)
 
-    def commit_slot_mapping(self) -> None:
+    def commit_slot_mapping(self, num_tokens: int | None = None) -> None:
         for table in self.tables:
-            table.commit_slot_mapping()
+            table.commit_slot_mapping(num_tokens)
 
     def _write(self, block_ids: Sequence[BlockIds], row: int, *, overwrite: bool) -> None:
         check_every_group(block_ids, len(self.tables))

@@ -123,7 +123,7 @@ class StagedWriteTensor:
         self._last_write = np.full((len(widths), num_rows), _NO_WRITE, dtype=np.int64)
         self._previous_write = np.zeros(len(widths) * num_rows, dtype=np.int64)
 
-    def check(self, group: int, start: int, block_ids: BlockIds) -> npt.NDArray[np.int64]:
+    def check(self, group: int, start: int, block_ids: BlockIds) -> npt.NDArray[np.int32]:
         """Ids that are to be staged for a row from `start` on. Raises BlockIdError: as `check_row_ids`."""
         return check_row_ids(
             block_ids,
@@ -132,7 +132,7 @@ class StagedWriteTensor:
             ratio=self.ratios[group],
         )
 
-    def stage(self, group: int, row: int, start: int, ids: npt.NDArray[np.int64]) -> None:
+    def stage(self, group: int, row: int, start: int, ids: npt.NDArray[np.int32]) -> None:
         """Stage checked ids of a row, which then ends behind them."""
         buffer, count = self._buffers[0], len(ids)
         if buffer.num_writes == len(buffer.records.numpy) or buffer.num_ids + count > len(

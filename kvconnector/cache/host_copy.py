@@ -74,8 +74,8 @@ def copy_kv_blocks(
             src=src.token_shape,
             dst=dst.token_shape,
         )
-    sources = check_block_ids(np.asarray(src_ids, dtype=np.int64), src.num_blocks, what="src_ids")
-    targets = check_block_ids(np.asarray(dst_ids, dtype=np.int64), dst.num_blocks, what="dst_ids")
+    sources = check_block_ids(src_ids, src.num_blocks, what="src_ids")
+    targets = check_block_ids(dst_ids, dst.num_blocks, what="dst_ids")
     tokens = len(sources) * src.view.block_size
     if len(targets) != -(-tokens // dst.view.block_size):
         raise BlockIdError(

@@ -120,9 +120,13 @@ def check_block_ids(
     block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
 ) -> npt.NDArray[np.int32]:
     """`block_ids` as an int32 vector. Raises BlockIdError: no vector of integers, or an id outside the pool."""
-    ids = np.asarray(block_ids)
-    # an empty list becomes an empty vector of floats
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+    try:
+        ids = np.asarray(block_ids)
+    except ValueError as error:  # sequences of different lengths
+        raise BlockIdError(f"{what} must be a vector of block ids", given=block_ids) from error
+    # an empty list becomes an empty vector of floats, and True among integers becomes 1
+    has_truth = not isinstance(block_ids, np.ndarray) and bool in set(map(type, block_ids))
+    if ids.ndim != 1 or has_truth or (ids.size and ids.dtype.kind not in "iu"):
         raise BlockIdError(
             f"{what} must be a vector of block ids", shape=ids.shape, dtype=str(ids.dtype)
         )

@@ -14,15 +14,21 @@ def test_extra_keys_encode_equally_only_if_they_are_equal(first, second):
     assert (encode_extra_keys(first) == encode_extra_keys(second)) == (first == second)
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda c: c[0] != c[1])))
-def test_batches_run_at_once_leave_what_copies_one_by_one_leave(copies):
-    one_by_one, at_once = list(range(7)), list(range(7))
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda c: c[0] != c[1])),
+    st.data(),
+)
+def test_batches_in_any_order_leave_what_copies_one_by_one_leave(copies, data):
+    one_by_one, in_order, any_order, at_once = (list(range(7)) for _ in range(4))
     for source, destination in copies:
         one_by_one[destination] = one_by_one[source]
     batches = split_dependent_copies(copies)
     for batch in batches:
+        for memory, order in ((in_order, batch), (any_order, data.draw(st.permutations(batch)))):
+            for source, destination in order:
+                memory[destination] = memory[source]
         read = [at_once[source] for source, _ in batch]
-        for (_, destination), value in reversed(list(zip(batch, read, strict=True))):
+        for (_, destination), value in zip(batch, read, strict=True):
             at_once[destination] = value
-    assert at_once == one_by_one
+    assert in_order == any_order == at_once == one_by_one
     assert [copy for batch in batches for copy in batch] == copies

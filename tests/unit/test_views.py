@@ -72,3 +72,9 @@ def test_block_ids_inside_the_pool_become_int32(dtype):
 def test_other_block_ids_are_refused(ids):
     with pytest.raises(BlockIdError, match="my ids"):
         check_block_ids(np.array(ids), 10, what="my ids")
+
+
+@pytest.mark.parametrize("ids", [[1, True], [[1], [2, 3]], [None], [0.0, 1]])
+def test_lists_are_taken_as_they_are_and_not_as_numpy_reads_them(ids):
+    with pytest.raises(BlockIdError, match="my ids"):
+        check_block_ids(ids, 10, what="my ids")

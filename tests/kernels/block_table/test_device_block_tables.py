@@ -69,6 +69,18 @@ class TestSteps:
         assert gather(tables, [0])[0] == [[5, 0, 0, 0, 0, 0]]
 
 
+def test_one_step_may_append_twice_to_a_row_and_then_replace_it(place):
+    tables = make_tables(place)
+    for ids, overwrite in (([[1], [5]], False), ([[2, 3], [6]], False), ([[9], []], True)):
+        tables.append_block_ids(1, ids, overwrite=overwrite)
+    tables.append_block_ids(1, [[8], [7]], overwrite=False)
+    tables.apply_staged_writes()
+    first, second = gather(tables, [1])
+    assert first == [[9, 8, 0, 0, 0, 0]]
+    assert second == [[28, 29, 30, 31] + [0] * 8]
+    assert [tables.num_blocks(group, 1) for group in range(2)] == [2, 1]
+
+
 @st.composite
 def steps(draw):
     """Per step: row changes, the batch's requests, and their token counts."""

@@ -237,6 +237,89 @@ def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end
     assert found == {1: 8, 2: 4}
 
 
+def freed_after(manager, seq_id, tokens, now):
+    """A computed request that was used last at `now` and is gone; its block ids."""
+    (seq,) = computed(manager, seq_id, tokens).seqs()
+    manager.access_all_blocks_in_seq(seq, now)
+    table = manager.get_block_table(seq)
+    manager.free(seq)
+    return table
+
+
+def test_a_prompt_does_not_evict_the_prefix_that_it_shares():
+    manager = manager_of(num_gpu_blocks=4, enable_caching=True)
+    prefix, _ = freed_after(manager, 1, range(5), now=1.0)
+    freed_after(manager, 2, range(100, 112), now=2.0)  # no block is without content
+    (seq,) = start(manager, 3, [*range(4), *range(200, 204)]).seqs()
+    table = manager.get_block_table(seq)
+    assert table[0] == prefix
+    assert len(set(table)) == 2
+
+
+def test_a_group_that_returns_does_not_evict_what_the_gpu_still_caches_of_it():
+    manager = manager_of(num_gpu_blocks=4, enable_caching=True)
+    group = computed(manager, 1, range(5))
+    (seq,) = group.seqs()
+    manager.access_all_blocks_in_seq(seq, 1.0)
+    cached, _ = manager.get_block_table(seq)
+    manager.swap_out(group)
+    freed_after(manager, 2, range(100, 112), now=2.0)
+    ((source, target),) = manager.swap_in(group)
+    assert source == 1
+    assert manager.get_block_table(seq) == [cached, target]
+    assert target != cached
+
+
+def test_blocks_that_were_freed_together_are_handed_out_together_and_last():
+    manager = manager_of(num_gpu_blocks=4)
+    tables = []
+    for seq_id in range(4):
+        (seq,) = start(manager, seq_id, range(8)).seqs()
+        tables.append(manager.get_block_table(seq))
+        manager.free(seq)
+    assert tables == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_the_latest_use_of_a_block_by_any_of_its_owners_counts():
+    manager = manager_of(num_gpu_blocks=3, enable_caching=True)
+    group = computed(manager, 1, range(4))
+    (first,) = group.seqs()
+    second = first.fork(2)
+    manager.fork(first, second)
+    (other,) = computed(manager, 3, range(100, 104)).seqs()
+    for seq, now in ((first, 9.0), (second, 2.0), (other, 5.0)):
+        manager.access_all_blocks_in_seq(seq, now)
+        manager.free(seq)
+    start(manager, 4, range(200, 208))
+    found = {at: manager.find_cached_tokens(Sequence(9, range(at, at + 5))) for at in (0, 100)}
+    assert found == {0: 4, 100: 0}
+
+
+def test_a_shared_block_is_copied_only_for_the_tokens_that_it_holds():
+    manager = manager_of()
+    group = group_of(range(6), 1, 2)
+    manager.allocate(group, 6)
+    first, second = group.seqs()
+    before = manager.get_block_table(first)
+    first.append_tokens([6])
+    ((source, target),) = manager.append_slots(first, 2)
+    after = manager.get_block_table(first)
+    assert (source, target) == (before[1], after[1])
+    assert after[0] == before[0], "a full block is not written"
+    assert after[2] != before[2], "a block for lookahead is not shared any more, and not copied"
+    second.append_tokens([7])
+    assert manager.append_slots(second, 2) == [], "the blocks are its own now"
+    assert manager.get_block_table(second) == before
+
+
+def test_a_block_that_two_steps_complete_can_be_found():
+    manager = manager_of(enable_caching=True)
+    group = start(manager, 1, range(10))
+    for count, found in ((3, 0), (2, 4), (2, 4), (1, 8)):
+        manager.mark_blocks_as_computed(group, count)
+        assert manager.find_cached_tokens(Sequence(2, range(10))) == found
+
+
 def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each():
     manager = manager_of(num_gpu_blocks=6, enable_caching=True)
     first = computed(manager, 1, range(16))

@@ -1,5 +1,7 @@
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvconnector.cache.block_table import MultiGroupBlockTable
 from kvconnector.cache.slot_mapping import PAD_SLOT_ID, BlockGeometry
@@ -27,7 +29,18 @@ FULL = [[7, 1, 2, 3, 4, 5], [2, 0, 1]]
 REFUSED = [
     *(
         (lambda tables, ids=ids: tables.add_row([[5], ids], 0), BlockIdError, "")
-        for ids in ([1, -1], [2**31], [2**70], [[1], [2]], ["x"], [1.5], np.array([2.5]))
+        for ids in (
+            [1, -1],
+            [2**31],
+            [2**70],
+            [[1], [2]],
+            [[1], [2, 3]],
+            ["x"],
+            [1.5],
+            [0, True],
+            np.array([2.5]),
+            np.array([True]),
+        )
     ),
     (lambda t: t.append_row([[], [1]], 0), BlockIdError, "num_blocks=3, num_new_blocks=1"),
     (lambda t: t.add_row([range(7), []], 1), BlockIdError, "max_num_blocks=6"),
@@ -39,6 +52,10 @@ REFUSED = [
     (lambda t: t.clear_row(4), GeometryError, "no such row"),
     (lambda t: t[0].num_blocks(-1), GeometryError, "no such row"),
     (lambda t: t.commit(5), GeometryError, "num_reqs=5"),
+    (lambda t: t.commit_slot_mapping(33), GeometryError, "num_tokens=33, limit=32"),
+    (lambda t: t.commit_slot_mapping(-1), GeometryError, "num_tokens=-1"),
+    (lambda t: t[0].append_row([1], 0), BlockIdError, "num_blocks=6, num_new_blocks=1"),
+    (lambda t: t[0].add_row([-1], 0), BlockIdError, "lowest=-1"),
     *(
         (
             lambda t, rows=rows, at=at: t.compute_slot_mapping(np.array(rows), np.array(at)),
@@ -126,8 +143,91 @@ def test_rows_hold_the_longest_request(changes, widths):
     assert shapes == [(4, width) for width in widths]
 
 
+ROWS = st.integers(0, 3)
+IDS = st.lists(st.integers(0, 900), max_size=2)
+CHANGES = st.one_of(
+    st.tuples(st.sampled_from(["append_row", "add_row"]), st.tuples(IDS, IDS), ROWS),
+    st.tuples(st.sampled_from(["move_row", "swap_row"]), ROWS, ROWS),
+    st.tuples(st.just("clear_row"), ROWS),
+    st.tuples(st.just("clear")),
+)
+
+
+def changed(rows, change, *arguments):
+    """What a change leaves of lists of ids, by row and group."""
+    rows = [[list(ids) for ids in row] for row in rows]
+    match change, arguments:
+        case "append_row", (ids, row):
+            rows[row] = [old + new for old, new in zip(rows[row], ids, strict=True)]
+        case "add_row", (ids, row):
+            rows[row] = list(ids)
+        case "move_row", (source, target) if source != target:
+            rows[target], rows[source] = rows[source], [[], []]
+        case "swap_row", (first, second):
+            rows[first], rows[second] = rows[second], rows[first]
+        case "clear_row", (row,):
+            rows[row] = [[], []]
+        case "clear", ():
+            rows = [[[], []]] * 4
+    return rows
+
+
+@given(st.lists(CHANGES, max_size=12))
+def test_rows_are_what_lists_of_ids_would_be(changes):
+    tables = make_groups(kernel_block_sizes=[16, 8], max_model_len=400)
+    singles = list(make_groups(kernel_block_sizes=[16, 8], max_model_len=400))
+    rows = [[[], []]] * 4
+    for name, *arguments in changes:
+        rows = changed(rows, name, *arguments)
+        getattr(tables, name)(*arguments)
+        for group, table in enumerate(singles):
+            own = [ids[group] if isinstance(ids, tuple) else ids for ids in arguments]
+            getattr(table, name)(*own)
+    for group, ratio in enumerate((1, 4)):
+        for table in (tables[group], singles[group]):
+            width = table.numpy().shape[1]
+            ids = [[ratio * i + j for i in row[group] for j in range(ratio)] for row in rows]
+            assert table.numpy().tolist() == [each + [0] * (width - len(each)) for each in ids]
+            assert [table.num_blocks(row) for row in range(4)] == [len(r[group]) for r in rows]
+
+
+def test_rows_are_the_same_on_the_host_and_the_device():
+    table = make_tables()[0]
+    table.add_row([3, 4], 1)
+    expected = [[0] * 6, [3, 4, 0, 0, 0, 0]]
+    for rows in (table.numpy(2), table.host_tensor(2), table.device_tensor(2)):
+        assert rows.tolist() == expected
+    assert table.numpy().shape == table.host_tensor().shape == (4, 6)
+    with pytest.raises(ValueError, match="read-only"):
+        table.numpy()[0, 0] = 1
+    table.append_row([5], 1)
+    assert table.numpy(2)[1, 2] == 5
+
+
+def committed_slots(table):
+    """Of tokens 0 to 19 in blocks 3 and 4, of which fewer and fewer are committed, and then all."""
+    for num_tokens in (20, 12, 0, 32, None):
+        slots = table.compute_slot_mapping(np.ones(20, int), np.arange(20)).tolist()
+        table.commit_slot_mapping(num_tokens)
+        kept = 20 if num_tokens is None else min(num_tokens, 20)
+        yield table.device_slot_mapping().tolist(), slots[:kept] + [PAD_SLOT_ID] * (32 - kept)
+
+
+def test_slots_of_a_part_of_the_tokens_can_be_committed():
+    tables = make_tables()
+    tables.add_row([[3, 4]], 1)
+    for found, expected in committed_slots(tables[0]):
+        assert found == expected
+
+
 @pytest.mark.gpu
 class TestGpu:
+    def test_slots_of_a_part_of_the_tokens_can_be_committed(self):
+        tables = make_tables(device="cuda")
+        tables.add_row([[3, 4]], 1)
+        for found, expected in committed_slots(tables[0]):
+            assert found == expected
+
     def test_the_device_sees_rows_when_committed(self):
         tables = make_tables(device="cuda")
         table = tables[0]

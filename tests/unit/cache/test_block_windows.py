@@ -58,6 +58,36 @@ def test_a_window_that_was_brought_is_hit_where_it_is_whole():
     assert manager.find_cached_tokens(probe, 23) == 0, "token 11 never came"
 
 
+def test_a_block_of_which_a_window_needs_all_but_the_first_token_is_not_hit():
+    manager = manager_of(8, sliding_window=9, max_step_tokens=8, enable_caching=True)
+    group = group_of(range(26), 1)
+    manager.allocate(group, resume_at=21)  # tokens 13 to 20 are brought
+    manager.mark_blocks_as_computed(group, 26)
+    manager.free(group.seqs()[0])
+    probe = Sequence(2, range(30))
+    assert manager.find_cached_tokens(probe) == 24
+    assert manager.find_cached_tokens(probe, 23) == 0
+
+
+def test_a_window_of_one_token_needs_nothing_before_it():
+    manager = manager_of(8, sliding_window=1, max_step_tokens=8, enable_caching=True)
+    group = group_of(range(26), 1)
+    manager.allocate(group, resume_at=13)
+    (seq,) = group.seqs()
+    assert manager.get_first_block(seq) == 3
+    assert manager.get_num_cached_tokens(seq) == 12
+    manager.mark_blocks_as_computed(group, 8)
+    probe = Sequence(2, range(30))
+    assert manager.find_cached_tokens(probe) == 20
+    assert manager.find_cached_tokens(probe, 19) == 0, "token 12 was neither brought nor computed"
+
+
+def test_a_state_has_a_block_to_be_copied_to():
+    for num_blocks, fits in ((5, True), (4, False)):
+        manager = manager_of(num_blocks, is_recurrent=True, max_step_tokens=8)
+        assert manager.fits_alone(100) is fits
+
+
 # Chunks of 10 start at even offsets of blocks of 4: at most 2 + 9 + 8 tokens, which are 5 blocks.
 MOST_CHUNK_BLOCKS = 5
 

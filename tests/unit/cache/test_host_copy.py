@@ -68,6 +68,18 @@ def test_wrong_calls_are_refused():
         np.testing.assert_array_equal(array, old)
 
 
+def test_a_pool_has_the_blocks_that_all_its_parts_have():
+    pools = [make_pool(num_blocks, 2, "NHD", seed=0) for num_blocks in (4, 3)]
+    mixed = KVPool([pool.view for _, pool in pools], "cpu")
+    assert mixed.num_blocks == 3
+    other = KVPool([pools[0][1].view] * 2, "cpu")
+    with pytest.raises(BlockIdError, match=r"src_ids are outside the pool.*num_blocks=3"):
+        copy_kv_blocks(mixed, other, [3], [0], "h2h")
+    for ids in ([0.5], [True], [[0]]):
+        with pytest.raises(BlockIdError, match="src_ids must be a vector of block ids"):
+            copy_kv_blocks(mixed, other, ids, [0], "h2h")
+
+
 @pytest.mark.gpu
 def test_copies_within_a_gpu():
     """Those from and to a host's memory are made where requests are swapped."""

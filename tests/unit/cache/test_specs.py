@@ -32,7 +32,7 @@ WINDOW = SlidingWindowSpec(
     block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16, sliding_window=100
 )
 CHUNKED = ChunkedLocalAttentionSpec(
-    block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16, attention_chunk_size=100
+    block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16, attention_chunk_size=108
 )
 CROSS = CrossAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16)
 ENCODER = EncoderOnlyAttentionSpec(block_size=16, num_kv_heads=8, head_size=128, dtype=BFLOAT16)
@@ -48,8 +48,8 @@ MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16,
         pytest.param(MLA, 36_864, 589_824, id="mla"),
         # 99 + 64 tokens: 11 pages, and one as the window may start inside a block
         pytest.param(WINDOW, 65_536, 786_432, id="window"),
-        # starts at most 12 tokens into a block: 12 + 100 + 64 tokens are 11 pages
-        pytest.param(CHUNKED, 65_536, 720_896, id="chunked"),
+        # starts at most 12 tokens into a block: 12 + 108 + 64 tokens are 12 pages
+        pytest.param(CHUNKED, 65_536, 786_432, id="chunked"),
         # ceil(1500 / 16) = 94 pages
         pytest.param(CROSS, 65_536, 6_160_384, id="cross"),
         pytest.param(ENCODER, 65_536, 0, id="encoder-only"),
