@@ -47,6 +47,10 @@ REMOTE_DECODE_PARAMS: dict[str, Any] = {
 }
 
 
+CONFIRM_S = 5.0
+"""How long a prefill engine may take to end its answer after the decode engine's has ended."""
+
+
 class Router:
     """Round robin over prefill and over decode servers, given by their base URLs."""
 
@@ -77,11 +81,22 @@ class Router:
                 streamed = {**body, "kv_transfer_params": params}
                 answer = await self._relay_unless(prefilled, request, prefill, decode, streamed)
                 if answer is not None:
+                    await self._confirm(prefill, prefilled)
                     return answer
             finished = {**body, "kv_transfer_params": await prefilled}
             return await self._relay(request, decode, finished)
         finally:
             prefilled.cancel()
+
+    async def _confirm(self, url: str, prefilled: asyncio.Task[dict[str, Any] | None]) -> None:
+        """Wait for what the prefill engine says of itself, once the client has its whole answer.
+
+        A decode engine that does not reach it, since it was restarted, may compute a short prompt itself and be done
+        before. Without a word from it the next request asks it first, and learns where it is.
+        """
+        await asyncio.wait({prefilled}, timeout=CONFIRM_S)
+        if not prefilled.done() or prefilled.exception() is not None:
+            self._streaming.pop(url, None)
 
     async def _relay_unless(
         self,
@@ -128,7 +143,12 @@ class Router:
             "stream": False,
             "kv_transfer_params": {**REMOTE_DECODE_PARAMS, **names},
         }
-        async with await self._post(url, prefill_body) as response:
+        try:
+            posted = await self._post(url, prefill_body)
+        except ApiError:
+            self._streaming.pop(url, None)  # another one may take its place
+            raise
+        async with posted as response:
             try:
                 answer: dict[str, Any] = await response.json()
             except (TimeoutError, aiohttp.ClientError) as error:

@@ -136,6 +136,9 @@ class ConnectorTransfer:
         for item in output.stats.transfers:
             if stats := self.stats.get(item.request_id):
                 stats.add(item.nbytes, item.seconds, item.path)
+        for request_id in output.failed_recving:
+            if stats := self.stats.get(request_id):
+                stats.loaded_tokens = 0  # they are computed here, or not at all
         return TransferEvents(
             finished_sending=output.finished_sending,
             finished_recving=output.finished_recving,

@@ -31,7 +31,7 @@ class TransferEvents:
 class LoadStats(msgspec.Struct, kw_only=True):
     """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest, paths taken.
 
-    Of the prompt, `cached_tokens` were here already, so that only `loaded_tokens` were asked for.
+    Of the prompt, `cached_tokens` were here already, and `loaded_tokens` were loaded: none if the load failed.
     """
 
     bytes: int = 0

@@ -252,7 +252,8 @@ def test_the_client_reports_a_stream_that_ends_early():
 class RestartedPrefill:
     """A prefill engine that streams, and a decode engine that reaches it at its present port alone."""
 
-    def __init__(self):
+    def __init__(self, *, recomputes):
+        self.recomputes = recomputes
         self.port = 1
         self.refused = asyncio.Event()
         self.used_ports = []
@@ -271,11 +272,15 @@ class RestartedPrefill:
         if port == self.port:
             return web.json_response({})
         self.refused.set()
+        if self.recomputes:
+            return web.json_response({})
         return ApiError.of_load("PeerUnreachableError: no connection could be opened").response()
 
 
-def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere():
-    engines = RestartedPrefill()
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere(recomputes):
+    """Also where the decode engine computes the prompt itself, and answers before the prefill engine does."""
+    engines = RestartedPrefill(recomputes=recomputes)
 
     async def check():
         async with router_of(engines.prefill, engines.decode) as client:
@@ -284,4 +289,45 @@ def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere():
                     assert response.status == 200
 
     asyncio.run(check())
-    assert engines.used_ports == [1, 1, 1, 2, 2]
+    assert engines.used_ports == ([1, 1, 1, 2] if recomputes else [1, 1, 1, 2, 2])
+
+
+def test_after_a_prefill_engine_did_not_answer_the_next_one_there_is_asked_first():
+    used_ports, urls = [], []
+
+    async def prefill(request):
+        asked = (await request.json())["kv_transfer_params"]
+        names = f"{asked['transfer_id']}|{asked['transfer_secret']}|key"
+        address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": len(urls)}
+        return web.json_response({"kv_transfer_params": {"remote_request_id": names, **address}})
+
+    async def decode(request):
+        used_ports.append((await request.json())["kv_transfer_params"]["remote_port"])
+        return web.json_response({})
+
+    async def post(client):
+        async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:
+            return response.status
+
+    async def check():
+        async with TestServer(app_of(decode)) as second, aiohttp.ClientSession() as session:
+            first = TestServer(app_of(prefill))
+            await first.start_server()
+            urls.append(str(first.make_url("")).rstrip("/"))
+            router = Router(session, urls[:1], [str(second.make_url("")).rstrip("/")])
+            async with TestClient(
+                TestServer(app_of(router.completions, middlewares=[error_middleware]))
+            ) as client:
+                assert [await post(client), await post(client)] == [200, 200]
+                port = first.port
+                await first.close()
+                assert await post(client) == 502
+                again = TestServer(app_of(prefill), port=port)
+                await again.start_server()
+                urls.append("restarted")
+                assert await post(client) == 200
+                await again.close()
+
+    asyncio.run(check())
+    assert used_ports[:2] == [1, 1]
+    assert used_ports[-1] == 2
