@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -206,7 +206,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
-                raise ConfigError(f"invalid setting {field.name}: {error}") from error
+                raise _worded(error, {field.name: value}, field.name) from error
 
     def _check_security(self) -> None:
         control = self.control
@@ -254,7 +254,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             # strict=False lets "30" from the environment or a command line be a number
             return msgspec.convert(dict(settings), cls, strict=False)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"invalid setting: {error}") from error
+            raise _worded(error, settings) from error
 
     @classmethod
     def from_env(
@@ -336,6 +336,27 @@ def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:
                 known = SECTIONS[name].__struct_fields__
                 if field not in known:
                     raise ConfigError(f"unknown setting {name}.{field}{_nearest(field, known)}")
+
+
+def _worded(
+    error: msgspec.ValidationError, settings: Mapping[str, Any], at: str = ""
+) -> ConfigError:
+    """Return msgspec's error with the setting's whole name, what was given, and for a choice what it may be."""
+    text, _, path = str(error).partition(" - at `$")
+    names = [name for name in f"{at}{path.rstrip('`')}".split(".") if name]
+    if not names:
+        return ConfigError(f"invalid setting: {text[:1].lower()}{text[1:]}")
+    value: Any = settings
+    kind: Any = ConnectorConfig
+    for name in names:
+        value = value.get(name) if isinstance(value, Mapping) else None
+        fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+        kind = fields.get(name)
+    if get_origin(kind) is Literal:
+        text = f"expected one of {', '.join(map(str, get_args(kind)))}"
+    return ConfigError(
+        f"invalid setting {'.'.join(names)}: {text[:1].lower()}{text[1:]}", got=value
+    )
 
 
 def _nearest(name: object, known: Iterable[str]) -> str:

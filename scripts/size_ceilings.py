@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 
 ROOMS: dict[str, Size] = {
-    "kvconnector": Size(640, target=560),
+    "kvconnector": Size(650, target=560),
     "kvconnector/bench": Size(3730),
     "kvconnector/cache": Size(2930, target=3280),
     "kvconnector/cli": Size(1800),
@@ -53,7 +53,7 @@ ROOMS: dict[str, Size] = {
     "examples": Size(60),
     "examples/launchers": Size(40),
     "examples/monitoring": Size(100),
-    "examples/minillm": Size(5545),
+    "examples/minillm": Size(5570),
     "examples/vllm_1p1d": Size(530),
     "scripts": Size(720),
     "tests": Size(90),
@@ -66,13 +66,13 @@ ROOMS: dict[str, Size] = {
     "tests/property": Size(2610),
     "tests/support": Size(2710),
     "tests/transport": Size(910),
-    "tests/unit": Size(1480),
+    "tests/unit": Size(1510),
     "tests/unit/bench": Size(730),
     "tests/unit/cache": Size(1180),
     "tests/unit/cli": Size(680),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
-    "tests/unit/minillm": Size(1390),
+    "tests/unit/minillm": Size(1430),
     "tests/unit/runtime": Size(1630),
     "tests/unit/session": Size(1250),
     "tests/vllm": Size(5130),
@@ -82,7 +82,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
     ("kvconnector",): Size(30850, target=27400),
     ("kernels",): Size(4150, target=3650),
-    ("tests",): Size(26900, target=24800),
+    ("tests",): Size(26950, target=24800),
 }
 
 

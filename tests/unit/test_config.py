@@ -184,3 +184,24 @@ def test_slots_are_as_long_as_the_place_asks_and_the_budget_allows():
     small = config(staging={"budget_bytes": 1 << 20})
     assert small.chunk_bytes("cpu") == small.chunk_bytes("cuda") == 1 << 19
     assert config(peer={"timeout_s": 5.5}).peer == PeerConfig(timeout_s=5.5)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"role": "prod"}, r"role: expected one of producer, consumer, both \[got='prod'\]"),
+        ({"paths": {"direct": "no"}}, r"paths\.direct: expected one of auto, always, never"),
+        ({"peer": {"timeout_s": 0}}, r"peer\.timeout_s: expected `float` > 0\.0 \[got=0\]"),
+        ({"staging": {"window": 100}}, r"staging\.window: expected `int` <= 64 \[got=100\]"),
+        ({"engine_id": None}, r"engine_id: expected `str`, got `null` \[got=None\]"),
+        ({"control": 5}, r"control: expected `object`, got `int` \[got=5\]"),
+    ],
+)
+def test_an_invalid_value_is_shown_with_what_it_may_be(change, text):
+    with pytest.raises(ConfigError, match=f"invalid setting {text}"):
+        ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}, **change})
+
+
+def test_a_section_that_was_made_wrong_is_named_as_one_of_a_mapping():
+    with pytest.raises(ConfigError, match=r"peer\.timeout_s: expected `float` > 0\.0 \[got=-3\]"):
+        ConnectorConfig(engine_id="e", peer=PeerConfig(timeout_s=-3))
