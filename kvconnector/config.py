@@ -48,7 +48,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
     authorized_clients_file: str = ""
     """Public keys of the engines that this one talks to, one a line."""
-    max_message_bytes: Annotated[int, msgspec.Meta(ge=4 * KIB, le=1 << 30)] = 16 * MIB
+    max_message_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
     over_ucx: bool = True
     """Once two workers have greeted each other, send their messages over UCX, where both sides want that."""

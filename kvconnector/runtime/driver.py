@@ -18,6 +18,7 @@ from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, R
 from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.runtime.executor import Executor
+from kvconnector.runtime.outgoing import Outgoing
 from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
@@ -25,7 +26,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.trace import HoldTrace
-from kvconnector.wire import decode, encode
+from kvconnector.wire import decode_batch, encode
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -37,16 +38,22 @@ logger = logging.getLogger(__name__)
 BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
 """A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
+MAX_WORK_S = 2e-3
+"""How long a turn handles events and commands. The next one begins in the data path, which releases the GIL."""
+MAX_QUEUED_EVENTS = 1024
+"""With more than these a turn takes no further messages of peers."""
 MAX_SLEEP_S = 0.5
 """A transport may notice some losses only when it is looked at."""
 
 
 class Links:
     """Which control connection is which session link. Sessions number the links they open from 1; links that peers
-    open get negative numbers. `mappers` are consumers that may have mapped this worker's CUDA memory, by name.
+    open get negative numbers. `mappers` are consumers that may have mapped this worker's CUDA memory, by name;
+    `outgoing` is what a turn has to say, and ends up at `send(link, payload)`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[LinkId, bytes], None]) -> None:
+        self.outgoing = Outgoing(send)
         self.by_handle: dict[PeerHandle, LinkId] = {}
         self.by_link: dict[LinkId, PeerHandle] = {}
         self.mappers: dict[LinkId, str] = {}
@@ -65,6 +72,7 @@ class Links:
 
     def remove(self, link: LinkId) -> PeerHandle | None:
         """Forget a link; its connection, if it had one."""
+        self.outgoing.forget(link)
         self.mappers.pop(link, None)
         handle = self.by_link.pop(link, None)
         if handle is not None:
@@ -94,7 +102,7 @@ class Driver:
         self.control = control
         self.tagged = tagged
         self.datapath = datapath
-        self.links = Links()
+        self.links = Links(self._post)
         self.producer = producer
         self.consumer = consumer
         self.clock = clock
@@ -102,8 +110,8 @@ class Driver:
         self._events: deque[object] = deque()
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
+        self._late_at = 0.0
         self._dropped: set[PeerHandle] = set()
-        self._deadline: tuple[float | None] | None = None
         self._actions = executor(self).actions()
         self._intake = intake
 
@@ -126,14 +134,16 @@ class Driver:
         """
         self._is_enough = is_enough or _never
         self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
+        self._late_at = self.clock() + MAX_WORK_S
         self._look()
 
     def progress_inline(self, is_enough: Callable[[], bool], *, orders_only: bool = False) -> None:
         """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long, and
         all that comes after it, is left for that; so is the rest once it `is_enough`, and with `orders_only` all but
-        what the engine's thread has left.
+        what the engine's thread has left. So is what would keep the engine's thread for long.
         """
         self._is_enough = is_enough
+        self._late_at = self.clock() + MAX_WORK_S
         if orders_only:
             self._intake(self)
             self.work(inline=True)
@@ -150,9 +160,10 @@ class Driver:
     def _look(self, *, inline: bool = False) -> None:
         """Take what is there, and handle it."""
         # before all else: a peer waits for what comes of a message, and what a peer has sent counts before its loss
-        self._take_tagged()
+        if len(self._events) < MAX_QUEUED_EVENTS:
+            self._take_tagged()
         self._events.extend(self.datapath.step())
-        if not self._carry_out(inline):
+        if not (self._carry_out(inline) or self._is_late()):
             return
         self.datapath.clear_pending()
         self._dropped.clear()
@@ -182,9 +193,19 @@ class Driver:
             if not self._events:
                 break
 
+    def _is_late(self) -> bool:
+        return self.clock() > self._late_at
+
     def _carry_out(self, inline: bool) -> bool:
-        """Handle what is queued. Whether that was all, and is not enough."""
+        """Handle what is queued, and send what is to be said. Returns True if that was all, and is not enough."""
+        is_all = self._carry_out_queued(inline)
+        self.links.outgoing.flush()
+        return is_all
+
+    def _carry_out_queued(self, inline: bool) -> bool:
         while self._commands or self._events:
+            if self._is_late():
+                return False
             if not self._commands:
                 self._handle(self._events.popleft())
                 continue
@@ -204,11 +225,21 @@ class Driver:
         it is one of `links.mappers`. Producers see this worker disconnect, for which it need not wait for them.
         """
         goodbye = encode(m.Bye(text="the worker is closing"))
-        for handle, link in list(self.links.by_handle.items()):
+        for link in list(self.links.by_link):
             if link < 0:
-                with suppress(KVConnectorError):
-                    if not self.tagged.send(link, goodbye):
-                        self.control.send(handle, goodbye)
+                self.links.outgoing.add(link, goodbye)
+        self.links.outgoing.flush()
+
+    def _post(self, link: LinkId, payload: bytes) -> None:
+        """Send a message, or a batch, by the way that the link's messages take by now."""
+        handle = self.links.by_link.get(link)
+        if handle is None:
+            return  # the link was lost: the sessions know, or will
+        try:
+            if not self.tagged.send(link, payload):
+                self.control.send(handle, payload)
+        except KVConnectorError as error:
+            self.drop_link(link, error)
 
     def disconnect(self, link: LinkId) -> None:
         """Forget a link, and end its connection, if it has one."""
@@ -230,15 +261,10 @@ class Driver:
         return timeout_s if deadline is None else min(timeout_s, max(0.0, deadline - self.clock()))
 
     def _next_deadline(self) -> float | None:
-        """The first of the sessions', who change it when something happens."""
-        if self._deadline is None:
-            soonest = None
-            for session in (self.producer, self.consumer):
-                time = None if session is None else session.next_deadline()
-                if time is not None and (soonest is None or time < soonest):
-                    soonest = time
-            self._deadline = (soonest,)
-        return self._deadline[0]
+        """The first of the sessions'."""
+        sessions = [session for session in (self.producer, self.consumer) if session is not None]
+        deadlines = [session.next_deadline() for session in sessions]
+        return min((at for at in deadlines if at is not None), default=None)
 
     def peer_of(self, link: LinkId) -> str:
         """The address of the peer at a link, for texts."""
@@ -247,43 +273,43 @@ class Driver:
 
     def _on_message(self, arrival: Received) -> None:
         link = self.links.of_incoming(arrival.handle)
-        message = self._take_message(link, arrival.payload)
-        if isinstance(message, m.Hello | m.HelloReply):
-            # this way only: the control channel has proved who the peer is
-            self.tagged.set_peer_inbox(link, message.control)
-        if isinstance(message, m.Hello) and _is_cuda(self.datapath.export()):
-            name = f"{message.geometry.engine_id} rank ({message.pp_rank}, {message.tp_rank})"
-            self.links.mappers[link] = name
+        for message in self._take_messages(link, arrival.payload):
+            if isinstance(message, m.Hello | m.HelloReply):
+                # this way only: the control channel has proved who the peer is
+                self.tagged.set_peer_inbox(link, message.control)
+            if isinstance(message, m.Hello) and _is_cuda(self.datapath.export()):
+                name = f"{message.geometry.engine_id} rank ({message.pp_rank}, {message.tp_rank})"
+                self.links.mappers[link] = name
 
     def _take_tagged(self, *, progress: bool = False) -> None:
         for link, content in self.tagged.receive(progress=progress):
             if link not in self.links.by_link:
                 continue  # the link ended with a message before this one
             if isinstance(content, bytes):
-                self._take_message(link, content)
+                self._take_messages(link, content)
             else:
                 self.drop_link(link, content)
 
-    def _take_message(self, link: LinkId, payload: bytes) -> m.Message | None:
-        """Tell the sessions of a message; it, unless that ended the link."""
+    def _take_messages(self, link: LinkId, payload: bytes) -> tuple[m.Message, ...]:
+        """Queue what a peer has said for the sessions; it, unless that ended the link."""
         try:
-            message = decode(payload)
-            event = ev.event_of(link, message)
+            messages = decode_batch(payload)
+            events = [ev.event_of(link, message) for message in messages]
         except KVConnectorError as error:
             self.drop_link(link, error)
-            return None
-        now = self.clock()
+            return ()
         if self.producer is not None:
-            self.producer.heard(link, now)
-        if isinstance(message, m.Heartbeat) and not message.maps_pools:
-            self.links.mappers.pop(link, None)  # it could not, or did not want to
-        if event is not None:
-            self._events.append(event)
-        elif isinstance(message, m.Bye):
-            left = PeerLostError(f"the peer said goodbye: {message.text}")
-            self.drop_link(link, left, has_left=True)
-            return None
-        return message
+            self.producer.heard(link, self.clock())
+        for message, event in zip(messages, events, strict=True):
+            if isinstance(message, m.Heartbeat) and not message.maps_pools:
+                self.links.mappers.pop(link, None)  # it could not, or did not want to
+            if event is not None:
+                self._events.append(event)
+            elif isinstance(message, m.Bye):
+                left = PeerLostError(f"the peer said goodbye: {message.text}")
+                self.drop_link(link, left, has_left=True)
+                return ()
+        return messages
 
     def _on_disconnect(self, arrival: Disconnected) -> None:
         link = self.links.by_handle.get(arrival.handle)
@@ -318,7 +344,6 @@ class Driver:
     def _handle(self, event: object) -> None:
         """Tell the sessions that the event is for, and queue what they command."""
         now = self.clock()
-        self._deadline = None  # it may change
         kind = type(event)
         link: LinkId | None = getattr(event, "link", None)
         is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0

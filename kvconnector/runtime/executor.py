@@ -28,6 +28,7 @@ from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.transport import Transport
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
+from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 if TYPE_CHECKING:
@@ -120,25 +121,16 @@ class Executor:
         }
 
     def _send(self, command: cmd.SendMessage) -> None:
-        handle = self._driver.links.by_link.get(command.link)
-        if handle is None:
-            return  # the link was lost: the sessions hear, or have heard, of it
         message = command.message
-        if isinstance(message, m.HelloReply):
-            if message.refusal is None:
-                message = self._with_inbox(command.link, message)
-            else:
-                self._driver.refusals.note(
-                    f"consumer {self._driver.peer_of(command.link)}", message.refusal, message.text
-                )
+        if isinstance(message, m.HelloReply | m.Progress | m.ReadRefused) and message.refusal:
+            if isinstance(message, m.HelloReply) or message.refusal is Refusal.UNKNOWN_TRANSFER:
+                peer = f"consumer {self._driver.peer_of(command.link)}"
+                self._driver.refusals.note(peer, message.refusal, message.text)
+        elif isinstance(message, m.HelloReply):
+            message = self._with_inbox(command.link, message)
         elif isinstance(message, m.Heartbeat) and command.link in self._exports:
             message = msgspec.structs.replace(message, maps_pools=True)
-        try:
-            payload = encode(message)
-            if not self._driver.tagged.send(command.link, payload):
-                self._driver.control.send(handle, payload)
-        except KVConnectorError as error:
-            self._driver.drop_link(command.link, error)
+        self._driver.links.outgoing.add(command.link, encode(message))
 
     def _with_inbox(self, link: LinkId, reply: m.HelloReply) -> m.HelloReply:
         """The reply to a consumer that was just connected to, with the way for its further messages."""
@@ -164,6 +156,7 @@ class Executor:
         self._control_endpoints[command.link] = endpoint
         if self._transport.falls_back_to_tcp(endpoint):
             self._traces.tcp_fallbacks.add(command.link)
+        self._driver.links.outgoing.flush_link(command.link)
         self._driver.tagged.open(command.link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
@@ -171,6 +164,7 @@ class Executor:
         self._traces.tcp_fallbacks.discard(command.link)
         if command.link > 0:
             self._driver.datapath.forget_warm_up(command.link)
+        self._driver.links.outgoing.flush_link(command.link)
         self._driver.tagged.remove(command.link)
         endpoint = self._control_endpoints.pop(command.link, None)
         if endpoint is not None:
@@ -183,6 +177,7 @@ class Executor:
             self._driver.datapath.close_export(command.link, disconnect)
 
     def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
+        self._driver.links.outgoing.flush_link(command.link)
         self._driver.tagged.close_endpoint(command.link)
         self._driver.datapath.close_endpoint(command.link)
 

@@ -30,7 +30,7 @@ from kvconnector.session.export_check import check_export
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport import MessageSizeError
 from kvconnector.transport.ucx.address import WorkerAddress
-from kvconnector.wire import decode, encode, error_of
+from kvconnector.wire import decode_batch, encode, error_of
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 
@@ -235,10 +235,10 @@ class PeerCheck(ExitStack):
             for content in contents:
                 if isinstance(content, KVConnectorError):
                     raise content
-                message = decode(content)
-                if isinstance(message, m.Bye):
-                    raise PeerLostError(f"the peer said goodbye: {message.text}")
-                found.append(message)
+                for message in decode_batch(content):
+                    if isinstance(message, m.Bye):
+                        raise PeerLostError(f"the peer said goodbye: {message.text}")
+                    found.append(message)
         return found
 
     def _connect(self, link: LinkId, address: str, public_key: str) -> None:

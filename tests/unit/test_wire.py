@@ -5,7 +5,7 @@ import msgspec
 import pytest
 
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
-from kvconnector.wire import WIRE_MAJOR, decode, encode, error_of
+from kvconnector.wire import WIRE_MAJOR, decode, decode_batch, encode, encode_batch, error_of
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.golden.test_wire_bytes import messages
@@ -115,3 +115,19 @@ def test_every_refusal_becomes_a_remote_error_with_its_text():
     assert all(isinstance(error, RemoteError) for error in made)
     assert {error.statement for error in made} == {"because [request='r']"}
     assert len({type(error) for error in made}) == len(m.Refusal)
+
+
+def test_a_batch_within_a_batch_or_with_garbage_is_refused_as_a_whole():
+    done = encode(m.HeartbeatReply(number=1))
+    assert decode_batch(encode_batch([done])) == (m.HeartbeatReply(number=1),)
+    assert decode_batch(encode_batch([done, done])) == (m.HeartbeatReply(number=1),) * 2
+    for inner in (encode_batch([done, done]), b"", done[:-1]):
+        with pytest.raises(RemoteProtocolError):
+            decode_batch(encode(m.Batch(messages=(done, inner))))
+
+
+def test_a_heartbeat_names_no_more_than_its_reader_handles_at_once():
+    keys = tuple(m.TransferKey(transfer_id=f"t{i}", secret=SECRET) for i in range(m.MAX_NAMED + 1))
+    assert decode(encode(m.Heartbeat(transfers=keys[1:])))
+    with pytest.raises(RemoteProtocolError, match="malformed Heartbeat"):
+        decode(encode(m.Heartbeat(transfers=keys)))

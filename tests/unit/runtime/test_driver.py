@@ -1,13 +1,15 @@
 """What a driver leaves for its thread after inline progress, and what its sessions hear."""
 
 import logging
+from contextlib import closing
 
 import pytest
 
 from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.session import events as ev
-from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata
-from tests.support.fakes import FakeEngine, attention_model
+from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
+from tests.support.fakes import FakeClock, FakeEngine, attention_model
 from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
@@ -104,3 +106,30 @@ def test_a_refused_lease_ends_at_once(deployment):
     producer.withdraw("r")
     world.turn()
     assert p.poll().finished_sending == {"r"}
+
+
+class Slow(FakeClock):
+    """A clock of a machine on which a look at it takes `tick_s`."""
+
+    tick_s = 1e-4
+
+    def __call__(self):
+        self.advance(self.tick_s)
+        return super().__call__()
+
+
+@pytest.mark.parametrize("is_inline", [True, False])
+def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inline):
+    with closing(World()) as world:
+        (worker,) = world.start(FakeEngine("d", MODEL), role="consumer").workers
+        driver, address = worker.driver, EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
+        driver.clock = Slow()
+        driver.submit(*[WantRequest(f"w{i}", f"w{i}", "5" * 32, address) for i in range(1000)])
+        if is_inline:
+            driver.progress_inline(worker.outbox.is_filled)
+        else:
+            driver.turn(0.0)
+        assert 900 < driver.num_queued < 1000
+        while driver.num_queued:
+            driver.turn(0.0)
+        assert len(driver.consumer._loads) == 1000

@@ -1,0 +1,59 @@
+"""What a turn of the driver has to say to its peers: one batch for each link."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvconnector.session.commands import LinkId
+from kvconnector.wire import encode_batch
+from kvconnector.wire.messages import MAX_BATCH_MESSAGES
+
+MAX_BATCH_BYTES = 32 << 10
+"""Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    payloads: list[bytes] = field(default_factory=list)
+    nbytes: int = 0
+
+
+class Outgoing:
+    """Encoded messages until the driver has nothing more to do, or a batch is full. Of each link they keep their order.
+
+    `send(link, payload)` sends one message; it may call `forget`.
+    """
+
+    def __init__(self, send: Callable[[LinkId, bytes], None]) -> None:
+        self._send = send
+        self._queues: dict[LinkId, _Queue] = {}
+
+    def add(self, link: LinkId, payload: bytes) -> None:
+        """Queue a message."""
+        queue = self._queues.get(link)
+        if queue is None:
+            queue = self._queues[link] = _Queue()
+        elif (
+            queue.nbytes + len(payload) > MAX_BATCH_BYTES
+            or len(queue.payloads) >= MAX_BATCH_MESSAGES
+        ):
+            self.flush_link(link)
+            queue = self._queues[link] = _Queue()
+        queue.payloads.append(payload)
+        queue.nbytes += len(payload)
+
+    def flush(self) -> None:
+        """Send what is queued."""
+        while self._queues:
+            self.flush_link(next(iter(self._queues)))
+
+    def flush_link(self, link: LinkId) -> None:
+        """Send what is queued for a link, before it closes or changes its way."""
+        queue = self._queues.pop(link, None)
+        if queue is not None:
+            self._send(link, encode_batch(queue.payloads))
+
+    def forget(self, link: LinkId) -> None:
+        """The link is gone."""
+        self._queues.pop(link, None)

@@ -1,0 +1,138 @@
+"""Ten thousand requests that a router asks two engines for at once: real drivers and sessions over in-memory links."""
+
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from kvconnector.ids import EngineAddress, EngineId, new_secret
+from kvconnector.layout import GroupBlocks
+from kvconnector.session.orders import DropRequest, HoldRequest, StepMetadata, WantRequest
+from tests.support.fakes import FakeEngine, attention_model
+from tests.support.world import Offer, World
+
+MANY = 10_000
+NUM_BLOCKS = 64
+NUM_SERVED = 256
+
+
+class LongQueue:
+    """Two engines, and requests of a block each in both of their queues."""
+
+    def __init__(self, *, over_ucx, num_requests=MANY):
+        shapes = [
+            FakeEngine(name, attention_model(), num_blocks=(NUM_BLOCKS,)) for name in ("p", "d")
+        ]
+        self.world = World(settings={"control": {"insecure": True, "over_ucx": over_ucx}})
+        self.p = self.world.start(shapes[0], role="producer")
+        self.d = self.world.start(shapes[1], role="consumer")
+        self.names = [f"r{number}" for number in range(num_requests)]
+        self.secret = new_secret()
+        self.begun, self.loaded, self.failed, self.released = set(), set(), {}, set()
+
+    def order(self, engine, orders):
+        for worker in engine.workers:
+            for some in batched(orders, 100):
+                worker.start_step(StepMetadata(orders=some))
+
+    def want(self):
+        address = EngineAddress(EngineId("p"), self.p.directory.address)
+        self.order(self.d, [WantRequest(n, n, self.secret, address, True) for n in self.names])
+
+    def hold(self, name, block=None):
+        """The producer has the request in its queue; or, in a block, all of it."""
+        ids = GroupBlocks.of(() if block is None else (block,))
+        return HoldRequest(
+            name,
+            name,
+            self.secret,
+            (ids,),
+            0 if block is None else 4,
+            is_complete=block is not None,
+        )
+
+    def run(self, until, **how):
+        def is_over():
+            for worker in (*self.p.workers, *self.d.workers):
+                output = worker.poll()
+                self.begun |= output.begun
+                self.loaded |= output.finished_recving - output.failed_recving.keys()
+                self.failed |= output.failed_recving
+                self.released |= output.finished_sending
+            return until()
+
+        return self.world.run(is_over, **how)
+
+    def links(self):
+        return [dict(worker.driver.links.by_link) for worker in self.p.workers + self.d.workers]
+
+    def num_leases(self):
+        return sum(len(worker.driver.producer._leases) for worker in self.p.workers)
+
+
+def batched(orders, length):
+    """`itertools.batched` of Python 3.12."""
+    rest = iter(orders)
+    while some := tuple(islice(rest, length)):
+        yield some
+
+
+def _served(queue, names):
+    """The producer computes these, as many at a time as it has blocks; each arrives as it was."""
+    for first in range(0, len(names), NUM_BLOCKS):
+        batch = names[first : first + NUM_BLOCKS]
+        queue.order(queue.p, [queue.hold(name, block) for block, name in enumerate(batch)])
+        assert queue.run(lambda batch=batch: queue.begun >= {*batch}), (
+            "prompts that nobody hears of"
+        )
+        for block, name in enumerate(batch):
+            for worker in queue.d.workers:
+                worker.caches.scribble(0, [block])
+            queue.d.load(name, _offer(queue, name), [[block]], [range(4)])
+        assert queue.run(lambda batch=batch: queue.released >= {*batch}), (
+            "blocks are not given back"
+        )
+        for ours, theirs in zip(queue.d.workers, queue.p.workers, strict=True):
+            for key, array in ours.caches.arrays.items():
+                count = len(batch)
+                np.testing.assert_array_equal(array[:count], theirs.caches.arrays[key][:count])
+    assert queue.loaded >= {*names}
+
+
+def _offer(queue, name):
+    return Offer("p", queue.p.directory.address, name, queue.secret, (), 4)
+
+
+@pytest.mark.parametrize("over_ucx", [True, False])
+def test_ten_thousand_requests_queue_at_both_engines_and_lose_neither_link_nor_place(over_ucx):
+    queue = LongQueue(over_ucx=over_ucx)
+    with closing(queue.world):
+        queue.want()  # the consumer knows of them first
+        queue.run(lambda: False, max_turns=40, seconds_per_turn=1.0)
+        queue.order(queue.p, [queue.hold(name) for name in queue.names])
+        queue.run(lambda: False, max_turns=60, seconds_per_turn=1.0)
+        links = queue.links()
+        assert queue.num_leases() == MANY
+        _served(queue, queue.names[:NUM_SERVED])
+        queue.run(lambda: False, max_turns=60, seconds_per_turn=1.0)
+        _served(queue, queue.names[-NUM_SERVED:])
+        assert not queue.failed
+        rest = queue.names[NUM_SERVED:-NUM_SERVED]
+        queue.order(queue.d, [DropRequest(name) for name in rest])
+        assert queue.run(lambda: queue.num_leases() == 0), "aborts were lost"
+        assert queue.links() == links
+
+
+def test_what_the_producer_never_hears_of_is_refused_in_its_time():
+    queue = LongQueue(over_ucx=True, num_requests=1000)
+    with closing(queue.world):
+        queue.want()
+        assert not queue.run(lambda: queue.begun, max_turns=110, seconds_per_turn=1.0)
+        assert queue.run(lambda: len(queue.begun) == 1000, max_turns=30, seconds_per_turn=1.0)
+        for name in queue.names[:3]:
+            queue.d.load(name, _offer(queue, name), [[0]], [range(4)])
+        assert queue.run(lambda: len(queue.failed) == 3)
+        assert all("no such transfer" in text for text in queue.failed.values())
+        (driver,) = [worker.driver for worker in queue.p.workers]
+        assert driver.refusals.counts["unknown_transfer"] == 1000
