@@ -34,7 +34,7 @@ class Size(NamedTuple):
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(650, target=560),
     "kvconnector/bench": Size(3730),
-    "kvconnector/cache": Size(2930, target=3280),
+    "kvconnector/cache": Size(3010, target=3280),
     "kvconnector/cli": Size(1800),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4660, target=4050),
@@ -68,7 +68,7 @@ ROOMS: dict[str, Size] = {
     "tests/transport": Size(910),
     "tests/unit": Size(1520),
     "tests/unit/bench": Size(730),
-    "tests/unit/cache": Size(1180),
+    "tests/unit/cache": Size(1190),
     "tests/unit/cli": Size(680),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),

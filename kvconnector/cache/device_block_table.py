@@ -79,12 +79,17 @@ class StagedWriteTensor:
     """int32 tables `[num_rows, max_blocks x ratio]` of all cache groups, on a device.
 
     `stage` keeps allocation ids on the host; `apply` writes all of them, expanded to kernel ids, in one launch on the
-    current stream. A row ends behind its last write, which replaces what was staged for the same entries and those
-    behind them. Staged writes never overlap and may run in any order. They become visible at the next `apply`, or
-    before it when the staging memory is full, always in stream order. Not thread safe.
+    current stream. A row ends after its last write, which replaces what was staged for the same entries and later ones.
+    Staged writes never overlap and may run in any order. They become visible at the next `apply`, or before it when the
+    staging memory is full, always in stream order. Not thread safe.
 
-    `max_blocks_per_row` are allocation ids, by group; `max_staged_ids` fit between two applies, and the longest row
-    always does.
+    Args:
+        geometries: by group.
+        num_rows: of every table.
+        max_blocks_per_row: allocation ids, by group.
+        device: of the tables.
+        kernels: what writes them.
+        max_staged_ids: allocation ids between two applies; the longest row always fits.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class StagedWriteTensor:
         self._previous_write = np.zeros(len(widths) * num_rows, dtype=np.int64)
 
     def check(self, group: int, start: int, block_ids: BlockIds) -> npt.NDArray[np.int32]:
-        """Ids that are to be staged for a row from `start` on. Raises BlockIdError: as `check_row_ids`."""
+        """Return ids that are to be staged for a row from `start` on. Raises BlockIdError: as `check_row_ids`."""
         return check_row_ids(
             block_ids,
             held=start,
@@ -133,7 +138,7 @@ class StagedWriteTensor:
         )
 
     def stage(self, group: int, row: int, start: int, ids: npt.NDArray[np.int32]) -> None:
-        """Stage checked ids of a row, which then ends behind them."""
+        """Stage checked ids of a row, which then ends after them."""
         buffer, count = self._buffers[0], len(ids)
         if buffer.num_writes == len(buffer.records.numpy) or buffer.num_ids + count > len(
             buffer.ids.numpy
@@ -163,8 +168,10 @@ class StagedWriteTensor:
             write = int(self._previous_write[write])
 
     def apply(self) -> None:
-        """Make the staged writes, in one launch on the current stream. Raises LocalProtocolError: it is being captured,
-        and a replay would repeat what was staged once.
+        """Make the staged writes, in one launch on the current stream.
+
+        Raises:
+            LocalProtocolError: the stream is being captured, and a replay would repeat what was staged once.
         """
         buffer = self._buffers[0]
         if not buffer.num_writes:
@@ -252,20 +259,29 @@ class DeviceBlockTables:
         return self._batch.num_groups
 
     def num_blocks(self, group: int, req_index: int) -> int:
-        """Allocation ids of a request in a group, staged ones included."""
+        """Return the number of allocation ids of a request in a group, staged ones included."""
         self._check_request(req_index)
         if not 0 <= group < self.num_groups:
             raise GeometryError("no such group", group=group, num_groups=self.num_groups)
         return int(self._num_blocks[group, req_index])
 
     def num_kernel_blocks(self, group: int, req_index: int) -> int:
-        """As `num_blocks`, in the attention kernel's ids."""
+        """Return the number of the attention kernel's ids of a request in a group, staged ones included."""
         return self.num_blocks(group, req_index) * self._requests.ratios[group]
 
     def append_block_ids(
         self, req_index: int, block_ids: Sequence[BlockIds], *, overwrite: bool
     ) -> None:
-        """Stage a request's new ids of each group, behind those it has or in their place. Raises BlockIdError."""
+        """Stage a request's new ids of each group.
+
+        Args:
+            req_index: its row.
+            block_ids: allocation ids, by group.
+            overwrite: in place of those that it has, not after them.
+
+        Raises:
+            BlockIdError: the row has no room, or one is no block id.
+        """
         self._check_request(req_index)
         check_every_group(block_ids, self.num_groups)
         starts = [0] * self.num_groups if overwrite else self._num_blocks[:, req_index].tolist()
@@ -283,10 +299,14 @@ class DeviceBlockTables:
         self._requests.apply()
 
     def gather_block_tables(self, req_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The kernel ids of a batch: per group, int32 `[num_reqs, width]`, zero behind a row's ids.
+        """Gather the kernel ids of a batch.
 
-        They are views of the same memory in every step. `req_indices` is int32 `[num_reqs]` on the device, the request
-        of each row of the batch. Where it is none, such as -1 in the padding of a CUDA graph, the row is empty.
+        Args:
+            req_indices: the request of each row of the batch, int32 `[num_reqs]` on the device. Where it is none, such
+                as -1 in the padding of a CUDA graph, the row is empty.
+
+        Returns:
+            Per group int32 `[num_reqs, width]`, zero after a row's ids: views of the same memory in every step.
         """
         self._check_vector("req_indices", req_indices, torch.int32, self.max_num_reqs)
         self._kernels.gather_rows(self._requests.tables, self._batch, req_indices)
@@ -295,13 +315,17 @@ class DeviceBlockTables:
     def compute_slot_mappings(
         self, query_start_loc: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """The slots of the gathered batch's tokens, int64 `[num_groups, max_num_batched_tokens]`.
+        """Compute the slots of the gathered batch's tokens.
 
-        `PAD_SLOT_ID` behind the last token, which a CUDA graph of a wider step reads. That is also the slot of a token
-        that another rank stores or whose request has no block for it.
+        Args:
+            query_start_loc: where the tokens of each request start, int32 `[num_reqs + 1]` ascending from 0, on the
+                device.
+            positions: each token's index in its request, int64 `[num_tokens]`, on the device.
 
-        `query_start_loc`, int32 `[num_reqs + 1]` ascending from 0, says where the tokens of each request start;
-        `positions`, int64 `[num_tokens]`, is each token's index in its request. Both are on the device.
+        Returns:
+            int64 `[num_groups, max_num_batched_tokens]`, the same memory in every step. After the last token it holds
+            `PAD_SLOT_ID`, which a CUDA graph of a wider step reads. That is also the slot of a token that another rank
+            stores or whose request has no block for it.
         """
         self._check_vector("query_start_loc", query_start_loc, torch.int32, self.max_num_reqs + 1)
         self._check_vector("positions", positions, torch.int64, self.max_num_batched_tokens)
@@ -313,13 +337,13 @@ class DeviceBlockTables:
         return self._slots
 
     def dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Empty rows in the memory that `gather_block_tables` uses, for a warm-up or a capture."""
+        """Return empty rows in the memory that `gather_block_tables` uses, for a warm-up or a capture."""
         check_count("num_reqs", num_reqs, self.max_num_reqs)
         self._batch.lengths[:, :num_reqs].zero_()
         return tuple(table[:num_reqs].zero_() for table in self._batch.tables)
 
     def dummy_slot_mappings(self) -> torch.Tensor:
-        """Padding in the memory that `compute_slot_mappings` uses, for a warm-up or a capture."""
+        """Return padding in the memory that `compute_slot_mappings` uses, for a warm-up or a capture."""
         return self._slots.fill_(PAD_SLOT_ID)
 
     def _check_request(self, req_index: int) -> None:

@@ -19,9 +19,14 @@ Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "h2h"]
 
 
 class KVPool:
-    """The views of one pool, all of one shape (see `part_table`), and where their memory is: "cpu" or "cuda:N".
+    """The views of one pool, for copies to and from it.
 
-    The memory must outlive the pool. Raises GeometryError: no views, or views of different shapes.
+    Args:
+        views: its parts, all of one shape (see `part_table`). The memory must outlive the pool.
+        device: where the memory is: "cpu" or "cuda:N".
+
+    Raises:
+        GeometryError: there are no views, or views of different shapes.
     """
 
     def __init__(self, views: Sequence[KVView], device: str) -> None:
@@ -63,9 +68,19 @@ def copy_kv_blocks(
     """Copy the tokens of `src_ids`, in order, into `dst_ids`.
 
     Block sizes and layouts may differ. On a GPU the copy is one launch on the current stream, not waited for; without
-    a GPU it is done on return. Other blocks, and what of the last block the tokens do not fill, are not touched. Raises
-    GeometryError: `direction` is not where the pools are, or they differ in parts, heads, head dim or item size;
-    BlockIdError: ids outside a pool, a destination twice, or blocks that do not hold exactly the tokens.
+    a GPU it is done on return. Other blocks, and what of the last block the tokens do not fill, are not touched.
+
+    Args:
+        src: the pool to read.
+        dst: the pool to write, which may be the same.
+        src_ids: blocks of `src`.
+        dst_ids: blocks of `dst`, exactly as many as these tokens need.
+        direction: from host or device to host or device, which must be where the pools are.
+
+    Raises:
+        GeometryError: the pools are elsewhere, or differ in parts, heads, head dim or item size.
+        BlockIdError: an id is outside its pool, a destination is named twice, or is a source in the same pool; or the
+            destinations are too few or too many.
     """
     device = _copying_device(src, dst, direction)
     if src.token_shape != dst.token_shape:
@@ -86,6 +101,8 @@ def copy_kv_blocks(
         )
     if len(np.unique(targets)) != len(targets):
         raise BlockIdError("dst_ids name a block twice", dst_ids=targets.tolist())
+    if src is dst and (both := np.intersect1d(sources, targets)).size:
+        raise BlockIdError("a launch would write blocks that it reads", block_ids=both.tolist())
     if tokens == 0:
         return
     num_parts, num_heads, _, _ = src.token_shape

@@ -64,7 +64,7 @@ def group_geometries(
     kernel_block_sizes: Sequence[int] | None,
     context_parallel: ContextParallel,
 ) -> tuple[BlockGeometry, ...]:
-    """The geometry of each cache group. Raises GeometryError: there is no group, or the sizes do not fit."""
+    """Return the geometry of each cache group. Raises GeometryError: there is no group, or the sizes do not fit."""
     kernels = block_sizes if kernel_block_sizes is None else kernel_block_sizes
     if not block_sizes or len(block_sizes) != len(kernels):
         raise GeometryError(
@@ -79,7 +79,7 @@ def group_geometries(
 
 
 def naive_slot(block_ids: Sequence[int], position: int, geometry: BlockGeometry) -> int:
-    """The slot of one token of a request with these allocation ids; the oracle of this module."""
+    """Return the slot of one token of a request with these allocation ids; the oracle of this module."""
     cp = geometry.context_parallel
     block, offset = divmod(position, geometry.virtual_block_tokens)
     turn, place = divmod(offset, cp.interleave_tokens)
@@ -99,11 +99,18 @@ def slot_mapping(
     geometry: BlockGeometry,
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write the slots of tokens to `out`, int64 `[num_tokens]`; `PAD_SLOT_ID` where another rank stores the token.
+    """Write the slots of tokens to `out`; `PAD_SLOT_ID` where another rank stores the token.
 
-    A row of `kernel_ids`, int32 `[num_rows, width]`, has a request's kernel block ids, of which `num_kernel_ids`, int32
-    `[num_rows]`, are set. `rows` and `positions`, both `[num_tokens]`, are each token's row, in range, and its index in
-    its request. Raises BlockIdError: a position is negative or lies behind its request's blocks, on whichever rank.
+    Args:
+        kernel_ids: int32 `[num_rows, width]`, a request's kernel block ids in each row.
+        num_kernel_ids: int32 `[num_rows]`, how many of a row are set.
+        rows: `[num_tokens]`, each token's row, in range.
+        positions: `[num_tokens]`, its index in its request.
+        geometry: of the blocks.
+        out: int64 `[num_tokens]`, changed.
+
+    Raises:
+        BlockIdError: a position is negative or after its request's blocks, on whichever rank.
     """
     cp = geometry.context_parallel
     blocks, offsets = np.divmod(positions, geometry.virtual_block_tokens)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 PAD_SLOT_ID = -1
-"""The slot of a token on another rank, without a block, or behind the last token."""
+"""The slot of a token on another rank, without a block, or after the last token."""
 
 WRITE_COLUMNS = ("group", "row", "start", "count", "offset", "length")
 """`ids[offset : offset + count]` go to `start` of a row; `length` is its new length, or -1 to keep."""
@@ -100,7 +100,7 @@ class BlockTableKernels(Protocol):
     def gather_rows(self, source: TableSet, target: TableSet, rows: torch.Tensor) -> None:
         """Copy rows of the requests' tables to the batch's: row `rows[i]` to row `i`.
 
-        Behind a row's ids the target is zero. A row that does not exist, such as -1, is empty.
+        After a row's ids the target is zero. A row that does not exist, such as -1, is empty.
 
         Args:
             source: read.
@@ -116,10 +116,10 @@ class BlockTableKernels(Protocol):
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """The slots of a batch's tokens in every group.
+        """Compute the slots of a batch's tokens in every group.
 
         A token gets `PAD_SLOT_ID` if another rank stores it or its row holds no block for it; so
-        does every entry of `slots` behind the last token.
+        does every entry of `slots` after the last token.
 
         Args:
             batch: the tables of the batch's requests.

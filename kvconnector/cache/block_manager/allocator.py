@@ -27,14 +27,14 @@ class LRUEvictor:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        # Removal leaves its heap entry behind; an entry counts only while `_entries` agrees.
+        # Removal does not touch the heap; an entry counts only while `_entries` agrees.
         self._heap: list[_Entry] = []
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def add(self, block_id: int, last_access_s: float, depth: int) -> None:
-        """Makes a block evictable. `depth` is its index among its sequence's blocks."""
+        """Make a block evictable. `depth` is its index among its sequence's blocks."""
         entry = (last_access_s, -depth, block_id)
         self._entries[block_id] = entry
         heapq.heappush(self._heap, entry)
@@ -42,11 +42,11 @@ class LRUEvictor:
             self._heap = sorted(self._entries.values())
 
     def remove(self, block_id: int) -> None:
-        """Takes a block back into use. KeyError if it is not evictable."""
+        """Take a block back into use. Raises KeyError: it is not evictable."""
         del self._entries[block_id]
 
     def evict(self) -> int:
-        """Removes and returns the first block to give up. IndexError if there is none."""
+        """Remove and return the first block to give up. Raises IndexError: there is none."""
         while True:
             entry = heapq.heappop(self._heap)
             if self._entries.get(entry[2]) == entry:
@@ -104,15 +104,15 @@ class BlockAllocator:
         return self._num_found / self._num_queried if self._num_queried else 0.0
 
     def is_shared(self, block_id: int) -> bool:
-        """Whether more than one block table holds the block."""
+        """Return True if more than one block table holds the block."""
         return self._ref_counts[block_id] > 1
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """How many of these have no owner, so that sharing them uses up a free block."""
+        """Return how many of these have no owner, so that sharing them uses up a free block."""
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def require_free(self, count: int) -> None:
-        """Raises OutOfBlocksError if fewer than `count` blocks are free."""
+        """Raise OutOfBlocksError if fewer than `count` blocks are free."""
         if count > self.num_free_blocks:
             raise OutOfBlocksError(
                 "not enough free blocks",
@@ -123,7 +123,7 @@ class BlockAllocator:
             )
 
     def allocate(self, count: int) -> list[int]:
-        """`count` blocks of undefined content with one owner each, cached ones last. Raises OutOfBlocksError."""
+        """Return `count` blocks of undefined content with one owner each, cached ones last. Raises OutOfBlocksError."""
         self.require_free(count)
         block_ids = [
             self._free_ids.popleft() if self._free_ids else self._evict() for _ in range(count)
@@ -133,14 +133,14 @@ class BlockAllocator:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Adds one owner to each block, which is owned already or was returned by `lookup`."""
+        """Add one owner to each block, which is owned already or was returned by `lookup`."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 self._evictor.remove(block_id)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int], last_access_s: float = NEVER_ACCESSED_S) -> None:
-        """Takes one owner from each block. Raises BlockIdError: a block has none."""
+        """Take one owner from each block. Raises BlockIdError: a block has none."""
         for block_id in block_ids:
             remaining = self._ref_counts[block_id] - 1
             if remaining < 0:
@@ -156,7 +156,7 @@ class BlockAllocator:
                 self._free_ids.append(block_id)
 
     def lookup(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Blocks that hold this content, up to the first that is missing; changes no owner."""
+        """Return the blocks that hold this content, up to the first that is missing; change no owner."""
         found: list[int] = []
         for block_hash in block_hashes:
             if (block_id := self._block_of_hash.get(block_hash)) is None:
@@ -165,18 +165,18 @@ class BlockAllocator:
         return found
 
     def count_lookup(self, num_queried: int, num_found: int) -> None:
-        """Counts a lookup whose result was used for the hit rate."""
+        """Count a lookup whose result was used for the hit rate."""
         self._num_queried += num_queried
         self._num_found += num_found
 
     def publish(self, block_id: int, content: CachedContent) -> None:
-        """Declares an owned block computed, so that it can be found, unless another one with this content can be."""
+        """Declare an owned block computed, so that it can be found, unless another one with this content can be."""
         if content.block_hash not in self._block_of_hash:
             self._contents[block_id] = content
             self._block_of_hash[content.block_hash] = block_id
 
     def published(self, block_id: int) -> CachedContent | None:
-        """The content under which the block can be found, if it can."""
+        """Return the content under which the block can be found, if it can."""
         return self._contents[block_id]
 
     def _evict(self) -> int:

@@ -24,25 +24,25 @@ class TableDirectory(dict[int | str, SequenceBlocks]):
     """Block tables by sequence id, and those of cross-attention by request id."""
 
     def require_absent(self, seq: Sequence) -> None:
-        """Raises DoubleAllocationError if the sequence has a table."""
+        """Raise DoubleAllocationError if the sequence has a table."""
         if seq.seq_id in self:
             raise DoubleAllocationError("the sequence already has blocks", seq_id=seq.seq_id)
 
     def require_cross_absent(self, group: SequenceGroup) -> None:
-        """Raises DoubleAllocationError if the request has a table for cross-attention."""
+        """Raise DoubleAllocationError if the request has a table for cross-attention."""
         if group.request_id in self:
             raise DoubleAllocationError(
                 "the request already has cross-attention blocks", request_id=group.request_id
             )
 
     def of(self, seq: Sequence) -> SequenceBlocks:
-        """The sequence's table. Raises UnknownRequestError if it has none."""
+        """Return the sequence's table. Raises UnknownRequestError: it has none."""
         if seq.seq_id not in self:
             raise UnknownRequestError("the sequence has no blocks", seq_id=seq.seq_id)
         return self[seq.seq_id]
 
     def cross_of(self, group: SequenceGroup) -> SequenceBlocks:
-        """The request's table for cross-attention. Raises UnknownRequestError if it has none."""
+        """Return the request's table for cross-attention. Raises UnknownRequestError: it has none."""
         if group.request_id not in self:
             raise UnknownRequestError(
                 "the request has no cross-attention blocks", request_id=group.request_id
@@ -50,7 +50,7 @@ class TableDirectory(dict[int | str, SequenceBlocks]):
         return self[group.request_id]
 
     def on(self, device: Device, seq: Sequence) -> SequenceBlocks:
-        """The same. Raises LocalProtocolError: it is on the other device."""
+        """Return the sequence's table, as `of`. Raises LocalProtocolError: it is on the other device."""
         table = self.of(seq)
         if table.device is not device:
             raise LocalProtocolError(
@@ -62,7 +62,7 @@ class TableDirectory(dict[int | str, SequenceBlocks]):
         return table
 
     def unfinished(self, group: SequenceGroup) -> list[tuple[Sequence, SequenceBlocks]]:
-        """The group's unfinished sequences with blocks. Raises UnknownRequestError for none."""
+        """Return the group's unfinished sequences with blocks. Raises UnknownRequestError: there are none."""
         unfinished = [seq for seq in group.seqs() if not seq.is_finished and seq.seq_id in self]
         if not unfinished:
             raise UnknownRequestError(
@@ -71,8 +71,11 @@ class TableDirectory(dict[int | str, SequenceBlocks]):
         return [(seq, self[seq.seq_id]) for seq in unfinished]
 
     def on_device(self, group: SequenceGroup, device: Device) -> list[SequenceBlocks]:
-        """The group's tables on one device, that of cross-attention last. Raises UnknownRequestError: it has none;
-        LocalProtocolError: none there.
+        """Return the group's tables on one device, that of cross-attention last.
+
+        Raises:
+            UnknownRequestError: it has none.
+            LocalProtocolError: it has none there.
         """
         owners: list[int | str] = [seq.seq_id for seq in group.seqs()]
         owners.append(group.request_id)
@@ -118,7 +121,7 @@ class BlockBooks:
             max_step_tokens: most tokens that one step computes. With a window, states or chunks, slots are taken step
                 by step; if it is None, all at once, or with a window in steps for which `sliding_window // block_size +
                 2` blocks are enough.
-            attention_chunk_size: tokens of the chunks that queries stay inside of; None for one chunk.
+            attention_chunk_size: tokens of the chunks that queries stay inside of; None for no chunks.
             enable_caching: find blocks again by their content.
 
         Raises:
@@ -146,15 +149,18 @@ class BlockBooks:
         self._tables = TableDirectory()
 
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:
-        """Records the time (seconds) of the sequence's latest use, which orders evictions when its blocks are free."""
+        """Record the time (seconds) of the sequence's latest use, which orders evictions when its blocks are free."""
         table = self._tables.of(seq)
         table.last_access_s = max(table.last_access_s, now)
 
     def mark_blocks_as_computed(self, group: SequenceGroup, token_chunk_size: int) -> None:
-        """States that the next `token_chunk_size` tokens of every unfinished sequence are computed.
+        """State that the next `token_chunk_size` tokens of every unfinished sequence are computed.
 
-        Counting starts behind the tokens that `allocate` found cached. Blocks that become full can be found by other
-        requests from now on. Raises SequenceError: a sequence has fewer tokens with slots left.
+        Counting starts after the tokens that `allocate` found cached. Blocks that become full can be found by other
+        requests from now on.
+
+        Raises:
+            SequenceError: a sequence has fewer tokens with slots left.
         """
         marked = self._tables.unfinished(group)
         for seq, table in marked:
@@ -183,35 +189,36 @@ class BlockBooks:
         return [block_ids[0] for block_ids in shared]
 
     def get_prefix_cache_hit_rate(self, device: Device) -> float:
-        """Share of full blocks that allocation (GPU) or swapping (both) found cached; 0.0 before the first look-up."""
+        """Return the share of full blocks that allocation (GPU) or swapping (both) found cached, at first 0.0."""
         return (self._gpu if device is Device.GPU else self._cpu).hit_rate
 
     def get_num_free_gpu_blocks(self) -> int:
-        """Those without an owner, whether or not their content is cached."""
+        """Return the number of GPU blocks without an owner, those with cached content included."""
         return self._gpu.num_free_blocks
 
     def get_num_free_cpu_blocks(self) -> int:
+        """Return the number of CPU blocks without an owner, those with cached content included."""
         return self._cpu.num_free_blocks
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """The sequence's block ids on its device, lookahead included. Those before `get_first_block` mean nothing."""
+        """Return the sequence's block ids, lookahead included. Those before `get_first_block` mean nothing."""
         table = self._tables.of(seq)
         return table.dropped + table.block_ids
 
     def get_cross_block_table(self, group: SequenceGroup) -> list[int]:
-        """The ids of the request's cross-attention blocks, on its device."""
+        """Return the ids of the request's cross-attention blocks, on its device."""
         return self._tables.cross_of(group).block_ids.copy()
 
     def get_first_block(self, seq: Sequence) -> int:
-        """Index of the first block that the sequence has: a window has left those before it."""
+        """Return the index of the first block that the sequence has: a window has left those before it."""
         return len(self._tables.of(seq).dropped)
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
-        """Leading tokens that `allocate` found cached; prefill starts behind them."""
+        """Return how many leading tokens `allocate` found cached; prefill starts after them."""
         return self._tables.of(seq).num_cached_tokens
 
     def find_cached_tokens(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        """The most leading tokens, `max_tokens` at most and never the last one, behind which `seq` could go on."""
+        """Return the most leading tokens, but not the last nor above `max_tokens`, after which `seq` could go on."""
         if not self.enable_caching:
             return 0
         limit = seq.num_tokens - 1 if max_tokens is None else min(max_tokens, seq.num_tokens - 1)
@@ -227,5 +234,5 @@ class BlockBooks:
         return found * size
 
     def get_num_computed_tokens(self, seq: Sequence) -> int:
-        """Leading tokens found cached or marked as computed since."""
+        """Return how many leading tokens were found cached, or marked as computed since."""
         return self._tables.of(seq).num_computed_tokens

@@ -32,7 +32,7 @@ class AppendPlan(NamedTuple):
 
 
 def require_lookahead(num_lookahead_slots: int) -> None:
-    """Raises BlockIdError if the lookahead is negative."""
+    """Raise BlockIdError if the lookahead is negative."""
     if num_lookahead_slots < 0:
         raise BlockIdError(
             "lookahead slots must not be negative", num_lookahead_slots=num_lookahead_slots
@@ -40,7 +40,7 @@ def require_lookahead(num_lookahead_slots: int) -> None:
 
 
 def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int) -> AppendPlan:
-    """Plans slots up to `num_tokens` and for the lookahead. Raises BlockIdError: the lookahead is negative."""
+    """Plan slots up to `num_tokens` and for the lookahead. Raises BlockIdError: the lookahead is negative."""
     require_lookahead(num_lookahead_slots)
     block_size = table.paging.block_size
     num_tokens = max(num_tokens, table.num_tokens)
@@ -58,7 +58,7 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
 
 
 def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
-    """Changes the table as planned; returns what to copy before the next write. Raises OutOfBlocksError."""
+    """Change the table as planned; return what to copy before the next write. Raises OutOfBlocksError."""
     fresh = table.allocator.allocate(plan.num_blocks_needed)
     table.block_ids.extend(fresh[: plan.num_new_blocks])
     indices = plan.copied + plan.replaced
@@ -72,7 +72,7 @@ def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
 
 
 def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
-    """Splits copies, given in order, into batches whose copies may run at the same time.
+    """Split copies, given in order, into batches whose copies may run at the same time.
 
     A block freed between two appends may be the source of one copy and the destination of a later one, which must not
     overwrite what the first still reads.
@@ -112,7 +112,7 @@ class SwapPlan(NamedTuple):
 def plan_swap(
     tables: Iterable[SequenceBlocks], source: BlockAllocator, destination: BlockAllocator
 ) -> SwapPlan:
-    """Plans the move of `tables`, which live on `source`."""
+    """Plan the move of `tables`, which live on `source`."""
     found: dict[int, int] = {}
     missing: list[int] = []
     num_queried = 0
@@ -134,7 +134,7 @@ def apply_swap(
     source: BlockAllocator,
     destination: BlockAllocator,
 ) -> list[BlockCopy]:
-    """Moves the tables as planned; returns the blocks to copy. Raises OutOfBlocksError: nothing changed."""
+    """Move the tables as planned; return the blocks to copy. Raises OutOfBlocksError: nothing changed."""
     destination.require_free(plan.num_blocks_needed)
     # Cached blocks first: allocating the rest could evict them.
     destination.share(plan.found.values())

@@ -27,7 +27,7 @@ from kvconnector.errors import ConfigError
 
 
 class AllocStatus(Enum):
-    """Whether a group may take its blocks."""
+    """What `can_allocate` and `can_swap_in` answer."""
 
     OK = "ok"
     LATER = "later"
@@ -55,7 +55,7 @@ class _StartPlan(NamedTuple):
     """What admitting a sequence takes."""
 
     resume_at: int
-    """Tokens in front of the first step: cached here, or brought by somebody else."""
+    """Tokens before the first step: cached here, or brought by somebody else."""
     first: int
     """The first block that the first step needs."""
     cached: list[int]
@@ -77,7 +77,7 @@ class BlockSpaceManager(BlockBooks):
     tells which may run at once).
 
     With a sliding window a sequence holds the blocks that its next token sees and those that its step writes. The ones
-    it leaves behind can be found again until they are overwritten. Not thread safe.
+    that the window has left can be found again until they are overwritten. Not thread safe.
 
     What fails changes nothing. Every method may raise UnknownRequestError: the sequence, or each unfinished one of the
     group, has no blocks; and LocalProtocolError: its blocks are on the other device.
@@ -98,7 +98,7 @@ class BlockSpaceManager(BlockBooks):
         resume_at: int | None = None,
         num_tokens: int | None = None,
     ) -> AllocStatus:
-        """Whether `allocate` will succeed for the same arguments, and leave the watermark's blocks free.
+        """Return OK if `allocate` will succeed for the same arguments and leave the watermark's blocks free.
 
         Cached blocks that others hold anyway take no space for OK, but do for NEVER.
 
@@ -247,7 +247,7 @@ class BlockSpaceManager(BlockBooks):
             self._tables.pop(group.request_id).release()
 
     def can_swap_in(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
-        """Whether the group can return to the GPU and then append its new slots and the lookahead.
+        """Return OK if the group can return to the GPU and then append its new slots and the lookahead.
 
         Raises:
             BlockIdError: the lookahead is negative.

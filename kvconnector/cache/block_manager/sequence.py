@@ -19,7 +19,7 @@ class SequenceError(LocalError):
 
 
 def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
-    """Bytes that differ whenever the keys do. Raises SequenceError: one is neither int, str nor bytes."""
+    """Return bytes that differ whenever the keys do. Raises SequenceError: one is neither int, str nor bytes."""
     for key in extra_keys:
         if not isinstance(key, int | str | bytes):
             raise SequenceError("an extra key must be int, str or bytes", extra_key=key)
@@ -27,12 +27,12 @@ def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
 
 
 def root_hash(block_size: int) -> bytes:
-    """The parent of every sequence's first block; differs between block sizes."""
+    """Return the parent of every sequence's first block, which differs between block sizes."""
     return _digest(block_size.to_bytes(8, "little"))
 
 
 def block_hash(parent: bytes, token_ids: array[int], encoded_extra_keys: bytes) -> bytes:
-    """Hash of one full block, which commits to its tokens and to everything in front: `parent`, or `root_hash`.
+    """Return the hash of one full block, which commits to its tokens and all before: `parent`, or `root_hash`.
 
     Not Python's `hash()`: a collision would hand one request another one's KV cache, so a client must not be able to
     provoke one through its prompt.
@@ -54,7 +54,17 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """Tokens of one candidate answer, prompt included; only ever appended. `seq_id` is unique in a block manager."""
+    """Tokens of one candidate answer, prompt included; only ever appended.
+
+    Args:
+        seq_id: unique in a block manager.
+        token_ids: at least one; they are copied.
+        extra_keys: what besides tokens the cache of these depends on.
+        status: where the sequence stands.
+
+    Raises:
+        SequenceError: there is no token, one is no 64-bit integer, or an extra key is neither int, str nor bytes.
+    """
 
     def __init__(
         self,
@@ -64,7 +74,6 @@ class Sequence:
         extra_keys: Iterable[ExtraKey] = (),
         status: SequenceStatus = SequenceStatus.WAITING,
     ) -> None:
-        """Copies `token_ids`. Raises SequenceError: no token, one that is no 64-bit integer, or a wrong extra key."""
         self.seq_id = seq_id
         self.status = status
         self._token_ids = _token_array(token_ids, seq_id)
@@ -83,17 +92,17 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def append_tokens(self, token_ids: Iterable[int]) -> None:
-        """Adds generated tokens at the end. Raises SequenceError for a token that is no integer."""
+        """Add generated tokens at the end. Raises SequenceError: a token is no integer."""
         self._token_ids.extend(_token_array(token_ids, self.seq_id))
 
     def fork(self, seq_id: int) -> Sequence:
-        """A copy under another id, with the same status."""
+        """Return a copy under another id, with the same status."""
         child = Sequence(seq_id, self._token_ids, extra_keys=self._extra_keys, status=self.status)
         child._chains = {block_size: list(chain) for block_size, chain in self._chains.items()}
         return child
 
     def shares_prefix(self, other: Sequence, num_tokens: int) -> bool:
-        """Whether both have the same extra keys and the same first `num_tokens` tokens."""
+        """Return True if both have the same extra keys and the same first `num_tokens` tokens."""
         return (
             self._encoded_extra_keys == other._encoded_extra_keys
             and min(self.num_tokens, other.num_tokens) >= num_tokens
@@ -101,7 +110,7 @@ class Sequence:
         )
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Hashes of the first `num_blocks` blocks of `block_size` tokens. Raises SequenceError: fewer are full."""
+        """Return the hashes of the first `num_blocks` blocks. Raises SequenceError: fewer are full."""
         if num_blocks * block_size > self.num_tokens:
             raise SequenceError(
                 "only full blocks have a hash",
@@ -147,7 +156,7 @@ class SequenceGroup:
             raise SequenceError("a group needs at least one sequence", request_id=request_id)
 
     def add(self, seq: Sequence) -> None:
-        """Adds a sequence, usually a fork. Raises SequenceError if the group has its id already."""
+        """Add a sequence, usually a fork. Raises SequenceError: the group has its id already."""
         if seq.seq_id in self._seqs:
             raise SequenceError(
                 "the group has this sequence", request_id=self.request_id, seq_id=seq.seq_id
@@ -155,7 +164,7 @@ class SequenceGroup:
         self._seqs[seq.seq_id] = seq
 
     def seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
-        """All sequences in the order they were added, or those with `status`."""
+        """Return all sequences in the order they were added, or those with `status`."""
         return [seq for seq in self._seqs.values() if status is None or seq.status is status]
 
 

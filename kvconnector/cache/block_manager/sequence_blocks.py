@@ -20,7 +20,7 @@ NO_BLOCK = 0
 class Paging:
     """How tokens map to blocks, and which of them a sequence needs.
 
-    A recurrent layer's block holds one state: that behind its last token, or behind the last one computed if that is
+    A recurrent layer's block holds one state: that after its last token, or after the last one computed if that is
     inside it. It is needed as a window of two tokens is: the next token needs the block of the one before it.
     """
 
@@ -32,7 +32,7 @@ class Paging:
     max_step_tokens: int | None = None
     """Most tokens that one step computes; None for no limit. With a window or chunks, slots are taken step by step."""
     attention_chunk_size: int | None = None
-    """Tokens of the chunks that queries stay inside of; None for one query's sight not to end at a chunk."""
+    """Tokens of the chunks that queries stay inside of; None for no chunks."""
 
     @property
     def keeps_all(self) -> bool:
@@ -83,7 +83,7 @@ class SequenceBlocks:
     """The blocks of one sequence, all on one device.
 
     It owns one share of each of `block_ids`, which follow `dropped`: blocks that its window has left. `num_tokens`
-    tokens have slots. Tokens in front of `valid_from` are not in the blocks, although those may reach there.
+    tokens have slots. Tokens before `valid_from` are not in the blocks, although those may reach there.
     """
 
     allocator: BlockAllocator
@@ -106,20 +106,20 @@ class SequenceBlocks:
         return len(self.dropped) + len(self.block_ids)
 
     def mark_computed(self, num_tokens: int) -> range:
-        """Counts `num_tokens` more as computed; returns the indices of blocks this completed."""
+        """Count `num_tokens` more as computed; return the indices of the blocks that this completed."""
         first_block = self.num_computed_tokens // self.paging.block_size
         self.num_computed_tokens += num_tokens
         return range(first_block, self.num_computed_tokens // self.paging.block_size)
 
     def publish(self, full_blocks: range, block_hashes: list[bytes]) -> None:
-        """Offers computed blocks to others; `block_hashes` are those of all blocks from the first."""
+        """Offer computed blocks to others; `block_hashes` are those of all blocks from the first."""
         for depth in full_blocks:
             if depth >= len(self.dropped) and depth * self.paging.block_size >= self.valid_from:
                 content = CachedContent(block_hashes[depth], depth)
                 self.allocator.publish(self.block_ids[depth - len(self.dropped)], content)
 
     def drop_left_behind(self) -> None:
-        """Gives up the blocks that no token behind the computed ones sees."""
+        """Give up the blocks that no token after the computed ones sees."""
         count = self.paging.first_needed(self.num_computed_tokens) - len(self.dropped)
         if count > 0:
             old, self.block_ids = self.block_ids[:count], self.block_ids[count:]
@@ -127,11 +127,11 @@ class SequenceBlocks:
             self.dropped += old
 
     def fork(self) -> SequenceBlocks:
-        """A second table that shares every block."""
+        """Return a second table that shares every block."""
         self.allocator.share(self.block_ids)
         return replace(self, block_ids=self.block_ids.copy(), dropped=self.dropped.copy())
 
     def release(self) -> None:
-        """Gives up every block; the table must not be used afterwards."""
+        """Give up every block; the table must not be used afterwards."""
         self.allocator.release(self.block_ids, self.last_access_s)
         self.block_ids = []

@@ -30,7 +30,7 @@ def start(manager, seq_id, tokens):
 
 
 def computed(manager, seq_id, tokens):
-    """The same, behind its prompt."""
+    """The same, with its prompt computed."""
     group = start(manager, seq_id, tokens)
     (seq,) = group.seqs()
     manager.mark_blocks_as_computed(group, seq.num_tokens - manager.get_num_computed_tokens(seq))

@@ -62,6 +62,8 @@ def test_wrong_calls_are_refused():
         copy_kv_blocks(src, dst, [4], [0], "h2h")
     with pytest.raises(BlockIdError, match="twice"):
         copy_kv_blocks(src, dst, [0, 1], [2, 2], "h2h")
+    with pytest.raises(BlockIdError, match=r"writes? blocks that it reads.*\[1, 2\]"):
+        copy_kv_blocks(dst, dst, [0, 1, 2], [1, 2, 3], "h2h")
     with pytest.raises(BlockIdError, match="not exactly the blocks"):
         copy_kv_blocks(src, dst, [0, 1], [2], "h2h")
     for array, old in zip(arrays, before, strict=True):
