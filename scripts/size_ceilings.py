@@ -41,7 +41,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/integrations": Size(2860, target=2810),
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
-    "kvconnector/runtime": Size(3920, target=2800),
+    "kvconnector/runtime": Size(3940, target=2800),
     "kvconnector/session": Size(3750, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2360, target=1930),
@@ -73,7 +73,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1430),
-    "tests/unit/runtime": Size(1720),
+    "tests/unit/runtime": Size(1740),
     "tests/unit/session": Size(1250),
     "tests/vllm": Size(5130),
 }
@@ -82,7 +82,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
     ("kvconnector",): Size(30850, target=27400),
     ("kernels",): Size(4150, target=3650),
-    ("tests",): Size(27200, target=24800),
+    ("tests",): Size(27300, target=24800),
 }
 
 

@@ -77,6 +77,7 @@ class Scheduler:
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []
         self._held: dict[str, str] = {}
+        self._transfers: set[str] = set()
         self._streams = Streams(self._engine, self._retentions)
         self._requests: dict[str, RemoteRequest] = {}
         self._failures = FailureLog(config.engine_id)
@@ -155,6 +156,7 @@ class Scheduler:
             lease_duration_s=lease_duration_s,
         )
         self._held[request_id] = stream.transfer_id
+        self._transfers.add(stream.transfer_id)
         self._orders.append(hold)
         params = TransferParams.of(
             hold, num_tokens, self._engine, self._service.address, self._service.server_key
@@ -220,8 +222,7 @@ class Scheduler:
             )
         asked = StreamRequest.from_mapping(kv_transfer_params)
         if asked is not None and self._config.stream and self._service is not None:
-            in_use = (*self._held, *self._held.values())
-            self._orders.append(self._streams.open(request_id, asked, in_use))
+            self._orders.append(self._streams.open(request_id, asked, self._transfers))
         if not wants_remote_prefill(kv_transfer_params):
             return
         if self._config.role == "producer":
@@ -371,7 +372,7 @@ class Scheduler:
         if output.finished_sending or output.finished_recving - set(output.failed_recving):
             self._announced = "acknowledged"
         for request_id in output.finished_sending:
-            self._held.pop(request_id, None)
+            self._transfers.discard(self._held.pop(request_id, ""))
         for request_id in output.begun & self._requests.keys():
             self._requests[request_id].has_begun = True
         for request_id in output.finished_recving:

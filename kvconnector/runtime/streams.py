@@ -60,21 +60,26 @@ class Streams:
             for group, retention in zip(engine.ranks[0].groups, retentions, strict=True)
         ]
         self._streams: dict[str, Stream] = {}
+        self._names: set[str] = set()
 
-    def open(
-        self, request_id: str, asked: StreamRequest, names_in_use: Container[str]
-    ) -> HoldRequest:
+    def open(self, request_id: str, asked: StreamRequest, held: Container[str]) -> HoldRequest:
         """A request was queued.
+
+        Args:
+            request_id: the engine's name for it.
+            asked: the router's name for its transfer, and the secret.
+            held: names of transfers that have been offered and are not over.
 
         Raises:
             RemoteProtocolError: another request has the transfer's name.
         """
-        streamed = {stream.transfer_id for stream in self._streams.values()}
-        if asked.transfer_id in streamed or asked.transfer_id in names_in_use:
+        if asked.transfer_id in self._names or asked.transfer_id in held:
             raise RemoteProtocolError(
                 "the name of a transfer is in use", request=request_id, transfer=asked.transfer_id
             )
+        self.close(request_id)
         stream = self._streams[request_id] = Stream(asked.transfer_id, asked.transfer_secret)
+        self._names.add(asked.transfer_id)
         return self._order(request_id, stream, [()] * len(self._block_tokens))
 
     def grow(
@@ -115,7 +120,9 @@ class Streams:
 
     def close(self, request_id: str) -> None:
         """Forget a request that is computed, or over."""
-        self._streams.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._names.discard(stream.transfer_id)
 
     def _order(
         self, request_id: str, stream: Stream, blocks: Sequence[Sequence[int]]

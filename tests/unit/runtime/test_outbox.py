@@ -1,3 +1,5 @@
+import pytest
+
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
 from kvconnector.runtime.outbox import Outbox
@@ -40,3 +42,20 @@ def test_a_broken_driver_whose_copies_go_on_ends_only_what_has_no_blocks():
     assert output.finished_sending == {"s"}
     assert output.finished_recving == {"late"}
     assert output.begun == {"f"}
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
+def test_everything_since_the_last_call_is_taken_at_once(count):
+    outbox = Outbox()
+    for number in range(count):
+        outbox.failed(f"w{number}", KVConnectorError(f"reason {number}"))
+        outbox.released(f"r{number}", "expired")
+    output = outbox.take()
+    assert output.finished_recving == {f"w{number}" for number in range(count)}
+    assert output.failed_recving == {
+        f"w{number}": f"KVConnectorError: reason {number}" for number in range(count)
+    }
+    assert output.finished_sending == {f"r{number}" for number in range(count)}
+    assert output.stats.leases_expired == count
+    assert output.stats.failures == ({"KVConnectorError": count} if count else {})
+    assert outbox.take().is_empty
