@@ -18,7 +18,7 @@ from tests.support.strategies import transfers
 
 class Rank:
     """A producer rank that computes a prompt step by step, layer after layer. `written[layer]` tokens it has in each;
-    `said` is all that it has said, of which a consumer hears some, late and more than once.
+    `reports` is all that it has reported, of which a consumer gets some, late and more than once.
     """
 
     def __init__(self, rank, steps, groups_stay):
@@ -26,27 +26,27 @@ class Rank:
         self.written = dict.fromkeys(self.layers, 0)
         self._steps, self._groups_stay = [0, *steps], groups_stay
         self._step, self._num_done = 1, 0
-        self.said = []
-        self.say()
+        self.reports = []
+        self.report()
 
     @property
     def is_over(self):
         return self._step == len(self._steps)
 
     def compute(self):
-        """One layer more, or the news that a step is over."""
+        """One layer more, or the report that a step is over."""
         if self._num_done == len(self.layers):
             self._step, self._num_done = self._step + 1, 0
         else:
             self.written[self.layers[self._num_done]] = self._steps[self._step]
             self._num_done += 1
-        self.say()
+        self.report()
 
-    def say(self):
+    def report(self):
         ahead_layers = self.layers[self._num_done - 1] + 1 if self._num_done else 0
         ahead = 0 if self.is_over else self._steps[self._step]
         stays = [stay and self._steps[-1] > 0 for stay in self._groups_stay]
-        self.said.append(
+        self.reports.append(
             m.Progress(
                 transfer_id="t",
                 num_tokens=self._steps[self._step - 1],
@@ -74,8 +74,8 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()
 
-    def hear(source, said):
-        load.hear(links[source], said, len(groups_stay))
+    def notice(source, report):
+        load.record_progress(links[source], report, len(groups_stay))
         for one in load.take_ready(plan, list(links.values()), chunk_bytes=transfer.chunk_bytes):
             for item in plan_items([one], transfer.consumer):
                 assert item.token < ranks[one.source].written[item.layer]
@@ -88,9 +88,9 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
             ranks[rng.choice(unfinished)].compute()
             source = rng.choice(list(ranks))
             if rng.random() < 0.6:
-                hear(source, rng.choice(ranks[source].said[-3:]))
+                notice(source, rng.choice(ranks[source].reports[-3:]))
         for source, rank in ranks.items():
-            hear(source, rank.said[-1])
+            notice(source, rank.reports[-1])
     assert load.is_read
     wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges)
     assert read == Counter(wanted)
