@@ -5,10 +5,10 @@
     scripts/mutants --sample 20          20 of them, drawn by --seed
     scripts/mutants --list               print them and run nothing; fails for one that does not fit its file
 
-A mutant replaces `old`, which must be in `file` exactly once, by `new`, and names the `tests` that must notice. One
-that no test can notice says in `equivalent` why. The campaign fails for a mutant that survives, for an equivalent one
-that is killed, for an `old` that is no longer in its file, and if the tests fail without a mutant. It never changes
-the checkout.
+A mutant replaces `old`, which must be in `file` exactly once, by `new`. The room's `tests`, or its own, must
+notice. One that no test can notice says in `equivalent` why. The campaign fails for a mutant that survives, for an
+equivalent one that is killed, for an `old` that is no longer in its file, and if the tests fail without a mutant.
+It never changes the checkout.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import msgspec
+from msgspec import structs
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests" / "mutants.toml"
@@ -40,13 +41,14 @@ NOTICED = (1, 2)
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A mistake and who must notice it."""
 
-    room: str
     name: str
     file: str
     old: str
     new: str
-    tests: list[str]
+    tests: list[str] = []
+    """Instead of the room's."""
     equivalent: str = ""
+    room: str = ""
 
     def apply(self, text: str) -> str:
         """Return the file's text with the mistake in it. Raises ValueError: `old` is not in it exactly once."""
@@ -55,10 +57,11 @@ class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return text.replace(self.old, self.new)
 
 
-class Campaign(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The table's file."""
+class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Mistakes in one part of the package, and the tests that must notice them."""
 
-    mutant: list[Mutant]
+    tests: list[str]
+    mutants: list[Mutant]
 
 
 class Tree:
@@ -183,12 +186,15 @@ def main(arguments: Sequence[str]) -> int:
     """Run the campaign; print the complaints and return 1 if there are any."""
     options = parse_arguments(arguments)
     with TABLE.open("rb") as file:
-        mutants = msgspec.convert(tomllib.load(file), Campaign).mutant
-    rooms = {mutant.room for mutant in mutants}
-    if unknown := set(options.room) - rooms:
+        rooms = msgspec.convert(tomllib.load(file), dict[str, Room])
+    if unknown := set(options.room) - set(rooms):
         print(f"no rooms {sorted(unknown)}; there are {sorted(rooms)}", file=sys.stderr)
         return 2
-    mutants = [mutant for mutant in mutants if mutant.room in (options.room or rooms)]
+    mutants = [
+        structs.replace(mutant, room=name, tests=mutant.tests or rooms[name].tests)
+        for name in options.room or rooms
+        for mutant in rooms[name].mutants
+    ]
     if options.sample is not None and options.sample < len(mutants):
         mutants = random.Random(options.seed).sample(mutants, options.sample)
     if options.list:

@@ -12,7 +12,7 @@ LOWEST, HIGHEST = 10_000, 65_535
 def free_ports(distances=(0,)):
     """A port that is free together with those at `distances` from it, on 127.0.0.1.
 
-    The kernel gives none of them to a connection or to a listener on port 0: the server that gets a port may be the last
+    The kernel gives none of them to a connection or to a listener on port 0: the server that gets one may be the last
     to start. Raises RuntimeError when there are none.
     """
     first, last = map(int, RANGE.read_text().split())
