@@ -55,7 +55,7 @@ ROOMS: dict[str, Size] = {
     "examples/monitoring": Size(100),
     "examples/minillm": Size(5570),
     "examples/vllm_1p1d": Size(530),
-    "scripts": Size(720),
+    "scripts": Size(780),
     "tests": Size(90),
     "tests/control": Size(440),
     "tests/docs": Size(440),

@@ -1,0 +1,65 @@
+"""Fails when two modules of the package give one public name to two classes or functions.
+
+A reader searches for a name and should find one thing. What may share a name is in `SAME`, with the reason: the same
+thing for another device, or entry points. `OTHERS` are different things that still share one: a list to make shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("kvconnector", "kernels")
+SAME = {
+    "apply_writes": "a kernel and its oracle",
+    "check_block_ids": "the pool's check, and the kernels' own of their arguments",
+    "check_version": "of the library that is loaded",
+    "compile_copy": "a kernel for a CPU, and for a GPU",
+    "compile_read": "a kernel for a CPU, and for a GPU",
+    "gather_rows": "a kernel and its oracle",
+    "map_slots": "a kernel and its oracle",
+    "register": "entry points that others name",
+    "run": "entry points of benchmarks and of the command line",
+}
+OTHERS = {
+    *("Cut", "Directory", "Report", "Worker"),
+    *("engine_geometry", "error_of", "milliseconds", "place_of", "slots_of"),
+}
+
+
+def find_names() -> dict[str, list[str]]:
+    """Return the modules of each public class and function at module level, by its name."""
+    modules = defaultdict(list)
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    continue
+                if not node.name.startswith("_"):
+                    modules[node.name].append(path.relative_to(ROOT).as_posix())
+    return modules
+
+
+def main() -> int:
+    """Print what shares a name with something else; return 1 if there is any that is not listed."""
+    shared = {name: modules for name, modules in find_names().items() if len(modules) > 1}
+    listed = {*SAME, *OTHERS}
+    complaints = [
+        f"{name}: two things, in {' and '.join(shared[name])}"
+        for name in sorted(set(shared) - listed)
+    ]
+    complaints += [
+        f"{name}: is one thing now, and need not be listed" for name in sorted(listed - set(shared))
+    ]
+    print(
+        "\n".join(complaints)
+        or f"{len(OTHERS)} names still mean several things: {', '.join(sorted(OTHERS))}"
+    )
+    return 1 if complaints else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
