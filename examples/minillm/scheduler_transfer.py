@@ -40,7 +40,8 @@ class ConnectorTransfer:
         self._is_producer = config.role == "prefill"
         self._config = connector_config(config)
         self._started: Scheduler | None = None
-        self._outputs = _RankOutputs(config.parallel.world_size)
+        self._decoder = msgspec.msgpack.Decoder(WorkerOutput)
+        self._aggregator: KVOutputAggregator | None = None
         self.registry = CollectorRegistry()
         self._metrics: EngineMetrics | None = None
 
@@ -48,6 +49,7 @@ class ConnectorTransfer:
         """Start the scheduler half, and with it a prefill engine's directory service."""
         workers = [msgspec.msgpack.decode(item, type=WorkerMetadata) for item in metadata]
         self._started = Scheduler(self._config, workers, retentions=self._retentions)
+        self._aggregator = KVOutputAggregator.from_connector(self._started, len(workers))
         self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
 
     @property
@@ -129,7 +131,7 @@ class ConnectorTransfer:
 
     def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
         """Requests that no consumer will read any more; loads that all ranks have finished, and those that failed."""
-        output = self._outputs.aggregate(outputs)
+        output = self._aggregated(outputs)
         self._scheduler.update(output)
         if self._metrics is not None:
             self._metrics.observe(output.stats)
@@ -145,21 +147,13 @@ class ConnectorTransfer:
             failed_recving=output.failed_recving,
         )
 
+    def _aggregated(self, outputs: Sequence[msgspec.Raw]) -> WorkerOutput:
+        """The engine's output, of those of its ranks: each answers every step, so it is never absent."""
+        if self._aggregator is None:
+            return WorkerOutput()
+        return self._aggregator.aggregate([*map(self._decoder.decode, outputs)]) or WorkerOutput()
+
     def close(self) -> None:
         """Close the scheduler half."""
         if self._started is not None:
             self._started.close()
-
-
-class _RankOutputs:
-    """Decodes the ranks' outputs and says what all ranks have finished."""
-
-    def __init__(self, world_size: int) -> None:
-        self._decoder = msgspec.msgpack.Decoder(WorkerOutput)
-        self._aggregator = KVOutputAggregator(expected_finished_count=world_size)
-
-    def aggregate(self, outputs: Sequence[msgspec.Raw]) -> WorkerOutput:
-        """One output for the scheduler half."""
-        decoded = [self._decoder.decode(output) for output in outputs]
-        # every rank answers every step, so the aggregate is never absent
-        return self._aggregator.aggregate(decoded) or WorkerOutput()

@@ -363,6 +363,10 @@ class Scheduler:
             self._announced = "sent"
         return StepMetadata(engine=self._engine if tells else None, orders=orders)
 
+    def get_finished_count(self) -> int:
+        """Workers that report each request: all of the engine's. See `KVOutputAggregator.from_connector`."""
+        return self._engine.world_size
+
     def update(self, output: WorkerOutput | None) -> None:
         """Take the engine's aggregated output of one step. Requests that failed are logged, once for the engine."""
         if output is None:

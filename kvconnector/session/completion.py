@@ -1,15 +1,18 @@
-"""Counting across ranks: a request is finished when every worker of the engine has said so."""
+"""Counting across ranks: a request is finished when every worker of the engine has reported it."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal, Protocol
 
 import msgspec
-from msgspec import structs
+from msgspec import Meta, structs
 
 from kvconnector.errors import LocalError
+
+MAX_INCOMPLETE_EVENTS = 1 << 16
+"""Cache events that some workers have reported and others have not: of more than these the oldest are forgotten."""
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,6 +105,10 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
     ones too, loads once nothing writes their blocks. `begun` are followed requests whose load may be asked for.
+
+    The last three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
+    computed again; `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
+    `expected_finished_count`, if not 0, is how many workers report each request that is first reported from now on.
     """
 
     finished_sending: frozenset[str] = frozenset()
@@ -110,6 +117,9 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     stats: WorkerStats = WorkerStats()
     failed_sending: dict[str, str] = {}
     begun: frozenset[str] = frozenset()
+    invalid_block_ids: frozenset[int] = frozenset()
+    kv_cache_events: tuple[str, ...] = ()
+    expected_finished_count: Annotated[int, Meta(ge=0)] = 0
 
     def merged(self, other: WorkerOutput) -> WorkerOutput:
         """Both, as one."""
@@ -120,6 +130,9 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
             failed_sending={**self.failed_sending, **other.failed_sending},
             stats=self.stats.merged(other.stats),
             begun=self.begun | other.begun,
+            invalid_block_ids=self.invalid_block_ids | other.invalid_block_ids,
+            kv_cache_events=self.kv_cache_events + other.kv_cache_events,
+            expected_finished_count=other.expected_finished_count or self.expected_finished_count,
         )
 
     @property
@@ -128,33 +141,72 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
         return self == WorkerOutput()
 
 
-class _Reports:
-    """Which workers have reported which request, and why it failed, until enough have."""
+class FinishedCounter(Protocol):
+    """A connector that knows how many workers report each request; None or 0: all of the engine's."""
 
-    def __init__(self, expected: int) -> None:
-        self._expected = expected
-        self._workers: defaultdict[str, set[int]] = defaultdict(set)
+    def get_finished_count(self) -> int | None: ...
+
+
+class _Reports:
+    """Which workers have reported which request, and why it failed, until enough have.
+
+    How many are enough is settled by a request's first report.
+    """
+
+    def __init__(self) -> None:
+        self._awaited: dict[str, tuple[int, set[int]]] = {}
         self._failed: dict[str, str] = {}
 
-    def take(
-        self, worker: int, finished: Iterable[str], failed: Mapping[str, str]
+    def failed(self, reasons: Mapping[str, str]) -> None:
+        """Remember why requests failed; of several reasons the first one."""
+        for request_id, reason in reasons.items():
+            self._failed.setdefault(request_id, reason)
+
+    def finished(
+        self, worker: int, request_ids: Iterable[str], expected: int
     ) -> tuple[set[str], dict[str, str]]:
         """One worker's report: the requests that are complete with it, and why those of them failed that did."""
-        self._failed = {**failed, **self._failed}
         complete = set()
-        for request_id in finished:
-            self._workers[request_id].add(worker)
-            if len(self._workers[request_id]) >= self._expected:
-                del self._workers[request_id]
+        for request_id in request_ids:
+            needed, workers = self._awaited.setdefault(request_id, (expected, set()))
+            workers.add(worker)
+            if len(workers) >= needed:
+                del self._awaited[request_id]
                 complete.add(request_id)
         return complete, {r: self._failed.pop(r) for r in complete if r in self._failed}
+
+
+class _Events:
+    """Cache events, each with how often which worker has reported it and another one has not yet."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, Counter[int]] = {}
+
+    def take(self, worker: int, events: Iterable[str], num_workers: int) -> tuple[str, ...]:
+        """One worker's events: those that every worker has reported now. One that comes again is counted again."""
+        complete = []
+        for event in events:
+            reports = self._reports.setdefault(event, Counter())
+            reports[worker] += 1
+            if len(reports) == num_workers:
+                complete.append(event)
+                reports -= Counter(list(reports))
+            if not reports:
+                del self._reports[event]
+        while len(self._reports) > MAX_INCOMPLETE_EVENTS:
+            del self._reports[next(iter(self._reports))]
+        return tuple(complete)
 
 
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
     Sending and receiving are counted apart, and a worker counts once, however often it reports a request. What any
-    worker failed to receive is failed once every worker has reported it, so that none still writes its blocks.
+    worker failed to receive is failed once every worker has reported it, so that none still writes its blocks. Cache
+    events are counted by workers too; invalid blocks and statistics of any worker are passed on at once.
+
+    Args:
+        expected_finished_count: workers that report each request, until an output changes it.
 
     Raises:
         LocalError: an expected count below one.
@@ -166,41 +218,64 @@ class KVOutputAggregator:
                 "at least one worker must report a request",
                 expected_finished_count=expected_finished_count,
             )
-        self._sending = _Reports(expected_finished_count)
-        self._recving = _Reports(expected_finished_count)
+        self._expected = expected_finished_count
+        self._sending, self._recving, self._events = _Reports(), _Reports(), _Events()
         self._pending = WorkerOutput()
+
+    @classmethod
+    def from_connector(cls, connector: FinishedCounter, world_size: int) -> KVOutputAggregator:
+        """For the workers of `connector`, of which there are `world_size` unless it names another count. Raises as the
+        class.
+        """
+        return cls(connector.get_finished_count() or world_size)
 
     def aggregate(
         self, outputs: Sequence[WorkerOutput | None], output_rank: int = 0
     ) -> WorkerOutput | None:
-        """The engine's output of one step, from one output (or None) a worker, workers always in the same order.
+        """Merge one step of all workers.
 
-        None when the worker `output_rank` has none in this step: what the others said is kept for the next one.
+        Args:
+            outputs: of each worker its output, or None; workers always in the same order.
+            output_rank: the worker whose output stands for the engine's.
+
+        Returns:
+            The engine's output. None when the worker `output_rank` has none in this step: what the others reported is
+            kept for the next one.
 
         Raises:
-            LocalError: `output_rank` is not among the workers.
+            LocalError: `output_rank` is not among the workers, or an output expects a negative count; nothing of the
+                step is taken.
         """
         if not 0 <= output_rank < len(outputs):
             raise LocalError("no such worker", output_rank=output_rank, workers=len(outputs))
-        for worker, output in enumerate(outputs):
-            if output is not None:
-                self._pending = self._merge(self._pending, worker, output)
+        present = [(worker, output) for worker, output in enumerate(outputs) if output is not None]
+        for _, output in present:
+            if (count := output.expected_finished_count) < 0:
+                raise LocalError("a negative count is expected", expected_finished_count=count)
+        for (
+            _,
+            output,
+        ) in present:  # a failure counts also where another worker completes the request
+            self._sending.failed(output.failed_sending)
+            self._recving.failed(output.failed_recving)
+        for worker, output in present:
+            own = self._counted(worker, output, len(outputs))
+            self._pending = self._pending.merged(own)
         if outputs[output_rank] is None:
             return None
         merged, self._pending = self._pending, WorkerOutput()
         return merged
 
-    def _merge(self, merged: WorkerOutput, worker: int, output: WorkerOutput) -> WorkerOutput:
-        sent, unsent = self._sending.take(worker, output.finished_sending, output.failed_sending)
-        received, failed = self._recving.take(
-            worker, output.finished_recving, output.failed_recving
-        )
-        return merged.merged(
-            structs.replace(
-                output,
-                finished_sending=frozenset(sent),
-                finished_recving=frozenset(received),
-                failed_recving=failed,
-                failed_sending=unsent,
-            )
+    def _counted(self, worker: int, output: WorkerOutput, num_workers: int) -> WorkerOutput:
+        """One worker's output, with only what is complete with it."""
+        expected = self._expected = output.expected_finished_count or self._expected
+        sent, unsent = self._sending.finished(worker, output.finished_sending, expected)
+        received, failed = self._recving.finished(worker, output.finished_recving, expected)
+        return structs.replace(
+            output,
+            finished_sending=frozenset(sent),
+            finished_recving=frozenset(received),
+            failed_recving=failed,
+            failed_sending=unsent,
+            kv_cache_events=self._events.take(worker, output.kv_cache_events, num_workers),
         )

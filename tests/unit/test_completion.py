@@ -3,6 +3,7 @@
 import pytest
 
 from kvconnector.errors import LocalError
+from kvconnector.session import completion
 from kvconnector.session.completion import (
     KVOutputAggregator,
     LoadInFlight,
@@ -80,7 +81,70 @@ def test_notices_traces_and_loads_in_flight_of_all_workers_are_passed_on_at_once
     assert merged.stats.loading == tuple(output.stats.loading[0] for output in outputs)
 
 
+@pytest.mark.parametrize("count, expected", [(None, 4), (0, 4), (2, 2)])
+def test_a_connector_may_say_how_many_of_its_workers_report(count, expected):
+    class Connector:
+        def get_finished_count(self):
+            return count
+
+    aggregator = KVOutputAggregator.from_connector(Connector(), world_size=4)
+    steps = [[output("r") if worker == n else None for worker in range(4)] for n in range(4)]
+    told = [aggregator.aggregate(step, output_rank=n) for n, step in enumerate(steps)]
+    assert [bool(each.finished_sending) for each in told].index(True) == expected - 1
+
+
+def test_another_expected_count_holds_for_requests_that_were_not_reported_before():
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate((output("a"), NOTHING)) == NOTHING
+    one = WorkerOutput(finished_sending=frozenset("ab"), expected_finished_count=1)
+    told = aggregator.aggregate((one, NOTHING))
+    assert (told.finished_sending, told.expected_finished_count) == (frozenset("b"), 1)
+    assert aggregator.aggregate((NOTHING, output("a"))) == output("a")
+    assert aggregator.aggregate((NOTHING, output("c"))) == output("c")
+
+
+def test_a_cache_event_is_passed_on_when_all_workers_have_reported_it_and_again_when_it_comes_again():
+    def events(*names):
+        return WorkerOutput(kv_cache_events=names)
+
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate((events("a", "b", "a"), events("a"))) == events("a")
+    assert aggregator.aggregate((NOTHING, events("c", "a"))) == events("a")
+    assert aggregator.aggregate((NOTHING, events("a", "b"))) == events("b")
+    assert aggregator.aggregate((events("a"), NOTHING)) == events("a")
+
+
+def test_events_that_a_worker_never_reports_are_forgotten_the_oldest_first(monkeypatch):
+    monkeypatch.setattr(completion, "MAX_INCOMPLETE_EVENTS", 2)
+    aggregator = KVOutputAggregator(2)
+    for name in "abc":
+        aggregator.aggregate((WorkerOutput(kv_cache_events=(name,)), NOTHING))
+    told = aggregator.aggregate((NOTHING, WorkerOutput(kv_cache_events=("c", "b", "a"))))
+    assert told.kv_cache_events == ("c", "b")
+
+
+def test_events_that_are_complete_need_no_room(monkeypatch):
+    monkeypatch.setattr(completion, "MAX_INCOMPLETE_EVENTS", 2)
+    aggregator = KVOutputAggregator(2)
+    incomplete = WorkerOutput(kv_cache_events=("a",))
+    assert aggregator.aggregate((incomplete, NOTHING)) == NOTHING
+    for name in "bcd":
+        complete = WorkerOutput(kv_cache_events=(name,))
+        assert aggregator.aggregate((complete, complete)) == complete
+    assert aggregator.aggregate((NOTHING, incomplete)) == incomplete
+
+
+def test_invalid_blocks_of_any_worker_are_passed_on_at_once():
+    steps = [WorkerOutput(invalid_block_ids=frozenset(ids)) for ids in ({1, 2}, {2, 7}, ())]
+    assert KVOutputAggregator(3).aggregate(steps).invalid_block_ids == {1, 2, 7}
+
+
 def test_what_cannot_be_counted_is_refused():
+    aggregator = KVOutputAggregator(2)
+    wrong = WorkerOutput(expected_finished_count=-1)
+    with pytest.raises(LocalError, match="negative"):
+        aggregator.aggregate((output("r"), wrong))
+    assert aggregator.aggregate((NOTHING, output("r"))) == NOTHING  # nothing of it was taken
     with pytest.raises(LocalError, match="at least one"):
         KVOutputAggregator(0)
     aggregator = KVOutputAggregator(1)

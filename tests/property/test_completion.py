@@ -1,0 +1,140 @@
+"""`KVOutputAggregator` against a model that remembers every report and looks at all of them again each time."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvconnector.session.completion import (
+    KVOutputAggregator,
+    TransferStats,
+    WorkerOutput,
+    WorkerStats,
+)
+
+MAX_WORKERS = 4
+EVENTS = "wxyz"
+requests = st.sampled_from(["a", "b", "c"])
+some_requests = st.frozensets(requests)
+failures = st.dictionaries(requests, st.sampled_from(["lost", "refused"]))
+stats = st.builds(
+    WorkerStats,
+    transfers=st.lists(
+        st.builds(
+            TransferStats,
+            request_id=requests,
+            nbytes=st.integers(0, 9),
+            seconds=st.just(0.5),
+            path=st.just("packed"),
+        ),
+        max_size=2,
+    ).map(tuple),
+    failures=st.dictionaries(st.sampled_from(["LeaseExpiredError", "X"]), st.integers(1, 3)),
+    leases_expired=st.integers(0, 2),
+)
+outputs = st.builds(
+    WorkerOutput,
+    finished_sending=some_requests,
+    finished_recving=some_requests,
+    failed_recving=failures,
+    failed_sending=failures,
+    begun=some_requests,
+    stats=stats,
+    invalid_block_ids=st.frozensets(st.integers(0, 5)),
+    kv_cache_events=st.lists(st.sampled_from(EVENTS), max_size=3).map(tuple),
+    expected_finished_count=st.integers(0, MAX_WORKERS),
+)
+
+
+@dataclass
+class Direction:
+    """Sending or receiving: the reports of incomplete requests, oldest first, with the need at that time."""
+
+    reports: list = field(default_factory=list)
+    reasons: list = field(default_factory=list)
+
+    def take(self, worker, finished, expected):
+        told = {}
+        for request in finished:
+            self.reports.append((request, worker, expected))
+            mine = [report for report in self.reports if report[0] == request]
+            if len({worker for _, worker, _ in mine}) >= mine[0][2]:
+                self.reports = [report for report in self.reports if report[0] != request]
+                told[request] = next((why for name, why in self.reasons if name == request), None)
+                self.reasons = [each for each in self.reasons if each[0] != request]
+        return told
+
+
+@dataclass
+class Model:
+    expected: int
+    num_workers: int
+    sending: Direction = field(default_factory=Direction)
+    recving: Direction = field(default_factory=Direction)
+    said: list = field(default_factory=list)
+    sent: dict = field(default_factory=dict)
+    received: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.events = [Counter() for _ in range(self.num_workers)]
+        self.events_told = Counter()
+
+    def take_step(self, outputs):
+        said = [(worker, output) for worker, output in enumerate(outputs) if output is not None]
+        for _, output in said:
+            self.sending.reasons += output.failed_sending.items()
+            self.recving.reasons += output.failed_recving.items()
+        for worker, output in said:
+            self.take(worker, output)
+
+    def take(self, worker, output):
+        self.said.append(output)
+        self.events[worker].update(output.kv_cache_events)
+        self.expected = output.expected_finished_count or self.expected
+        for direction, told, finished in (
+            (self.sending, self.sent, output.finished_sending),
+            (self.recving, self.received, output.finished_recving),
+        ):
+            complete = direction.take(worker, finished, self.expected)
+            for (
+                request,
+                reason,
+            ) in complete.items():  # a name may come again before the engine is told
+                told[request] = reason or told.get(request)
+
+    def check(self, engine):
+        """Compare with what the engine was told since the last time, and start anew."""
+        assert engine.finished_sending == set(self.sent)
+        assert engine.finished_recving == set(self.received)
+        assert engine.failed_sending == {r: why for r, why in self.sent.items() if why}
+        assert engine.failed_recving == {r: why for r, why in self.received.items() if why}
+        assert engine.begun == {name for o in self.said for name in o.begun}
+        assert engine.invalid_block_ids == {i for o in self.said for i in o.invalid_block_ids}
+        self.events_told.update(engine.kv_cache_events)
+        assert self.events_told == Counter(
+            {event: min(counts[event] for counts in self.events) for event in EVENTS}
+        )
+        assert engine.stats.transfers == tuple(t for o in self.said for t in o.stats.transfers)
+        assert engine.stats.leases_expired == sum(o.stats.leases_expired for o in self.said)
+        total = Counter()
+        for output in self.said:
+            total.update(output.stats.failures)
+        assert engine.stats.failures == total
+        counts = [o.expected_finished_count for o in self.said if o.expected_finished_count]
+        assert engine.expected_finished_count == (counts[-1] if counts else 0)
+        self.said, self.sent, self.received = [], {}, {}
+
+
+@given(expected=st.integers(1, MAX_WORKERS), data=st.data())
+def test_the_aggregator_says_what_the_model_says(expected, data):
+    workers = data.draw(st.integers(1, MAX_WORKERS))
+    aggregator, model = KVOutputAggregator(expected), Model(expected, workers)
+    for _ in range(data.draw(st.integers(1, 8))):
+        step = [data.draw(st.none() | outputs) for _ in range(workers)]
+        output_rank = data.draw(st.integers(0, workers - 1))
+        engine = aggregator.aggregate(step, output_rank)
+        model.take_step(step)
+        assert (engine is None) == (step[output_rank] is None)
+        if engine is not None:
+            model.check(engine)

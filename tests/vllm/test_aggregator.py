@@ -1,0 +1,129 @@
+"""Our aggregator and vLLM's own, which merges the outputs of our vLLM workers, over the same outputs."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+from vllm.distributed.kv_events import BlockRemoved, KVConnectorKVEvents, KVEventAggregator
+from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from kvconnector.integrations.vllm.messages import WorkerReport
+from kvconnector.integrations.vllm.stats import ConnectorStats
+from kvconnector.session import KVOutputAggregator, WorkerOutput, WorkerStats
+from kvconnector.session.completion import TransferStats
+
+pytestmark = pytest.mark.vllm
+
+REQUESTS = [f"r{number}" for number in range(6)]
+
+
+class Events(KVConnectorKVEvents):  # type: ignore[misc]
+    """A worker's events, as connectors of vLLM's make them."""
+
+    def __init__(self, names):
+        self._counted = KVEventAggregator(1)
+        self.add_events([BlockRemoved(block_hashes=[1], medium=name) for name in names])
+
+    def add_events(self, events):
+        self._counted.add_events(events)
+
+    def increment_workers(self, count=1):
+        self._counted.increment_workers(count)
+
+    def get_all_events(self):
+        return self._counted.get_all_events()
+
+    def get_number_of_workers(self):
+        return self._counted.get_number_of_workers()
+
+    def clear_events(self):
+        self._counted.clear_events()
+
+    def aggregate(self):
+        return {event.medium for event in self._counted.get_common_events()}
+
+
+class Worker:
+    """Finishes each request once in each direction, in an order of its own."""
+
+    def __init__(self, rng):
+        self._rng = rng
+        self._left = {way: rng.sample(REQUESTS, len(REQUESTS)) for way in ("send", "recv")}
+
+    def step(self, events, expected):
+        """What it does in one step, in our form; None if it says nothing."""
+        rng = self._rng
+        sent, received = (
+            frozenset(left.pop() for _ in range(rng.randint(0, min(2, len(left)))))
+            for left in self._left.values()
+        )
+        may_fail = sorted(received) + self._left["recv"]
+        failed = rng.sample(may_fail, rng.randint(0, min(1, len(may_fail))))
+        loads = [
+            TransferStats(request_id=r, nbytes=rng.randint(1, 9), seconds=0.5, path="packed")
+            for r in sorted(received)
+        ]
+        output = WorkerOutput(
+            finished_sending=sent,
+            finished_recving=received,
+            failed_recving=dict.fromkeys(failed, "PeerLostError: lost"),
+            invalid_block_ids=frozenset(rng.sample(range(9), rng.randint(0, 2))),
+            kv_cache_events=tuple(events),
+            expected_finished_count=expected,
+            begun=frozenset(rng.sample(REQUESTS, rng.randint(0, 2))),
+            stats=WorkerStats(transfers=tuple(loads), leases_expired=rng.randint(0, 1)),
+        )
+        return None if output.is_empty else output
+
+    @property
+    def is_done(self):
+        return not any(self._left.values())
+
+
+def as_vllm(output):
+    """A worker's output in vLLM's form."""
+    found = None
+    if output is not None:
+        found = KVConnectorOutput(
+            finished_sending=set(output.finished_sending) or None,
+            finished_recving=set(output.finished_recving) or None,
+            failed_recving=set(output.failed_recving),
+            invalid_block_ids=set(output.invalid_block_ids),
+            kv_cache_events=Events(output.kv_cache_events),
+            expected_finished_count=output.expected_finished_count,
+            kv_connector_worker_meta=WorkerReport(begun=set(output.begun)),
+            kv_connector_stats=ConnectorStats.of(output.stats),
+        )
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=found)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_both_say_the_same_of_any_outputs(seed):
+    rng = random.Random(seed)
+    world_size, told = rng.randint(1, 4), rng.choice([None, 0, 1, 3])
+    connector = SimpleNamespace(get_finished_count=lambda: told)
+    ours, theirs = (
+        kind.from_connector(connector, world_size)
+        for kind in (KVOutputAggregator, utils.KVOutputAggregator)
+    )
+    workers = [Worker(rng) for _ in range(world_size)]
+    while not all(worker.is_done for worker in workers):
+        # of an event that not all workers report at once, vLLM's class leaves the rest to the connector
+        events = rng.sample("abcd", rng.randint(0, 2))
+        expected = rng.choice([0, 0, 0, 1, 2])
+        step = [worker.step(events, expected) for worker in workers]
+        rank = rng.randrange(world_size)
+        found = theirs.aggregate([as_vllm(output) for output in step], rank).kv_connector_output
+        # an absent output of ours is one that vLLM's worker has without a connector's
+        mine = ours.aggregate([output or WorkerOutput() for output in step], rank)
+        assert mine.finished_sending == (found.finished_sending or set())
+        assert mine.finished_recving == (found.finished_recving or set())
+        assert set(mine.failed_recving) == found.failed_recving
+        assert mine.invalid_block_ids == found.invalid_block_ids
+        assert mine.expected_finished_count in (0, found.expected_finished_count)
+        assert mine.begun == (found.kv_connector_worker_meta or WorkerReport()).begun
+        stats = found.kv_connector_stats or ConnectorStats()
+        assert ConnectorStats.of(mine.stats).data == stats.data
+        if all(step):
+            assert set(mine.kv_cache_events) == found.kv_cache_events.aggregate()
