@@ -1,72 +1,163 @@
-"""A chunk's copy in host memory, as a C function for the pump. It is through when it returns."""
+"""Copies in host memory, as C functions for the pump: of a chunk to or from its slot, and of a read of a peer's pools.
+
+A `JOB` is the same heads and tokens of some parts, from one side to the other. A side is a window into pools, or the
+slot of a chunk, whose address is known when it is copied. A job's *units* are all heads of one token of one part, part
+by part.
+"""
 
 from __future__ import annotations
 
 from functools import cache
 from typing import Any
 
+import numpy as np
 from numba import cfunc, types
 
 from kvconnector_kernels.pump.native import record_at, store_flag
-from kvconnector_kernels.pump.records import PAGED_SIDE, offset_of, record_of
+from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper, window_of
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
+from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PackedSide, Side
 
-JOB = record_of(
-    "nbytes",
-    # the chunk's side as a part table's row, completed here; its tokens are one block, number 0: the zero before the
-    # head stride is its block's stride, and its id
-    "chunk_address",
-    "chunk_block",
-    "head_stride",
-    "token_stride",
-    "dim_stride",
-    "part_stride",
-    "is_pack",
-    "is_streamed",  # write past the caches
-    "num_parts",
-    "num_heads",
-    "num_tokens",
-    "head_dim",
-    "item_bytes",
-    *PAGED_SIDE,
+SIDE = record_of(*PAGED_SIDE)
+"""A window into pools; `rows` is 0 for a chunk's slot."""
+JOB = np.dtype(
+    [
+        *((name, np.int64) for name in ("nbytes", "num_parts", "num_heads", "num_tokens")),
+        *((name, np.int64) for name in ("head_dim", "item_bytes", "is_streamed", "part_stride")),
+        # a chunk's part as a part table's row, completed here; its tokens are one block, number 0: the zero before the
+        # head stride is its block's stride, and its id
+        *((name, np.int64) for name in ("slot", "block", "head_stride", "token_stride")),
+        ("dim_stride", np.int64),
+        ("src", SIDE),
+        ("dst", SIDE),
+    ]
 )
-_ROW_OFFSET, _BLOCK_OFFSET = (offset_of(JOB, name) for name in ("chunk_address", "chunk_block"))
-_PART_BYTES = 40
+READ = record_of("num_jobs", "job", "unit")
+"""A read of a peer's pools, its next job and that one's next unit. Its jobs follow it."""
+ROW_BYTES = 8 * ROW_COLUMNS
+_ROW, _BLOCK = offset_of(JOB, "slot"), offset_of(JOB, "block")
+_READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
+# Control waits for one piece: a tenth of a millisecond or so.
+_PIECE_BYTES = 1 << 20
 
 
 @helper
-def _copy(address, slot):
+def _rows_of(address, side, part):
+    return side.rows + part * ROW_BYTES if side.rows else address + _ROW
+
+
+@helper
+def _window_of(address, job, side):
+    if side.rows:
+        return window_of(side)
+    return (address + _BLOCK, job.num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
+
+
+@helper
+def _copy_units(address, slot, start, end):
+    """The units of a job from `start` to `end`; a chunk is in `slot`."""
     job = record_at(address, JOB)
+    src_window, dst_window = _window_of(address, job, job.src), _window_of(address, job, job.dst)
     item = (job.head_dim, job.item_bytes)
-    chunk = address + _ROW_OFFSET
-    chunk_ids = address + _BLOCK_OFFSET
-    chunk_window = (chunk_ids, job.num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
-    paged_window = window_of(job)
-    counts = (job.num_heads, job.num_tokens, item, job.is_streamed != 0, 0, job.num_tokens)
-    for part in range(job.num_parts):
-        job.chunk_address = slot + part * job.part_stride
-        paged = job.rows + part * _PART_BYTES
-        if job.is_pack:
-            copy_span(chunk, chunk_window, paged, paged_window, *counts)
-        else:
-            copy_span(paged, paged_window, chunk, chunk_window, *counts)
+    while start < end:
+        part = start // job.num_tokens
+        first = start - part * job.num_tokens
+        last = min(end - part * job.num_tokens, job.num_tokens)
+        job.slot = slot + part * job.part_stride
+        src, dst = _rows_of(address, job.src, part), _rows_of(address, job.dst, part)
+        counts = (job.num_heads, job.num_tokens, item, job.is_streamed != 0)
+        copy_span(dst, dst_window, src, src_window, *counts, first, last)
+        start += last - first
+
+
+@helper
+def _copy_piece(read_address):
+    """Copy what comes next of a read; `MORE` or `ALL`."""
+    read, room = record_at(read_address, READ), _PIECE_BYTES
+    while read.job < read.num_jobs and room > 0:
+        address = read_address + _READ_BYTES + read.job * _JOB_BYTES
+        job = record_at(address, JOB)
+        unit_bytes = job.num_heads * job.head_dim * job.item_bytes
+        num_units = job.num_parts * job.num_tokens
+        end = min(num_units, read.unit + max(1, room // unit_bytes))
+        _copy_units(address, 0, read.unit, end)
+        room -= (end - read.unit) * unit_bytes
+        read.unit = end
+        if end == num_units:
+            read.job += 1
+            read.unit = 0
+    return MORE if read.job < read.num_jobs else ALL
 
 
 def _make(sources_hash):
     def copy(context, job, slot, fence, fence_value):
         _ = sources_hash
-        _copy(job, slot)
+        fields = record_at(job, JOB)
+        _copy_units(job, slot, 0, fields.num_parts * fields.num_tokens)
         store_flag(fence, fence_value)
         return 0
 
-    return copy
+    def read(context, read, fence, fence_value):
+        _ = sources_hash
+        status = _copy_piece(read)
+        if status != MORE:
+            store_flag(fence, fence_value)
+        return status
+
+    return copy, read
+
+
+_copy, _read = _make(SOURCES_HASH)
 
 
 @cache
 def compile_copy() -> Any:
-    """The compiled function; `address` is where it is, for as long as the object lives."""
-    signature = types.int64(*[types.int64] * 5)
-    return cfunc(signature, nopython=True, cache=True)(_make(SOURCES_HASH))
+    """The compiled copy of a chunk, which has ended when it returns; `address` is where it is, for as long as the
+    object lives. See `copy` of `records.STATE`.
+    """
+    return cfunc(types.int64(*[types.int64] * 5), nopython=True, cache=True)(_copy)
+
+
+@cache
+def compile_read() -> Any:
+    """The compiled read, a piece of bounded size a call, as `compile_copy`. See `records.READ`."""
+    return cfunc(types.int64(*[types.int64] * 4), nopython=True, cache=True)(_read)
+
+
+def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool) -> list[int]:
+    """The words of a `JOB` for a copy that `check_copy` accepted. The sides must outlive it; a chunk is in any slot.
+
+    Args:
+        src: what is read.
+        dst: what is written.
+        geometry: the copy's.
+        is_streamed: write past the caches.
+
+    Returns:
+        One number for each field, in order.
+    """
+    packed = next((side for side in (src, dst) if isinstance(side, PackedSide)), None)
+    part, *strides = packed.strides_bytes(geometry) if packed else [0] * 4
+    counts = (geometry.num_parts, geometry.num_heads, geometry.num_tokens)
+    item = (geometry.head_dim, geometry.item_size_bytes, is_streamed)
+    return [geometry.nbytes, *counts, *item, part, 0, 0, *strides, *_side(src), *_side(dst)]
+
+
+def _side(side: Side) -> tuple[int, ...]:
+    if isinstance(side, PackedSide):
+        return (0,) * len(PAGED_SIDE)
+    ids: Any = side.block_ids
+    runs = side.runs
+    return (
+        side.table.rows_address + side.part_start * ROW_BYTES,
+        ids.__array_interface__["data"][0],
+        side.table.block_size,
+        side.head_start,
+        side.token_start,
+        runs.run_tokens,
+        runs.step_tokens,
+        runs.skip_tokens,
+    )

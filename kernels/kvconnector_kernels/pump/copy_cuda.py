@@ -1,6 +1,6 @@
-"""A chunk's copy on a GPU, as a C function for the pump: one launch, and a flag in host memory that the stream sets.
+"""Copies on a GPU, as C functions for the pump: launches, and then a flag in host memory that the stream sets.
 
-The C function is not in numba's on-disk cache, which would not notice a change of `native`.
+The C functions are not in numba's on-disk cache, which would not notice a change of `native`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,10 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from kvconnector_kernels.pump.native import call, record_at, store
-from kvconnector_kernels.pump.records import offset_of, place_of
+from kvconnector_kernels.pump.records import offset_of, place_of, record_of
 from kvconnector_kernels.pump.steps import helper
 
 MAX_PARAMS = 40
-MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
-"""A chunk of no more is copied in 20 microseconds on all multiprocessors: a read's first and last chunks, in whose time
-nothing else of it moves.
-"""
 JOB = np.dtype(
     [
         *((name, np.int64) for name in ("nbytes", "function", "num_programs", "num_threads")),
@@ -33,6 +29,9 @@ CONTEXT = np.dtype(
         ("pointers", np.int64, (MAX_PARAMS,)),  # to the parameters
     ]
 )
+READ = record_of("num_jobs", "ids_there", "ids_here", "ids_bytes", "stream")
+"""A read of a peer's pools. The block ids of all its jobs are sent to the GPU first. Its jobs follow it."""
+_READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
 _PARAMS, _POINTERS = offset_of(JOB, "params"), offset_of(CONTEXT, "pointers")
 _NBYTES, _NUM_PROGRAMS, _STREAM = (
     place_of(JOB, name) for name in ("nbytes", "num_programs", "stream")
@@ -40,31 +39,42 @@ _NBYTES, _NUM_PROGRAMS, _STREAM = (
 
 
 @njit(
-    "void(int64[:,::1], int64[:,::1], int32[:,::1], UniTuple(int64, 7), UniTuple(int64, 8))",
+    "void(int64[:,::1], int64[:,::1], int32[:,::1], UniTuple(int64, 9), UniTuple(int64, 12))",
     cache=True,
 )
 def fill_jobs(jobs, terms, chunks, launch, span):
     """Write the jobs of a span's chunks, int64 `[chunk, word]`. `chunks` are int32 `[chunk, field of CHUNK_DTYPE]`.
 
-    `terms`, int64 `[3, word]`: a launch of one part, and what a token further on, and a token more, add to it. Of
-    the `launch`: which words are the block ids, the first part, the tiles and those along tokens; tokens in front of
-    the first tile, tokens of a tile, tiles of as many tokens. Of the `span`: how many tokens further on it begins, and
-    how many more it has; its number of tokens, block ids, stream, first part, a part's bytes, and the most programs
-    of a job of more than `MAX_UNCAPPED_CHUNK_BYTES`.
+    `terms`, int64 `[4, word]`: a launch of one part, and what a token further on at the source, one at the destination,
+    and a token more add to it.
+
+    `launch`: which words are the block ids of the source and of the destination, and their first parts, -1 for those of
+    a chunk's slot; the tiles, and those along tokens; tokens before the copy in the first tile, tokens of a tile, tiles
+    of as many tokens.
+
+    `span`: how many tokens further on it begins at either side, how many more it has; its number of tokens; block ids
+    and first part of either side, its stream, a part's bytes; and the most programs of a job, and of how many bytes and
+    fewer it may have any number of them.
     """
-    ids, part_start, num_tiles, num_token_tiles, lead, tile_tokens, tiles_beside = launch
-    further, more, num_tokens, ids_address, stream, first_part, part_bytes, max_programs = span
+    src_ids, dst_ids, src_part, dst_part, num_tiles, num_token_tiles = launch[:6]
+    lead, tile_tokens, tiles_beside = launch[6:]
+    src_further, dst_further, more, num_tokens, src_address, dst_address = span[:6]
+    src_first, dst_first, stream, part_bytes, max_programs, max_uncapped_bytes = span[6:]
     token_tiles = -(-(num_tokens + lead) // tile_tokens)
     for index in range(len(chunks)):
-        job, num_parts = jobs[index], np.int64(chunks[index, 2])
+        job, part, num_parts = jobs[index], chunks[index, 1], np.int64(chunks[index, 2])
         for word in range(len(job)):
-            job[word] = terms[0, word] + further * terms[1, word] + more * terms[2, word]
+            moved = src_further * terms[1, word] + dst_further * terms[2, word]
+            job[word] = terms[0, word] + moved + more * terms[3, word]
         job[_NBYTES] = num_parts * part_bytes
-        job[_STREAM], job[ids] = stream, ids_address
-        job[part_start] = first_part + chunks[index, 1]
+        job[_STREAM] = stream
+        if src_ids >= 0:
+            job[src_ids], job[src_part] = src_address, src_first + part
+        if dst_ids >= 0:
+            job[dst_ids], job[dst_part] = dst_address, dst_first + part
         job[num_token_tiles] = token_tiles
         tiles = job[num_tiles] = num_parts * token_tiles * tiles_beside
-        is_capped = job[_NBYTES] > MAX_UNCAPPED_CHUNK_BYTES
+        is_capped = job[_NBYTES] > max_uncapped_bytes
         job[_NUM_PROGRAMS] = min(tiles, max_programs) if is_capped else tiles
 
 
@@ -83,7 +93,7 @@ def launch(context_address, job_address):
 
 @helper
 def write_fence(context, stream, fence, fence_value):
-    """Set a flag behind all that a stream holds: whoever sees it sees all of its writes. 0 or an error."""
+    """Set a flag after all that a stream holds: whoever sees it sees all of its writes. 0 or an error."""
     written = call(record_at(context, CONTEXT).write_value, (stream, fence, fence_value, 0))
     return written & 0xFFFFFFFF
 
@@ -95,7 +105,27 @@ def _copy(context, job, slot, fence, fence_value):
     return status or write_fence(context, fields.stream, fence, fence_value)
 
 
+def _read(context, read, fence, fence_value):
+    fields = record_at(read, READ)
+    ids = (fields.ids_there, fields.ids_here, fields.ids_bytes, fields.stream)
+    status = call(record_at(context, CONTEXT).memcpy_to_device, ids) & 0xFFFFFFFF
+    for index in range(fields.num_jobs):
+        if status == 0:
+            status = launch(context, read + _READ_BYTES + index * _JOB_BYTES)
+    # after an error too: what was launched before it still runs
+    written = write_fence(context, fields.stream, fence, fence_value)
+    return status or written
+
+
 @cache
 def compile_copy() -> Any:
-    """The compiled function; `address` is where it is, for as long as the object lives."""
+    """The compiled copy of a chunk; `address` is where it is, for as long as the object lives. See `copy` of
+    `records.STATE`.
+    """
     return cfunc(types.int64(*[types.int64] * 5), nopython=True)(_copy)
+
+
+@cache
+def compile_read() -> Any:
+    """The compiled read, all launches in one call, as `compile_copy`. See `records.READ`. An error is a `CUresult`."""
+    return cfunc(types.int64(*[types.int64] * 4), nopython=True)(_read)

@@ -45,7 +45,6 @@ class _Kernel(NamedTuple):
     param_bytes: tuple[int, ...]
 
 
-MOVED = ("src_origin", "dst_origin", "num_tokens", "num_tiles", "num_token_tiles")
 _kernels: dict[tuple[object, ...], _Kernel] = {}
 
 
@@ -56,8 +55,9 @@ class PreparedLaunch:
 
     To be replaced at will are, for `src` and `dst`, a chunk's `src_address`, a pool's first part `src_part_start`, and
     its block ids' address `src_ids`, by one of the same alignment to 16 bytes; and `num_tiles`, the number of parts
-    times `tiles_per_part`, which is also the number of programs if nothing caps it. A launch between two pools without
-    runs also stands for all whose tokens begin at the same place in a tile, which has `tile_tokens`: see `moved`.
+    times `tiles_per_part`, which is also the number of programs if nothing caps it. A launch without runs also stands
+    for all whose tokens begin at the same place in a tile, which has `tile_tokens`, and are as even in number: they
+    have other `src_origin`, `num_tokens` and `num_token_tiles`, and other strides of a chunk.
     """
 
     function: int
@@ -73,18 +73,6 @@ class PreparedLaunch:
     def index(self, name: str) -> int:
         """Which of the values has this name."""
         return self.names.index(name)
-
-    def moved(self, starts: tuple[int, int], num_tokens: int, num_parts: int) -> tuple[int, ...]:
-        """The values named `MOVED` for a copy of other tokens and parts: `starts` are the positions of its first token
-        in the lists of blocks of `src` and `dst`, and as far from the beginning of a tile as those of this launch.
-
-        `num_tokens` is a multiple of `tile_tokens` if, and only if, this launch's is.
-        """
-        lead = self.values[self.index("lead_tokens")]
-        num_token_tiles = -(-(num_tokens + lead) // self.tile_tokens)
-        tiles_beside = self.tiles_per_part // self.values[self.index("num_token_tiles")]
-        num_tiles = num_parts * num_token_tiles * tiles_beside
-        return (starts[0] - lead, starts[1] - lead, num_tokens, num_tiles, num_token_tiles)
 
 
 def prepare_launch(

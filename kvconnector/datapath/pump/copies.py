@@ -1,17 +1,22 @@
-"""What the pump's copies need, whatever the device: jobs for a program's chunks, fences, a compiled function."""
+"""What the pump's copies need, whatever the device: spans of what is copied, jobs for them, fences, compiled functions.
+
+A chunk is a copy between our pools and a slot, a direct read one from a peer's pools to ours. Both are spans, and a
+device makes the jobs of both in the same way.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias, get_args
+from typing import ClassVar, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import Program
+from kvconnector.datapath.base import DirectRead, Program, SegmentWindow
 from kvconnector.datapath.direct.board import ReadyWriter
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.marks import Requests
@@ -24,10 +29,10 @@ from kvconnector_kernels.relayout import (
     PagedSide,
     PartTable,
     RelayoutError,
+    Side,
     TokenRuns,
 )
 from kvconnector_kernels.relayout.block_ids import BlockIds
-from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 # fields of `planning.CHUNK_DTYPE`
 _PART_START, _NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
@@ -84,16 +89,23 @@ def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
     return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
-class ChunkCopies:
-    """The copies of one worker on its device. What is not overridden is right for host memory, where copies and an
-    engine's kernels are through when they return, and jobs own all they need.
+class Copies:
+    """The copies of one worker on its device: between its pools and slots, and from the pools of peers on its host.
+    What is not overridden is right for host memory, where copies and an engine's kernels have finished when they
+    return, and jobs own all they need.
     """
 
     function: int
+    """See `copy` of the pump's `STATE`."""
+    read_function: int
+    """See `READ` of the pump's records."""
     context: int = 0
+    """Of both."""
     begin: tuple[int, int] = (0, 0)
     job: np.dtype[np.void]
     """Of a chunk's record in `Jobs`."""
+    means: ClassVar[str]
+    """How a peer's pools are reached, in words for the log."""
     open_writer: Callable[[int, int], ReadyWriter] | None = None
     """What makes a lease board's writer, see `LeaseBoard`."""
     digests: Digests | None = None
@@ -110,6 +122,12 @@ class ChunkCopies:
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         """The copies of a program's chunks between the pools and slots. Raises RelayoutError: a chunk outside its pool
         or its slot. TransportError: the device takes no block ids.
+        """
+
+    @abstractmethod
+    def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
+        """The copies of a read from a peer's pools. Raises RelayoutError: what is outside the pools, or cannot be
+        copied. TransportError: the device takes no block ids.
         """
 
     def jobs_of(self, program: Program, *, packing: bool) -> Jobs:
@@ -137,6 +155,12 @@ class ChunkCopies:
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """Compile what the first programs would have to wait for."""
 
+    def warm_up_reads(self) -> None:
+        """Compile what reads of pools like ours would have to wait for."""
+
+    def prepare(self, remote: RemotePools) -> None:
+        """Compile what the first read of these pools would wait for. Raises TransportError: they cannot be read."""
+
     def finish(self) -> None:
         """Wait for copies that are under way. Raises TransportError: the device has failed, or a copy does not end."""
 
@@ -144,31 +168,54 @@ class ChunkCopies:
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
 
 
+class Window(NamedTuple):
+    """A window into pools, as `PagedSide` without its checks: parts count from `first_row` on."""
+
+    table: PartTable
+    ids: BlockIds
+    first_row: int
+    head_start: int
+    token_start: int
+    runs: TokenRuns
+
+    @classmethod
+    def of(
+        cls,
+        segment: SegmentWindow,
+        table: PartTable,
+        blocks: Sequence[GroupBlocks],
+        ids: Sequence[BlockIds],
+        member: int,
+    ) -> Window:
+        """The tokens of a segment from a member of its stripe on. `ids` are the block ids of each group as the device
+        reads them.
+        """
+        start, runs = segment.paged_tokens(member, blocks[segment.group], table.block_size)
+        where = (segment.first_row, segment.head_start, start, runs)
+        return cls(table, ids[segment.group], *where)
+
+    def side(self, part: int) -> PagedSide:
+        """From a part on. Raises RelayoutError: a token before the first block."""
+        first = self.first_row + part
+        return PagedSide(self.table, self.ids, first, self.head_start, self.token_start, self.runs)
+
+
+Place: TypeAlias = Window | PackedSide
 Members: TypeAlias = "slice | npt.NDArray[np.int64]"
 
 
 class Span(NamedTuple):
-    """The `chunks` of a program that differ in their parts only, and how they lie in the pools and in a slot. `fields`
-    are those of its chunks, whose parts count from `first_row` on; for the others see `PagedSide`.
+    """Copies that differ in their parts only, and where they are read and written. `fields` are those of the `chunks`
+    of a program, in `planning.CHUNK_DTYPE`; a read of a peer's pools has one for each segment.
     """
 
-    table: PartTable
-    ids: BlockIds
-    head_start: int
-    token_start: int
-    runs: TokenRuns
-    packed: PackedSide
+    src: Place
+    dst: Place
     num_heads: int
     num_tokens: int
     part_bytes: int
     chunks: Members
-    first_row: int
     fields: Fields
-
-    @property
-    def first_rows(self) -> npt.NDArray[np.int64]:
-        """Of each chunk, in the part table."""
-        return self.fields[:, _PART_START].astype(np.int64) + self.first_row
 
     @property
     def num_parts(self) -> npt.NDArray[np.int64]:
@@ -176,21 +223,16 @@ class Span(NamedTuple):
         return self.fields[:, _NUM_PARTS].astype(np.int64)
 
     @property
-    def paged(self) -> PagedSide:
-        """The pools' side of a part. Raises RelayoutError: a token in front of the first block."""
-        return PagedSide(self.table, self.ids, 0, self.head_start, self.token_start, self.runs)
+    def parts(self) -> npt.NDArray[np.int64]:
+        """The first of each chunk, counted from that of the segment."""
+        return self.fields[:, _PART_START].astype(np.int64)
 
-    def sides(self, *, packing: bool) -> tuple[PagedSide | PackedSide, PagedSide | PackedSide]:
-        """Source and destination."""
-        return (self.paged, self.packed) if packing else (self.packed, self.paged)
-
-    def check(self, *, packing: bool) -> CopyGeometry:
-        """The geometry of one part's copy, once both sides are known to hold it: see `check_copy`."""
-        return check_copy(
-            *self.sides(packing=packing),
-            num_parts=1,
-            num_heads=self.num_heads,
-            num_tokens=self.num_tokens,
+    def sides(self, part: int = 0) -> tuple[Side, Side]:
+        """Source and destination from a part on. Raises RelayoutError: a token before the first block."""
+        src, dst = self.src, self.dst
+        return (
+            src.side(part) if isinstance(src, Window) else src,
+            dst.side(part) if isinstance(dst, Window) else dst,
         )
 
 
@@ -199,11 +241,16 @@ def slots_of(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]
     return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}
 
 
-def spans_of(
-    program: Program, pools: Pools, ids: Sequence[BlockIds], slots: Mapping[str, PackedSide]
+def chunk_spans(
+    program: Program,
+    pools: Pools,
+    ids: Sequence[BlockIds],
+    slots: Mapping[str, PackedSide],
+    *,
+    packing: bool,
 ) -> list[Span]:
-    """The spans of a program. `ids` are the block ids of each group as the device reads them; `slots`: see `slots_of`.
-    Raises RelayoutError: a chunk outside its pool or its slot.
+    """The spans of a program's chunks between the pools and slots. `ids` are the block ids of each group as the device
+    reads them; `slots`: see `slots_of`. Raises RelayoutError: a chunk outside its pool or its slot.
     """
     # a copy: compiled code tells arrays that can be written from others
     fields = np.frombuffer(program.chunks.tobytes(), np.int32).reshape(-1, _NUM_FIELDS).copy()
@@ -211,21 +258,51 @@ def spans_of(
     for members, own_fields, measured in _groups(fields, len(program.segments)):
         _, part_stop, most_parts, index, token_start, num_tokens = measured
         segment = program.segments[index]
-        table = pools.tables[segment.group, segment.family]
-        packed = slots[segment.order]
+        table, packed = pools.tables[segment.group, segment.family], slots[segment.order]
+        window = Window.of(segment, table, program.blocks, ids, token_start)
+        _check_rows(window, part_stop)
         part_bytes = segment.part_token_bytes * num_tokens
-        last_row = segment.first_row + part_stop
-        if last_row > table.num_parts or most_parts * part_bytes > packed.nbytes:
-            raise RelayoutError(
-                f"a chunk ends at row {last_row} of {table.num_parts}, or has more than {packed.nbytes} bytes"
-            )
-        position, runs = segment.paged_tokens(
-            token_start, program.blocks[segment.group], table.block_size
-        )
-        where = (table, ids[segment.group], segment.head_start, position, runs, packed)
+        if most_parts * part_bytes > packed.nbytes:
+            raise RelayoutError(f"a chunk has more than {packed.nbytes} bytes")
+        src, dst = (window, packed) if packing else (packed, window)
         counts = (segment.num_heads, num_tokens, part_bytes)
-        found.append(Span(*where, *counts, members, segment.first_row, own_fields))
+        found.append(Span(src, dst, *counts, members, own_fields))
     return found
+
+
+def read_spans(
+    read: DirectRead,
+    pools: Pools,
+    remote: RemotePools,
+    ids: tuple[Sequence[BlockIds], Sequence[BlockIds]],
+) -> list[Span]:
+    """The spans of a read from a peer's pools, one for each segment that brings something. `ids` are the block ids of
+    each group as the device reads them, the peer's and ours. Raises RelayoutError: rows outside either's pools, or the
+    peer exported no such table.
+    """
+    found: list[Span] = []
+    for index, members in enumerate(read.members):
+        if not members:
+            continue
+        ours, theirs, rows = read.segments[index], read.their_segments[index], read.rows[index]
+        table = remote.tables.get((theirs.group, theirs.family))
+        if table is None:
+            raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
+        own = pools.tables[ours.group, ours.family]
+        src = Window.of(theirs, table, read.their_blocks, ids[0], members.start)
+        dst = Window.of(ours, own, read.blocks, ids[1], members.start)
+        for window in (src, dst):
+            _check_rows(window, rows.stop)
+        counts = (ours.num_heads, len(members), ours.part_token_bytes * len(members))
+        fields = np.array([(index, rows.start, len(rows), members.start, len(members))], np.int32)
+        found.append(Span(src, dst, *counts, slice(len(found), len(found) + 1), fields))
+    return found
+
+
+def _check_rows(window: Window, part_stop: int) -> None:
+    last_row, num_parts = window.first_row + part_stop, window.table.num_parts
+    if last_row > num_parts:
+        raise RelayoutError(f"a copy ends at row {last_row} of {num_parts}")
 
 
 def _groups(fields: Fields, num_segments: int) -> list[tuple[Members, Fields, tuple[int, ...]]]:

@@ -5,30 +5,43 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import Program
+from kvconnector.datapath.base import DirectRead, Program
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
-    ChunkCopies,
+    Copies,
     Jobs,
     Span,
+    Window,
+    chunk_spans,
+    read_spans,
     slots_of,
-    spans_of,
     words_of,
 )
-from kvconnector_kernels.pump.copy_cpu import JOB, compile_copy
+from kvconnector_kernels.pump.copy_cpu import (
+    JOB,
+    ROW_BYTES,
+    compile_copy,
+    compile_read,
+    job_of,
+)
+from kvconnector_kernels.pump.records import offset_of
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
-from kvconnector_kernels.relayout.sides import CopyGeometry
+from kvconnector_kernels.relayout.sides import check_copy
 
-_ROW_BYTES = 40
 _PAGE = 4096
+_NBYTES, _NUM_PARTS, _SRC_ROWS, _DST_ROWS = (
+    offset_of(JOB, name) // 8 for name in ("nbytes", "num_parts", "src", "dst")
+)
 
 
-class CpuCopies(ChunkCopies):
-    """See `ChunkCopies`. A program of at least `min_streamed_bytes` is unpacked past the caches, which would not keep
-    it; what is packed is sent next, from the cache.
+class CpuCopies(Copies):
+    """See `Copies`. What unpacks or reads at least `min_streamed_bytes` goes past the caches, which would not keep it;
+    what is packed is sent next, from the cache.
     """
 
     job = JOB
+    means = "shared memory"
 
     def __init__(
         self,
@@ -41,46 +54,52 @@ class CpuCopies(ChunkCopies):
         # the alignment of a slot does not matter here
         self._slots = slots_of(_PAGE, slot_bytes, "cpu")
         self._min_streamed_bytes = min_streamed_bytes
-        self._compiled = compile_copy()
-        self.function = int(self._compiled.address)
+        self._compiled = compile_copy(), compile_read()
+        self.function, self.read_function = (int(each.address) for each in self._compiled)
 
     def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
         # checked with the spans, as far as copies take them
         ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
-        rows = np.empty(len(program.chunks), JOB)
-        words = words_of(rows)
-        for span in spans_of(program, self._pools, ids, self._slots):
-            geometry = span.check(packing=packing)
-            words[span.chunks] = self._common(span, geometry, packing=packing)
-            rows["num_parts"][span.chunks] = span.num_parts
-            rows["nbytes"][span.chunks] = span.num_parts * span.part_bytes
-            rows["rows"][span.chunks] = span.table.rows_address + span.first_rows * _ROW_BYTES
-        if not packing:
-            rows["is_streamed"] = rows["nbytes"].sum() >= self._min_streamed_bytes
+        spans = chunk_spans(program, self._pools, ids, self._slots, packing=packing)
+        words = words_of(np.empty(len(program.chunks), JOB))
+        is_streamed = not packing and self._are_streamed(spans)
+        for span in spans:
+            _fill(words, span, is_streamed=is_streamed)
         return Jobs(words, tuple(ids))
 
-    @staticmethod
-    def _common(span: Span, geometry: CopyGeometry, *, packing: bool) -> list[int]:
-        """A job with the fields that all chunks of a span share, in their order."""
-        ids: npt.NDArray[np.int32] = span.ids  # type: ignore[assignment]  # numpy on the CPU
-        part, head, token, dim = span.packed.strides_bytes(geometry)
-        runs = span.runs
-        values = {
-            "is_pack": packing,
-            "num_heads": geometry.num_heads,
-            "num_tokens": geometry.num_tokens,
-            "head_dim": geometry.head_dim,
-            "item_bytes": geometry.item_size_bytes,
-            "block_ids": ids.ctypes.data,
-            "block_size": span.table.block_size,
-            "head_start": span.head_start,
-            "token_start": span.token_start,
-            "run_tokens": runs.run_tokens,
-            "step_tokens": runs.step_tokens,
-            "skip_tokens": runs.skip_tokens,
-            "part_stride": part,
-            "head_stride": head,
-            "token_stride": token,
-            "dim_stride": dim,
-        }
-        return [values.get(name, 0) for name in JOB.names or ()]
+    def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
+        ids = (
+            [group.block_ids for group in read.their_blocks],
+            [group.block_ids for group in read.blocks],
+        )
+        spans = read_spans(read, self._pools, remote, ids)
+        is_streamed = self._are_streamed(spans)
+        words = [len(spans), 0, 0]
+        for span in spans:
+            ((_, part, num_parts, *_),) = span.fields.tolist()
+            words += _job_of(span, is_streamed, part, num_parts)
+        # numpy fills records field by field, which takes longer than a small copy
+        return Jobs(np.array(words, np.int64), (ids, remote))
+
+    def _are_streamed(self, spans: list[Span]) -> bool:
+        nbytes = sum(int(span.num_parts.sum()) * span.part_bytes for span in spans)
+        return nbytes >= self._min_streamed_bytes
+
+
+def _fill(words: npt.NDArray[np.int64], span: Span, *, is_streamed: bool) -> None:
+    """Write the jobs of a span's chunks. Raises RelayoutError: see `check_copy`."""
+    jobs = np.empty((len(span.fields), words.shape[1]), np.int64)
+    jobs[:] = _job_of(span, is_streamed)
+    jobs[:, _NUM_PARTS] = num_parts = span.num_parts
+    jobs[:, _NBYTES] = num_parts * span.part_bytes
+    jobs[:, _SRC_ROWS if isinstance(span.src, Window) else _DST_ROWS] += span.parts * ROW_BYTES
+    words[span.chunks] = jobs
+
+
+def _job_of(span: Span, is_streamed: bool, part: int = 0, num_parts: int = 1) -> list[int]:
+    """A job of some parts of a span. Raises RelayoutError: see `check_copy`."""
+    src, dst = span.sides(part)
+    geometry = check_copy(
+        src, dst, num_parts=num_parts, num_heads=span.num_heads, num_tokens=span.num_tokens
+    )
+    return job_of(src, dst, geometry, is_streamed=is_streamed)

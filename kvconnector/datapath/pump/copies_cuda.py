@@ -1,42 +1,50 @@
-"""The pump's copies on a GPU: launches prepared once a program, a few streams, fences in pinned host memory."""
+"""The pump's copies on a GPU: prepared launches, a few streams, fences in pinned host memory."""
 
 from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
-from kvconnector.datapath.base import Program
+from kvconnector.datapath.base import DirectRead, Program
 from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
     FENCE_WORDS,
-    ChunkCopies,
+    Copies,
     Fences,
     Jobs,
     Span,
+    Window,
     addresses_of,
+    chunk_spans,
+    read_spans,
     slots_of,
-    spans_of,
-    words_of,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
+from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
-from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, MAX_PARAMS, compile_copy, fill_jobs
-from kvconnector_kernels.relayout import BlockIdsAt, PackedSide, PagedSide, PartTable, RelayoutError
+from kvconnector_kernels.pump.copy_cuda import (
+    CONTEXT,
+    JOB,
+    MAX_PARAMS,
+    READ,
+    compile_copy,
+    compile_read,
+)
+from kvconnector_kernels.relayout import BlockIdsAt, PartTable, RelayoutError
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 from kvconnector_kernels.relayout.runs import ADJACENT
-from kvconnector_kernels.relayout.sides import CopyGeometry
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -47,23 +55,30 @@ _free_streams: dict[int, list[Any]] = {}
 """Of each device: those of copies that are gone."""
 _MAX_WINDOW_BLOCKS = 2
 """Blocks of the longest of `windows_of`."""
-_MAX_GEOMETRIES = 1 << 10
 _MAX_EXPECTED = 64
 """Reads whose block ids are on the GPU before they are asked for."""
-_SLOT_PARAM, _PARAMS = map(JOB.names.index, ("slot_param", "params"))  # type: ignore[union-attr]  # a record
+MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
+"""A chunk of no more is copied in 20 microseconds on all multiprocessors: a read's first and last chunks, in whose time
+nothing else of it moves."""
+MAX_UNCAPPED_READ_BYTES = 64 << 20
+"""A segment of a direct read of no more takes a fifth of a millisecond, too short to slow down a model beside it."""
+_USUAL_BLOCK_TOKENS = 16
+_MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
+_READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
 
-class CudaCopies(ChunkCopies):
-    """See `ChunkCopies`. The copies of a program run in order on one of `streams`, which `Marks` chooses. Writes of the
-    lease board run on a stream of their own, behind all marks so far.
+class CudaCopies(Copies):
+    """See `Copies`. The copies of a program, or of a read of a peer's pools, run in order on one of `streams`, which
+    `Marks` chooses. Writes of the lease board run on a stream of their own, after all marks so far.
 
-    `slot_address` stands for the alignment of all slots. `ids` are the block ids of all reads, direct ones as well.
+    `slot_address` stands for the alignment of all slots. `ids` are the block ids of all programs and reads.
 
     Raises:
         TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
     """
 
     job = JOB
+    means = "CUDA IPC"
 
     def __init__(
         self, pools: Pools, *, slot_address: int, slot_bytes: int, max_programs: int
@@ -76,7 +91,7 @@ class CudaCopies(ChunkCopies):
         self._checked: set[int] = set()
         # kept with their blocks, so that no others have their identity
         self._expected: dict[int, tuple[Sequence[GroupBlocks], IdBuffer, list[BlockIdsAt]]] = {}
-        self._jobs = SpanJobs(self._prepare, self.max_programs)
+        self._launches = Launches(self._prepare, self.max_programs)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # declared, so that numbers need no wrapping
         pointer = ctypes.c_void_p
@@ -91,18 +106,19 @@ class CudaCopies(ChunkCopies):
                 raise TransportError("no CUDA context is current", device=pools.device)
             self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
         self.ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
-        self._compiled = compile_copy()
-        self.function = int(self._compiled.address)
-        self._context = np.zeros((), CONTEXT)
+        context_of_functions = np.zeros((), CONTEXT)
         for field, name in (
             ("launch_kernel", "cuLaunchKernel"),
             ("write_value", "cuStreamWriteValue32_v2"),
             ("memcpy_to_device", "cuMemcpyHtoDAsync_v2"),
         ):
-            self._context[field] = function_address(self._cuda, name)
-        self.context = self._context.ctypes.data
+            context_of_functions[field] = function_address(self._cuda, name)
+        self.context = context_of_functions.ctypes.data
+        copy, read = compile_copy(), compile_read()
+        self.function, self.read_function = int(copy.address), int(read.address)
+        self._kept = copy, read, context_of_functions
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
-        # behind all that `order_after` was told of
+        # after all that `order_after` was told of
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
     def order_after(self, event: object, requests: Requests | None) -> None:
@@ -121,19 +137,44 @@ class CudaCopies(ChunkCopies):
         sent = self._expected.pop(id(program.blocks), None) if stream == FREE_STREAM else None
         buffer, ids = sent[1:] if sent else self._send_ids(program.blocks, stream)
         try:
-            words = np.empty((len(program.chunks), JOB.itemsize // 8), np.int64)
+            words = np.empty((len(program.chunks), _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
-            for span in spans_of(program, self._pools, ids, self._slots):
-                self._jobs.fill(words, span, handle, packing=packing)
+            limit = {"max_uncapped_bytes": MAX_UNCAPPED_CHUNK_BYTES}
+            for span in chunk_spans(program, self._pools, ids, self._slots, packing=packing):
+                self._launches.fill(words, span, handle, **limit)
         except BaseException:
             self.ids.give_back(buffer)
             raise
         return Jobs(words, (buffer,))
 
+    def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
+        """See `Copies`. The compiled function sends the block ids, right before its launches."""
+        vectors = [group.block_ids for group in (*read.their_blocks, *read.blocks)]
+        stream = self.streams.marks.stream_of(read.blocks)
+        buffer, handle = self.ids.lend(vectors, stream), self.streams.handles[stream]
+        try:
+            places, nbytes = buffer.write(vectors, self._pools.device)
+            count = len(read.their_blocks)
+            spans = read_spans(read, self._pools, remote, (places[:count], places[count:]))
+            memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
+            ids = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)
+            memory[:_READ_WORDS] = len(spans), *ids, handle
+            words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
+            for span in spans:
+                # ours were checked when the engine named them
+                theirs = read.their_blocks[read.their_segments[span.fields.item(0, 0)].group]
+                check_ids_in_pool("the read's", theirs.block_ids, span.src.table.num_blocks)  # type: ignore[union-attr]  # from a pool
+                limit = {"max_uncapped_bytes": MAX_UNCAPPED_READ_BYTES}
+                self._launches.fill(words, span, handle, **limit)
+        except BaseException:
+            self.ids.give_back(buffer)
+            raise
+        return Jobs(memory, (buffer, remote))
+
     def end_jobs(self, jobs: Jobs) -> None:
-        """See `ChunkCopies`: the buffer of their block ids."""
-        for buffer in jobs.kept:
-            assert isinstance(buffer, IdBuffer)  # put there by `make_jobs`
+        """See `Copies`: the buffer of their block ids, if they copy anything."""
+        for buffer in jobs.kept[:1]:
+            assert isinstance(buffer, IdBuffer)  # put there by `make_jobs` and `make_read`
             self.ids.give_back(buffer)
 
     def some_ids(self) -> BlockIdsAt:
@@ -146,7 +187,7 @@ class CudaCopies(ChunkCopies):
         return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self._pools.device)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """See `ChunkCopies`: all heads of every part, and the shares that peers with more ranks ask for."""
+        """See `Copies`: all heads of every part, and the shares that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
         none = np.zeros((0, 5), np.int32)
@@ -156,9 +197,42 @@ class CudaCopies(ChunkCopies):
                 orders.add("HDN")
             for order, heads, is_pack in product(orders, shares_of(table), directions):
                 for start, count in windows_of(table.block_size):
-                    where = (table, ids, 0, start, ADJACENT, self._slots[order])
-                    span = Span(*where, heads, count, 0, slice(0), 0, none)
-                    self._prepare(span, packing=is_pack)
+                    window, slot = Window(table, ids, 0, 0, start, ADJACENT), self._slots[order]
+                    src, dst = (window, slot) if is_pack else (slot, window)
+                    self._prepare(Span(src, dst, heads, count, 0, slice(0), none))
+
+    def warm_up_reads(self) -> None:
+        """See `Copies`: with blocks as ours or of the usual size."""
+        for table in self._pools.tables.values():
+            usual = PartTable(
+                table.rows,
+                num_blocks=table.num_blocks,
+                block_size=_USUAL_BLOCK_TOKENS,
+                num_heads=table.num_heads,
+                head_dim=table.head_dim,
+                item_size_bytes=table.item_size_bytes,
+                device=table.device,
+            )
+            for num_heads in shares_of(table):
+                self._prepare_read(table, table, num_heads)
+                self._prepare_read(usual, table, num_heads)
+
+    def prepare(self, remote: RemotePools) -> None:
+        """See `Copies`: for all heads that both sides have."""
+        try:
+            for key in remote.tables.keys() & self._pools.tables.keys():
+                src, dst = remote.tables[key], self._pools.tables[key]
+                self._prepare_read(src, dst, min(src.num_heads, dst.num_heads))
+        except (RelayoutError, RuntimeError) as exc:
+            raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
+
+    def _prepare_read(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
+        ids, none = self.some_ids(), np.zeros((0, 5), np.int32)
+        windows = windows_of(min(src.block_size, dst.block_size))
+        for (there, count), (here, _) in product(windows, windows):
+            theirs = Window(src, ids, 0, 0, there, ADJACENT)
+            ours = Window(dst, ids, 0, 0, here, ADJACENT)
+            self._prepare(Span(theirs, ours, num_heads, count, 0, slice(0), none))
 
     def finish(self) -> None:
         try:
@@ -174,7 +248,7 @@ class CudaCopies(ChunkCopies):
             raise TransportError("the GPU failed", device=self._pools.device) from exc
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """See `ChunkCopies`: the block ids of the newest are on the GPU already."""
+        """See `Copies`: the block ids of the newest are on the GPU already."""
         if id(blocks) in self._expected:
             return
         try:
@@ -187,9 +261,9 @@ class CudaCopies(ChunkCopies):
     def _send_ids(
         self, blocks: Sequence[GroupBlocks], stream: int
     ) -> tuple[IdBuffer, list[BlockIdsAt]]:
-        """Block ids on their way to the GPU, in front of all copies that are made on this stream from now on.
+        """Block ids on their way to the GPU, before all copies that are made on this stream from now on.
 
-        What a read before this one sent and never used comes in front of it, whatever it brings.
+        What a read before this one sent and never used comes before it, whatever it brings.
         """
         vectors = [group.block_ids for group in blocks]
         for ids, limit in zip(vectors, self._pools.num_blocks, strict=True):
@@ -207,17 +281,12 @@ class CudaCopies(ChunkCopies):
             raise TransportError("block ids cannot be sent to the GPU", status=status)
         return buffer, places
 
-    def _prepare(self, span: Span, *, packing: bool) -> PreparedLaunch:
-        sides = span.sides(packing=packing)
-        return self.prepare(*sides, num_heads=span.num_heads, num_tokens=span.num_tokens)
-
-    def prepare(
-        self, src: PagedSide | PackedSide, dst: PagedSide | PackedSide, **counts: int
-    ) -> PreparedLaunch:
+    def _prepare(self, span: Span) -> PreparedLaunch:
         """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
         from kvconnector_kernels.relayout.launch import prepare_launch
 
-        launch = prepare_launch(src, dst, **counts)
+        src, dst = span.sides()
+        launch = prepare_launch(src, dst, num_heads=span.num_heads, num_tokens=span.num_tokens)
         if launch.function not in self._checked:
             self._check_parameters(launch)
             self._checked.add(launch.function)
@@ -235,77 +304,6 @@ class CudaCopies(ChunkCopies):
             found.append(size.value)
         if found != expected or len(found) > MAX_PARAMS:
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
-
-
-class _Job(NamedTuple):
-    """A launch of one part, from `token_start` on, as `fill_jobs` takes it."""
-
-    terms: npt.NDArray[np.int64]
-    launch: tuple[int, ...]
-    token_start: int
-    num_tokens: int
-
-
-class SpanJobs:
-    """The jobs of spans. A launch that `prepare` has made stands for all spans without runs whose tokens begin at the
-    same place in a block and are as even in number: kernels and tiles depend on no more.
-    """
-
-    def __init__(self, prepare: Callable[..., PreparedLaunch], max_programs: int) -> None:
-        self._prepare = prepare
-        self._max_programs = max_programs
-        self._jobs: dict[tuple[object, ...], _Job] = {}
-
-    def fill(self, words: npt.NDArray[np.int64], span: Span, stream: int, *, packing: bool) -> None:
-        """Write the jobs of a span's chunks, as words. Raises RelayoutError: see `prepare_launch`."""
-        job, start, num_tokens = self._job(span, packing=packing), span.token_start, span.num_tokens
-        address: int = span.ids.address  # type: ignore[union-attr]  # of a GPU's copies
-        tokens = start - job.token_start, num_tokens - job.num_tokens, num_tokens
-        others = address, stream, span.first_row, span.part_bytes, self._max_programs
-        rows = words[span.chunks]
-        fill_jobs(rows, job.terms, span.fields, job.launch, (*tokens, *others))
-        words[span.chunks] = rows
-
-    def _job(self, span: Span, *, packing: bool) -> _Job:
-        table, start, num_tokens = span.table, span.token_start, span.num_tokens
-        place = start % table.block_size, num_tokens & -num_tokens
-        key = (packing, table, span.packed.order, span.head_start, span.num_heads, *place)
-        room = span.ids.count * table.block_size  # type: ignore[union-attr]  # of a GPU's copies
-        is_usual = span.runs is ADJACENT and 0 <= start <= room - num_tokens
-        job = self._jobs.get(key) if is_usual else None
-        if job is None:
-            job = _job_for(span, self._prepare(span, packing=packing), packing=packing)
-            if is_usual:
-                keep_newest(self._jobs, key, job)
-        return job
-
-
-def keep_newest(jobs: dict[Any, Any], key: object, job: object) -> None:
-    """Add a job to those that are known; the oldest goes if they are many."""
-    if len(jobs) >= _MAX_GEOMETRIES:
-        del jobs[next(iter(jobs))]
-    jobs[key] = job
-
-
-def _job_for(span: Span, launch: PreparedLaunch, *, packing: bool) -> _Job:
-    paged, packed = ("src", "dst") if packing else ("dst", "src")
-    words = words_of(job_of(launch))[0]
-    words[_SLOT_PARAM] = launch.index(f"{packed}_address")
-    terms = np.array([words, 0 * words, 0 * words])
-    strides = [f"{packed}_{axis}_stride" for axis in ("part", "head", "token", "dim")]
-    at = [_PARAMS + launch.index(name) for name in (f"{paged}_origin", "num_tokens", *strides)]
-    shape = span.table.head_dim, span.table.item_size_bytes
-    none, one = (
-        span.packed.strides_bytes(CopyGeometry(1, span.num_heads, count, *shape))
-        for count in (0, 1)
-    )
-    terms[1, at[0]] = terms[2, at[1]] = 1
-    terms[2, at[2:]] = np.subtract(one, none)
-    names = (f"{paged}_ids", f"{paged}_part_start", "num_tiles", "num_token_tiles")
-    lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
-    places = [_PARAMS + launch.index(name) for name in names]
-    tiles = lead, launch.tile_tokens, launch.tiles_per_part // count
-    return _Job(terms, (*places, *tiles), span.token_start, span.num_tokens)
 
 
 class CopyStreams:
@@ -335,7 +333,7 @@ class CopyStreams:
             or self._cuda.cuStreamWriteValue32_v2(stream, passed, number, 0)
         )
         if status:
-            raise TransportError("the GPU does not wait for the engine", status=status)
+            raise TransportError("cuStreamWaitEvent or cuStreamWriteValue32 failed", status=status)
 
 
 def _open_stream(cuda: Any) -> Any:
@@ -346,30 +344,6 @@ def _open_stream(cuda: Any) -> Any:
     if status or not handle.value:
         raise TransportError("the GPU gives no stream for copies", status=status)
     return torch.cuda.ExternalStream(handle.value)
-
-
-def windows_of(block_size: int) -> list[tuple[int, int]]:
-    """First tokens and numbers of tokens for which kernels may differ: whole tiles and others, aligned and not. But for
-    chunks in the order HDN, whose rows are as well aligned as their number of tokens is, there are no others.
-    """
-    return [(0, block_size), (1, block_size), (0, 1)]
-
-
-def shares_of(table: PartTable) -> list[int]:
-    """All heads of a table, and the shares of them that a peer with more ranks has."""
-    return sorted({table.num_heads >> shift for shift in range(table.num_heads.bit_length())})
-
-
-def job_of(launch: PreparedLaunch) -> npt.NDArray[np.void]:
-    """A launch as one job: all parts, one program for each tile, and 0 bytes."""
-    job = np.zeros(1, JOB)
-    job["function"] = launch.function
-    job["num_programs"] = launch.values[launch.index("num_tiles")]
-    job["num_threads"] = launch.num_threads
-    job["shared_bytes"] = launch.shared_bytes
-    job["num_params"] = len(launch.values) + launch.num_scratch_params
-    job["params"][0, : len(launch.values)] = launch.values
-    return job
 
 
 def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int) -> IdBuffer:

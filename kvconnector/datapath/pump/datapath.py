@@ -15,11 +15,10 @@ from contextlib import ExitStack
 from kvconnector.datapath.base import DataEvent, DirectRead, Program, Report
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
-from kvconnector.datapath.pump.copies import ChunkCopies
+from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.machine import Machine, Pace
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import Network
-from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
@@ -48,18 +47,18 @@ class DataPath:
     """Sends and receives over a transport, and reads from pools on this host. `network` is the transport's, as the loop
     calls it.
 
-    `share` lets consumers read this worker's pools, `reads` lets it read those of others; None where that is not
-    possible, or nobody's wish. `always_direct`: see `DirectReads`.
+    `share` lets consumers read this worker's pools; None where that is not possible, or nobody's wish. `reads_directly`
+    lets it read those of others. `always_direct`: see `DirectReads`.
     """
 
     def __init__(
         self,
         transport: Transport,
         network: Network,
-        copies: ChunkCopies,
+        copies: Copies,
         *,
         share: PoolExporter | None = None,
-        reads: PoolReads | None = None,
+        reads_directly: bool = False,
         always_direct: bool = False,
         device: str,
         send_slots: SlotPool | None,
@@ -99,8 +98,8 @@ class DataPath:
         )
         self._reads = DirectReads(
             self.machine,
-            reads,
             self._report,
+            is_enabled=reads_directly,
             device=device,
             fall_back=self._receives.submit,
             always=always_direct,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import ChunkCopies, addresses_of
+from kvconnector.datapath.pump.copies import Copies, addresses_of
 from kvconnector.datapath.pump.network import Calls, Network
 from kvconnector.datapath.staging import SlotPool
 from kvconnector_kernels.pump import records as r
@@ -120,7 +120,7 @@ class Slots:
     """One direction's slots in the arrays of a pump's `state`: those of a pool, or none."""
 
     def __init__(
-        self, state: Records, direction: str, pool: SlotPool | None, copies: ChunkCopies
+        self, state: Records, direction: str, pool: SlotPool | None, copies: Copies
     ) -> None:
         self._pool = pool
         num_slots = 0 if pool is None else pool.num_slots
@@ -212,7 +212,7 @@ class Machine:
     def __init__(
         self,
         network: Network,
-        copies: ChunkCopies,
+        copies: Copies,
         *,
         device: str,
         send_pool: SlotPool | None,

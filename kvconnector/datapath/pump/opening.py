@@ -12,15 +12,13 @@ from kvconnector.datapath.base import as_connector_error
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.copies import ChunkCopies, program_cap
+from kvconnector.datapath.pump.copies import Copies, program_cap
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import Network
-from kvconnector.datapath.pump.pool_reads import PoolReads
-from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.transport import Transport
@@ -70,7 +68,7 @@ def open_datapath(
         network,
         copies,
         share=_share(pools, copies) if is_direct and send_slots else None,
-        reads=_reads(pools, copies) if is_direct and recv_slots else None,
+        reads_directly=bool(is_direct and recv_slots) and _can_read(copies),
         always_direct=config.paths.direct == "always",
         device=device,
         send_slots=send_slots,
@@ -109,7 +107,7 @@ def _open_slots(
 
 def _open_copies(
     config: ConnectorConfig, pools: Pools, slots: SlotPool | None, chunk_bytes: int
-) -> ChunkCopies:
+) -> Copies:
     """Copies between the pools and such slots."""
     if pools.device == "cpu":
         return CpuCopies(pools, chunk_bytes)
@@ -126,7 +124,7 @@ def _open_copies(
         raise as_connector_error(error) from error
 
 
-def _share(pools: Pools, copies: ChunkCopies) -> PoolExporter | None:
+def _share(pools: Pools, copies: Copies) -> PoolExporter | None:
     """This worker's pools for consumers, or None; the log says why not."""
     try:
         with ExitStack() as stack:
@@ -140,15 +138,11 @@ def _share(pools: Pools, copies: ChunkCopies) -> PoolExporter | None:
         return None
 
 
-def _reads(pools: Pools, copies: ChunkCopies) -> PoolReads | None:
-    """What reads other workers' pools on the host, or None; the log says why not."""
+def _can_read(copies: Copies) -> bool:
+    """Returns True if other workers' pools on the host can be read; else the log says why not."""
     try:
-        if isinstance(copies, CudaCopies):
-            # not before: it loads Triton
-            from kvconnector.datapath.pump.pool_reads_cuda import CudaReads
-
-            return CudaReads(pools, copies)
-        return CpuReads(pools)
-    except KVConnectorError as error:
+        copies.warm_up_reads()
+    except (RelayoutError, KVConnectorError) as error:
         logger.info("no producer's pools can be read directly: %s", error)
-        return None
+        return False
+    return True

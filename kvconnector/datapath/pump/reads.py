@@ -14,7 +14,6 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.network import NS_PER_S
-from kvconnector.datapath.pump.pool_reads import PoolReads
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -59,7 +58,7 @@ class _Read(msgspec.Struct, eq=False):
 
 
 class DirectReads:
-    """All direct reads of one worker. `reads` of None: it has no direct path. What becomes of them goes to `report`.
+    """All direct reads of one worker, unless it has no direct path. What becomes of them goes to `report`.
 
     `fall_back` takes the reads that their producer is to send. `always`: where a producer's pools cannot be read, the
     log warns of it.
@@ -68,16 +67,17 @@ class DirectReads:
     def __init__(
         self,
         machine: Machine,
-        reads: PoolReads | None,
         report: Report,
         *,
+        is_enabled: bool,
         device: str,
         fall_back: Callable[[int, Program], None],
         always: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._machine = machine
-        self._reads = reads
+        self._copies = machine.copies
+        self._is_enabled = is_enabled
         self._report = report
         self._device = device
         self._fall_back = fall_back
@@ -93,20 +93,20 @@ class DirectReads:
 
     def open(self, link: LinkId, export: PoolExport) -> str:
         """See `DataPath.open_export`."""
-        if self._reads is None:
+        if not self._is_enabled:
             raise TransportError("this worker has no direct path")
         try:
-            self._sources[link] = _Source(self._open(export, self._reads))
+            self._sources[link] = _Source(self._open(export))
         except KVConnectorError:
             if self._always:
                 logger.warning("paths.direct is always, but a producer's pools cannot be read")
             raise
-        return self._reads.means
+        return self._copies.means
 
-    def _open(self, export: PoolExport, reads: PoolReads) -> RemotePools:
+    def _open(self, export: PoolExport) -> RemotePools:
         remote = RemotePools(export, self._device)
         try:
-            reads.prepare(remote)
+            self._copies.prepare(remote)
         except BaseException:
             remote.close()
             raise
@@ -125,11 +125,11 @@ class DirectReads:
     def submit(self, asked: DirectRead) -> None:
         """Read it from where it is, now or once its lease is published."""
         source = self._sources.get(asked.link)
-        if source is None or self._reads is None:
+        if source is None:
             self._send(asked)
             return
         try:
-            jobs = self._reads.make_jobs(asked, source.remote)
+            jobs = self._copies.make_read(asked, source.remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and says it
             logger.debug("read %s is sent: %s", asked.read_id, error)
@@ -190,8 +190,8 @@ class DirectReads:
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
-        if self._reads is not None:
-            self._reads.finish()
+        if self._sources or self._closing:
+            self._copies.finish()
         for source in (*self._sources.values(), *self._closing):
             source.remote.close()
         self._sources.clear()
@@ -202,11 +202,10 @@ class DirectReads:
         self._fall_back(asked.read_id, Program(asked.segments, asked.cut(), asked.blocks))
 
     def _begin(self, read: _Read) -> None:
-        assert self._reads is not None  # who submitted it otherwise?
         index = self._machine.reads.add(
             jobs=read.jobs.address,
-            function=self._reads.function,
-            context=self._reads.context,
+            function=self._copies.read_function,
+            context=self._copies.context,
         )
         self._fences[index] = 0
         self._machine.reads.set(index, "fence", self._fence_addresses[index])
@@ -249,8 +248,7 @@ class DirectReads:
         self._report.append(ev.ReceiveFinished(read.read_id, seconds, ev.DIRECT_PATH))
 
     def _forget(self, read: _Read) -> None:
-        if self._reads is not None:
-            self._reads.end_jobs(read.jobs)
+        self._copies.end_jobs(read.jobs)
         read.source.num_reads -= 1
         self._close_unread(read.source)
 

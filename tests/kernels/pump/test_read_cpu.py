@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector_kernels.pump import read_cpu
+from kvconnector_kernels.pump import copy_cpu
 from kvconnector_kernels.pump.records import ALL, MORE
 from kvconnector_kernels.relayout.sides import check_copy
 from tests.kernels.relayout.pools import Pool, Window, check_copy_equals_naive, windows
@@ -17,7 +17,7 @@ class Reader:
     """Calls the compiled function as the pump does."""
 
     def __init__(self):
-        self._compiled = read_cpu.compile_read()
+        self._compiled = copy_cpu.compile_read()
         address = self._compiled.address
         self._read = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(address)
         self._fence = np.zeros(1, np.int32)
@@ -37,7 +37,7 @@ class Reader:
         assert self.finish(make_read(src, dst, **counts_and_knobs)) == ALL
 
 
-def make_read(src, dst, *, num_parts, num_heads, num_tokens, **knobs):
+def make_read(src, dst, *, num_parts, num_heads, num_tokens, is_streamed=False):
     geometry = check_copy(
         src,
         dst,
@@ -47,7 +47,8 @@ def make_read(src, dst, *, num_parts, num_heads, num_tokens, **knobs):
         head_dim=None,
         item_size_bytes=None,
     )
-    return read_cpu.make_read([(src, dst, geometry)], **knobs)
+    words = copy_cpu.job_of(src, dst, geometry, is_streamed=is_streamed)
+    return np.array([1, 0, 0, *words], np.int64)
 
 
 def check_pools(copy, src, dst, num_tokens, **knobs):
@@ -75,11 +76,11 @@ def test_any_window_equals_the_oracle(data, sizes, counts):
 
 @pytest.mark.parametrize("block_sizes", [(16, 16), (16, 64), (64, 16)])
 @pytest.mark.parametrize("orders", [("HND", "HND"), ("HND", "NHD"), ("NHD", "HND"), ("HDN", "HND")])
-@pytest.mark.parametrize("min_streamed_bytes", [0, 1 << 30])
-def test_large_blocks_equal_the_oracle(orders, block_sizes, min_streamed_bytes):
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_large_blocks_equal_the_oracle(orders, block_sizes, is_streamed):
     src = Pool(orders[0], block_sizes[0], 256 // block_sizes[0], 4, 64).fill_random()
     dst = Pool(orders[1], block_sizes[1], 256 // block_sizes[1], 4, 64)
-    check_pools(Reader().copy, src, dst, 256, min_streamed_bytes=min_streamed_bytes)
+    check_pools(Reader().copy, src, dst, 256, is_streamed=is_streamed)
 
 
 def test_control_waits_for_a_piece_only():
@@ -92,5 +93,5 @@ def test_control_waits_for_a_piece_only():
 
 def test_read_of_nothing_is_over_at_once():
     reader = Reader()
-    assert reader.finish(read_cpu.make_read([])) == ALL
+    assert reader.finish(np.zeros(3, np.int64)) == ALL
     assert reader.num_calls == 1

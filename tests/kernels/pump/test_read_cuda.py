@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB
-from kvconnector_kernels.pump.read_cuda import READ, compile_read
+from kvconnector_kernels.pump.copy_cuda import CONTEXT, JOB, READ, compile_read
 
 STREAM, FENCE, FENCE_VALUE = 77, 4096, 5
 INT = ctypes.c_int64

@@ -4,7 +4,6 @@ There need be no GPU: tables and block ids are addresses, and the compiler is on
 """
 
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -15,8 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies import Span, words_of
-from kvconnector.datapath.pump.copies_cuda import SpanJobs, windows_of
+from kvconnector.datapath.pump.copies import Span, Window, words_of
+from kvconnector.datapath.pump.launches import Launches, windows_of
 from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
@@ -166,96 +165,105 @@ def prepare(pair, starts, num_tokens, num_parts=1):
     )
 
 
-@given(
-    pair=st.tuples(pools, pools),
-    starts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
-    further=st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 9)),
-    num_tokens=st.integers(1, 300),
-    num_parts=st.integers(1, 3),
-)
-def test_a_launch_stands_for_those_that_begin_alike_in_a_block_and_are_as_even(
-    pair, starts, further, num_tokens, num_parts
-):
-    known = prepare(pair, starts, num_tokens)
-    there, here = (
-        start + blocks * pool.block_size
-        for start, blocks, pool in zip(starts, further, pair, strict=False)
-    )
-    num_tokens += 2 * (num_tokens & -num_tokens) * further[2]
-    wanted = prepare(pair, (there, here), num_tokens, num_parts)
-    values = dict(zip(known.names, known.values, strict=True))
-    moved = known.moved((there, here), num_tokens, num_parts)
-    values |= dict(zip(launch.MOVED, moved, strict=True))
-    assert values == dict(zip(wanted.names, wanted.values, strict=True))
-    assert wanted.function == known.function
-
-
-def prepared_for(span, *, packing):
-    return launch.prepare_launch(
-        *span.sides(packing=packing), num_heads=span.num_heads, num_tokens=span.num_tokens
-    )
+def prepared_for(span):
+    src, dst = span.sides()
+    return launch.prepare_launch(src, dst, num_heads=span.num_heads, num_tokens=span.num_tokens)
 
 
 one_table = cache(table)
+orders = st.sampled_from(["HND", "NHD", "HDN"])
 part_ranges = st.sampled_from([(0, 1), (0, 3), (1, 1), (1, 2), (2, 1)])
+starts = st.integers(0, 200)
+PART_BYTES, MAX_PROGRAMS, MAX_UNCAPPED_BYTES, STREAM = 7 << 20, 9, 16 << 20, 77
 
 
-def span_of(pool, order, heads, start, num_tokens, *, ids=(0, NUM_IDS), runs=ADJACENT, parts=()):
+def window_of(pool, head_start, start, ids=(0, NUM_IDS), runs=ADJACENT):
+    return Window(pool, BlockIdsAt(IDS_ADDRESS + ids[0], ids[1], GPU), 0, head_start, start, runs)
+
+
+def span_of(places, num_heads, num_tokens, parts=()):
     fields = np.array([(0, *some, 0, num_tokens) for some in parts], np.int32).reshape(-1, 5)
-    return Span(
-        *(pool, BlockIdsAt(IDS_ADDRESS + ids[0], ids[1], GPU), heads[0], start, runs),
-        *(PackedSide(1 << 22, 1 << 30, order, GPU), heads[1], num_tokens, 7 << 20),
-        *(slice(0, len(fields)), 0, fields),
+    return Span(*places, num_heads, num_tokens, PART_BYTES, slice(0, len(fields)), fields)
+
+
+@st.composite
+def spans(draw):
+    """Of chunks that are packed or unpacked, or of a read from other pools."""
+    heads = draw(st.sampled_from([(0, HEADS), (0, 2), (2, 2), (1, 1)]))
+    windows = st.builds(
+        window_of,
+        st.builds(one_table, orders, st.sampled_from([16, 8, 3, 64])),
+        st.just(heads[0]),
+        starts,
+        st.sampled_from([(0, NUM_IDS), (64, NUM_IDS)]),
+        st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32)]),
+    )
+    slots = st.builds(PackedSide, st.just(1 << 22), st.just(1 << 30), orders, st.just(GPU))
+    places = draw(st.tuples(windows, windows | slots).flatmap(st.permutations))
+    num_tokens = draw(st.integers(1, 300) | st.integers(1, 20).map(lambda blocks: 16 * blocks))
+    return span_of(
+        places, heads[1], num_tokens, draw(st.lists(part_ranges, min_size=1, max_size=4))
     )
 
 
-spans = st.builds(
-    span_of,
-    st.builds(one_table, st.sampled_from(["HND", "NHD", "HDN"]), st.sampled_from([16, 8, 3, 64])),
-    st.sampled_from(["HND", "NHD", "HDN"]),
-    st.sampled_from([(0, HEADS), (0, 2), (2, 2), (1, 1)]),
-    st.integers(0, 200),
-    st.integers(1, 300) | st.integers(1, 20).map(lambda blocks: 16 * blocks),
-    ids=st.sampled_from([(0, NUM_IDS), (64, NUM_IDS)]),
-    runs=st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32)]),
-    parts=st.lists(part_ranges, min_size=1, max_size=4),
-)
-
-
-@given(asked=st.lists(st.tuples(spans, st.booleans()), min_size=2, max_size=8))
+@given(asked=st.lists(spans(), min_size=2, max_size=8))
 def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
-    known = SpanJobs(prepared_for, 9)
-    for span, packing in asked:
+    known = Launches(prepared_for, MAX_PROGRAMS)
+    for span in asked:
         jobs = np.empty(len(span.fields), JOB)
-        known.fill(words_of(jobs), span, 77, packing=packing)
+        known.fill(words_of(jobs), span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
         for job, (_, part_start, num_parts, *_) in zip(jobs, span.fields.tolist(), strict=True):
-            own = replace(span.paged, part_start=part_start)
-            sides = (own, span.packed) if packing else (span.packed, own)
             counts = {"num_heads": span.num_heads, "num_tokens": span.num_tokens}
-            direct = launch.prepare_launch(*sides, **counts, num_parts=num_parts)
-            assert tuple(job["params"][: len(direct.values)].tolist()) == direct.values
-            num_tiles = num_parts * direct.tiles_per_part
+            own = launch.prepare_launch(*span.sides(part_start), **counts, num_parts=num_parts)
+            assert tuple(job["params"][: len(own.values)].tolist()) == own.values
+            slot = next(
+                (
+                    f"{name}_address"
+                    for name, place in (("src", span.src), ("dst", span.dst))
+                    if isinstance(place, PackedSide)
+                ),
+                None,
+            )
+            num_tiles = num_parts * own.tiles_per_part
             expected = {
-                "nbytes": num_parts * span.part_bytes,
-                "function": direct.function,
-                # more than 16 MiB
-                "num_programs": min(num_tiles, 9) if num_parts == 3 else num_tiles,
-                "num_threads": direct.num_threads,
-                "num_params": len(direct.values) + direct.num_scratch_params,
-                "slot_param": direct.index("dst_address" if packing else "src_address"),
-                "stream": 77,
+                "nbytes": num_parts * PART_BYTES,
+                "function": own.function,
+                # three parts have more than may have any number of programs
+                "num_programs": min(num_tiles, MAX_PROGRAMS) if num_parts == 3 else num_tiles,
+                "num_threads": own.num_threads,
+                "num_params": len(own.values) + own.num_scratch_params,
+                "slot_param": own.index(slot) if slot else 0,
+                "stream": STREAM,
             }
             assert {name: job[name] for name in expected} == expected
 
 
+def test_copies_alike_are_prepared_once_whatever_their_parts_blocks_and_ids():
+    prepared = []
+
+    def prepare(span):
+        prepared.append(span)
+        return prepared_for(span)
+
+    known, words = Launches(prepare, MAX_PROGRAMS), words_of(np.empty(1, JOB))
+    for start, ids, part in product((5, 21, 37), ((0, NUM_IDS), (64, NUM_IDS)), [(0, 1), (1, 2)]):
+        for other in (window_of(one_table("NHD", 16), 0, start + 3), CHUNKS[0]):
+            places = (window_of(one_table("HND", 16), 0, start, ids), other)
+            span = span_of(places, HEADS, 16 * start, [part])
+            known.fill(words, span, STREAM, max_uncapped_bytes=0)
+    assert len(prepared) == 2
+
+
 def test_a_span_needs_its_block_ids_though_its_launch_is_known():
-    known, pool, words = SpanJobs(prepared_for, 9), table(), np.empty((1, len(JOB.names)), np.int64)
-    enough, short = (
-        span_of(pool, "NHD", (0, HEADS), 0, 48, ids=(0, num_ids)) for num_ids in (3, 2)
-    )
-    known.fill(words, enough, 0, packing=True)
-    with pytest.raises(BlockIdsError, match="needs 3"):
-        known.fill(words, short, 0, packing=True)
+    known, words = Launches(prepared_for, MAX_PROGRAMS), words_of(np.empty(1, JOB))
+    for other in (window_of(one_table("NHD", 16), 0, 0), CHUNKS[0]):
+        enough, short = (
+            span_of((window_of(one_table(), 0, 0, (0, num_ids)), other), HEADS, 48, [(0, 1)])
+            for num_ids in (3, 2)
+        )
+        known.fill(words, enough, 0, max_uncapped_bytes=0)
+        with pytest.raises(BlockIdsError, match="needs 3"):
+            known.fill(words, short, 0, max_uncapped_bytes=0)
 
 
 @given(

@@ -12,7 +12,6 @@ from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import UcxNetwork
-from kvconnector.datapath.pump.pool_reads_cpu import CpuReads
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -52,7 +51,7 @@ class Side(Caches):
             UcxNetwork(self.transport),
             copies,
             share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
-            reads=CpuReads(self.pools) if direct else None,
+            reads_directly=direct,
             always_direct=always_direct,
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),

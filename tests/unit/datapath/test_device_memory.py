@@ -13,7 +13,6 @@ from kvconnector.datapath.direct import cuda_driver
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
-from kvconnector.datapath.pump.pool_reads_cuda import CudaReads
 from kvconnector.errors import TransportError
 from tests.unit.datapath.pump_pair import Pair
 
@@ -101,12 +100,6 @@ def copies_over(query):
     return copies
 
 
-def reads_over(query):
-    reads = CudaReads.__new__(CudaReads)
-    reads._copies = copies_over(query)
-    return reads
-
-
 @pytest.mark.usefixtures("no_patience")
 @pytest.mark.ucx
 @pytest.mark.parametrize("is_idle", [False, True])
@@ -129,10 +122,6 @@ def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle
     [(lambda: False, "do not end"), (_fails, "the GPU failed")],
     ids=["never", "failed"],
 )
-def test_reads_that_do_not_end_keep_their_block_ids(query, reason):
-    reads = reads_over(query)
+def test_copies_that_do_not_end_or_fail_say_so(query, reason):
     with pytest.raises(TransportError, match=reason):
-        reads.finish()
-    kept = weakref.ref(reads)
-    del reads
-    assert is_kept(kept)
+        copies_over(query).finish()
