@@ -58,6 +58,41 @@ def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
         assert readers == reading or (not reading and len(readers) == 1)
 
 
+@given(engine_pairs())
+def test_a_rank_greets_those_that_it_confirms_to(pair):
+    consumer, producer = pair
+    for rank in consumer.ranks:
+        awaiting = [
+            holder.rank
+            for holder in producer.ranks
+            if rank.rank in TpKVTopology(producer, holder.rank).readers(consumer)
+        ]
+        assert TpKVTopology(consumer, rank.rank).holders(producer) == tuple(awaiting)
+
+
+@given(total=st.integers(1, 40), shares=st.integers(1, 10), dcp_size=st.integers(1, 4))
+def test_ranks_that_share_tokens_hold_the_same_heads(total, shares, dcp_size):
+    for rank in range(tp_size := shares * dcp_size):
+        shared = TpKVTopology.heads_of(total, tp_rank=rank, tp_size=tp_size, dcp_size=dcp_size)
+        assert shared == TpKVTopology.heads_of(total, tp_rank=rank // dcp_size, tp_size=shares)
+
+
+@given(engine_pairs())
+def test_a_cache_is_replicated_if_two_ranks_hold_one_token_of_a_head(pair):
+    for engine in pair:
+        held = Counter(
+            (layer, index, part.name, head, token)
+            for rank in engine.ranks
+            for index, group in enumerate(rank.groups)
+            for layer in group.layers
+            for part in group.parts
+            for head in range(part.head_start, part.head_stop)
+            for token in range(group.interleave_tokens * group.dcp_size)
+            if token // group.interleave_tokens == group.dcp_rank
+        )
+        assert TpKVTopology.replicates_kv_cache(engine) == (max(held.values()) > 1)
+
+
 def readers_by_replica(consumer, producer):
     """How many consumer ranks of one stage read one (group, layer, family, head, token) from each of its holders."""
     readers = defaultdict(Counter)
