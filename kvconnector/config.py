@@ -119,8 +119,10 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """UCX."""
 
-    binding: Literal["auto", "ucxx", "ucx-py"] = "auto"
-    """Python binding; `auto` takes the first that imports, ucxx first."""
+    library: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
+    """Which libucp is used: `wheel` (of the package libucx), `system`, `nixl`, `ucxx` or `ucx-py` for the one that this
+    binding brings, or a path. `auto` takes what the process has loaded, else the first of these that is there.
+    """
     tls: str = ""
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
     net_devices: str = ""
@@ -322,7 +324,7 @@ VARIABLES = {
     for field in struct.__struct_fields__
     if field not in SECTIONS
 }
-VARIABLES["KVCONNECTOR_UCX"] = ("ucx", "binding")  # the short name in the documentation
+VARIABLES["KVCONNECTOR_UCX"] = ("ucx", "library")  # the short name in the documentation
 """Section (empty at the top level) and field that each environment variable sets."""
 
 

@@ -32,7 +32,7 @@ class Size(NamedTuple):
 
 
 ROOMS: dict[str, Size] = {
-    "kvconnector": Size(650, target=560),
+    "kvconnector": Size(660, target=560),
     "kvconnector/bench": Size(3730),
     "kvconnector/cache": Size(3010, target=3280),
     "kvconnector/cli": Size(1800),
@@ -44,7 +44,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/runtime": Size(3940, target=2800),
     "kvconnector/session": Size(3820, target=2900),
     "kvconnector/topology": Size(890, target=980),
-    "kvconnector/transport": Size(2360, target=1930),
+    "kvconnector/transport": Size(2730, target=1930),
     "kvconnector/wire": Size(560, target=500),
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
@@ -63,9 +63,9 @@ ROOMS: dict[str, Size] = {
     "tests/hosts": Size(910),
     "tests/integration": Size(1400),
     "tests/kernels": Size(1800),
-    "tests/property": Size(2950),
-    "tests/support": Size(2710),
-    "tests/transport": Size(910),
+    "tests/property": Size(2990),
+    "tests/support": Size(2730),
+    "tests/transport": Size(1130),
     "tests/unit": Size(1590),
     "tests/unit/bench": Size(730),
     "tests/unit/cache": Size(1190),
@@ -80,9 +80,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
-    ("kvconnector",): Size(30850, target=27400),
+    ("kvconnector",): Size(30860, target=27400),
     ("kernels",): Size(4150, target=3650),
-    ("tests",): Size(27650, target=24800),
+    ("tests",): Size(27890, target=24800),
 }
 
 

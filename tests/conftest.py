@@ -45,6 +45,13 @@ def gpu_count():
     return torch.cuda.device_count()
 
 
+def _has_ucx():
+    """Return whether a UCX can be loaded, and load it."""
+    from tests.support.libraries import has_ucx
+
+    return has_ucx()
+
+
 def _missing_for(item):
     """Return what this machine lacks for a test's markers, or None."""
     if item.get_closest_marker("gpu") and gpu_count() < 1:
@@ -53,10 +60,8 @@ def _missing_for(item):
         return "needs two GPUs"
     if item.get_closest_marker("vllm") and importlib.util.find_spec("vllm") is None:
         return "needs vLLM"
-    if item.get_closest_marker("ucx") and not any(
-        importlib.util.find_spec(binding) for binding in ("ucxx", "ucp")
-    ):
-        return "needs ucxx or ucx-py"
+    if item.get_closest_marker("ucx") and not _has_ucx():
+        return "needs a UCX"
     return None
 
 

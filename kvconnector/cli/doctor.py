@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import stat
@@ -17,7 +16,7 @@ import typer
 from kvconnector import __version__
 from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.engines import EnginePair
-from kvconnector.bench.environment import cpu_name, gpus, installed_version, loaded_libraries
+from kvconnector.bench.environment import cpu_name, gpus, installed_version
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry, format_bytes
 from kvconnector.cli.console import Finding, Verdict, attempt, print_json
@@ -28,21 +27,17 @@ from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FIL
 from kvconnector.errors import KVConnectorError
 from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
-from kvconnector.transport.ucx import AUTO, BINDINGS, load_binding
-from kvconnector.transport.ucx.libucp import Libucp
+from kvconnector.transport.ucx import AUTO, UcxLibrary, load_library
+from kvconnector.transport.ucx.library import automatic_order
+from kvconnector.transport.ucx.ports import active_rdma_ports, distance, place_of, rdma_ports
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
-    Offers,
-    active_rdma_ports,
-    distance,
     explain,
-    library_path,
     offers_of,
-    place_of,
     rdma_devices,
-    rdma_ports,
     settle_net_devices,
 )
+from kvconnector.transport.ucx.stacks import Stack, examine_stacks
 
 HELLO_TIMEOUT_S = 3.0
 
@@ -127,11 +122,11 @@ def examine(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
     yield from _gpus()
     yield from _settings()
     yield from _keys(keys)
-    found_binding = False
+    found_ucx = False
     for finding in _ucx(device):
-        found_binding |= finding.subject == "ucx" and finding.verdict == "ok"
+        found_ucx |= finding.subject == "ucx" and finding.verdict == "ok"
         yield finding
-    if not found_binding:
+    if not found_ucx:
         return
     yield from attempt("self-test", lambda: _self_test(device, tls))
     yield _direct_reads(device, tls)
@@ -208,39 +203,50 @@ def _usable_keys(secret: Path, clients: Path) -> Finding:
 
 
 def _ucx(device: str) -> Iterator[Finding]:
-    for name in BINDINGS:
-        yield _binding(name)
-    variables = ("KVCONNECTOR_UCX_BINDING", "KVCONNECTOR_UCX")
+    for stack in examine_stacks():
+        yield _stack(stack)
+    variables = ("KVCONNECTOR_UCX_LIBRARY", "KVCONNECTOR_UCX")
+    source = next(filter(None, map(os.environ.get, variables)), AUTO)
     try:
-        binding = load_binding(next(filter(None, map(os.environ.get, variables)), AUTO))
-        context = binding.open_context({})
-        worker = binding.open_worker(context)
-        version = ".".join(map(str, Libucp(int(worker.handle)).version()))
-        owners = [context, worker]
-        del context, worker
-        binding.release(owners)
+        library = load_library(source)
+        offers = offers_of(library)
+        names = sorted({transport for transport, _ in offers({})})
     except KVConnectorError as error:
         yield Finding("ucx", "FAIL", str(error))
         return
-    libraries = ", ".join(loaded_libraries("libucp"))
-    yield Finding("ucx", "ok", f"{binding.name} on UCX {version}, {libraries}")
-    offers = offers_of(binding)
-    names = sorted({transport for transport, _ in offers({})})
+    why = "ucx.library names it" if source != AUTO else _why_first(library.source)
+    yield Finding("ucx", "ok", f"{library}: {why}")
     yield Finding("transports", "ok", ", ".join(names))
     if gpus() and "cuda_ipc" not in names:
         text = "no cuda_ipc: between GPUs UCX will go through host memory"
         yield Finding("transports", "warn", text)
     yield from attempt("rdma", _rdma_places)
-    yield from attempt("network", lambda: [_network(offers, device)])
+    yield from attempt("network", lambda: [_network(library, device)])
 
 
-def _network(offers: Offers, device: str) -> Finding:
+def _stack(stack: Stack) -> Finding:
+    if stack.error:
+        return Finding(f"ucx {stack.source}", "note", stack.error)
+    rdma = f"; RDMA by {', '.join(stack.rdma_devices)}" if stack.rdma_devices else ""
+    text = f"{stack.library} has {', '.join(stack.components)}{rdma}"
+    return Finding(f"ucx {stack.source}", "ok", text)
+
+
+def _why_first(source: str) -> str:
+    ports = active_rdma_ports()
+    order = " before ".join(automatic_order(ports))
+    reason = f"RDMA ports are active ({', '.join(ports)})" if ports else "no RDMA port is active"
+    return f"{reason}, so auto tries {order}; {source} is the first that can be used"
+
+
+def _network(library: UcxLibrary, device: str) -> Finding:
     """What moves KV caches to other hosts under the environment's settings."""
+    offers = offers_of(library)
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
     options = settle_net_devices(options, offers, device)
     if not rdma_devices(offers(options)):
-        text = f"between hosts UCX will use TCP: {explain(options, offers, library_path())}"
+        text = f"between hosts UCX will use TCP: {explain(options, offers, library.path)}"
         return Finding("network", "warn" if active_rdma_ports() else "note", text)
     near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
     text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
@@ -254,16 +260,6 @@ def _rdma_places() -> Iterator[Finding]:
         far = "; ".join(f"{device}: {distance(place, place_of(device))}" for device in devices)
         verdict: Verdict = "ok" if state == "ACTIVE" else "warn"
         yield Finding("rdma", verdict, f"{port} is {state}. {far}")
-
-
-def _binding(name: str) -> Finding:
-    try:
-        load_binding(name)
-    except KVConnectorError as error:
-        return Finding(name, "note", f"not usable: {error}")
-    packages = importlib.metadata.packages_distributions().get(BINDINGS[name].partition(".")[0], ())
-    versions = [f"{package} {importlib.metadata.version(package)}" for package in packages]
-    return Finding(name, "ok", ", ".join(versions) or "installed")
 
 
 def _self_test(device: str, tls: str) -> list[Finding]:

@@ -16,12 +16,11 @@ from kvconnector.errors import IncompatiblePeerError, PeerUnreachableError
 from kvconnector.runtime.channels import ucx_options
 from kvconnector.runtime.peer_check import PROBE_MESSAGES, PeerCheck, RankCheck, whole_engine
 from kvconnector.topology import EngineGeometry, TpKVTopology
-from kvconnector.transport.ucx import load_binding
+from kvconnector.transport.ucx import load_library
+from kvconnector.transport.ucx.ports import active_rdma_ports
 from kvconnector.transport.ucx.rdma import (
     RDMA_LANES,
-    active_rdma_ports,
     explain,
-    library_path,
     offers_of,
     settle_net_devices,
 )
@@ -145,7 +144,8 @@ def _lanes(rank: RankCheck, config: ConnectorConfig, device: str) -> Finding:
         return Finding("  lanes", "ok", f"{rank.lanes} within this host")
     if any(lane.startswith(RDMA_LANES) for lane in rank.lanes.split("+")):
         return Finding("  lanes", "ok", f"{rank.lanes}: RDMA")
-    offers = offers_of(load_binding(config.ucx.binding))
-    why = explain(settle_net_devices(ucx_options(config), offers, device), offers, library_path())
+    library = load_library(config.ucx.library)
+    offers = offers_of(library)
+    why = explain(settle_net_devices(ucx_options(config), offers, device), offers, library.path)
     verdict: Verdict = "warn" if active_rdma_ports() else "note"
     return Finding("  lanes", verdict, f"{rank.lanes}, no RDMA: {why}")

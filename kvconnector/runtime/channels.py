@@ -89,13 +89,13 @@ def open_transport(config: ConnectorConfig, device: str) -> UcxTransport:
 
     Raises:
         ConfigError: `ucx.net_devices` names what UCX cannot use.
-        TransportError: no binding imports, or UCX cannot start.
+        TransportError: no UCX is found, or it cannot start.
     """
     from kvconnector.transport.ucx import open_ucx_transport
 
     ucx = config.ucx
     return open_ucx_transport(
-        ucx.binding,
+        ucx.library,
         device=device,
         options=ucx_options(config),
         require_rdma=ucx.require_rdma,

@@ -4,9 +4,9 @@ Nothing of this may start a thread or open a device when it is imported.
 """
 
 import importlib
-import importlib.util
 
 from kvconnector_kernels.pump import copy_cpu
+from tests.support.libraries import has_ucx
 
 for module in (
     "kvconnector.bench.rank_process",
@@ -18,6 +18,5 @@ for module in (
     "tests.support.transport_suite",
 ):
     importlib.import_module(module)
-if importlib.util.find_spec("ucxx") is not None:
-    importlib.import_module("ucxx")
+has_ucx()
 copy_cpu.compile_copy()

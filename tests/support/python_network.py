@@ -9,7 +9,7 @@ from typing import Any
 
 from kvconnector.errors import KVConnectorError, OperationCancelledError, TransportError
 from kvconnector.transport import NO_FILENO, Buffer, Completion, MessageSizeError, Transport
-from kvconnector.transport.ucx.libucp import (
+from kvconnector.transport.ucx.abi import (
     ERR_BUSY,
     ERR_CANCELED,
     ERR_MESSAGE_TRUNCATED,

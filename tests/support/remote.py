@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 
 from kvconnector.errors import KVConnectorError
 from tests.support import forked
+from tests.support.libraries import has_ucx
 
 END_S = 40.0
 
@@ -71,6 +72,7 @@ class RemoteObject:
 
 
 def main():
+    has_ucx()
     pipe = Connection(int(sys.argv[1]))
     module, _, maker = sys.argv[2].partition(":")
     target = None

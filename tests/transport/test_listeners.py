@@ -6,14 +6,14 @@ import select
 
 import pytest
 
-from kvconnector.transport.ucx import open_ucx_transport
+from kvconnector.transport.ucx import load_library, open_ucx_transport
+from kvconnector.transport.ucx.library import link_map_of
 from kvconnector.transport.ucx.listeners import (
     WANTED_DESCRIPTORS,
     find_import,
     raise_descriptor_limit,
     replace_import,
 )
-from kvconnector.transport.ucx.log import loaded_libucs
 from tests.support.transport_suite import Ledger, Worker, exchange
 from tests.transport.remote import RemoteTransport
 from tests.transport.strangers import UCX_TCP_MAGIC, connect, listening_ports, unknown_message
@@ -89,7 +89,7 @@ def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(limits):
 
 def test_an_import_is_found_and_replaced_by_name():
     open_ucx_transport().close()
-    libucs = loaded_libucs()
+    libucs = link_map_of(load_library().keeping.ucs_log_push_handler)
     assert find_import(libucs, b"no_such_function") is None
     place = find_import(libucs, b"accept")
     ours = replace_import(place, 4096)

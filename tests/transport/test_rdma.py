@@ -11,19 +11,18 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.errors import ConfigError, IncompatiblePeerError, RemoteProtocolError
-from kvconnector.transport.ucx import UcxTransport, load_binding, open_ucx_transport
+from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
-from kvconnector.transport.ucx.rdma import (
+from kvconnector.transport.ucx.ports import (
     SYSFS,
     active_rdma_ports,
     distance,
-    explain,
     nearest,
     place_of,
     place_of_cpus,
     place_of_gpu,
-    settle_net_devices,
 )
+from kvconnector.transport.ucx.rdma import explain, settle_net_devices
 
 
 class Sysfs:
@@ -179,7 +178,7 @@ def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can():
         ({}, offering(RDMA, TCP), [], "the peer has none that this host reaches"),
         ({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), [], r"ucx\.net_devices=eth0 leaves out"),
         ({"TLS": "tcp"}, offering(RDMA, TCP), [], r"ucx\.tls=tcp leaves out RDMA"),
-        ({}, offering(TCP), [], "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true"),
+        ({}, offering(TCP), [], "set ucx.library"),
         ({}, offering(TCP), ["libuct_ib.so.0"], "/dev/infiniband"),
     ],
 )
@@ -213,7 +212,7 @@ def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_require
 ):
     peer = open_ucx_transport(options={"TLS": "tcp"})
     warned, strict, without = (
-        UcxTransport(load_binding(), options={"TLS": "tcp"}, sysfs=root, require_rdma=strict)
+        UcxTransport(load_library(), options={"TLS": "tcp"}, sysfs=root, require_rdma=strict)
         for root, strict in ((two_ports, False), (two_ports, True), (two_ports / "lib", False))
     )
     with caplog.at_level(logging.WARNING):

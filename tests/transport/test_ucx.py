@@ -1,16 +1,14 @@
 """UCX transports: conformance within and between processes, loss of a peer, orderly ends."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from kvconnector.errors import ConfigError, IncompatiblePeerError, PeerLostError, TransportError
-from kvconnector.transport.ucx import AUTO, BINDINGS, UcxTransport, load_binding, open_ucx_transport
+from kvconnector.errors import IncompatiblePeerError, PeerLostError, TransportError
+from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
 from tests.support.transport_suite import (
@@ -31,21 +29,7 @@ RENDEZVOUS_OVER_TCP = {**TCP, "RNDV_THRESH": "64k"}
 SEGMENT_BYTES = 512 << 10
 
 
-def importable():
-    """The bindings that this installation has."""
-    names = []
-    for name in BINDINGS:
-        try:
-            load_binding(name)
-        except TransportError:
-            continue
-        names.append(name)
-    return names
-
-
-INSTALLED = importable()
-
-pytestmark = pytest.mark.skipif(not INSTALLED, reason="no UCX binding is installed")
+pytestmark = pytest.mark.ucx
 
 
 def connected_pair(**settings):
@@ -70,14 +54,6 @@ class TestOneProcess(TransportSuite):
 
     def pair(self):
         return connected_pair()
-
-
-@pytest.mark.skipif("ucx-py" not in INSTALLED, reason="ucx-py is not installed")
-class TestUcxPy(TransportSuite):
-    """The other binding."""
-
-    def pair(self):
-        return connected_pair(binding="ucx-py")
 
 
 class TestTwoProcessesOfOneHost(TransportSuite):
@@ -226,23 +202,6 @@ def test_options_of_tcp_are_no_trouble_without_tcp(capfd):
     check_silent("no tcp", capfd)
 
 
-def test_importing_a_binding_leaves_the_environment_alone():
-    program = (
-        "import os\n"
-        "before = dict(os.environ)\n"
-        "from kvconnector.transport.ucx import load_binding\n"
-        "load_binding()\n"
-        "assert dict(os.environ) == before\n"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-def test_the_binding_is_chosen_by_name():
-    assert load_binding(AUTO).name == INSTALLED[0]
-    with pytest.raises(ConfigError, match="no such UCX binding"):
-        load_binding("ucx")
-
-
 @pytest.mark.usefixtures("judges_options")
 def test_options_that_ucx_does_not_know_are_refused():
     with pytest.raises(TransportError, match="UCX refused its configuration"):
@@ -256,7 +215,7 @@ def shared_segments():
 
 def test_endpoints_within_the_host_are_freed_after_their_quarantine():
     now_s = 0.0
-    a = UcxTransport(load_binding(), liveness_interval_s=0.0, clock=lambda: now_s)
+    a = UcxTransport(load_library(), liveness_interval_s=0.0, clock=lambda: now_s)
     before = shared_segments()
     for ends in (RemoteTransport.close, RemoteTransport.kill):
         peer = RemoteTransport({})

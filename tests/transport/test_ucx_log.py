@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from kvconnector.transport.ucx import open_ucx_transport
+from kvconnector.transport.ucx import load_library, open_ucx_transport
 from kvconnector.transport.ucx.log import LOG_GUARD
 from kvconnector_kernels.pump.native import call
 
@@ -30,7 +30,7 @@ def log_arguments(file, level, text):
 
 
 def log(file, level, text):
-    ctypes.PyDLL("libucs.so.0").ucs_log_dispatch(*log_arguments(file, level, text))
+    load_library().keeping.ucs_log_dispatch(*log_arguments(file, level, text))
 
 
 @njit(nogil=True)
@@ -50,7 +50,7 @@ def test_a_thread_logs_while_another_holds_the_gil(caplog):
     file, function, text = (address_of(ctypes.c_char_p(string)) for string in strings)
     arguments = (file, 7, function, FATAL, ctypes.addressof(component), text)
     usleep = ctypes.PyDLL(None).usleep
-    dispatch = address_of(ctypes.PyDLL("libucs.so.0").ucs_log_dispatch)
+    dispatch = address_of(load_library().keeping.ucs_log_dispatch)
     done = np.zeros(1, np.int64)
     log_later(
         address_of(usleep), address_of(ctypes.PyDLL(None).labs), (0,) * 6, np.zeros(1, np.int64)

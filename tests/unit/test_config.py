@@ -49,7 +49,7 @@ REFUSED = [
             ("staging", "window", 0, 65),
             ("control", "port", 65536, -1),
             ("control", "max_message_bytes", 100),
-            ("ucx", "binding", "ucx"),
+            ("ucx", "library", 1, ""),
             ("ucx", "tls", 3),
             ("ucx", "tcp_segment_bytes", -4096, 5000),
         )
@@ -150,14 +150,14 @@ def test_every_setting_has_a_variable():
     assert ConnectorConfig.from_env(environ) == made
 
 
-def test_the_short_variable_for_the_binding():
+def test_the_short_variable_for_the_library():
     environ = {"KVCONNECTOR_UCX": "ucx-py"}
-    assert ConnectorConfig.from_env(environ, settings()).ucx.binding == "ucx-py"
-    same = environ | {"KVCONNECTOR_UCX_BINDING": "ucx-py"}
-    assert ConnectorConfig.from_env(same, settings()).ucx.binding == "ucx-py"
+    assert ConnectorConfig.from_env(environ, settings()).ucx.library == "ucx-py"
+    same = environ | {"KVCONNECTOR_UCX_LIBRARY": "ucx-py"}
+    assert ConnectorConfig.from_env(same, settings()).ucx.library == "ucx-py"
     for other in (
-        {"KVCONNECTOR_UCX_BINDING": "ucxx", **environ},
-        {**environ, "KVCONNECTOR_UCX_BINDING": "ucxx"},
+        {"KVCONNECTOR_UCX_LIBRARY": "ucxx", **environ},
+        {**environ, "KVCONNECTOR_UCX_LIBRARY": "ucxx"},
     ):
         with pytest.raises(ConfigError, match=r"KVCONNECTOR_UCX\w* and KVCONNECTOR_UCX\w*"):
             ConnectorConfig.from_env(other, settings())
@@ -168,7 +168,7 @@ def test_the_short_variable_for_the_binding():
     [
         ("KVCONNECTOR_LEASE_DURATION", "KVCONNECTOR_LEASE_DURATION_S"),
         ("KVCONNECTOR_ENGINE_NAME", "KVCONNECTOR_ENGINE_ID"),
-        ("KVCONNECTOR_UCX_BINDINGS", "KVCONNECTOR_UCX_BINDING"),
+        ("KVCONNECTOR_UCX_LIBRARYS", "KVCONNECTOR_UCX_LIBRARY"),
     ],
 )
 def test_a_variable_that_sets_nothing_is_refused_with_the_nearest_that_does(variable, nearest):

@@ -1,6 +1,6 @@
 """What the loop and its bookkeeping want of a transport: C functions to call, and what their results mean.
 
-The structs of libucp are laid out by offset, so other versions of it than those whose headers agree are refused.
+The structs of libucp are laid out by offset: `transport.ucx` loads only versions whose headers say the same.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvconnector.session import Phase
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import UcxTransport
-from kvconnector.transport.ucx.libucp import ERR_CANCELED, ERR_MESSAGE_TRUNCATED, Libucp
+from kvconnector.transport.ucx.abi import ERR_CANCELED, ERR_MESSAGE_TRUNCATED
 from kvconnector.transport.ucx.requests import LOSS_STATUSES
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.digests import CORRUPTED
@@ -37,8 +37,6 @@ REQUEST_PARAM = np.dtype(
 """libucp's `ucp_request_param_t`, as far as it is used."""
 _POLL_FD = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])
 _POLLIN = 1
-KNOWN_VERSIONS = ((1, 18), (1, 23))
-"""First and last minor version of libucp whose `ucp_request_param_t` and `ucp_tag_recv_info_t` were compared."""
 
 _FUNCTIONS = {
     "worker_progress": "ucp_worker_progress",
@@ -130,25 +128,13 @@ def function_address(library: Any, name: str) -> int:
     return address
 
 
-def check_version(libucp: Libucp) -> None:
-    """Raise `TransportError` unless this libucp's structs are known."""
-    version = libucp.version()
-    if not KNOWN_VERSIONS[0] <= version[:2] <= KNOWN_VERSIONS[1]:
-        first, last = (".".join(map(str, each)) for each in KNOWN_VERSIONS)
-        raise TransportError(
-            f"this UCX is not supported: kvconnector calls libucp {first} to {last}",
-            version=".".join(map(str, version)),
-        )
-
-
 class UcxNetwork:
-    """`Network` whose functions are libucp's own. Raises TransportError: a version of libucp that is not known."""
+    """`Network` whose functions are libucp's own, of a version that `transport.ucx` knows."""
 
     watched: tuple[int, ...] = ()
 
     def __init__(self, transport: UcxTransport) -> None:
         libucp = transport.libucp
-        check_version(libucp)
         self._transport = transport
         self.fileno = transport.fileno()
         self.functions = {

@@ -15,7 +15,8 @@ from kvconnector.transport.base import (
     ControlMessage,
     ControlRefused,
 )
-from kvconnector.transport.ucx.libucp import IN_PROGRESS, OK, Libucp, Unexpected
+from kvconnector.transport.ucx.abi import IN_PROGRESS, OK
+from kvconnector.transport.ucx.libucp import Libucp, Unexpected
 from kvconnector.transport.ucx.requests import RequestTable
 
 MAX_ARRIVING_LIMITS = 4

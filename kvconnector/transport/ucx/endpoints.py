@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvconnector.errors import LocalError, OperationCancelledError, PeerLostError
+from kvconnector.transport.ucx.abi import IN_PROGRESS, ErrorCallback
 from kvconnector.transport.ucx.address import WorkerAddress
-from kvconnector.transport.ucx.libucp import IN_PROGRESS, ErrorCallback, Libucp, Posted
+from kvconnector.transport.ucx.libucp import Libucp, Posted
 from kvconnector.transport.ucx.requests import Endpoint, RequestTable
 
 QUARANTINE_S = 60.0

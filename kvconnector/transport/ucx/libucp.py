@@ -1,114 +1,102 @@
-"""libucp by handle: the dozen C calls behind tagged messages, on the library that a binding has loaded.
+"""libucp by handle: contexts, workers, and the dozen C calls behind tagged messages.
 
-Calls that may copy or wait for the kernel (`ep_create`, and `worker_progress` if it is to) release the GIL; the others
-return within microseconds and keep it, since giving it up costs more than the call when another Python thread is busy.
+Threads. A worker is used by one thread at a time, whichever holds its owner's lock, and says so to UCX (`SERIALIZED`).
+The compiled loop calls the same functions on the same worker, by their addresses, in the thread that runs the loop. UCX
+has a thread of its own, which accepts connections, and calls nothing of ours but `listeners` and `log`.
+
+The GIL. Calls that may copy or wait for the kernel (creating and destroying, and `worker_progress` if it is to) release
+it; the others return within microseconds and keep it, since giving it up costs more than the call when another Python
+thread is busy.
+
+Ownership. A context outlives its workers, a worker its endpoints and requests; UCX crashes otherwise. An endpoint or a
+request is a number here: `endpoints` and `requests` know when it ends. Nothing has a destructor: `close` is called.
+
+Errors. A status that is final for an operation is returned with it; one of a call that must succeed is raised.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_int,
-    c_int8,
-    c_size_t,
-    c_uint,
-    c_uint32,
-    c_uint64,
-    c_void_p,
-)
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
+from typing import Any, NamedTuple, TypeAlias
 
 from kvconnector.errors import TransportError
+from kvconnector.transport.ucx import abi
+from kvconnector.transport.ucx.abi import IN_PROGRESS, OK
+from kvconnector.transport.ucx.library import UcxLibrary
 
-OK = 0
-IN_PROGRESS = 1
-ERR_MESSAGE_TRUNCATED = -9
-ERR_BUSY = -15
-ERR_CANCELED = -16
-_ERR_LAST = -100
-
-_SONAME = "libucp.so.0"
-_OP_FIELD_FLAGS = 1 << 4
-_OP_FIELD_MEMORY_TYPE = 1 << 6
-_OP_FIELD_RECV_INFO = 1 << 7
-_CLOSE_FORCE = 1
-_EP_FIELD_REMOTE_ADDRESS = 1 << 0
-_EP_FIELD_ERR_MODE = 1 << 1
-_EP_FIELD_ERR_HANDLER = 1 << 2
-_EP_ATTR_TRANSPORTS = 1 << 3
-_ERR_MODE_NONE = 0
-_ERR_MODE_PEER = 1
-_MEMORY_TYPE_HOST = 0
 _MAX_LANES = 64
-_ENTITY_NAME_MAX = 32
-_SOCKADDR_STORAGE_BYTES = 128
 
-_Status = c_int8
-"""`ucs_status_t` is a packed enumeration: one byte, the rest of the register is undefined."""
-
-ErrorCallback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, _Status)
-"""`void (*)(void *arg, ucp_ep_h ep, ucs_status_t status)`."""
+Resource: TypeAlias = tuple[str, str]
+"""A transport of UCX's and its device, as ("rc_mlx5", "mlx5_0:1")."""
 
 
-class TagInfo(ctypes.Structure):
-    """`ucp_tag_recv_info_t`."""
+class Context:
+    """A `ucp_context_h` with tagged messages and event descriptors.
 
-    _fields_: ClassVar = [("sender_tag", c_uint64), ("length", c_size_t)]
+    `options` are UCX settings named without `UCX_`. Raises TransportError: UCX cannot start with these. Before 1.20 it
+    only warns of those it does not know.
+    """
 
+    def __init__(self, library: UcxLibrary, options: Mapping[str, str]) -> None:
+        self.library = library
+        self._handle = c_void_p()
+        config = c_void_p()
+        library.check(
+            library.keeping.ucp_config_read(None, None, byref(config)),
+            "UCX cannot read its environment",
+        )
+        try:
+            for name, value in options.items():
+                status = library.keeping.ucp_config_modify(config, name.encode(), value.encode())
+                library.check(status, "UCX refused its configuration", option=name, value=value)
+            params = abi.ContextParams(
+                field_mask=abi.PARAM_FIELD_FEATURES,
+                features=abi.FEATURE_TAG | abi.FEATURE_WAKEUP,
+            )
+            status = library.releasing.ucp_init_version(
+                *abi.API_VERSION, byref(params), config, byref(self._handle)
+            )
+            library.check(status, "UCX refused its configuration", options=dict(options))
+        finally:
+            library.keeping.ucp_config_release(config)
 
-class _RequestParam(ctypes.Structure):
-    """`ucp_request_param_t`, up to the last field that is used here; the mask says which are valid."""
+    def resources(self) -> set[Resource]:
+        """All that this context may use, such as ("tcp", "eth0") or ("rc_mlx5", "mlx5_0:1"), from its printed
+        description. Raises TransportError: there is no memory.
+        """
+        libc = ctypes.CDLL(None)
+        libc.open_memstream.restype = c_void_p
+        libc.fclose.argtypes = libc.free.argtypes = [c_void_p]
+        text, nbytes = c_void_p(), c_size_t()
+        stream = libc.open_memstream(byref(text), byref(nbytes))
+        if not stream:
+            raise TransportError("no memory to describe UCX's context in")
+        self.library.keeping.ucp_context_print_info(self._handle, stream)
+        libc.fclose(stream)
+        info = ctypes.string_at(text, nbytes.value).decode(errors="replace")
+        libc.free(text)
+        resources = [
+            line.split()[-1].partition("/") for line in info.splitlines() if " resource " in line
+        ]
+        return {(transport, device) for transport, _, device in resources}
 
-    _fields_: ClassVar = [
-        ("op_attr_mask", c_uint32),
-        ("flags", c_uint32),
-        ("request", c_void_p),
-        ("callback", c_void_p),
-        ("datatype", c_uint64),
-        ("user_data", c_void_p),
-        ("reply_buffer", c_void_p),
-        ("memory_type", c_int),
-        ("recv_info", c_void_p),
-        ("reserved", c_void_p * 4),
-    ]
+    def open_worker(self) -> Libucp:
+        """A worker that one thread uses at a time. Raises TransportError: UCX cannot make one."""
+        params = abi.WorkerParams(
+            field_mask=abi.WORKER_FIELD_THREAD_MODE, thread_mode=abi.THREAD_MODE_SERIALIZED
+        )
+        worker = c_void_p()
+        status = self.library.releasing.ucp_worker_create(
+            self._handle, byref(params), byref(worker)
+        )
+        self.library.check(status, "UCX could not create a worker")
+        return Libucp(self.library, worker)
 
-
-class _EpParams(ctypes.Structure):
-    """`ucp_ep_params_t`; only the first fields are used."""
-
-    _fields_: ClassVar = [
-        ("field_mask", c_uint64),
-        ("address", c_void_p),
-        ("err_mode", c_int),
-        ("err_callback", c_void_p),
-        ("err_arg", c_void_p),
-        ("reserved", c_void_p * 16),
-    ]
-
-
-class _TransportEntry(ctypes.Structure):
-    """`ucp_transport_entry_t`."""
-
-    _fields_: ClassVar = [("transport_name", c_char_p), ("device_name", c_char_p)]
-
-
-class _EpAttr(ctypes.Structure):
-    """`ucp_ep_attr_t`."""
-
-    _fields_: ClassVar = [
-        ("field_mask", c_uint64),
-        ("name", ctypes.c_char * _ENTITY_NAME_MAX),
-        ("local_sockaddr", c_uint64 * (_SOCKADDR_STORAGE_BYTES // 8)),
-        ("remote_sockaddr", c_uint64 * (_SOCKADDR_STORAGE_BYTES // 8)),
-        ("entries", POINTER(_TransportEntry)),
-        ("num_entries", c_uint),
-        ("entry_size", c_size_t),
-        ("user_data", c_void_p),
-    ]
+    def close(self) -> None:
+        """Release the context, whose workers are closed."""
+        self.library.releasing.ucp_cleanup(self._handle)
 
 
 class Posted(NamedTuple):
@@ -126,30 +114,26 @@ Unexpected: TypeAlias = tuple[int, int, int]
 
 
 class Libucp:
-    """The functions of the libucp in this process, for one worker. Raises TransportError: no libucp is loaded."""
+    """One worker, and the functions of its library."""
 
-    def __init__(self, worker: int) -> None:
-        self._worker = c_void_p(worker)
-        try:
-            releasing = ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError as exc:
-            raise TransportError("the binding has not loaded libucp", soname=_SONAME) from exc
-        keeping = ctypes.PyDLL(_SONAME, handle=releasing._handle)
-        _declare(releasing, keeping)
-        self._releasing, self._keeping = releasing, keeping
-        self._info = TagInfo()
-        self._send_param = _RequestParam()
-        self._recv_param = _RequestParam(
-            op_attr_mask=_OP_FIELD_RECV_INFO, recv_info=ctypes.addressof(self._info)
+    def __init__(self, library: UcxLibrary, worker: c_void_p) -> None:
+        self._worker = worker
+        self._library = library
+        self._releasing, self._keeping = library.releasing, library.keeping
+        self._info = abi.TagInfo()
+        self._send_param = abi.RequestParam()
+        self._recv_param = abi.RequestParam(
+            op_attr_mask=abi.OP_FIELD_RECV_INFO, recv_info=ctypes.addressof(self._info)
         )
-        self._host_send_param = _RequestParam(
-            op_attr_mask=_OP_FIELD_MEMORY_TYPE, memory_type=_MEMORY_TYPE_HOST
+        self._host_send_param = abi.RequestParam(
+            op_attr_mask=abi.OP_FIELD_MEMORY_TYPE, memory_type=abi.MEMORY_TYPE_HOST
         )
-        self._host_recv_param = _RequestParam(
-            op_attr_mask=_OP_FIELD_RECV_INFO | _OP_FIELD_MEMORY_TYPE,
-            memory_type=_MEMORY_TYPE_HOST,
+        self._host_recv_param = abi.RequestParam(
+            op_attr_mask=abi.OP_FIELD_RECV_INFO | abi.OP_FIELD_MEMORY_TYPE,
+            memory_type=abi.MEMORY_TYPE_HOST,
             recv_info=ctypes.addressof(self._info),
         )
+        self.status_text = library.status_text
 
     @property
     def worker_handle(self) -> int:
@@ -163,14 +147,21 @@ class Libucp:
 
     def version(self) -> tuple[int, int, int]:
         """Major, minor and release number of the library."""
-        numbers = (c_uint(), c_uint(), c_uint())
-        self._keeping.ucp_get_version(*(byref(number) for number in numbers))
-        return numbers[0].value, numbers[1].value, numbers[2].value
+        return self._library.version
 
-    def status_text(self, status: int) -> str:
-        """UCX's words for a status."""
-        text: bytes = self._keeping.ucs_status_string(status)
-        return text.decode(errors="replace")
+    def address(self) -> bytes:
+        """The address that peers pass to `ep_create`."""
+        address, nbytes = c_void_p(), c_size_t()
+        status = self._keeping.ucp_worker_get_address(self._worker, byref(address), byref(nbytes))
+        self._check(status, "UCX gives a worker no address")
+        try:
+            return ctypes.string_at(address, nbytes.value)
+        finally:
+            self._keeping.ucp_worker_release_address(self._worker, address)
+
+    def close(self) -> None:
+        """Destroy the worker, and every endpoint and request that it still has."""
+        self._releasing.ucp_worker_destroy(self._worker)
 
     def worker_progress(self, *, keeps_gil: bool) -> bool:
         """Advance communication once; did anything move?"""
@@ -194,10 +185,12 @@ class Libucp:
     def ep_create(self, address: bytes, error_callback: Any) -> int:
         """An endpoint to a worker. With `error_callback`, UCX watches for the loss of the peer."""
         guarded = error_callback is not None
-        params = _EpParams(
-            field_mask=_EP_FIELD_REMOTE_ADDRESS | _EP_FIELD_ERR_MODE | _EP_FIELD_ERR_HANDLER,
+        params = abi.EpParams(
+            field_mask=abi.EP_FIELD_REMOTE_ADDRESS
+            | abi.EP_FIELD_ERR_MODE
+            | abi.EP_FIELD_ERR_HANDLER,
             address=ctypes.cast(c_char_p(address), c_void_p),
-            err_mode=_ERR_MODE_PEER if guarded else _ERR_MODE_NONE,
+            err_mode=abi.ERR_MODE_PEER if guarded else abi.ERR_MODE_NONE,
             err_callback=ctypes.cast(error_callback, c_void_p) if guarded else None,
         )
         endpoint = c_void_p()
@@ -207,21 +200,23 @@ class Libucp:
 
     def ep_close(self, endpoint: int, *, force: bool) -> Posted:
         """Begin to close an endpoint; forced, which only a watched one may be, it does not wait for its peer."""
-        param = _RequestParam(op_attr_mask=_OP_FIELD_FLAGS, flags=_CLOSE_FORCE if force else 0)
+        param = abi.RequestParam(
+            op_attr_mask=abi.OP_FIELD_FLAGS, flags=abi.CLOSE_FORCE if force else 0
+        )
         return _posted(self._keeping.ucp_ep_close_nbx(endpoint, byref(param)))
 
     def ep_flush(self, endpoint: int) -> Posted:
         """Begin to push out what was sent by an endpoint."""
-        return _posted(self._keeping.ucp_ep_flush_nbx(endpoint, byref(_RequestParam())))
+        return _posted(self._keeping.ucp_ep_flush_nbx(endpoint, byref(abi.RequestParam())))
 
     def ep_lanes(self, endpoint: int) -> str:
         """The lanes of an endpoint, as "transport/device" joined by "+"."""
-        entries = (_TransportEntry * _MAX_LANES)()
-        attr = _EpAttr(
-            field_mask=_EP_ATTR_TRANSPORTS,
+        entries = (abi.TransportEntry * _MAX_LANES)()
+        attr = abi.EpAttr(
+            field_mask=abi.EP_ATTR_TRANSPORTS,
             entries=entries,
             num_entries=_MAX_LANES,
-            entry_size=ctypes.sizeof(_TransportEntry),
+            entry_size=ctypes.sizeof(abi.TransportEntry),
         )
         self._check(self._keeping.ucp_ep_query(endpoint, byref(attr)), "no lanes known")
         found = [
@@ -284,65 +279,13 @@ class Libucp:
         self._keeping.ucp_request_free(request)
 
     def _check(self, status: int, message: str) -> None:
-        if status != OK:
-            raise TransportError(message, ucx_status=self.status_text(status))
-
-
-def context_resources(context: int) -> set[tuple[str, str]]:
-    """(transport, device) of all that a context may use, such as ("tcp", "eth0") or ("rc_mlx5", "mlx5_0:1"), from its
-    printed description. Raises TransportError: there is no memory.
-    """
-    libc = ctypes.CDLL(None)
-    libc.open_memstream.restype = c_void_p
-    libc.fclose.argtypes = libc.free.argtypes = [c_void_p]
-    text, nbytes = c_void_p(), c_size_t()
-    stream = libc.open_memstream(byref(text), byref(nbytes))
-    if not stream:
-        raise TransportError("no memory to describe UCX's context in")
-    library = ctypes.PyDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    library.ucp_context_print_info(c_void_p(context), c_void_p(stream))
-    libc.fclose(stream)
-    info = ctypes.string_at(text, nbytes.value).decode(errors="replace")
-    libc.free(text)
-    resources = [
-        line.split()[-1].partition("/") for line in info.splitlines() if " resource " in line
-    ]
-    return {(transport, device) for transport, _, device in resources}
+        self._library.check(status, message)
 
 
 def _posted(raw: int | None) -> Posted:
     """Decode a `ucs_status_ptr_t`: null, a request, or a negative status."""
     if not raw:
         return _DONE
-    if raw >= 2**64 + _ERR_LAST:
+    if raw >= 2**64 + abi.ERR_LAST:
         return Posted(0, raw - 2**64)
     return Posted(raw, IN_PROGRESS)
-
-
-def _declare(releasing: Any, keeping: Any) -> None:
-    """Argument and result types. Everything not listed here is not called."""
-    p, size, tag = c_void_p, c_size_t, c_uint64
-    signatures: dict[str, tuple[Any, ...]] = {
-        "ucp_worker_progress": (c_uint, p),
-        "ucp_ep_create": (_Status, p, p, p),
-        "ucp_get_version": (None, p, p, p),
-        "ucs_status_string": (c_char_p, _Status),
-        "ucp_worker_arm": (_Status, p),
-        "ucp_worker_signal": (_Status, p),
-        "ucp_worker_get_efd": (_Status, p, p),
-        "ucp_ep_close_nbx": (p, p, p),
-        "ucp_ep_flush_nbx": (p, p, p),
-        "ucp_ep_query": (_Status, p, p),
-        "ucp_tag_send_nbx": (p, p, p, size, tag, p),
-        "ucp_tag_recv_nbx": (p, p, p, size, tag, tag, p),
-        "ucp_tag_probe_nb": (p, p, tag, tag, c_int, p),
-        "ucp_tag_msg_recv_nbx": (p, p, p, size, p, p),
-        "ucp_request_check_status": (_Status, p),
-        "ucp_tag_recv_request_test": (_Status, p, p),
-        "ucp_request_cancel": (None, p, p),
-        "ucp_request_free": (None, p),
-    }
-    for library in (releasing, keeping):
-        for name, (restype, *argtypes) in signatures.items():
-            function = getattr(library, name)
-            function.restype, function.argtypes = restype, argtypes

@@ -22,9 +22,11 @@ import mmap
 import os
 import resource
 import struct
-from typing import Any, ClassVar
+from typing import Any
 
 from kvconnector.errors import TransportError
+from kvconnector.transport.ucx.abi import c_struct
+from kvconnector.transport.ucx.library import LinkMap, UcxLibrary, link_map_of
 from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
 
 _logger = logging.getLogger(__name__)
@@ -41,18 +43,13 @@ _BROKEN = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 """Errors of the socket itself, which UCX is to see. `EAGAIN` and `EINTR` it understands, too."""
 
 # the ELF format, 64 bits
-_RTLD_DI_LINKMAP = 2
 _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 2, 5, 6, 7, 8, 23
 _SYMBOL_BYTES = 24
 
 
-def find_import(library: Any, function: bytes) -> int | None:
-    """Where a library, loaded by ctypes, keeps the address of a function that it imports; None if there is none."""
-    link_map = ctypes.c_void_p()
-    ctypes.CDLL(None).dlinfo(
-        ctypes.c_void_p(library._handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)
-    )
-    base, _, dynamic = struct.unpack("<QQQ", ctypes.string_at(link_map, 24))
+def find_import(library: LinkMap, function: bytes) -> int | None:
+    """Where a loaded library keeps the address of a function that it imports; None if it imports none such."""
+    dynamic = library.dynamic
     tags: dict[int, int] = {}
     while (entry := struct.unpack("<QQ", ctypes.string_at(dynamic, 16)))[0]:
         tags.setdefault(*entry)
@@ -63,7 +60,7 @@ def find_import(library: Any, function: bytes) -> int | None:
             symbol = tags[_DT_SYMTAB] + (symbol_and_type >> 32) * _SYMBOL_BYTES
             name = ctypes.c_uint32.from_address(symbol).value
             if name and ctypes.string_at(tags[_DT_STRTAB] + name) == function:
-                return int(base + offset)
+                return int(library.base + offset)
     return None
 
 
@@ -88,14 +85,10 @@ def raise_descriptor_limit() -> int:
     return wanted
 
 
-class _Counters(ctypes.Structure):
-    """What the function in place of accept(2) reads and writes: its first descriptor too many, and its refusals."""
-
-    _fields_: ClassVar = [
-        ("ceiling", ctypes.c_uint64),
-        ("refused", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
-    ]
+_Counters = c_struct(
+    "counters", ceiling=ctypes.c_uint64, refused=ctypes.c_uint64, failed=ctypes.c_uint64
+)
+"""What the function in place of accept(2) reads and writes: its first descriptor too many, and its refusals."""
 
 
 class ListenerGuard:
@@ -107,8 +100,8 @@ class ListenerGuard:
         self._limit = 0
         self._is_installed = False
 
-    def install(self, libucs: Any) -> None:
-        """Raise the limit on open files, and guard the listeners of a loaded libucs, once."""
+    def install(self, library: UcxLibrary) -> None:
+        """Raise the limit on open files, and guard the listeners of its libucs, once."""
         limit = raise_descriptor_limit()
         self._counters.ceiling = limit - limit // _KEPT_FRACTION
         if limit != self._limit and limit < FEW_DESCRIPTORS:
@@ -121,10 +114,11 @@ class ListenerGuard:
         if self._is_installed:
             return
         self._is_installed = True
+        libucs = link_map_of(library.keeping.ucs_log_push_handler)
         place = find_import(libucs, b"accept")
         if place is None:
             _logger.warning(
-                "the listeners of %s are not guarded: it imports no accept", libucs._name
+                "the listeners of %s are not guarded: it imports no accept", libucs.path
             )
             return
         before = replace_import(place, _compile_accept(self._counters))
@@ -148,7 +142,7 @@ class ListenerGuard:
         )
 
 
-def _compile_accept(counters: _Counters) -> int:
+def _compile_accept(counters: Any) -> int:
     """`int accept(int, struct sockaddr *, socklen_t *)` that refuses by the counters: its address."""
     start = ctypes.addressof(counters)
 

@@ -25,13 +25,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
+from kvconnector.transport.ucx.abi import c_struct
+from kvconnector.transport.ucx.library import UcxLibrary
 from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
 
 _logger = logging.getLogger(__name__)
 
-_SONAME = "libucs.so.0"
 _LEVEL_WARN = 2
 _STOP, _CONTINUE = 0, 1
 _LEAK_SOURCES = ("mpool.c", "rcache.c")
@@ -44,27 +45,19 @@ MAX_PER_PLACE = 3
 FOLD_S = 60.0
 
 
-class _Note(ctypes.Structure):
-    """A message. `number` is written last, and is one more than the messages before it."""
-
-    _fields_: ClassVar = [
-        ("number", ctypes.c_uint64),
-        ("file", ctypes.c_void_p),
-        ("function", ctypes.c_void_p),
-        ("line", ctypes.c_uint64),
-        ("leaks_expected", ctypes.c_uint64),
-        ("text", ctypes.c_char * _TEXT_BYTES),
-    ]
-
-
-class _Ring(ctypes.Structure):
-    """What the handler writes, and reads: `leaks_expected` counts the callers of that method."""
-
-    _fields_: ClassVar = [
-        ("count", ctypes.c_uint64),
-        ("leaks_expected", ctypes.c_uint64),
-        ("notes", _Note * _NUM_NOTES),
-    ]
+_U64 = ctypes.c_uint64
+_Note = c_struct(
+    "note",
+    number=_U64,
+    file=ctypes.c_void_p,
+    function=ctypes.c_void_p,
+    line=_U64,
+    leaks_expected=_U64,
+    text=ctypes.c_char * _TEXT_BYTES,
+)
+"""A message. `number` is written last, and is one more than the messages before it."""
+_Ring = c_struct("ring", count=_U64, leaks_expected=_U64, notes=_Note * _NUM_NOTES)
+"""What the handler writes, and reads: `leaks_expected` counts the callers of that method."""
 
 
 @dataclass(slots=True)
@@ -86,15 +79,17 @@ class LogGuard:
         self._num_read = 0
         self._ring = _Ring()
         self._handler = 0
+        self._library: UcxLibrary | None = None
         self._places: dict[tuple[str, int], _Place] = defaultdict(lambda: _Place(self._clock()))
 
-    def acquire(self) -> None:
+    def acquire(self, library: UcxLibrary) -> None:
         """Install the handler, for one more user."""
         with self._lock:
             self._num_users += 1
             if self._num_users == 1:
                 self._handler = self._handler or _compile_handler(self._ring)
-                loaded_libucs().ucs_log_push_handler(ctypes.c_void_p(self._handler))
+                self._library = library
+                library.keeping.ucs_log_push_handler(self._handler)
                 # UCX may log after Python has ended.
                 atexit.register(self._remove)
 
@@ -155,10 +150,11 @@ class LogGuard:
             self._ring.leaks_expected -= 1
 
     def _remove(self) -> None:
-        loaded_libucs().ucs_log_pop_handler()
+        if self._library is not None:
+            self._library.keeping.ucs_log_pop_handler()
 
 
-def _compile_handler(ring: _Ring) -> int:
+def _compile_handler(ring: Any) -> int:
     """The handler that notes messages in a ring: its address. Its arguments are file, line, function, level, component,
     format and a va_list, which x86-64 and AArch64 pass as a pointer.
     """
@@ -188,11 +184,6 @@ def _compile_handler(ring: _Ring) -> int:
         builder.ret(I32(_CONTINUE))
 
     return compile_function(I32, [I64, I32, I64, I32, I64, I64, I64], body)
-
-
-def loaded_libucs() -> Any:
-    """The libucs of this process."""
-    return ctypes.PyDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
 
 
 LOG_GUARD = LogGuard()

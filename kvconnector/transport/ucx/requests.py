@@ -18,15 +18,9 @@ from kvconnector.transport.base import (
     MessageSizeError,
     buffer_of_bytes,
 )
+from kvconnector.transport.ucx.abi import ERR_CANCELED, ERR_MESSAGE_TRUNCATED, IN_PROGRESS, OK
 from kvconnector.transport.ucx.address import WorkerAddress
-from kvconnector.transport.ucx.libucp import (
-    ERR_CANCELED,
-    ERR_MESSAGE_TRUNCATED,
-    IN_PROGRESS,
-    OK,
-    Libucp,
-    Posted,
-)
+from kvconnector.transport.ucx.libucp import Libucp, Posted
 
 LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
 """I/O error, unreachable, rejected, not connected, connection reset, endpoint timeout."""

@@ -31,14 +31,16 @@ from kvconnector.transport.base import (
     Completion,
     ControlEvent,
 )
+from kvconnector.transport.ucx.abi import ERR_BUSY, OK
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
-from kvconnector.transport.ucx.bindings import UcxBinding
 from kvconnector.transport.ucx.control import ControlReceives
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
-from kvconnector.transport.ucx.libucp import ERR_BUSY, OK, Libucp, context_resources
+from kvconnector.transport.ucx.library import UcxLibrary
+from kvconnector.transport.ucx.libucp import Context, Libucp
 from kvconnector.transport.ucx.listeners import LISTENERS
-from kvconnector.transport.ucx.log import LOG_GUARD, loaded_libucs
-from kvconnector.transport.ucx.rdma import SYSFS, RdmaWatch, offers_of
+from kvconnector.transport.ucx.log import LOG_GUARD
+from kvconnector.transport.ucx.ports import SYSFS
+from kvconnector.transport.ucx.rdma import RdmaWatch
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64
@@ -70,7 +72,7 @@ class UcxTransport:
 
     def __init__(
         self,
-        binding: UcxBinding,
+        library: UcxLibrary,
         *,
         options: Mapping[str, str] = MappingProxyType({}),
         tcp_segment_bytes: int = 0,
@@ -80,32 +82,34 @@ class UcxTransport:
         sysfs: Path = SYSFS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._binding = binding
-        LISTENERS.install(loaded_libucs())
+        LISTENERS.install(library)
         options = {**_TCP_OPTIONS, **options}
         if tcp_segment_bytes:
             options |= dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))
-        context = binding.open_context(options)
-        worker = binding.open_worker(context)
-        self._owners = [context, worker]
-        self._libucp = Libucp(int(worker.handle))
-        transports = {transport for transport, _ in context_resources(int(context.handle))}
+        self._context = Context(library, options)
+        try:
+            transports = {transport for transport, _ in self._context.resources()}
+            self._libucp = self._context.open_worker()
+        except TransportError:
+            self._context.close()
+            raise
+        library.report()
         self._local = local_worker_address(
-            binding.worker_address(worker),
+            self._libucp.address(),
             shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),
             tcp_segment_bytes=tcp_segment_bytes,
         )
         self._requests = RequestTable(self._libucp)
         self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
-        self._rdma = RdmaWatch(options, offers_of(binding), require=require_rdma, sysfs=sysfs)
+        self._rdma = RdmaWatch(options, library, require=require_rdma, sysfs=sysfs)
         self._event_fd = self._libucp.worker_event_fd()
         self._liveness_interval_s = liveness_interval_s
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._next_look_s = clock()
         self._closed = False
-        LOG_GUARD.acquire()
+        LOG_GUARD.acquire(library)
 
     @property
     def address(self) -> bytes:
@@ -234,7 +238,8 @@ class UcxTransport:
         self._drive_until(self._endpoints.all_closed, deadline_s)
         self._discard_unexpected(deadline_s)
         with LOG_GUARD.leaks_expected() if self._requests.busy() else nullcontext():
-            self._binding.release(self._owners)
+            self._libucp.close()
+            self._context.close()
         LOG_GUARD.release()
         self._requests.forget()
 
@@ -312,7 +317,7 @@ class UcxTransport:
             self._step()
 
     def _discard_unexpected(self, deadline_s: float) -> None:
-        """Refuse what nobody received: the bindings would receive it in full, for as long as its sender takes."""
+        """Refuse what nobody received: its senders would wait for it."""
         while (message := self._libucp.take_unexpected()) is not None:
             self._endpoints.wait_closing(self._libucp.receive_unexpected(message[0], 0, 0))
         self._drive_until(self._endpoints.all_closed, deadline_s)

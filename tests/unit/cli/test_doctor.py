@@ -1,4 +1,6 @@
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +11,7 @@ from kvconnector.cli.doctor import SelfTestResult, examine
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx import rdma
-from kvconnector.transport.ucx.rdma import Place
+from kvconnector.transport.ucx.ports import Place
 
 
 @pytest.fixture
@@ -72,7 +74,7 @@ def test_lanes_without_shared_memory_are_a_warning_only_where_nobody_asked_for_t
 
 
 def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
-    found = [Finding("numpy", "ok", "2.0"), Finding("ucx", "FAIL", "no binding")]
+    found = [Finding("numpy", "ok", "2.0"), Finding("ucx", "FAIL", "no UCX")]
     monkeypatch.setattr(doctor_module, "examine", lambda **_: iter(found))
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -80,13 +82,13 @@ def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
     assert lines[-1] == "faults: ucx"
 
 
-@pytest.mark.parametrize("variable", ["KVCONNECTOR_UCX", "KVCONNECTOR_UCX_BINDING"])
-def test_without_the_binding_that_is_set_the_rest_is_still_examined(monkeypatch, variable):
+@pytest.mark.parametrize("variable", ["KVCONNECTOR_UCX", "KVCONNECTOR_UCX_LIBRARY"])
+def test_without_the_ucx_that_is_set_the_rest_is_still_examined(monkeypatch, variable):
     def missing(name):
-        raise TransportError("no UCX binding can be imported", reasons={name: "not there"})
+        raise TransportError("it is not there", named=name)
 
     monkeypatch.setenv(variable, "ucx-py")
-    monkeypatch.setattr(doctor_module, "load_binding", missing)
+    monkeypatch.setattr(doctor_module, "load_library", missing)
     findings = _findings()
     (fault,) = [finding for finding in findings if finding.subject == "ucx"]
     assert (fault.verdict, "ucx-py" in fault.text) == ("FAIL", True)
@@ -150,7 +152,10 @@ def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
     places = dict.fromkeys(ports, Place((), frozenset([0])))
     for module in (doctor_module, rdma):
         monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
-    finding = doctor_module._network(lambda options: {(transport, "mlx5_0:1")}, "cpu")
+    monkeypatch.setattr(
+        doctor_module, "offers_of", lambda library: lambda options: {(transport, "mlx5_0:1")}
+    )
+    finding = doctor_module._network(SimpleNamespace(path=Path("/libucp.so")), "cpu")
     assert finding.verdict == verdict
     assert text in finding.text
 

@@ -1,0 +1,349 @@
+"""Which UCX this process uses: finding a libucp, loading it, and what is known of it.
+
+Any libucp of a known version will do, whoever installed it: only C functions are called (`abi`, `libucp`). A process
+uses one. Two with the same file names would share halves of each other. So one that something else has loaded already,
+as ucxx does, is taken where the choice is open (`auto`), and keeps another one out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from ctypes import byref, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from kvconnector.errors import ConfigError, TransportError
+from kvconnector.transport.ucx import abi
+from kvconnector.transport.ucx.ports import active_rdma_ports
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""What is loaded already, else the first of `SOURCES` that can be loaded."""
+KNOWN_VERSIONS = ((1, 18), (1, 23))
+"""First and last minor version of UCX whose headers were compared with `abi`."""
+
+_SONAME = "libucp.so.0"
+_BINDINGS = {"ucxx": "ucxx._lib.libucxx", "ucx-py": "ucp._libs.ucx_api"}
+"""Python bindings, and the modules that bring libucp in."""
+_PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
+_MEMTYPE_CACHE = "UCX_MEMTYPE_CACHE"
+_WHEEL_FILES = ("libucs.so", "libuct.so", "libucp.so")
+"""The names by which ucxx loads the files of the wheel, which has a copy under each of three names: loading them by
+others would bring a second UCX in.
+"""
+_LDCONFIG = "/sbin/ldconfig"
+_RTLD_DL_LINKMAP = 2
+
+
+class UcxLibrary:
+    """A libucp in this process. `source` is the setting that found it.
+
+    `releasing` and `keeping` are the same functions, and those of its libucs: called without and with the GIL.
+
+    Raises TransportError: the file cannot be loaded, is no libucp, or its version is not known.
+    """
+
+    def __init__(self, source: str, path: Path) -> None:
+        self.source, self.path = source, path
+        try:
+            with ucx_environment_kept():
+                if path.name in _WHEEL_FILES:
+                    for name in _WHEEL_FILES:
+                        ctypes.CDLL(str(path.with_name(name)))
+                self.releasing = ctypes.CDLL(str(path))
+            self.keeping = ctypes.PyDLL(str(path), handle=self.releasing._handle)
+            for functions in (self.releasing, self.keeping):
+                abi.declare(functions)
+        except (OSError, AttributeError) as error:
+            text = f"this libucp cannot be used: {error}"
+            raise TransportError(text, library=str(path)) from error
+        self._is_reported = False
+        self.version = _version(self.keeping)
+        _check_version(self.version, path)
+
+    def __repr__(self) -> str:
+        named = "" if self.source == str(self.path) else f"{self.source}: "
+        return f"UCX {_dotted(self.version)} ({named}{self.path})"
+
+    def status_text(self, status: int) -> str:
+        """UCX's words for a status."""
+        text: bytes = self.keeping.ucs_status_string(status)
+        return text.decode(errors="replace")
+
+    def components(self) -> list[str]:
+        """What this UCX can use where there is hardware for it, such as "tcp", "cuda_ipc" or "ib"."""
+        found, count = ctypes.POINTER(ctypes.c_void_p)(), c_uint()
+        status = self.keeping.uct_query_components(byref(found), byref(count))
+        self.check(status, "UCX does not list its components")
+        attr = abi.ComponentAttr(field_mask=abi.COMPONENT_FIELD_NAME)
+        names = []
+        for component in found[: count.value]:
+            self.check(self.keeping.uct_component_query(component, byref(attr)), "no such name")
+            names.append(attr.name.decode(errors="replace"))
+        self.keeping.uct_release_component_list(found)
+        return sorted(names)
+
+    def report(self) -> None:
+        """Log once which UCX this process uses, and what it has."""
+        if not self._is_reported:
+            self._is_reported = True
+            logger.info("%r has %s", self, ", ".join(self.components()))
+
+    def check(self, status: int, message: str, **context: object) -> None:
+        """Raise TransportError unless a status is OK."""
+        if status != abi.OK:
+            raise TransportError(message, ucx_status=self.status_text(status), **context)
+
+
+def load_library(source: str = AUTO) -> UcxLibrary:
+    """The libucp that a setting names, loaded once.
+
+    Args:
+        source: `auto`, one of `SOURCES`, `ucxx` or `ucx-py` for the one that this binding brings, or a file's path.
+
+    Raises:
+        ConfigError: there is no such source.
+        TransportError: none is found there, it cannot be used, or this process has loaded another one.
+    """
+    if source != AUTO and source not in (*SOURCES, *_BINDINGS) and "/" not in source:
+        known = [AUTO, *SOURCES, *_BINDINGS]
+        raise ConfigError("ucx.library is none of these, and no path", named=source, known=known)
+    with _lock:
+        if not _loaded:
+            _loaded.append(_first_usable() if source == AUTO else _load(source))
+        (loaded,) = _loaded
+        if source not in (AUTO, loaded.source) and not _is_same(loaded.path, _find(source)):
+            raise TransportError(
+                "a process uses one UCX, and has loaded another", loaded=loaded, named=source
+            )
+        return loaded
+
+
+def _first_usable() -> UcxLibrary:
+    reasons: dict[str, str] = {}
+    if (present := _present()) is not None:
+        return UcxLibrary("loaded", present)
+    for candidate in automatic_order(active_rdma_ports()):
+        try:
+            return _load(candidate)
+        except TransportError as error:
+            reasons[candidate] = str(error)
+    raise TransportError(
+        "no UCX is found: install kvconnector[ucx-cu12] or [ucx-cu13], or set ucx.library",
+        **reasons,
+    )
+
+
+def automatic_order(ports: Collection[str]) -> list[str]:
+    """The sources that `auto` tries, the preferred one first, on a host with these active RDMA ports.
+
+    Where there are some, those come first that can use them: the system's, which fits its drivers, then NIXL's.
+    """
+    prefers_system = os.environ.get(_PREFER_SYSTEM, "false").lower() != "false"
+
+    def rank(source: str) -> tuple[bool, bool]:
+        is_capable = bool(ports) and _has_rdma_modules(source)
+        is_preferred = source == "system" and (prefers_system or is_capable)
+        return not is_capable, not is_preferred
+
+    return sorted(SOURCES, key=rank)
+
+
+def _has_rdma_modules(source: str) -> bool:
+    try:
+        return bool(rdma_modules(_find(source)))
+    except TransportError:
+        return False
+
+
+def rdma_modules(libucp: Path) -> list[Path]:
+    """The files of UCX's transports for RDMA that belong to a libucp."""
+    return sorted((libucp.resolve().parent / "ucx").glob("libuct_ib*.so*"))
+
+
+def _load(source: str) -> UcxLibrary:
+    path, present = _find(source), _present()
+    if present is not None and path.name.startswith("libucp.so") and not _is_same(present, path):
+        raise TransportError(
+            "this process has loaded another UCX already, and both would share their halves",
+            loaded=str(present),
+            named=str(path),
+        )
+    if present is None and source == "system":
+        _check_version(_version_elsewhere(path), path)  # one that is loaded keeps others out
+    return UcxLibrary(source, path if present is None else present)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Are these the same library? Wheels have a copy of it under each of its names."""
+    return one.resolve().parent == other.resolve().parent
+
+
+def _find(source: str) -> Path:
+    """Where a source has its libucp. Raises TransportError: it has none."""
+    if source in _BINDINGS:
+        return _of_binding(source)
+    return SOURCES[source]() if source in SOURCES else Path(source)
+
+
+def _of_wheel() -> Path:
+    """`libucx`, the package that ucxx and ucx-py stand on; by the name under which they load it."""
+    return _existing(_package("libucx"), "lib/libucp.so")
+
+
+def _of_nixl() -> Path:
+    """The UCX in a wheel of NIXL, whose files have names of their own."""
+    package = _package("nixl_cu13", "nixl_cu12")
+    return _existing(package.parent / f"{package.name}.libs", "libucp-*.so*")
+
+
+def _package(*names: str) -> Path:
+    """The folder of the first package that is installed, which is not imported."""
+    for name in names:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            return Path(spec.submodule_search_locations[0])
+    raise TransportError(f"the package {' or '.join(names)} is not installed")
+
+
+def _existing(folder: Path, pattern: str) -> Path:
+    found = sorted(folder.glob(pattern))
+    if not found:
+        raise TransportError(
+            "the package has no UCX where it is known to have it: its layout may have changed",
+            folder=str(folder),
+            expected=pattern,
+        )
+    return found[0]
+
+
+def _of_system() -> Path:
+    """By LD_LIBRARY_PATH, the interpreter's own folder (conda) and the loader's cache, in this order."""
+    folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.prefix}/lib"]
+    for folder in filter(None, folders):
+        if (path := Path(folder) / _SONAME).exists():
+            return path
+    try:
+        cache = subprocess.run(
+            [_LDCONFIG, "-p"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise TransportError(f"{_LDCONFIG} does not list libraries: {error}") from error
+    for line in cache.splitlines():
+        name, _, file = line.strip().partition(" => ")
+        if name.startswith(_SONAME):
+            return Path(file)
+    raise TransportError(f"no {_SONAME} in LD_LIBRARY_PATH or the loader's cache")
+
+
+def _of_binding(name: str) -> Path:
+    """The one that a Python binding links or loads."""
+    try:
+        with ucx_environment_kept():
+            importlib.import_module(_BINDINGS[name])
+    except ImportError as error:
+        raise TransportError(f"{name} cannot be imported: {error}") from error
+    if (present := _present()) is None:
+        raise TransportError(f"{name} has not loaded {_SONAME}")
+    return present
+
+
+SOURCES: Mapping[str, Callable[[], Path]] = MappingProxyType(
+    {"wheel": _of_wheel, "nixl": _of_nixl, "system": _of_system}
+)
+"""Where a libucp may come from, the preferred one first."""
+
+_lock = threading.Lock()
+_loaded: list[UcxLibrary] = []
+"""The one that this process uses, once it is known."""
+
+
+def _present() -> Path | None:
+    """Where the `libucp.so.0` is that something in this process has loaded."""
+    try:
+        library = ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    return link_map_of(library.ucp_get_version).path
+
+
+class LinkMap(NamedTuple):
+    """A loaded file: the address that it was loaded at, its path, and the address of its dynamic section."""
+
+    base: int
+    path: Path
+    dynamic: int
+
+
+def link_map_of(function: Any) -> LinkMap:
+    """The loaded file that a C function is in."""
+    info, link_map = (c_void_p * 4)(), c_void_p()
+    address = ctypes.cast(function, c_void_p)
+    ctypes.CDLL(None).dladdr1(address, info, byref(link_map), _RTLD_DL_LINKMAP)
+    base, name, dynamic = (c_size_t * 3).from_address(link_map.value or 0)
+    return LinkMap(base, Path(os.fsdecode(ctypes.string_at(name))), dynamic)
+
+
+def _version(functions: Any) -> tuple[int, int, int]:
+    numbers = (c_uint(), c_uint(), c_uint())
+    functions.ucp_get_version(*(byref(number) for number in numbers))
+    return numbers[0].value, numbers[1].value, numbers[2].value
+
+
+def _version_elsewhere(path: Path) -> tuple[int, ...]:
+    """The version of a libucp that is not to be loaded here. Raises TransportError: it cannot be loaded."""
+    program = (
+        "import ctypes, sys\n"
+        "numbers = [ctypes.c_uint() for _ in range(3)]\n"
+        "ctypes.CDLL(sys.argv[1]).ucp_get_version(*map(ctypes.byref, numbers))\n"
+        "print(*(number.value for number in numbers))\n"
+    )
+    command = [sys.executable, "-I", "-S", "-c", program, str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+        return tuple(map(int, done.stdout.split()))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise TransportError(f"this libucp cannot be used: {error}", library=str(path)) from error
+
+
+def _check_version(version: tuple[int, ...], path: Path) -> None:
+    first, last = KNOWN_VERSIONS
+    if not first <= version[:2] <= last:
+        raise TransportError(
+            f"this UCX is not supported: kvconnector calls libucp {_dotted(first)} to {_dotted(last)}",
+            version=_dotted(version),
+            library=str(path),
+        )
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
+
+
+@contextmanager
+def ucx_environment_kept() -> Iterator[None]:
+    """Undo what the block adds to the UCX_* environment variables, and load UCX without a cache of memory types.
+
+    Bindings set UCX_* defaults when imported, which would reach this process's children and other users of UCX.
+    UCX_MEMTYPE_CACHE counts when libucs is loaded: UCX then asks the driver what a pointer is, as caching allocators
+    need; set afterwards, libucs reports it on stderr as unused.
+    """
+    before = {name for name in os.environ if name.startswith("UCX_")}
+    os.environ.setdefault(_MEMTYPE_CACHE, "n")
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("UCX_")]:
+            if name not in before:
+                del os.environ[name]

@@ -1,0 +1,107 @@
+"""The RDMA ports of this host, as sysfs shows them, and how far they are from GPUs and CPUs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import NamedTuple
+
+from kvconnector.errors import ConfigError
+
+SYSFS = Path("/sys")
+
+
+class Place(NamedTuple):
+    """Where a device or a process is: the folders from the PCI root down to the device, none for a process, and the
+    NUMA nodes there; -1 where the firmware does not say.
+    """
+
+    path: tuple[str, ...]
+    nodes: frozenset[int]
+
+
+def rdma_ports(sysfs: Path = SYSFS) -> dict[str, tuple[str, Place]]:
+    """The RDMA ports as UCX names them ("mlx5_0:1"), the state of each link ("ACTIVE", "DOWN") and its place."""
+    return {
+        f"{state.parts[-4]}:{state.parts[-2]}": (
+            state.read_text().partition(":")[2].strip(),
+            _place(state.parents[2] / "device", sysfs),
+        )
+        for state in sorted(sysfs.glob("class/infiniband/*/ports/*/state"))
+    }
+
+
+def active_rdma_ports(sysfs: Path = SYSFS) -> dict[str, Place]:
+    """Those whose link is up."""
+    return {name: place for name, (state, place) in rdma_ports(sysfs).items() if state == "ACTIVE"}
+
+
+def place_of_gpu(pci_address: str, sysfs: Path = SYSFS) -> Place:
+    """Where the GPU with an address like "0000:19:00.0" is."""
+    return _place(sysfs / "bus/pci/devices" / pci_address, sysfs)
+
+
+def place_of_cpus(cpus: Iterable[int], sysfs: Path = SYSFS) -> Place:
+    """Where a process is that may run on these CPUs."""
+    folders = [sysfs / "devices/system/cpu" / f"cpu{cpu}" for cpu in cpus]
+    nodes = [int(node.name[4:]) for folder in folders for node in folder.glob("node[0-9]*")]
+    return Place((), frozenset(nodes))
+
+
+def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
+    """The devices that share the longest way from the PCI root with `to`, which are behind the same switch where there
+    is one; of these the ones on its NUMA node. All that are equally near.
+    """
+    far = {
+        name: (-_common(place, to), place.nodes.isdisjoint(to.nodes))
+        for name, place in devices.items()
+    }
+    return [name for name in devices if far[name] == min(far.values())]
+
+
+def distance(one: Place, other: Place) -> str:
+    """How far two devices are from each other, in words."""
+    common = _common(one, other)
+    if common > 1:
+        links = len(one.path) + len(other.path) - 2 * common
+        return f"behind one PCIe bridge, {links} links apart"
+    if common:
+        return "on one PCIe root complex"
+    if -1 in one.nodes | other.nodes:
+        return "on a NUMA node that the firmware does not name"
+    return "on another NUMA node" if one.nodes.isdisjoint(other.nodes) else "on one NUMA node"
+
+
+def _common(one: Place, other: Place) -> int:
+    """Folders that two ways from the PCI root have in common."""
+    both = zip(one.path, other.path, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
+
+
+def _place(device: Path, sysfs: Path) -> Place:
+    try:
+        folder = device.resolve(strict=True)
+        path = folder.relative_to((sysfs / "devices").resolve()).parts
+        return Place(path, frozenset([int((folder / "numa_node").read_text())]))
+    except (OSError, ValueError):  # of no PCI device, as in software
+        return Place((), frozenset([-1]))
+
+
+def place_of(device: str, sysfs: Path = SYSFS) -> Place:
+    """Where caches on `device` are."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return place_of_cpus(os.sched_getaffinity(0), sysfs)
+    return place_of_gpu(_pci_address(int(index)), sysfs)
+
+
+def _pci_address(index: int) -> str:
+    """Of a GPU, as sysfs writes it."""
+    cuda, gpu, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
+    cuda.cuInit(0)
+    if cuda.cuDeviceGet(ctypes.byref(gpu), index) or cuda.cuDeviceGetPCIBusId(text, 32, gpu):
+        raise ConfigError("the CUDA driver does not say where a GPU is", gpu=index)
+    return text.value.decode().lower()

@@ -1,0 +1,61 @@
+"""Every UCX of this host, each looked at in a process of its own, since a process uses one.
+
+`python -m kvconnector.transport.ucx.stacks SOURCE` writes what it finds as JSON.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import msgspec
+
+from kvconnector.errors import KVConnectorError
+from kvconnector.transport.ucx.library import SOURCES, load_library
+from kvconnector.transport.ucx.rdma import offers_of, rdma_devices
+
+EXAMINE_TIMEOUT_S = 60.0
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """A UCX: what it is, what it has, and the RDMA devices that it can use now. `error`: why it cannot be used."""
+
+    source: str
+    library: str = ""
+    components: list[str] = []
+    rdma_devices: list[str] = []
+    error: str = ""
+
+
+def examine_stacks() -> list[Stack]:
+    """What every source has, in the order in which they are preferred without RDMA."""
+    command = [sys.executable, "-m", "kvconnector.transport.ucx.stacks"]
+    started = [
+        (source, subprocess.Popen([*command, source], stdout=subprocess.PIPE)) for source in SOURCES
+    ]
+    return [_outcome(source, process) for source, process in started]
+
+
+def _outcome(source: str, process: subprocess.Popen[bytes]) -> Stack:
+    try:
+        return msgspec.json.decode(process.communicate(timeout=EXAMINE_TIMEOUT_S)[0], type=Stack)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return Stack(source, error=f"it takes longer than {EXAMINE_TIMEOUT_S:.0f} s to start")
+    except msgspec.DecodeError:
+        return Stack(source, error=f"it ends its process with status {process.returncode}")
+
+
+def examine(source: str) -> Stack:
+    """What one source has, by loading it into this process."""
+    try:
+        library = load_library(source)
+        devices = rdma_devices(offers_of(library)({}))
+        return Stack(source, repr(library), library.components(), sorted(devices))
+    except KVConnectorError as error:
+        return Stack(source, error=error.statement)
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(examine(sys.argv[1])))

@@ -1,0 +1,260 @@
+"""Which libucp a process uses, and that our idea of its structs is right."""
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvconnector.errors import ConfigError, TransportError
+from kvconnector.transport.ucx import abi, library, load_library, open_ucx_transport
+
+pytestmark = pytest.mark.ucx
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+
+
+def in_a_new_process(program, **environment):
+    """What an interpreter prints that has loaded no UCX yet; in a failure, what it wrote to stderr."""
+    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), **environment}
+    environment.pop("KVCONNECTOR_UCX_LIBRARY", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+LOAD = "from kvconnector.transport.ucx import load_library as load\n"
+
+
+@pytest.fixture
+def wheel():
+    """The folder of the wheel's libraries."""
+    pytest.importorskip("libucx")
+    return library.SOURCES["wheel"]().parent
+
+
+def test_a_source_is_a_name_that_is_known_or_a_path():
+    with pytest.raises(ConfigError, match=r"named='mofed', known=\['auto', 'wheel', .*'ucx-py'\]"):
+        load_library("mofed")
+    with pytest.raises(TransportError, match="no-such-file"):
+        library.UcxLibrary("path", Path("/no-such-file/libucp.so"))
+
+
+def test_loading_leaves_the_environment_alone():
+    in_a_new_process(
+        f"import os\nbefore = dict(os.environ)\n{LOAD}load()\nassert dict(os.environ) == before"
+    )
+
+
+def test_the_systems_is_found_where_the_loader_looks(wheel, tmp_path):
+    for file in wheel.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    found = in_a_new_process(
+        f"{LOAD}print(load('system').path)", LD_LIBRARY_PATH=f"/nowhere:{tmp_path}"
+    )
+    assert found == f"{tmp_path}/libucp.so.0"
+    preferred = in_a_new_process(
+        f"{LOAD}print(load().source)",
+        LD_LIBRARY_PATH=str(tmp_path),
+        RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY="true",
+    )
+    assert preferred == "system"
+
+
+@pytest.fixture
+def too_old(tmp_path):
+    """A folder with a libucp of a version that is not known."""
+    source = tmp_path / "old.c"
+    source.write_text(
+        "void ucp_get_version(unsigned *a, unsigned *b, unsigned *c) { *a = 1; *b = 13; *c = 1; }"
+    )
+    output = tmp_path / "libucp.so.0"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-Wl,-soname,libucp.so.0", "-o", output, source], check=True
+    )
+    return tmp_path
+
+
+@needs_compiler
+def test_a_version_that_is_not_known_is_refused_by_name_and_keeps_no_other_out(wheel, too_old):
+    program = (
+        f"{LOAD}"
+        "from kvconnector.errors import TransportError\n"
+        "try:\n"
+        "    load('system')\n"
+        "except TransportError as error:\n"
+        "    print(error.statement)\n"
+        "print(load().source)"
+    )
+    refusal, taken = in_a_new_process(
+        program, LD_LIBRARY_PATH=str(too_old), RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY="true"
+    ).splitlines()
+    assert "not supported: kvconnector calls libucp 1.18 to 1.23 [version='1.13.1'" in refusal
+    assert str(too_old) in refusal
+    assert taken == "wheel"
+
+
+@pytest.mark.parametrize("binding", ["ucxx", "ucx-py"])
+def test_a_binding_brings_the_library_that_it_uses_itself(binding):
+    module = library._BINDINGS[binding]
+    pytest.importorskip(module.partition(".")[0])
+    mapped = "sorted({line.split()[-1] for line in open('/proc/self/maps') if '/libucp' in line})"
+    for first in (f"load({binding!r})", f"import {module}; load()", f"load(); import {module}"):
+        paths = in_a_new_process(f"{LOAD}{first}\nprint(load().path, *{mapped})").split()
+        assert len(set(paths)) == 1, first
+
+
+def test_a_second_ucx_is_refused(wheel, tmp_path):
+    for file in wheel.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    other = tmp_path / "libucp.so.0"
+    for first in ("load('wheel')", f"import ctypes; ctypes.CDLL('{wheel}/libucp.so.0')"):
+        words = in_a_new_process(
+            f"{LOAD}{first}\n"
+            "from kvconnector.errors import TransportError\n"
+            "try:\n"
+            f"    load('{other}')\n"
+            "except TransportError as error:\n"
+            "    print(error.statement)"
+        )
+        assert "loaded another" in words
+        assert str(other) in words
+
+
+def test_a_package_whose_layout_has_changed_says_so(tmp_path, monkeypatch):
+    (tmp_path / "nixl_cu13").mkdir()
+    (tmp_path / "nixl_cu13/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TransportError, match=r"layout may have changed.*libucp-\*\.so"):
+        library.SOURCES["nixl"]()
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Makes sources with these names, of which some have transports for RDMA."""
+
+    def install(**has_rdma):
+        for source, is_capable in has_rdma.items():
+            folder = tmp_path / source / "ucx"
+            folder.mkdir(parents=True)
+            if is_capable:
+                (folder / "libuct_ib.so.0").touch()
+        found = {
+            source: lambda source=source: tmp_path / source / "libucp.so" for source in has_rdma
+        }
+        monkeypatch.setattr(library, "SOURCES", found)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    "ports, prefers, order",
+    [
+        ([], "", ["wheel", "nixl", "system"]),
+        ([], "true", ["system", "wheel", "nixl"]),
+        (["mlx5_0:1"], "", ["system", "nixl", "wheel"]),
+        (["mlx5_0:1"], "true", ["system", "nixl", "wheel"]),
+    ],
+)
+def test_where_there_is_rdma_those_come_first_that_can_use_it(
+    installed, monkeypatch, ports, prefers, order
+):
+    installed(wheel=False, nixl=True, system=True)
+    monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", prefers or "false")
+    assert library.automatic_order(ports) == order
+
+
+def test_a_system_without_transports_for_rdma_is_no_better_than_the_wheel(installed):
+    installed(wheel=False, nixl=False, system=False)
+    assert library.automatic_order(["mlx5_0:1"]) == ["wheel", "nixl", "system"]
+
+
+def test_the_log_names_it_once(caplog):
+    library._loaded[0]._is_reported = False
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            open_ucx_transport().close()
+    (record,) = [r for r in caplog.records if r.name == library.__name__]
+    words = record.getMessage()
+    assert str(load_library().path) in words
+    assert ".".join(map(str, load_library().version)) in words
+    assert "tcp" in words
+
+
+HEADERS = {
+    "ucp_params_t": (abi.ContextParams, "field_mask features"),
+    "ucp_worker_params_t": (abi.WorkerParams, "field_mask thread_mode"),
+    "ucp_request_param_t": (
+        abi.RequestParam,
+        "op_attr_mask flags request datatype user_data reply_buffer memory_type recv_info",
+    ),
+    "ucp_ep_params_t": (abi.EpParams, "field_mask address err_mode"),
+    "ucp_ep_attr_t": (abi.EpAttr, "field_mask name local_sockaddr remote_sockaddr user_data"),
+    "ucp_tag_recv_info_t": (abi.TagInfo, "sender_tag length"),
+    "ucp_transport_entry_t": (abi.TransportEntry, "transport_name device_name"),
+    "uct_component_attr_t": (abi.ComponentAttr, "field_mask name"),
+}
+CONSTANTS = {
+    "UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP": abi.FEATURE_TAG | abi.FEATURE_WAKEUP,
+    "UCP_PARAM_FIELD_FEATURES": abi.PARAM_FIELD_FEATURES,
+    "UCP_WORKER_PARAM_FIELD_THREAD_MODE": abi.WORKER_FIELD_THREAD_MODE,
+    "UCS_THREAD_MODE_SERIALIZED": abi.THREAD_MODE_SERIALIZED,
+    "UCP_OP_ATTR_FIELD_FLAGS": abi.OP_FIELD_FLAGS,
+    "UCP_OP_ATTR_FIELD_MEMORY_TYPE": abi.OP_FIELD_MEMORY_TYPE,
+    "UCP_OP_ATTR_FIELD_RECV_INFO": abi.OP_FIELD_RECV_INFO,
+    "UCP_EP_CLOSE_FLAG_FORCE": abi.CLOSE_FORCE,
+    "UCP_EP_PARAM_FIELD_REMOTE_ADDRESS": abi.EP_FIELD_REMOTE_ADDRESS,
+    "UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE": abi.EP_FIELD_ERR_MODE,
+    "UCP_EP_PARAM_FIELD_ERR_HANDLER": abi.EP_FIELD_ERR_HANDLER,
+    "UCP_EP_ATTR_FIELD_TRANSPORTS": abi.EP_ATTR_TRANSPORTS,
+    "UCP_ERR_HANDLING_MODE_PEER": abi.ERR_MODE_PEER,
+    "UCS_MEMORY_TYPE_HOST": abi.MEMORY_TYPE_HOST,
+    "UCT_COMPONENT_ATTR_FIELD_NAME": abi.COMPONENT_FIELD_NAME,
+    "UCS_INPROGRESS": abi.IN_PROGRESS,
+    "UCS_ERR_MESSAGE_TRUNCATED": abi.ERR_MESSAGE_TRUNCATED,
+    "UCS_ERR_BUSY": abi.ERR_BUSY,
+    "UCS_ERR_CANCELED": abi.ERR_CANCELED,
+}
+
+
+@needs_compiler
+def test_structs_and_constants_are_those_of_the_headers(wheel, tmp_path):
+    headers = wheel.parent / "include"
+    if not headers.is_dir():
+        pytest.skip("the wheel has no headers")
+    expressions = [
+        f"offsetof({name}, {field})"
+        for name, (_, fields) in HEADERS.items()
+        for field in fields.split()
+    ] + list(CONSTANTS)
+    source = tmp_path / "print.c"
+    source.write_text(
+        "#include <stddef.h>\n#include <stdio.h>\n#include <ucp/api/ucp.h>\n#include <uct/api/uct.h>\n"
+        "int main(void) {\n"
+        + "".join(f'printf("%d\\n", (int)({each}));\n' for each in expressions)
+        + "".join(f'printf("%d\\n", (int)sizeof({name}));\n' for name in HEADERS)
+        + "}\n"
+    )
+    program = tmp_path / "print"
+    subprocess.run(["gcc", f"-I{headers}", "-o", program, source], check=True)
+    numbers = list(map(int, subprocess.check_output([program], text=True).split()))
+    ours = [
+        getattr(kind, field).offset for kind, names in HEADERS.values() for field in names.split()
+    ]
+    ours += CONSTANTS.values()
+    assert dict(zip(expressions, numbers, strict=False)) == dict(
+        zip(expressions, ours, strict=True)
+    )
+    for (kind, _), nbytes in zip(HEADERS.values(), numbers[len(ours) :], strict=True):
+        assert ctypes.sizeof(kind) >= nbytes, kind  # UCX may read what its mask does not name
