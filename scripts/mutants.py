@@ -83,6 +83,7 @@ class Tree:
             "PYTHONPATH": ":".join(str(self.folder / name) for name in ("", "kernels", "examples")),
             "PYTHONDONTWRITEBYTECODE": "1",  # a mutant has its original's size, and often its time
             "OMP_NUM_THREADS": "1",
+            "HYPOTHESIS_PROFILE": "mutants",
         }
         pytest = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider"]
         try:

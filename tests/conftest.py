@@ -16,7 +16,7 @@ if not HAS_GPU_DEVICE:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402  the environment above comes first
-from hypothesis import HealthCheck, settings  # noqa: E402
+from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 LEFTOVER_GRACE_S = 10.0
 
@@ -32,6 +32,10 @@ _untimed = settings(
 settings.register_profile("ci", _untimed, max_examples=50, derandomize=True)
 settings.register_profile("explore", _untimed, max_examples=50)
 settings.register_profile("thorough", _untimed, max_examples=1000)
+# scripts/mutants asks only whether a property fails
+settings.register_profile(
+    "mutants", _untimed, max_examples=50, derandomize=True, phases=(Phase.explicit, Phase.generate)
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
