@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(3730),
+    "kvconnector/bench": Size(3970),
     "kvconnector/cache": Size(3010, target=3280),
     "kvconnector/cli": Size(1800),
     "kvconnector/control": Size(1420, target=1330),
@@ -56,7 +56,7 @@ ROOMS: dict[str, Size] = {
     "examples/minillm": Size(5570),
     "examples/vllm_1p1d": Size(530),
     "scripts": Size(780),
-    "tests": Size(90),
+    "tests": Size(100),
     "tests/control": Size(440),
     "tests/docs": Size(440),
     "tests/golden": Size(60),
@@ -67,7 +67,7 @@ ROOMS: dict[str, Size] = {
     "tests/support": Size(2730),
     "tests/transport": Size(1130),
     "tests/unit": Size(1590),
-    "tests/unit/bench": Size(730),
+    "tests/unit/bench": Size(740),
     "tests/unit/cache": Size(1190),
     "tests/unit/cli": Size(680),
     "tests/unit/control": Size(130),
@@ -79,10 +79,10 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(5520, target=5360),
-    ("kvconnector",): Size(30860, target=27400),
+    ("kvconnector/bench", "kvconnector/cli"): Size(5800, target=5360),
+    ("kvconnector",): Size(31100, target=27400),
     ("kernels",): Size(4150, target=3650),
-    ("tests",): Size(27890, target=24800),
+    ("tests",): Size(27900, target=24800),
 }
 
 

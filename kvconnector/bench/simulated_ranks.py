@@ -166,6 +166,7 @@ class ProducerRank(SessionThread):
             transport_address=UCX_ADDRESS,
             max_chunk_bytes=CHUNK_BYTES,
             timeout_ms=m.milliseconds(CONFIG.peer.timeout_s),
+            lease_ms=m.milliseconds(CONFIG.lease.duration_s),
         )
         session = ProducerSession(engine, rank.rank, reply, CONFIG.lease, CONFIG.peer.timeout_s)
         super().__init__(world, packed, rank, session)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from kvconnector.bench import gil, handover, pairs, relayout, soak, transfer
+from kvconnector.bench import gil, handover, pairs, relayout, sessions, soak, transfer
 from kvconnector.bench.environment import record_environment
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import THREAD_VARIABLES
@@ -31,12 +31,14 @@ BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Iterable[CaseResult]]] 
     "relayout": relayout.run,
     "gil": gil.run,
     "soak": soak.run,
+    "sessions": sessions.run,
 }
 HAVE_PEERS = ("transfer", "request")
 _HELP = (
     "transfer: long requests between two engines' processes; request: short ones;"
     " handover: from a prompt's last step to its cache at the consumer; relayout: one fused copy;"
     " gil: transfers beside engines at work; soak: mixed load, aborts, restarts;"
+    " sessions: an event while 100 to 100,000 requests are queued;"
     " serve: be the producer for another host's --connect; pairs: all pairs of a torchrun job."
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple, TypeAlias
@@ -54,15 +54,16 @@ class Backlog:
 class _OfEngine:
     """The loads from one engine.
 
-    `turns` has those that heartbeats name, the next one first: whoever was named goes to the end. The first
-    `num_unnamed` should be named at once. `depending` fail with the engine; of these, `connecting` begin with it.
+    `turns` has the ids of those that heartbeats name, the next one first: whoever was named goes to the end, and who is
+    over is left out when it is its turn. The first `num_unnamed` should be named at once. `depending` fail with the
+    engine; of these, `connecting` begin with it.
     """
 
     __slots__ = ("by_transfer", "connecting", "depending", "num_unnamed", "turns")
 
     def __init__(self) -> None:
         self.by_transfer: dict[str, dict[str, Load]] = {}
-        self.turns: OrderedDict[str, Load] = OrderedDict()
+        self.turns: deque[str] = deque()
         self.num_unnamed = 0
         self.depending: dict[str, Load] = {}
         self.connecting: dict[str, Load] = {}
@@ -80,11 +81,12 @@ class Loads(dict[str, Load]):
         self[load.request_id] = load
         engine = self._engines.setdefault(load.engine, _OfEngine())
         engine.by_transfer.setdefault(load.key.transfer_id, {})[load.request_id] = load
-        engine.turns[load.request_id] = load
         if load.is_followed:
             engine.depending[load.request_id] = load
-            engine.turns.move_to_end(load.request_id, last=False)
+            engine.turns.appendleft(load.request_id)
             engine.num_unnamed += 1
+        else:
+            engine.turns.append(load.request_id)
 
     def depend(self, load: Load, *, is_connecting: bool) -> None:
         """The load was asked for: the loss of its engine ends it. One that `is_connecting` begins with the engine."""
@@ -96,15 +98,14 @@ class Loads(dict[str, Load]):
     def give_up(self, load: Load) -> None:
         """The load failed: heartbeats do not name it any more, and no news of its prompt or its engine matter."""
         engine = self._engines.get(load.engine)
-        if engine is None or engine.turns.pop(load.request_id, None) is None:
-            return
+        same = engine.by_transfer.get(load.key.transfer_id, {}) if engine is not None else {}
+        if engine is None or same.pop(load.request_id, None) is None:
+            return  # it had failed before
         engine.depending.pop(load.request_id, None)
         engine.connecting.pop(load.request_id, None)
-        same = engine.by_transfer[load.key.transfer_id]
-        del same[load.request_id]
         if not same:
             del engine.by_transfer[load.key.transfer_id]
-        if not engine.turns:
+        if not engine.by_transfer:
             del self._engines[load.engine]
 
     def close(self, load: Load) -> None:
@@ -136,7 +137,7 @@ class Loads(dict[str, Load]):
     # What heartbeats name.
 
     def num_wanted(self, engine: EngineAddress) -> int:
-        """Loads that heartbeats to this engine name."""
+        """Loads that heartbeats to this engine name, and maybe some that are over; 0 if there is none."""
         loads = self._engines.get(engine)
         return 0 if loads is None else len(loads.turns)
 
@@ -157,14 +158,14 @@ class Loads(dict[str, Load]):
         loads = self._engines.get(engine)
         if loads is None:
             return Named((), ())
-        turn = [*islice(loads.turns.values(), limit)]
-        for load in turn:
-            loads.turns.move_to_end(load.request_id)
-        is_all = len(turn) == len(loads.turns)
-        loads.num_unnamed = 0 if is_all else max(0, loads.num_unnamed - len(turn))
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
-        for load in turn:
+        for _ in range(min(limit, len(loads.turns))):
+            load = self.get(loads.turns.popleft())
+            loads.num_unnamed = max(0, loads.num_unnamed - 1)
+            if load is None or load.error is not None or load.engine != engine:
+                continue
+            loads.turns.append(load.request_id)
             key = load.key
             if not load.is_followed or load.is_answered(links):
                 renewed.append(key)

@@ -44,14 +44,14 @@ class Tracked(Generic[StateT]):
         self._label = label
         self.state = table.start
         self._cause: tuple[float, type] | None = None
-        self._steps: deque[tuple[float, StateT, StateT, type]] = deque(maxlen=STORY_LENGTH)
+        self._steps: deque[tuple[float, StateT, StateT, type]] | None = None
 
     @property
     def story(self) -> list[str]:
         """The latest moves: when, from where to where, and why."""
         return [
             f"{now:.3f} {state.value} -> {target.value} ({event.__name__})"
-            for now, state, target, event in self._steps
+            for now, state, target, event in self._steps or ()
         ]
 
     def accept(self, event: object, now: float) -> None:
@@ -76,5 +76,7 @@ class Tracked(Generic[StateT]):
         now, kind = self._cause
         assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
         if target is not self.state:
+            if self._steps is None:  # thousands that are queued have made no step yet
+                self._steps = deque(maxlen=STORY_LENGTH)
             self._steps.append((now, self.state, target, kind))
         self.state = target

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.bench import ResultMismatchError, engines, gil, soak
+from kvconnector.bench import ResultMismatchError, engines, gil, sessions, soak
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.shapes import EngineShape, ModelShape
@@ -183,3 +183,12 @@ def test_the_raw_socket_brings_as_many_bytes_as_it_is_asked_for():
             move(count)
     with pytest.raises(PeerLostError):
         move(1000)
+
+
+def test_sessions_serve_some_of_a_long_queue_and_give_up_the_rest(monkeypatch):
+    monkeypatch.setattr(sessions, "COUNTS", (20, 600))
+    cases = _run("sessions", iterations=5)
+    assert [case.case.split(" requests, ")[0] for case in cases] == ["20", "600", "20", "600"]
+    for case in cases:
+        assert 0 < case.ours.figures["longest event_s"] < case.ours.figures["asking for all_s"]
+        assert case.ours.figures["giving up all_s"] > 0
