@@ -1,18 +1,23 @@
-"""Attention of one rank: grouped queries over all tokens or over a window of them, and MLA-like latents. Float32.
+"""Attention of one rank: grouped queries over all tokens, a window, a chunk or an encoder's output; MLA. Float32.
 
 See `shared_attention` for ranks that share a sequence's tokens.
 
-Legend: T tokens of a step, E hidden size, H heads, D head dim, C latent cache dim, L tokens of one sequence.
+Legend: T tokens of a step, M tokens that its encoder encodes, E hidden size, H heads, D head dim, C latent cache dim,
+L tokens of one sequence.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from minillm.batch import Batch
-from minillm.config import ModelConfig
+from minillm.cache_groups import cache_name
+from minillm.config import LayerKind, ModelConfig
 from minillm.paged_cache import PagedCache
 from minillm.parallel import Communicator
 from minillm.partition import RankShare
@@ -36,18 +41,47 @@ class Rotary:
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What every layer of a step needs. `encoded_ME` is the encoder's input so far."""
+
+    batch: Batch
+    cache: PagedCache
+    rotary: Rotary
+    groups: Communicator
+    encoded_ME: Tensor
+
+
+def attend(q_THD: Tensor, k_LHD: Tensor, v_LHD: Tensor, mask_TL: Tensor | None = None) -> Tensor:
+    """Grouped attention of one sequence's queries, `[T, H, D]`. True in the mask: the query sees the token."""
+    out_HTD = F.scaled_dot_product_attention(
+        q_THD.transpose(0, 1).unsqueeze(0),
+        k_LHD.transpose(0, 1).unsqueeze(0),
+        v_LHD.transpose(0, 1).unsqueeze(0),
+        attn_mask=mask_TL,
+        enable_gqa=True,
+    )
+    return out_HTD[0].transpose(0, 1)
+
+
 def paged_attention(
-    q_THD: Tensor, cache: PagedCache, layer: int, batch: Batch, scale: float
+    q_THD: Tensor, cache: PagedCache, name: str, batch: Batch, scale: float
 ) -> Tensor:
     """Causal attention of every row over its own sequence's cached tokens, read through the block table.
 
-    The first cached part is K and the last is V (MLA: one part is both). Returns `[T, H, D]` with V's D.
+    Tokens that all sequences have in common are read once. The first cached part is K and the last is V (MLA: one part
+    is both). Returns `[T, H, D]` with V's D.
     """
     outputs = []
-    for sequence in batch.sequences:
+    tables = [cache.block_ids(name, sequence.block_ids) for sequence in batch.sequences]
+    common = batch.common_tokens[cache.group_of[name]]
+    common_HLD = cache.read(name, tables[0], range(common))
+    for sequence, block_ids in zip(batch.sequences, tables, strict=True):
         stop = sequence.start + sequence.count
-        block_ids = sequence.block_ids[cache.group_of[layer]]
-        parts_HLD = cache.read(layer, block_ids, stop)
+        parts_HLD = cache.read(name, block_ids, range(common, stop))
+        if common:
+            both = zip(common_HLD, parts_HLD, strict=True)
+            parts_HLD = tuple(torch.cat(each, dim=1) for each in both)
         q_HTD = q_THD[sequence.first : sequence.first + sequence.count].transpose(0, 1)
         mask = None
         if sequence.count > 1 and sequence.start > 0:
@@ -66,14 +100,28 @@ def paged_attention(
     return torch.cat(outputs)
 
 
-def window_attention(
+FirstSeen = Callable[[Tensor], Tensor]
+"""By positions, the first token that a query there sees."""
+
+
+def first_of_window(window: int) -> FirstSeen:
+    """A query sees the last `window` tokens, its own included."""
+    return lambda positions: (positions - window + 1).clamp(min=0)
+
+
+def first_of_chunk(chunk: int) -> FirstSeen:
+    """A query sees the tokens of its own chunk."""
+    return lambda positions: positions // chunk * chunk
+
+
+def local_attention(
     qkv_THD: tuple[Tensor, Tensor, Tensor],
     cache: PagedCache,
-    layer: int,
+    name: str,
     batch: Batch,
-    window: int,
+    first_seen: FirstSeen,
 ) -> Tensor:
-    """Causal attention of every row over the last `window` tokens, its own included.
+    """Causal attention of every row from the token on that it sees first.
 
     Tokens of earlier steps are read through the block table, those of this step are taken from `qkv_THD`.
     Returns `[T, H, D]`.
@@ -82,35 +130,29 @@ def window_attention(
     for sequence in batch.sequences:
         own = slice(sequence.first, sequence.first + sequence.count)
         q_THD, k_THD, v_THD = (values_THD[own] for values_THD in qkv_THD)
-        oldest = max(0, sequence.start - window + 1)
-        block_ids = sequence.block_ids[cache.group_of[layer]]
-        k_past, v_past = cache.read_range(layer, block_ids, range(oldest, sequence.start))
+        rows = torch.arange(sequence.start, sequence.start + sequence.count, device=q_THD.device)
+        oldest = int(first_seen(rows[:1]))
+        block_ids = cache.block_ids(name, sequence.block_ids)
+        k_past, v_past = cache.read_range(name, block_ids, range(oldest, sequence.start))
         keys = torch.arange(oldest, sequence.start + sequence.count, device=q_THD.device)
-        age_TL = keys[sequence.start - oldest :].unsqueeze(1) - keys
-        out_HTD = F.scaled_dot_product_attention(
-            q_THD.transpose(0, 1).unsqueeze(0),
-            torch.cat((k_past, k_THD)).transpose(0, 1).unsqueeze(0),
-            torch.cat((v_past, v_THD)).transpose(0, 1).unsqueeze(0),
-            attn_mask=(age_TL >= 0) & (age_TL < window),
-            enable_gqa=True,
+        mask_TL = (keys <= rows.unsqueeze(1)) & (keys >= first_seen(rows).unsqueeze(1))
+        outputs.append(
+            attend(q_THD, torch.cat((k_past, k_THD)), torch.cat((v_past, v_THD)), mask_TL)
         )
-        outputs.append(out_HTD[0].transpose(0, 1))
     return torch.cat(outputs)
 
 
 def full_attention(
     q_THD: Tensor,
-    cache: PagedCache,
-    layer: int,
-    batch: Batch,
-    *,
+    name: str,
+    context: StepContext,
     scale: float,
-    groups: Communicator,
 ) -> Tensor:
     """`paged_attention` over all tokens of the sequences, whether or not this rank caches all of them."""
+    cache, batch = context.cache, context.batch
     if cache.context_parallel.world_size == 1:
-        return paged_attention(q_THD, cache, layer, batch, scale)
-    return shared_attention(q_THD, cache, layer, batch, scale=scale, groups=groups)
+        return paged_attention(q_THD, cache, name, batch, scale)
+    return shared_attention(q_THD, cache, name, batch, scale=scale, groups=context.groups)
 
 
 def rows_of(weight: Tensor, heads: range, width: int) -> Tensor:
@@ -118,44 +160,123 @@ def rows_of(weight: Tensor, heads: range, width: int) -> Tensor:
     return weight[heads.start * width : heads.stop * width]
 
 
+class HeadProjections:
+    """The weights of grouped-query attention for this rank's heads."""
+
+    def __init__(
+        self, config: ModelConfig, share: RankShare, name: str, source: WeightSource, device: str
+    ) -> None:
+        self.dim = config.head_dim
+        self.counts = (len(share.q_heads), len(share.kv_heads), len(share.kv_heads))
+        q_shape = (config.num_heads * config.head_dim, config.hidden_size)
+        kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
+        o_shape = (config.hidden_size, config.num_heads * config.head_dim)
+        q = rows_of(source(f"{name}.q_proj.weight", q_shape), share.q_heads, self.dim)
+        k = rows_of(source(f"{name}.k_proj.weight", kv_shape), share.kv_heads, self.dim)
+        v = rows_of(source(f"{name}.v_proj.weight", kv_shape), share.kv_heads, self.dim)
+        self.qkv = torch.cat((q, k, v)).to(device)
+        o = rows_of(source(f"{name}.o_proj.weight", o_shape).T, share.q_heads, self.dim)
+        self.o = o.T.contiguous().to(device)
+
+    def __call__(self, x_TE: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values, `[T, H, D]` each."""
+        return self._project(x_TE, 0, 3)
+
+    def queries(self, x_TE: Tensor) -> Tensor:
+        """`[T, H, D]`."""
+        return self._project(x_TE, 0, 1)[0]
+
+    def keys_and_values(self, x_ME: Tensor) -> tuple[Tensor, ...]:
+        """`[M, H, D]` each."""
+        return self._project(x_ME, 1, 3)
+
+    def _project(self, x_TE: Tensor, first: int, stop: int) -> tuple[Tensor, ...]:
+        heads = range(sum(self.counts[:first]), sum(self.counts[:stop]))
+        weight = rows_of(self.qkv, heads, self.dim)
+        projected_THD = F.linear(x_TE, weight).unflatten(1, (len(heads), self.dim))
+        return tuple(projected_THD.split(self.counts[first:stop], dim=1))
+
+    def out(self, out_THD: Tensor) -> Tensor:
+        """This rank's partial sum, `[T, E]`."""
+        return F.linear(out_THD.flatten(1), self.o)
+
+
 class GroupedAttention:
-    """Grouped-query attention over this rank's heads; the caller all-reduces the result."""
+    """Causal attention of a decoder's tokens to its own; the caller all-reduces the result."""
 
     def __init__(
         self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
     ) -> None:
-        self.layer, self.share, self.dim = layer, share, config.head_dim
-        is_window = config.layer_kinds[layer] == "window"
-        self.window = config.mixer.sliding_window if is_window else None
-        name = f"model.layers.{layer}.self_attn."
-        q_shape = (config.num_heads * config.head_dim, config.hidden_size)
-        kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
-        o_shape = (config.hidden_size, config.num_heads * config.head_dim)
-        q = rows_of(source(name + "q_proj.weight", q_shape), share.q_heads, self.dim)
-        k = rows_of(source(name + "k_proj.weight", kv_shape), share.kv_heads, self.dim)
-        v = rows_of(source(name + "v_proj.weight", kv_shape), share.kv_heads, self.dim)
-        self.qkv = torch.cat((q, k, v)).to(device)
-        o = rows_of(source(name + "o_proj.weight", o_shape).T, share.q_heads, self.dim)
-        self.o = o.T.contiguous().to(device)
+        self.name = cache_name(layer, "full")
+        self.heads = HeadProjections(config, share, self.name, source, device)
+        local: dict[LayerKind, FirstSeen] = {
+            "window": first_of_window(config.mixer.sliding_window),
+            "chunk": first_of_chunk(config.mixer.attention_chunk),
+        }
+        self.first_seen = local.get(config.layer_kinds[layer])
 
-    def __call__(
-        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
-    ) -> Tensor:
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Cache this step's K and V and attend. Returns this rank's partial sum, `[T, E]`."""
-        counts = (len(self.share.q_heads), len(self.share.kv_heads), len(self.share.kv_heads))
-        qkv_THD = F.linear(x_TE, self.qkv).unflatten(1, (sum(counts), self.dim))
-        q_THD, k_THD, v_THD = qkv_THD.split(counts, dim=1)
-        q_THD, k_THD = rotary(q_THD, batch.positions_T), rotary(k_THD, batch.positions_T)
-        slots = batch.slots[cache.group_of[self.layer]]
-        cache.write(self.layer, (k_THD, v_THD), slots)
-        if self.window is None:
-            out_THD = full_attention(
-                q_THD, cache, self.layer, batch, scale=self.dim**-0.5, groups=groups
-            )
+        batch, cache = context.batch, context.cache
+        q_THD, k_THD, v_THD = self.heads(x_TE)
+        q_THD = context.rotary(q_THD, batch.positions_T)
+        k_THD = context.rotary(k_THD, batch.positions_T)
+        cache.write(self.name, (k_THD, v_THD), batch.slots[cache.group_of[self.name]])
+        if self.first_seen is None:
+            out_THD = full_attention(q_THD, self.name, context, self.heads.dim**-0.5)
         else:
             values = (q_THD, k_THD, v_THD)
-            out_THD = window_attention(values, cache, self.layer, batch, self.window)
-        return F.linear(out_THD.flatten(1), self.o)
+            out_THD = local_attention(values, cache, self.name, batch, self.first_seen)
+        return self.heads.out(out_THD)
+
+
+class EncoderAttention:
+    """Attention among all tokens of an encoder's input, which one step encodes: nothing is cached."""
+
+    def __init__(
+        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
+    ) -> None:
+        self.heads = HeadProjections(config, share, cache_name(layer, "full"), source, device)
+
+    def __call__(self, x_ME: Tensor, context: StepContext) -> Tensor:
+        """This rank's partial sum, `[M, E]`."""
+        q_MHD, k_MHD, v_MHD = self.heads(x_ME)
+        q_MHD = context.rotary(q_MHD, context.batch.encoder_positions_M)
+        k_MHD = context.rotary(k_MHD, context.batch.encoder_positions_M)
+        outputs = [
+            attend(q_MHD[rows], k_MHD[rows], v_MHD[rows]) for rows in context.batch.encoder_rows
+        ]
+        return self.heads.out(torch.cat(outputs))
+
+
+class CrossAttention:
+    """Attention of a decoder's tokens to the encoder's output, whose K and V are cached when it is encoded."""
+
+    def __init__(
+        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
+    ) -> None:
+        self.name = cache_name(layer, "cross")
+        self.eps = config.norm_eps
+        self.norm = source(f"{self.name}.encoder_norm.weight", (config.hidden_size,)).to(device)
+        self.heads = HeadProjections(config, share, self.name, source, device)
+
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        """Cache K and V of what is encoded now, and attend. Returns this rank's partial sum, `[T, E]`."""
+        cache = context.cache
+        encoded_ME = context.encoded_ME
+        if len(encoded_ME):
+            normed_ME = F.rms_norm(encoded_ME, encoded_ME.shape[1:], self.norm, self.eps)
+            group = cache.group_of[self.name]
+            slots = context.batch.encoder_slots(cache.groups[group], group)
+            cache.write(self.name, self.heads.keys_and_values(normed_ME), slots)
+        q_THD = self.heads.queries(x_TE)
+        outputs = []
+        for sequence in context.batch.sequences:
+            block_ids = cache.block_ids(self.name, sequence.block_ids)
+            k_HLD, v_HLD = cache.read(self.name, block_ids, range(sequence.num_encoder_tokens))
+            own = q_THD[sequence.first : sequence.first + sequence.count]
+            outputs.append(attend(own, k_HLD.transpose(0, 1), v_HLD.transpose(0, 1)))
+        return self.heads.out(torch.cat(outputs))
 
 
 class LatentAttention:
@@ -167,8 +288,8 @@ class LatentAttention:
     def __init__(
         self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
     ) -> None:
-        self.layer, self.config, self.share = layer, config, share
-        name = f"model.layers.{layer}.self_attn."
+        self.name, self.config, self.share = cache_name(layer, "full"), config, share
+        name = f"{self.name}."
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         rank, rope = config.mixer.latent_rank, config.mixer.rope_dim
         q = source(name + "q_proj.weight", (heads * (dim + rope), hidden))
@@ -181,24 +302,22 @@ class LatentAttention:
         o = rows_of(source(name + "o_proj.weight", (hidden, heads * dim)).T, share.q_heads, dim)
         self.o = o.T.contiguous().to(device)
 
-    def __call__(
-        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
-    ) -> Tensor:
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Cache this step's latent and attend. Returns this rank's partial sum, `[T, E]`."""
-        config = self.config
+        config, batch, cache, rotary = self.config, context.batch, context.cache, context.rotary
         latent_TC, rope_key_TC = F.linear(x_TE, self.kv_a).split(
             (config.mixer.latent_rank, config.mixer.rope_dim), dim=1
         )
         latent_TC = F.rms_norm(latent_TC, latent_TC.shape[1:], self.kv_a_norm, config.norm_eps)
         rope_key_THC = rotary(rope_key_TC.unsqueeze(1), batch.positions_T)
         cached_THC = torch.cat((latent_TC.unsqueeze(1), rope_key_THC), dim=-1)
-        cache.write(self.layer, (cached_THC,), batch.slots[cache.group_of[self.layer]])
+        cache.write(self.name, (cached_THC,), batch.slots[cache.group_of[self.name]])
         width = config.head_dim + config.mixer.rope_dim
         q_THD = F.linear(x_TE, self.q).unflatten(1, (len(self.share.q_heads), width))
         plain_THD, rope_THD = q_THD.split((config.head_dim, config.mixer.rope_dim), dim=-1)
         absorbed_THC = torch.einsum("thd,hdc->thc", plain_THD, self.k_up_HDC)
         q_THC = torch.cat((absorbed_THC, rotary(rope_THD, batch.positions_T)), dim=-1)
-        out_THC = full_attention(q_THC, cache, self.layer, batch, scale=width**-0.5, groups=groups)
+        out_THC = full_attention(q_THC, self.name, context, width**-0.5)
         out_THD = torch.einsum(
             "thc,hdc->thd", out_THC[..., : config.mixer.latent_rank], self.v_up_HDC
         )

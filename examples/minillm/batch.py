@@ -1,12 +1,13 @@
 """A step as tensors: its tokens, and where the KV of each goes.
 
-Legend: T tokens of a step.
+Legend: T tokens of a step, M tokens that its encoder encodes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,21 +23,29 @@ from minillm.rank_tables import RankTables
 class SequenceSlice:
     """One sequence's rows `[first, first + count)` of a batch; its first row is at position `start`.
 
-    `block_ids` are its tables by cache group.
+    `block_ids` are its tables by cache group. Its encoder's input has `num_encoder_tokens`.
     """
 
     first: int
     count: int
     start: int
     block_ids: tuple[Tensor, ...]
+    num_encoder_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as tensors. `slots` are by cache group; `sample_rows` the rows to sample `num_samples` tokens after."""
+    """A step as tensors. `slots` are by cache group; `sample_rows` the rows to sample `num_samples` tokens after.
+
+    Beside its T tokens it may encode M tokens: `encoded` are the sequences that these are the input of.
+    """
 
     token_ids_T: Tensor
     positions_T: Tensor
+    common_tokens: tuple[int, ...]
+    """By cache group, leading tokens whose blocks are the same for all sequences."""
+    encoder_token_ids_M: Tensor
+    encoded: tuple[SequenceSlice, ...]
     slots: tuple[Slots, ...]
     sequences: tuple[SequenceSlice, ...]
     sample_rows: Tensor
@@ -44,24 +53,43 @@ class Batch:
 
     @classmethod
     def build(
-        cls, inputs: Sequence[SequenceInput], groups: Sequence[LayerGroup], tables: RankTables
+        cls,
+        inputs: Sequence[SequenceInput],
+        groups: Sequence[LayerGroup],
+        tables: RankTables,
+        common_blocks: Sequence[int] = (),
     ) -> Batch:
-        """Concatenate the sequences of a step, whose rows in all of `groups` are in `tables`."""
+        """Concatenate the sequences of a step, whose rows in all of `groups` are in `tables`. By group, `common_blocks`
+        leading ones are the same for all.
+        """
         device = tables.device
         positions = [torch.arange(item.start, item.start + len(item.token_ids)) for item in inputs]
         positions_T = torch.cat(positions).to(device)
         taken = tables.take(inputs, positions_T)
-        sequences, sample_rows = [], []
+        sequences, sample_rows, encoded = [], [], []
         first = 0
         for item, block_ids in zip(inputs, taken.block_ids, strict=True):
             count = len(item.token_ids)
-            sequences.append(SequenceSlice(first, count, item.start, block_ids))
+            own = SequenceSlice(first, count, item.start, block_ids, item.num_encoder_tokens)
+            sequences.append(own)
+            if item.encoder_token_ids:
+                encoded.append(own)
             first += count
             if item.num_samples:
                 sample_rows.append(first - 1)
         return cls(
             token_ids_T=torch.tensor([t for item in inputs for t in item.token_ids], device=device),
             positions_T=positions_T,
+            common_tokens=tuple(
+                count * group.rank_block_size
+                for group, count in zip(groups, common_blocks or [0] * len(groups), strict=True)
+            ),
+            encoder_token_ids_M=torch.tensor(
+                [t for item in inputs for t in item.encoder_token_ids],
+                dtype=torch.int64,
+                device=device,
+            ),
+            encoded=tuple(encoded),
             slots=tuple(
                 _slots_of(group, slots_T)
                 for group, slots_T in zip(groups, taken.slots_T, strict=True)
@@ -70,6 +98,31 @@ class Batch:
             sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
             num_samples=tuple(item.num_samples for item in inputs if item.num_samples),
         )
+
+    @property
+    def encoder_rows(self) -> Iterator[slice]:
+        """Each sequence's rows among the M."""
+        stops = accumulate(each.num_encoder_tokens for each in self.encoded)
+        return (
+            slice(stop - each.num_encoder_tokens, stop)
+            for each, stop in zip(self.encoded, stops, strict=True)
+        )
+
+    @property
+    def encoder_positions_M(self) -> Tensor:
+        """Each token's place in its input."""
+        device = self.positions_T.device
+        places = [torch.arange(each.num_encoder_tokens, device=device) for each in self.encoded]
+        return torch.cat(places)
+
+    def encoder_slots(self, group: LayerGroup, index: int) -> Slots:
+        """Where the M tokens go in a cache group of cross-attention, the model's `index`-th."""
+        ids, offsets = [], []
+        for each in self.encoded:
+            places = torch.arange(each.num_encoder_tokens, device=self.positions_T.device)
+            ids.append(each.block_ids[index][places // group.kernel_block_size])
+            offsets.append(places % group.kernel_block_size)
+        return Slots(torch.cat(ids), torch.cat(offsets))
 
 
 def _slots_of(group: LayerGroup, slots_T: Tensor) -> Slots:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BlockMover:
-    """Copies blocks between a rank's cache and its counterpart in host memory, if there is one."""
+    """Copies blocks between a rank's pools and their counterparts in host memory, if there are any."""
 
     def __init__(self, cache: PagedCache, host: PagedCache | None) -> None:
         self._cache = cache
@@ -27,19 +27,19 @@ class BlockMover:
         # imported here so that a rank that never moves a block starts without the copy kernels
         from kvconnector.cache.block_manager import split_dependent_copies
 
-        for (group, kind), same in groupby(moves, key=lambda move: (move.group, move.kind)):
+        for (pool, kind), same in groupby(moves, key=lambda move: (move.pool, move.kind)):
             batches = [move.pairs for move in same]
             if kind == "copy":
                 # inside one pool a copy may write what an earlier one still reads
                 batches = split_dependent_copies(pair for pairs in batches for pair in pairs)
             for pairs in batches:
-                self._copy(group, kind, pairs)
+                self._copy(pool, kind, pairs)
 
-    def _copy(self, group: int, kind: MoveKind, pairs: Sequence[tuple[int, int]]) -> None:
+    def _copy(self, pool: int, kind: MoveKind, pairs: Sequence[tuple[int, int]]) -> None:
         from kvconnector.cache.host_copy import copy_kv_blocks
 
-        sources = self._pool(group, on_host=kind == "in")
-        targets = self._pool(group, on_host=kind == "out")
+        sources = self._parts(pool, on_host=kind == "in")
+        targets = self._parts(pool, on_host=kind == "out")
         direction = self._direction(kind)
         for source, target in zip(sources, targets, strict=True):
             ids = list(zip(*pairs, strict=True))
@@ -51,23 +51,26 @@ class BlockMover:
         directions: dict[MoveKind, Direction] = {"out": "d2h", "in": "h2d", "copy": "d2d"}
         return directions[kind]
 
-    def _pool(self, group: int, *, on_host: bool) -> list[KVPool]:
-        """The group's parts on one side, one pool for each shape that parts have."""
+    def _parts(self, pool: int, *, on_host: bool) -> list[KVPool]:
+        """What a pool's blocks hold on one side, together for all parts of one shape."""
         from kvconnector.cache.host_copy import KVPool
 
         cache = self._host if on_host else self._cache
         if cache is None:
             raise ValueError("blocks are swapped in an engine without host blocks")
-        if (group, on_host) not in self._pools:
-            self._pools[group, on_host] = [
-                KVPool(views, cache.device) for views in _views_by_shape(cache, group)
+        if (pool, on_host) not in self._pools:
+            self._pools[pool, on_host] = [
+                KVPool(views, cache.device) for views in _views_by_shape(cache, pool)
             ]
-        return self._pools[group, on_host]
+        return self._pools[pool, on_host]
 
 
-def _views_by_shape(cache: PagedCache, group: int) -> Iterator[list[KVView]]:
-    by_shape: dict[tuple[int, ...], list[KVView]] = {}
-    for layer in cache.group_layers(group):
-        for view in cache.views[layer]:
-            by_shape.setdefault(view.shape[1:], []).append(view)
-    yield from by_shape.values()
+def _views_by_shape(cache: PagedCache, pool: int) -> Iterator[list[KVView]]:
+    by_shape: dict[tuple[int, ...], dict[KVView, None]] = {}
+    for name, group in cache.group_of.items():
+        if cache.groups[group].pool == pool:
+            for view in cache.views[name]:
+                # layers of different groups that share a tensor are one part
+                by_shape.setdefault(view.shape[1:], {})[view] = None
+    for views in by_shape.values():
+        yield list(views)

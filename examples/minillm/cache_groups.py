@@ -1,36 +1,61 @@
-"""The cache groups of a model: layers that share block tables, what a block of them holds, how many there are."""
+"""The cache groups of a model: layers that share block tables, what a block holds, and the pools they draw from.
+
+A pool is a range of block ids with the memory behind it, which its `KVCacheConfig` describes. Every group has a pool of
+its own but cross-attention: its blocks are the decoder's, each id used for one of the two at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from kvconnector.cache.specs import (
+    AttentionSpec,
     CacheLimits,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
     DType,
+    EncoderOnlyAttentionSpec,
     FullAttentionSpec,
+    KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
     merge_specs,
+    plan_kv_cache,
 )
-from kvconnector.errors import ConfigError
-from kvconnector.planning import KeepsAll, KeepsState, KeepsWindow, Retention
-from minillm.config import CacheConfig, EngineConfig, LayerKind, ModelConfig
+from kvconnector.planning import (
+    KeepsAll,
+    KeepsChunk,
+    KeepsEncoder,
+    KeepsState,
+    KeepsWindow,
+    Retention,
+)
+from minillm.config import CacheConfig, CacheKind, EngineConfig, LayerKind, ModelConfig
 from minillm.partition import RankShare, rank_share
 
-KIND_ORDER: tuple[LayerKind, ...] = ("full", "window", "state")
+CACHED_KINDS: dict[LayerKind, tuple[CacheKind, ...]] = {
+    "full": ("full",),
+    "window": ("window",),
+    "chunk": ("chunk",),
+    "state": ("state",),
+    "encoder": (),
+    "decoder": ("full", "cross"),
+}
+"""The cache groups that a layer of each kind is in."""
+KIND_ORDER: tuple[CacheKind, ...] = ("full", "window", "chunk", "state", "cross")
 FLOAT32 = DType("float32")
 DEFAULT_REQUESTS = 4
 """Requests of full length that the memory of an engine without a budget holds."""
 UNLIMITED = 1 << 62
-"""Blocks of a group of which a rank has no layer."""
+"""Blocks of a pool of which a rank has no layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """Blocks of one group: those that requests run in, and those in host memory."""
+    """Blocks of one pool: those that requests run in, and those in host memory."""
 
     num_blocks: int
     num_host_blocks: int
@@ -41,16 +66,22 @@ class LayerGroup:
     """One cache group of the whole model. `layers` are global; a pipeline stage may hold none of them.
 
     `spec` describes the page of an engine of one rank. Where `dcp_size` ranks share a sequence's tokens, a block id
-    stands for a block on each of them. A block of states holds one: that behind its last token, or behind the last one
+    stands for a block on each of them. A block of states holds one: that after its last token, or after the last one
     computed if that is inside it. To the connector it is one token.
     """
 
-    kind: LayerKind
+    kind: CacheKind
     layers: tuple[int, ...]
     spec: KVCacheSpec
+    pool: int
     dcp_size: int = 1
     kernel_block_size: int
     """Tokens of the blocks that attention reads, which divide those that are allocated."""
+
+    @property
+    def names(self) -> dict[str, int]:
+        """What specs call the caches of its layers, and the layers."""
+        return {cache_name(layer, self.kind): layer for layer in self.layers}
 
     @property
     def block_size(self) -> int:
@@ -63,11 +94,6 @@ class LayerGroup:
         return self.spec.block_size
 
     @property
-    def window(self) -> int | None:
-        """Tokens that a query sees, itself included; None for all that there are."""
-        return self.spec.sliding_window if isinstance(self.spec, SlidingWindowSpec) else None
-
-    @property
     def transfer_block_size(self) -> int:
         """Tokens of one block on one rank as the connector counts them."""
         return 1 if self.kind == "state" else self.rank_block_size
@@ -75,18 +101,27 @@ class LayerGroup:
     @property
     def retention(self) -> Retention:
         """What the group keeps of a sequence, as the connector takes it."""
-        if self.kind == "state":
-            return KeepsState()
-        return KeepsAll() if self.window is None else KeepsWindow(self.window)
+        match self.spec:
+            case SlidingWindowSpec(sliding_window=window):
+                return KeepsWindow(window)
+            case ChunkedLocalAttentionSpec(attention_chunk_size=chunk):
+                return KeepsChunk(chunk)
+            case MambaSpec():
+                return KeepsState()
+            case CrossAttentionSpec():
+                return KeepsEncoder()
+        return KeepsAll()
 
 
 def layer_groups(
     model: ModelConfig, cache: CacheConfig, dcp_size: int = 1
 ) -> tuple[LayerGroup, ...]:
     """The model's cache groups, in the order of `KIND_ORDER`, on ranks of which `dcp_size` share the tokens."""
-    groups = []
+    groups: list[LayerGroup] = []
     for kind in KIND_ORDER:
-        layers = tuple(layer for layer, own in enumerate(model.layer_kinds) if own == kind)
+        layers = tuple(
+            layer for layer, own in enumerate(model.layer_kinds) if kind in CACHED_KINDS[own]
+        )
         if layers:
             heads = model.num_heads if kind == "state" else model.cache_heads
             spec = merge_specs([_spec(model, kind, cache, heads) for _ in layers])
@@ -95,6 +130,7 @@ def layer_groups(
                     kind=kind,
                     layers=layers,
                     spec=spec,
+                    pool=0 if kind == "cross" else len(groups),
                     dcp_size=dcp_size,
                     kernel_block_size=spec.block_size
                     if kind == "state"
@@ -104,80 +140,98 @@ def layer_groups(
     return tuple(groups)
 
 
-def layer_name(layer: int) -> str:
-    """What cache specs call a layer."""
-    return f"model.layers.{layer}"
+def cache_name(layer: int, kind: CacheKind) -> str:
+    """What specs call a layer's cache."""
+    parts: dict[CacheKind, str] = {"state": "mixer", "cross": "cross_attn"}
+    return f"model.layers.{layer}.{parts.get(kind, 'self_attn')}"
 
 
-def rank_group(
-    model: ModelConfig, cache: CacheConfig, group: LayerGroup, share: RankShare
-) -> UniformTypeKVCacheSpecs | None:
-    """What one rank caches of a group: a spec for each of its layers, with its heads. None if it has none of them.
+def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, KVCacheSpec]:
+    """The specs of a pool's layers on one rank. The first pool has those that cache nothing, too."""
+    model, cache = config.model, config.cache
+    found: dict[str, KVCacheSpec] = {}
+    for group in layer_groups(model, cache, config.parallel.dcp_size):
+        heads = share.state_heads if group.kind == "state" else share.kv_heads
+        if group.pool == pool:
+            spec = _spec(model, group.kind, cache, len(heads))
+            found |= {name: spec for name, layer in group.names.items() if layer in share.layers}
+    if pool == 0:
+        spec = EncoderOnlyAttentionSpec(**_attention(model, cache, len(share.kv_heads)))
+        encoder = [layer for layer in share.layers if model.layer_kinds[layer] == "encoder"]
+        found |= {cache_name(layer, "full"): spec for layer in encoder}
+    return found
 
-    Raises:
-        ConfigError: the layers cannot share block tables.
+
+def rank_pool(config: EngineConfig, share: RankShare, pool: int, num_blocks: int) -> KVCacheConfig:
+    """The groups and tensors of one pool on one rank. Layers of two groups share tensors, of one group in the layout
+    CROSS there is one tensor.
     """
-    heads = share.state_heads if group.kind == "state" else share.kv_heads
-    specs = {
-        layer_name(layer): _spec(model, group.kind, cache, len(heads))
-        for layer in group.layers
-        if layer in share.layers
+    specs = rank_specs(config, share, pool)
+    kinds = {spec.uniform_kind for spec in specs.values() if spec.is_cached}
+    is_attention = all(isinstance(spec, AttentionSpec) for spec in specs.values())
+    cross_layers = config.resolved_layout == "CROSS" and len(kinds) == 1 and is_attention
+    return KVCacheConfig.of(specs, num_blocks, cross_layers=cross_layers)
+
+
+def _attention(model: ModelConfig, cache: CacheConfig, num_heads: int) -> dict[str, Any]:
+    return {
+        "block_size": cache.block_size,
+        "num_kv_heads": num_heads,
+        "head_size": model.cache_dim,
+        "dtype": FLOAT32,
     }
-    if not specs:
-        return None
-    uniform = UniformTypeKVCacheSpecs.from_specs(specs)
-    if uniform is None:
-        raise ConfigError("layers of one group need the same blocks", layers=list(specs))
-    return uniform
 
 
-def _spec(model: ModelConfig, kind: LayerKind, cache: CacheConfig, num_heads: int) -> KVCacheSpec:
-    if kind == "state":
-        return MambaSpec(
-            block_size=cache.state_block_size,
-            shapes=tuple((num_heads, width) for width in model.state_widths.values()),
-            dtypes=(FLOAT32,) * len(model.state_widths),
-        )
-    if kind == "window":
-        return SlidingWindowSpec(
-            block_size=cache.block_size,
-            num_kv_heads=num_heads,
-            head_size=model.cache_dim,
-            dtype=FLOAT32,
-            sliding_window=model.mixer.sliding_window,
-        )
-    return FullAttentionSpec(
-        block_size=cache.block_size,
-        num_kv_heads=num_heads,
-        head_size=model.cache_dim,
-        dtype=FLOAT32,
-        use_mla=model.architecture == "mla",
+def _spec(model: ModelConfig, kind: CacheKind, cache: CacheConfig, num_heads: int) -> KVCacheSpec:
+    attention = _attention(model, cache, num_heads)
+    match kind:
+        case "state":
+            return MambaSpec(
+                block_size=cache.state_block_size,
+                shapes=tuple((num_heads, width) for width in model.state_widths.values()),
+                dtypes=(FLOAT32,) * len(model.state_widths),
+            )
+        case "window":
+            return SlidingWindowSpec(**attention, sliding_window=model.mixer.sliding_window)
+        case "chunk":
+            chunk = model.mixer.attention_chunk
+            return ChunkedLocalAttentionSpec(**attention, attention_chunk_size=chunk)
+        case "cross":
+            return CrossAttentionSpec(**attention)
+    return FullAttentionSpec(**attention, use_mla=model.architecture == "mla")
+
+
+def cache_limits(config: EngineConfig) -> CacheLimits:
+    """What the worst case of a request's memory depends on."""
+    model = config.model
+    return CacheLimits(
+        max_model_len=model.max_model_len,
+        max_num_batched_tokens=config.max_batched_tokens,
+        decode_context_parallel_size=config.parallel.dcp_size,
+        max_num_encoder_tokens=model.mixer.max_encoder_len if model.is_encoder_decoder else 0,
     )
 
 
 def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
-    """How many blocks each group of an engine has: as configured, else what the memory of each rank holds.
+    """How many blocks each pool of an engine has: as configured, else what the memory of each rank holds.
 
     Raises:
-        ConfigError: the memory does not hold one request of the model's full length.
+        CacheSpecError: the memory does not hold one request of the model's full length.
     """
     cache, parallel = config.cache, config.parallel
     groups = layer_groups(config.model, cache, parallel.dcp_size)
+    states = {
+        group.pool: _num_state_blocks(config, group) for group in groups if group.kind == "state"
+    }
+    num_pools = 1 + max(group.pool for group in groups)
     if cache.num_blocks:
-        counts = [cache.num_blocks] * len(groups)
+        counts = [states.get(pool, cache.num_blocks) for pool in range(num_pools)]
     else:
         shares = [rank_share(config.model, parallel, rank) for rank in range(parallel.world_size)]
-        by_rank = [_blocks_in_memory(config, groups, share) for share in shares]
+        by_rank = [_blocks_in_memory(config, share, num_pools, states) for share in shares]
         counts = [min(found) for found in zip(*by_rank, strict=True)]
-    counts = [
-        _num_state_blocks(config, group) if group.kind == "state" else count
-        for group, count in zip(groups, counts, strict=True)
-    ]
-    hosts = [cache.resolved_num_host_blocks(max(counts)) for _ in groups]
-    return tuple(
-        PoolSizes(num_blocks=count, num_host_blocks=min(host, count))
-        for count, host in zip(counts, hosts, strict=True)
-    )
+    host = cache.resolved_num_host_blocks(max(counts))
+    return tuple(PoolSizes(num_blocks=count, num_host_blocks=min(host, count)) for count in counts)
 
 
 def _num_state_blocks(config: EngineConfig, group: LayerGroup) -> int:
@@ -188,35 +242,26 @@ def _num_state_blocks(config: EngineConfig, group: LayerGroup) -> int:
 
 
 def _blocks_in_memory(
-    config: EngineConfig, groups: Sequence[LayerGroup], share: RankShare
+    config: EngineConfig, share: RankShare, num_pools: int, states: Mapping[int, int]
 ) -> list[int]:
-    """Blocks of each group in one rank's memory: groups get as much of it as one request of full length can need."""
-    limits = CacheLimits(
-        max_model_len=config.model.max_model_len,
-        max_num_batched_tokens=config.max_batched_tokens,
-        decode_context_parallel_size=config.parallel.dcp_size,
-    )
-    specs = [rank_group(config.model, config.cache, group, share) for group in groups]
-    usage = [
-        0 if spec is None or group.kind == "state" else spec.max_memory_usage_bytes(limits)
-        for group, spec in zip(groups, specs, strict=True)
+    """Blocks of each pool in one rank's memory. Those of `states` have their number; the others get as much of the rest
+    as one request of full length can need there.
+    """
+    limits = cache_limits(config)
+    single = [rank_pool(config, share, pool, 1) for pool in range(num_pools)]
+    needs = [
+        states.get(index, pool.max_blocks_per_request(limits)) * pool.block_size_bytes
+        for index, pool in enumerate(single)
     ]
-    states = sum(
-        _num_state_blocks(config, group) * spec.max_memory_usage_bytes(limits)
-        for group, spec in zip(groups, specs, strict=True)
-        if spec is not None and group.kind == "state"
-    )
-    memory = config.cache.memory_mib << 20 or states + DEFAULT_REQUESTS * sum(usage)
-    if memory < states + sum(usage):
-        raise ConfigError(
-            "the cache's memory does not hold one request of full length",
-            memory_bytes=memory,
-            states_bytes=states,
-            request_bytes=sum(usage),
-        )
-    return [
-        UNLIMITED
-        if spec is None or not need
-        else (memory - states) * need // sum(usage) // spec.page_size_bytes
-        for spec, need in zip(specs, usage, strict=True)
-    ]
+    fixed = sum(needs[index] for index in states)
+    growing = sum(needs) - fixed
+    memory = config.cache.memory_mib << 20 or fixed + DEFAULT_REQUESTS * growing
+    counts = []
+    for index, need in enumerate(needs):
+        if index in states or not need:
+            counts.append(states.get(index, UNLIMITED))
+            continue
+        available = max(0, memory - fixed) * need // growing
+        specs = rank_specs(config, share, index)
+        counts.append(plan_kv_cache(specs, limits, available).num_blocks)
+    return counts

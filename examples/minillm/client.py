@@ -17,7 +17,10 @@ class CompletionError(Exception):
 
 @dataclass(slots=True)
 class Completion:
-    """A finished completion: tokens, their log-probabilities, timing, and what the server said of its KV transfer."""
+    """A finished completion: tokens, their log-probabilities, timing, and what the server said of its KV transfer.
+
+    Several answers come one after the other.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -32,14 +35,19 @@ class Completion:
 
 
 async def complete(
-    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], max_tokens: int
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    **more: Any,
 ) -> Completion:
-    """Stream one completion from the server at `url`.
+    """Stream one completion from the server at `url`; `more` fields of the body as `CompletionRequest` has them.
 
     Raises:
         CompletionError: an error status, an error event, or a stream that ends early.
     """
     body = {
+        **more,
         "prompt": list(prompt),
         "max_tokens": max_tokens,
         "stream": True,
@@ -47,6 +55,7 @@ async def complete(
         "logprobs": 1,
     }
     result = Completion()
+    answers: dict[int, Completion] = {}
     started = time.perf_counter()
     try:
         async with session.post(f"{url}/v1/completions", json=body) as response:
@@ -57,19 +66,24 @@ async def complete(
                     continue
                 if line.strip() == b"data: [DONE]":
                     result.total_s = time.perf_counter() - started
+                    for _, answer in sorted(answers.items()):
+                        result.token_ids += answer.token_ids
+                        result.logprobs += answer.logprobs
                     return result
-                _book_event(result, msgspec.json.decode(line[6:]), started)
+                if not answers:
+                    result.first_token_s = time.perf_counter() - started
+                _book_event(result, answers, msgspec.json.decode(line[6:]))
     except (TimeoutError, aiohttp.ClientError) as error:
         raise CompletionError(f"{url} broke off: {error!r}") from error
-    raise CompletionError(f"{url} ended the stream after {len(result.token_ids)} tokens")
+    num_tokens = sum(len(answer.token_ids) for answer in answers.values())
+    raise CompletionError(f"{url} ended the stream after {num_tokens} tokens")
 
 
-def _book_event(result: Completion, event: dict[str, Any], started: float) -> None:
+def _book_event(result: Completion, answers: dict[int, Completion], event: dict[str, Any]) -> None:
     if "error" in event:
         raise CompletionError(str(event["error"]["message"]))
     choice = event["choices"][0]
-    if not result.token_ids:
-        result.first_token_s = time.perf_counter() - started
-    result.token_ids.extend(choice["token_ids"])
-    result.logprobs.extend(choice["logprobs"]["token_logprobs"])
+    answer = answers.setdefault(choice["index"], Completion())
+    answer.token_ids.extend(choice["token_ids"])
+    answer.logprobs.extend(choice["logprobs"]["token_logprobs"])
     result.kv_transfer_stats = event.get("kv_transfer_stats", result.kv_transfer_stats)

@@ -11,8 +11,9 @@ import msgspec
 
 from kvconnector.layout import required_cache_layout
 
-Architecture = Literal["llama", "mla", "hybrid", "mamba"]
-LayerKind = Literal["full", "window", "state"]
+Architecture = Literal["llama", "mla", "hybrid", "chunked-local", "mamba", "encoder-decoder"]
+LayerKind = Literal["full", "window", "chunk", "state", "encoder", "decoder"]
+CacheKind = Literal["full", "window", "chunk", "state", "cross"]
 Layout = Literal["HND", "NHD", "HDN", "CROSS"]
 Role = Literal["prefill", "decode", "mono"]
 BlockTables = Literal["host", "device"]
@@ -31,6 +32,10 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """MLA: width of the decoupled rotary part, stored behind the latent."""
     sliding_window: int = 64
     """Hybrid: tokens that a query of a window layer sees, itself included."""
+    attention_chunk: int = 64
+    """Chunked-local: tokens of a chunk, whose queries see the tokens of their own chunk alone."""
+    max_encoder_len: int = 4096
+    """Encoder-decoder: most tokens of an encoder's input."""
     state_dim: int = 16
     """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
     conv_width: int = 4
@@ -41,6 +46,11 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"sliding_window={self.sliding_window} and conv_width={self.conv_width} must be at "
                 f"least 2, state_dim={self.state_dim} at least 1"
+            )
+        if self.attention_chunk < 1 or self.max_encoder_len < 1:
+            raise ValueError(
+                f"attention_chunk={self.attention_chunk} and max_encoder_len={self.max_encoder_len} "
+                "must be at least 1"
             )
 
 
@@ -95,9 +105,27 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     @property
+    def is_encoder_decoder(self) -> bool:
+        """True if requests have an input for the encoder."""
+        return self.architecture == "encoder-decoder"
+
+    @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer keeps of a sequence: every token, a window of them, or one state. Mixtures alternate."""
-        other: dict[Architecture, LayerKind] = {"hybrid": "window", "mamba": "state"}
+        """What each layer keeps of a sequence: every token, a window, a chunk, or one state. Mixtures alternate.
+
+        The first quarter of an encoder-decoder model's layers is the encoder, which keeps nothing; each layer of the
+        decoder keeps its own tokens and, for cross-attention, the encoder's output.
+        """
+        if self.is_encoder_decoder:
+            num_encoders = max(1, self.num_layers // 4)
+            return tuple(
+                "encoder" if layer < num_encoders else "decoder" for layer in range(self.num_layers)
+            )
+        other: dict[Architecture, LayerKind] = {
+            "hybrid": "window",
+            "chunked-local": "chunk",
+            "mamba": "state",
+        }
         odd = other.get(self.architecture, "full")
         return tuple(odd if layer % 2 else "full" for layer in range(self.num_layers))
 
@@ -232,6 +260,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             {} if self.role == "mono" else {"kv_connector": "kvconnector"}
         )
         return self.cache.layout or ("HND" if preferred == "HND" else "NHD")
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """As configured, but that a decoder's tokens do not determine its cache: the encoder's input does, too."""
+        return self.cache.prefix_caching and not self.model.is_encoder_decoder
 
     @property
     def resolved_block_tables(self) -> BlockTables:

@@ -3,6 +3,9 @@
 Starts a prefill engine, two decode engines of another shape with a router each, and a monolithic engine without a
 connector as the reference, all as processes of their own. One decode engine reads the prefill engine's pools directly,
 the other has the blocks packed and sent over UCX. Exit status 1 on any difference.
+
+Each path is measured alike: after a prompt that warms it up, and with a cache salt of its own, so that the prefill
+engine computes every prompt for each of them. A transfer's time is its own, without the prompt's computation.
 """
 
 from __future__ import annotations
@@ -25,11 +28,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvconnector.bench.shapes import EngineShape, Layout, ModelShape
-from kvconnector.cli.plan import build_report
-from kvconnector.cli.plan_picture import draw_plan
-from kvconnector.config import CPU_CHUNK_BYTES
-from kvconnector.errors import KVConnectorError
 from minillm.client import Completion, CompletionError, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import (
@@ -39,13 +37,13 @@ from minillm.config import (
     engine_shape,
     parse_engine_options,
 )
+from minillm.demo_picture import draw_picture
 from minillm.metrics import read_metrics
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
 
 PATHS = {"direct": "auto", "packed": "never"}
 """How a decode engine gets its blocks, by the `paths.direct` that makes it so."""
-DRAWN = ("llama", "mla")
-"""Models that `kvconnector plan` knows."""
+WARM_UP_TOKENS = 64
 LOGPROB_TOLERANCE = 1e-3
 """Rounding of another tensor-parallel split stays orders below; one lost block of one layer goes beyond."""
 
@@ -87,6 +85,13 @@ def compare(num_prompt: int, remote: Completion, reference: Completion) -> Promp
         largest_logprob_difference=difference,
         identical=same_tokens and was_moved and difference <= LOGPROB_TOLERANCE,
     )
+
+
+def split_prompt(model: str, tokens: list[int]) -> dict[str, list[int]]:
+    """A prompt's fields in a request: an encoder-decoder model encodes all of it, and goes on with the end of it."""
+    if model != "encoder-decoder":
+        return {"prompt": tokens}
+    return {"encoder_prompt": tokens, "prompt": tokens[-max(2, len(tokens) // 4) :]}
 
 
 class Servers(NamedTuple):
@@ -158,17 +163,29 @@ async def run(arguments: argparse.Namespace, console: Console, cluster: Cluster)
             progress.update(task, description="prompts")
             places = asyncio.Semaphore(arguments.concurrent)
 
-            async def one(prompt: list[int]) -> list[PromptResult]:
-                session, count = cluster.session, arguments.max_tokens
+            async def ask(server: Server, tokens: list[int], salt: str) -> Completion:
+                return await complete(
+                    cluster.session,
+                    server.url,
+                    max_tokens=arguments.max_tokens,
+                    n=arguments.answers,
+                    cache_salt=salt,
+                    **split_prompt(arguments.model, tokens),
+                )
+
+            async def one(tokens: list[int]) -> list[PromptResult]:
                 found = []
                 async with places:
-                    expected = await complete(session, servers.reference.url, prompt, count)
-                    for router in servers.routers.values():
-                        remote = await complete(session, router.url, prompt, count)
-                        found.append(compare(len(prompt), remote, expected))
+                    expected = await ask(servers.reference, tokens, "")
+                    for path, router in servers.routers.items():
+                        remote = await ask(router, tokens, path + arguments.cache_salt)
+                        num_prompt = len(split_prompt(arguments.model, tokens)["prompt"])
+                        found.append(compare(num_prompt, remote, expected))
                         progress.advance(task)
                 return found
 
+            for router in servers.routers.values():
+                await ask(router, prompts[0][:WARM_UP_TOKENS], "warm-up")
             results = [each for found in await asyncio.gather(*map(one, prompts)) for each in found]
             swapped = 0.0
             for decode in servers.decodes.values():
@@ -278,6 +295,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--concurrent", type=_positive, default=1, help="prompts at a time; many fill small caches"
     )
+    parser.add_argument(
+        "--answers", type=_positive, default=1, help="to each prompt, which share its blocks"
+    )
+    parser.add_argument(
+        "--cache-salt", default="", help="only requests with the same one find known prompts again"
+    )
     parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--json", type=Path, help="write the results here as well")
@@ -295,44 +318,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     arguments.vocab_size = ModelConfig().vocab_size
     return arguments
-
-
-def draw_picture(arguments: argparse.Namespace) -> str:
-    """Draw the longest prompt's plan; where the picture is, or why there is none."""
-    model = ModelConfig(architecture=arguments.model)
-    shapes = []
-    for text in (arguments.prefill, arguments.decode):
-        parallel, cache = engine_shape(parse_engine_options(text))
-        layout = cache.layout or "NHD"
-        if parallel.pp_layers or layout not in get_args(Layout) or arguments.model not in DRAWN:
-            return "no picture: a plan has even stages, HND or NHD, and attention to all tokens"
-        shapes.append(
-            EngineShape(
-                tp=parallel.tp_size,
-                pp=parallel.pp_size,
-                block=cache.block_size,
-                dcp=parallel.dcp_size,
-                interleave=parallel.interleave_tokens,
-                layout=layout,  # type: ignore[arg-type]  # one that it knows, see above
-            )
-        )
-    shape = ModelShape(
-        name=f"minillm {arguments.model}",
-        num_layers=model.num_layers,
-        num_kv_heads=model.cache_heads,
-        head_dim=model.cache_dim,
-        dtype="float32",
-        is_mla=arguments.model == "mla",
-    )
-    try:
-        tokens = range(max(arguments.prompts))
-        prefill, decode = shapes
-        report = build_report(shape, prefill, decode, tokens, chunk_bytes=CPU_CHUNK_BYTES)
-        arguments.picture.parent.mkdir(parents=True, exist_ok=True)
-        draw_plan(report, arguments.picture)
-    except (KVConnectorError, OSError) as error:
-        return f"no picture of the plan: {error}"
-    return f"picture  {arguments.picture}: who reads what from whom"
 
 
 def main(cluster: Cluster | None = None) -> int:

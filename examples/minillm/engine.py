@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.session import LoadInFlight
-from minillm.cache_groups import layer_groups, pool_sizes
+from minillm.cache_groups import cache_limits, layer_groups, pool_sizes
 from minillm.config import EngineConfig
 from minillm.messages import Step
 from minillm.processes import ChildFailedError
@@ -40,12 +40,13 @@ def create_scheduler(config: EngineConfig, transfer: SchedulerTransfer) -> Sched
             pool_sizes(config),
             watermark=WATERMARK,
             step_tokens=config.max_batched_tokens,
-            prefix_caching=config.cache.prefix_caching,
+            prefix_caching=config.caches_prefixes,
             scatter_seed=config.cache.scatter_seed,
             lookahead=config.cache.lookahead,
         ),
         transfer,
         max_model_len=config.model.max_model_len,
+        max_encoder_len=cache_limits(config).max_num_encoder_tokens,
         max_batched_tokens=config.max_batched_tokens,
         max_running=config.max_running,
         failure_policy=config.failure_policy,
@@ -180,7 +181,13 @@ class Engine:
         inputs = work.inputs
         idle_wait_s = IDLE_WAIT_S if not inputs and self.scheduler.has_requests else 0.0
         step = Step(
-            step_id, inputs, work.tables, work.moves, self._transfer.build_step(), idle_wait_s
+            step_id,
+            inputs,
+            work.tables,
+            work.moves,
+            work.common_blocks,
+            self._transfer.build_step(),
+            idle_wait_s,
         )
         results = await self._ranks.step(step)
         events = self._transfer.update([result.connector for result in results])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -24,6 +25,8 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /v1/completions. Fields that this engine does not know are ignored, as clients send many."""
 
     prompt: list[int] | str
+    encoder_prompt: list[int] | str = []
+    """The encoder's input, for a model that has one."""
     max_tokens: int = 16
     stream: bool = False
     return_token_ids: bool = False
@@ -37,17 +40,20 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Only requests with the same salt find a prompt's blocks again, so that tenants cannot probe each other's."""
     kv_transfer_params: dict[str, Any] | None = None
 
-    def token_ids(self, vocab_size: int) -> list[int]:
-        """The prompt as tokens.
+    def token_ids(self, vocab_size: int) -> tuple[list[int], list[int]]:
+        """The prompt and the encoder's as tokens.
 
         Raises:
             ApiError: a token outside the vocabulary.
         """
-        tokens = tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
-        for token in tokens:
+        prompt, encoder_prompt = (
+            tokenizer.encode(each) if isinstance(each, str) else each
+            for each in (self.prompt, self.encoder_prompt)
+        )
+        for token in chain(prompt, encoder_prompt):
             if not 0 <= token < vocab_size:
                 raise ApiError(400, f"token id {token} is outside the vocabulary of {vocab_size}")
-        return tokens
+        return prompt, encoder_prompt
 
 
 class ApiError(Exception):

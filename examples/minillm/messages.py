@@ -17,6 +17,10 @@ class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
     start: int
     num_samples: int
     """How many tokens to sample behind the last of these, the likeliest first; 0 where more are known."""
+    encoder_token_ids: list[int] = []
+    """Encode these before, and cache the result in its cross blocks: with the first step of a prompt."""
+    num_encoder_tokens: int = 0
+    """Tokens of the encoder's input, whether it is encoded now or was before."""
 
 
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -49,9 +53,9 @@ MoveKind = Literal["out", "in", "copy"]
 
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one cache group to copy: out to host memory, in from there, or inside the pool. None twice a target."""
+    """Blocks of one pool to copy: out to host memory, in from there, or inside the pool. None twice a target."""
 
-    group: int
+    pool: int
     kind: MoveKind
     pairs: list[tuple[int, int]]
     """(source id, destination id)."""
@@ -67,6 +71,8 @@ class Step(msgspec.Struct, frozen=True, tag="step"):
     sequences: list[SequenceInput]
     tables: TableChanges
     moves: list[BlockMove] = []
+    common_blocks: list[int] = []
+    """By cache group, leading blocks that all sequences have in common; empty for none."""
     connector: msgspec.Raw = EMPTY
     """This step's connector metadata, encoded; empty in an engine without a connector."""
     idle_wait_s: float = 0.0

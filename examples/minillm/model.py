@@ -1,6 +1,7 @@
-"""One rank's share of the model: Llama-like (GQA, SwiGLU, RoPE), also with MLA, windows or states. Float32.
+"""One rank's share of the model: Llama-like (GQA, SwiGLU, RoPE), also with MLA, windows, chunks, states or an encoder.
+Float32.
 
-Legend: T tokens of a step, E hidden size, V vocabulary, S samples.
+Legend: T tokens of a step, M tokens that its encoder encodes, E hidden size, V vocabulary, S samples.
 """
 
 from __future__ import annotations
@@ -11,7 +12,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention import GroupedAttention, LatentAttention, Rotary, rows_of
+from minillm.attention import (
+    CrossAttention,
+    EncoderAttention,
+    GroupedAttention,
+    LatentAttention,
+    Rotary,
+    StepContext,
+    rows_of,
+)
 from minillm.batch import Batch
 from minillm.config import ModelConfig
 from minillm.messages import SampledToken
@@ -42,32 +51,40 @@ class Mlp:
         return F.linear(F.silu(gate) * up, self.down)
 
 
+Mixer = LatentAttention | GroupedAttention | StateMixer | EncoderAttention | CrossAttention
+
+
 class Layer:
-    """Pre-norm attention, or a recurrent mixer, and MLP, with residuals."""
+    """Pre-norm attention, or a recurrent mixer, then cross-attention in a decoder, and MLP, with residuals."""
 
     def __init__(
         self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
     ) -> None:
-        name, width = f"model.layers.{layer}.", (config.hidden_size,)
+        kind = config.layer_kinds[layer]
+        self.is_encoder = kind == "encoder"
         self.eps = config.norm_eps
-        self.input_norm = source(name + "input_layernorm.weight", width).to(device)
+        mixer: type[LatentAttention | GroupedAttention | StateMixer | EncoderAttention]
+        mixer = LatentAttention if share.is_mla else GroupedAttention
+        if kind in ("state", "encoder"):
+            mixer = StateMixer if kind == "state" else EncoderAttention
+        mixers: dict[str, Mixer] = {"input": mixer(config, share, layer, source, device)}
+        if kind == "decoder":
+            mixers["cross"] = CrossAttention(config, share, layer, source, device)
+        name, width = f"model.layers.{layer}.", (config.hidden_size,)
+        self.mixers = [
+            (source(f"{name}{norm}_layernorm.weight", width).to(device), mixer)
+            for norm, mixer in mixers.items()
+        ]
         self.post_norm = source(name + "post_attention_layernorm.weight", width).to(device)
-        mixer: type[LatentAttention | GroupedAttention | StateMixer] = GroupedAttention
-        if share.is_mla:
-            mixer = LatentAttention
-        elif config.layer_kinds[layer] == "state":
-            mixer = StateMixer
-        self.mixer = mixer(config, share, layer, source, device)
         self.mlp = Mlp(config, share, layer, source, device)
 
-    def __call__(
-        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
-    ) -> Tensor:
-        """The layer's output `[T, E]`, equal on all tensor ranks."""
-        normed = F.rms_norm(x_TE, x_TE.shape[1:], self.input_norm, self.eps)
-        x_TE = x_TE + groups.all_reduce(self.mixer(normed, batch, cache, rotary, groups))
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
+        """The layer's output `[T, E]`, or the encoder's `[M, E]`, equal on all tensor ranks."""
+        for norm, mixer in self.mixers:
+            normed = F.rms_norm(x_TE, x_TE.shape[1:], norm, self.eps)
+            x_TE = x_TE + context.groups.all_reduce(mixer(normed, context))
         normed = F.rms_norm(x_TE, x_TE.shape[1:], self.post_norm, self.eps)
-        return x_TE + groups.all_reduce(self.mlp(normed))
+        return x_TE + context.groups.all_reduce(self.mlp(normed))
 
 
 def _tell_nobody(layer: int) -> None:
@@ -89,7 +106,8 @@ class Stage:
     ) -> None:
         self.config, self.share, self.cache, self.groups = config, share, cache, groups
         rotary_dim = config.mixer.rope_dim if share.is_mla else config.head_dim
-        self.rotary = Rotary(rotary_dim, config.max_model_len, config.rope_theta, device)
+        longest = max(config.max_model_len, config.mixer.max_encoder_len)
+        self.rotary = Rotary(rotary_dim, longest, config.rope_theta, device)
         self.layers = [Layer(config, share, layer, source, device) for layer in share.layers]
         vocab = (config.vocab_size, config.hidden_size)
         if share.is_first_stage:
@@ -106,24 +124,31 @@ class Stage:
         """One step. Mutates the cache; `layer_written` is told of each layer. The last stage returns the likeliest
         tokens of each sample row, in order; others nothing.
         """
+        token_ids = torch.cat((batch.token_ids_T, batch.encoder_token_ids_M))
         if self.share.is_first_stage:
-            x_TE = self.embedding[batch.token_ids_T]
+            rows = self.embedding[token_ids]
         else:
-            x_TE = self.groups.recv_forward(len(batch.token_ids_T), self.config.hidden_size)
+            rows = self.groups.recv_forward(len(token_ids), self.config.hidden_size)
+        num_tokens = len(batch.token_ids_T)
+        x_TE, encoded_ME = rows[:num_tokens], rows[num_tokens:]
         for index, layer in zip(self.share.layers, self.layers, strict=True):
-            x_TE = layer(x_TE, batch, self.cache, self.rotary, self.groups)
+            context = StepContext(batch, self.cache, self.rotary, self.groups, encoded_ME)
+            if not layer.is_encoder:
+                x_TE = layer(x_TE, context)
+            elif len(encoded_ME):
+                encoded_ME = layer(encoded_ME, context)
             layer_written(index)
         if not self.share.is_last_stage:
-            self.groups.send_forward(x_TE)
+            self.groups.send_forward(torch.cat((x_TE, encoded_ME)))
             return []
         if not len(batch.sample_rows):
             return []
         logprobs_SV = self._logits(x_TE[batch.sample_rows]).log_softmax(dim=-1)
         best = logprobs_SV.topk(max(batch.num_samples), dim=-1)
-        rows = zip(batch.num_samples, best.indices.tolist(), best.values.tolist(), strict=True)
+        samples = zip(batch.num_samples, best.indices.tolist(), best.values.tolist(), strict=True)
         return [
             SampledToken(token_id, logprob)
-            for count, token_ids, logprobs in rows
+            for count, token_ids, logprobs in samples
             for token_id, logprob in zip(token_ids[:count], logprobs[:count], strict=True)
         ]
 

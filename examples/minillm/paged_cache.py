@@ -16,9 +16,9 @@ from torch import Tensor
 from kvconnector.cache.specs import (
     AttentionSpec,
     KVCacheConfig,
+    KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    UniformTypeKVCacheSpecs,
 )
 from kvconnector.errors import ConfigError
 from kvconnector.layout import (
@@ -28,28 +28,28 @@ from kvconnector.layout import (
     current_attention_backend,
     probe_layout,
 )
-from minillm.cache_groups import LayerGroup, layer_name
+from minillm.cache_groups import LayerGroup, cache_name
 
 if TYPE_CHECKING:
-    from minillm.config import Layout
+    from minillm.config import CacheKind, Layout
     from minillm.partition import RankShare
 
 
 class PagedCache:
-    """The caches of one rank's layers, laid out as their specs and attention backends say.
+    """The caches of one rank's layers, in the tensors of its pools, laid out as specs and attention backends say.
 
-    `views[layer]` are its parts (K and V, the one latent, or the parts of a state as one token each) in allocated
-    blocks, which the connector registers. `parts[layer]` are the same memory as tensors `[B, H, N, D]`, in the blocks
-    that attention reads.
+    Caches go by the names that specs give them. `views[name]` are the parts of one (K and V, the one latent, or the
+    parts of a state as one token each) in allocated blocks, which the connector registers. `parts[name]` are the same
+    memory as tensors `[B, H, N, D]`, in the blocks that attention reads. `group_of[name]` is its cache group.
 
     Where ranks share tokens, the blocks hold this rank's alone, and `tokens_below` says which those are.
 
     Layouts: HND and NHD are those of attention backends; HDN is HND but with K, or the latent, stored transposed; in
-    CROSS all attention layers of a group are in one tensor, a block of all of them behind that of all others.
+    CROSS all attention layers of a pool of one group are in one tensor, block by block.
 
     Args:
-        specs: what this rank caches of each of `groups`, None for nothing.
-        num_blocks: by cache group.
+        groups: of the whole model.
+        pools: this rank's, in the order of `LayerGroup.pool`.
         pinned: in host memory that a GPU can read.
     """
 
@@ -57,51 +57,61 @@ class PagedCache:
         self,
         share: RankShare,
         groups: Sequence[LayerGroup],
-        specs: Sequence[UniformTypeKVCacheSpecs | None],
+        pools: Sequence[KVCacheConfig],
         *,
-        num_blocks: Sequence[int],
         layout: Layout,
         device: str,
         pinned: bool = False,
     ) -> None:
         self.groups = tuple(groups)
-        self.num_blocks = tuple(num_blocks)
         self.device = device
         self.context_parallel = share.context_parallel
-        self.group_of: dict[int, int] = {}
-        self.views: dict[int, tuple[KVView, ...]] = {}
-        self.parts: dict[int, tuple[Tensor, ...]] = {}
-        backends = attention_backends(share, layout)
-        for index, (group, spec, count) in enumerate(zip(groups, specs, num_blocks, strict=True)):
-            if spec is None:
-                continue
-            is_state = group.kind == "state"
-            pool = KVCacheConfig.of(
-                spec.kv_cache_specs, count, cross_layers=layout == "CROSS" and not is_state
-            )
+        self.layer_of = {name: layer for group in groups for name, layer in group.names.items()}
+        self.group_of: dict[str, int] = {}
+        self.views: dict[str, tuple[KVView, ...]] = {}
+        self.parts: dict[str, tuple[Tensor, ...]] = {}
+        self._backends = attention_backends(share, layout)
+        self._is_transposed = layout == "HDN"
+        index_of = {name: index for index, group in enumerate(groups) for name in group.names}
+        for pool in pools:
             for tensor in pool.tensors:
                 memory = _allocate(tensor.size, device, pinned)
-                names = tensor.shared_by
-                layer_spec = spec.kv_cache_specs[names[0]]
-                views_of = _layer_views(layer_spec, names, memory, count, backends)
-                for name, views in zip(names, views_of, strict=True):
-                    layer = int(name.rpartition(".")[2])
-                    is_transposed = layout == "HDN" and not is_state
-                    kept = (_transposed(views[0]), *views[1:]) if is_transposed else views
-                    self.group_of[layer] = index
-                    self.views[layer] = kept
-                    self.parts[layer] = tuple(
-                        _as_tensor(_in_blocks_of(view, group.kernel_block_size), memory)
-                        for view in kept
-                    )
+                for group in pool.groups:
+                    if names := [name for name in tensor.shared_by if name in group.layer_specs]:
+                        self._place(names, index_of[names[0]], group, memory, pool.num_blocks)
 
-    def group_layers(self, group: int) -> tuple[int, ...]:
-        """This rank's layers of a cache group, ascending."""
-        return tuple(layer for layer, own in self.group_of.items() if own == group)
+    def _place(
+        self,
+        names: Sequence[str],
+        index: int,
+        group: KVCacheGroupSpec,
+        memory: Tensor,
+        num_blocks: int,
+    ) -> None:
+        """See the caches of one group in a tensor."""
+        spec = group.layer_specs[names[0]]
+        views_of = _layer_views(spec, names, memory, num_blocks, self._backends)
+        for name, views in zip(names, views_of, strict=True):
+            is_transposed = self._is_transposed and isinstance(spec, AttentionSpec)
+            kept = (_transposed(views[0]), *views[1:]) if is_transposed else views
+            self.group_of[name] = index
+            self.views[name] = kept
+            self.parts[name] = tuple(
+                _as_tensor(_in_blocks_of(view, self.groups[index].kernel_block_size), memory)
+                for view in kept
+            )
 
-    def write(self, layer: int, values_THD: Sequence[Tensor], slots: Slots) -> None:
+    def names_of(self, group: int) -> tuple[str, ...]:
+        """This rank's caches of a group, by ascending layer."""
+        return tuple(name for name, own in self.group_of.items() if own == group)
+
+    def block_ids(self, name: str, tables: Sequence[Tensor]) -> Tensor:
+        """Of a sequence's tables by group, that of a cache."""
+        return tables[self.group_of[name]]
+
+    def write(self, name: str, values_THD: Sequence[Tensor], slots: Slots) -> None:
         """Store one `[T, H, D]` tensor per part at `slots`."""
-        for part_BHND, value_THD in zip(self.parts[layer], values_THD, strict=True):
+        for part_BHND, value_THD in zip(self.parts[name], values_THD, strict=True):
             kept_THD = value_THD if slots.rows is None else value_THD[slots.rows]
             part_BHND[slots.block_ids, :, slots.offsets] = kept_THD
 
@@ -111,20 +121,21 @@ class PagedCache:
         turns = torch.arange(stop, device=self.device) // group.interleave_tokens
         return (turns % group.world_size == group.rank).nonzero().squeeze(1)
 
-    def read(self, layer: int, block_ids: Tensor, num_tokens: int) -> tuple[Tensor, ...]:
-        """The first `num_tokens` tokens in a sequence's blocks, one `[H, L, D]` tensor per part. Copies."""
-        used = block_ids[: -(-num_tokens // self.groups[self.group_of[layer]].kernel_block_size)]
+    def read(self, name: str, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
+        """Tokens in a sequence's blocks, from the start of a block on: one `[H, L, D]` tensor per part. Copies."""
+        block_size = self.groups[self.group_of[name]].kernel_block_size
+        used = block_ids[tokens.start // block_size : -(-tokens.stop // block_size)]
         return tuple(
-            part_BHND[used].permute(1, 0, 2, 3).flatten(1, 2)[:, :num_tokens]
-            for part_BHND in self.parts[layer]
+            part_BHND[used].permute(1, 0, 2, 3).flatten(1, 2)[:, : len(tokens)]
+            for part_BHND in self.parts[name]
         )
 
-    def read_range(self, layer: int, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
+    def read_range(self, name: str, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
         """Some tokens of a sequence's blocks, one `[L, H, D]` tensor per part. Copies."""
         positions = torch.arange(tokens.start, tokens.stop, device=block_ids.device)
-        block_size = self.groups[self.group_of[layer]].kernel_block_size
+        block_size = self.groups[self.group_of[name]].kernel_block_size
         places = (block_ids[positions // block_size], positions % block_size)
-        return tuple(part_BHND[places[0], :, places[1]] for part_BHND in self.parts[layer])
+        return tuple(part_BHND[places[0], :, places[1]] for part_BHND in self.parts[name])
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +184,9 @@ def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionB
     """The backends of a rank's layers; none where they have the default one."""
     backend = LatentPagedAttention() if share.is_mla else HeadsFirstAttention()
     has_default = layout == "NHD" and not share.is_mla
-    return {} if has_default else {layer_name(layer): backend for layer in share.layers}
+    kinds: tuple[CacheKind, ...] = ("full", "cross")
+    names = [cache_name(layer, kind) for layer in share.layers for kind in kinds]
+    return {} if has_default else dict.fromkeys(names, backend)
 
 
 def _layer_views(

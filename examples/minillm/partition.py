@@ -33,7 +33,7 @@ class RankShare:
     context_parallel: ContextParallel
 
 
-def split_evenly(total: int, index: int, count: int) -> range:
+def split_rows(total: int, index: int, count: int) -> range:
     """Run `index` of `count` runs over `range(total)` whose lengths differ by at most one."""
     return range(index * total // count, (index + 1) * total // count)
 
@@ -44,19 +44,15 @@ def owned_query_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> range:
     Raises:
         ConfigError: a rank would hold no query head.
     """
-    if model.architecture == "mla":
-        heads = split_evenly(model.num_heads, tp_rank, tp_size)
-    else:
-        group = model.num_heads // model.num_kv_heads
-        shares = [
-            TpKVTopology.heads_of(model.num_kv_heads, tp_rank=rank, tp_size=tp_size)
-            for rank in range(tp_size)
-        ]
-        owned = shares[tp_rank]
-        holders = [rank for rank, heads in enumerate(shares) if heads == owned]
-        share = split_evenly(len(owned) * group, holders.index(tp_rank), len(holders))
-        heads = range(owned.start * group + share.start, owned.start * group + share.stop)
-    if not heads:
+    # MLA's one latent is every rank's, so that the ranks share out all heads
+    kv_heads = model.cache_heads
+    group = model.num_heads // kv_heads
+    shares = [
+        TpKVTopology.heads_of(kv_heads, tp_rank=rank, tp_size=tp_size) for rank in range(tp_size)
+    ]
+    owned = shares[tp_rank]
+    holders = [rank for rank, heads in enumerate(shares) if heads == owned]
+    if len(holders) > len(owned) * group:
         raise ConfigError(
             "a tensor-parallel rank would hold no query head",
             num_heads=model.num_heads,
@@ -64,7 +60,10 @@ def owned_query_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> range:
             tp_rank=tp_rank,
             tp_size=tp_size,
         )
-    return heads
+    share = TpKVTopology.heads_of(
+        len(owned) * group, tp_rank=holders.index(tp_rank), tp_size=len(holders)
+    )
+    return range(owned.start * group + share.start, owned.start * group + share.stop)
 
 
 def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -> RankShare:
@@ -92,9 +91,8 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
             layers_per_stage=parallel.pp_layers,
         ),
         q_heads=_share_of(owned_query_heads(model, share, num_shares), group),
-        # every rank caches the one latent
         kv_heads=TpKVTopology.heads_of(
-            1 if is_mla else model.num_kv_heads,
+            model.cache_heads,
             tp_rank=tp_rank,
             tp_size=parallel.tp_size,
             dcp_size=parallel.dcp_size,
@@ -102,8 +100,8 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         state_heads=TpKVTopology.heads_of(
             model.num_heads, tp_rank=tp_rank, tp_size=parallel.tp_size
         ),
-        mlp_rows=split_evenly(model.intermediate_size, tp_rank, parallel.tp_size),
-        vocab_rows=split_evenly(model.vocab_size, tp_rank, parallel.tp_size),
+        mlp_rows=split_rows(model.intermediate_size, tp_rank, parallel.tp_size),
+        vocab_rows=split_rows(model.vocab_size, tp_rank, parallel.tp_size),
         cache_dim=model.cache_dim,
         state_widths=tuple(model.state_widths.values()),
         is_mla=is_mla,

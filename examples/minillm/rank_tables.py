@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvconnector.cache.block_table import MultiGroupBlockTable
+from kvconnector.cache.block_table import BlockTable, MultiGroupBlockTable
 from kvconnector.cache.engine_step import yield_req_data
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 from minillm.cache_groups import LayerGroup
@@ -53,13 +53,19 @@ class RankTables(Protocol):
 class HostTables:
     """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step.
 
-    The requests of a step have the first rows, in the step's order, so that one copy takes no others along.
+    The requests of a step have the first rows, in the step's order, so that one copy takes no others along. A step's
+    tokens have slots in the tables whose blocks hold a sequence's tokens; those of cross-attention are an encoder's.
     """
 
-    def __init__(self, tables: MultiGroupBlockTable, device: str) -> None:
+    def __init__(
+        self, tables: MultiGroupBlockTable, groups: Sequence[LayerGroup], device: str
+    ) -> None:
         self.device = device
         self.tables = tables
         self._rows: list[str] = []
+        self._slotted = [
+            table for table, group in zip(tables, groups, strict=True) if group.kind != "cross"
+        ]
 
     def warm_up(self) -> None:
         """Run an empty request's step."""
@@ -98,12 +104,14 @@ class HostTables:
         positions = np.concatenate(
             [np.arange(item.start, item.start + len(item.token_ids)) for item in inputs]
         )
-        self.tables.compute_slot_mapping(token_rows, positions.astype(np.int64))
-        self.tables.commit_slot_mapping()
+        for table in self._slotted:
+            table.compute_slot_mapping(token_rows, positions.astype(np.int64))
+            table.commit_slot_mapping(len(token_rows))
+        rows_of = BlockTable.host_tensor if self.device == "cpu" else BlockTable.device_tensor
         return StepTables(
             block_ids=tuple(
                 tuple(
-                    table.device_tensor()[row, : table.num_kernel_blocks(row)].long()
+                    rows_of(table, len(inputs))[row, : table.num_kernel_blocks(row)].long()
                     for table in self.tables
                 )
                 for row in range(len(inputs))
@@ -189,7 +197,7 @@ def create_rank_tables(
         "context_parallel": context_parallel,
     }
     if kind == "host":
-        return HostTables(MultiGroupBlockTable(**sizes), device)
+        return HostTables(MultiGroupBlockTable(**sizes), groups, device)
     # imported here so that a rank without them starts without their kernels
     from kvconnector.cache.device_block_table import DeviceBlockTables
 

@@ -24,9 +24,10 @@ class RequestState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion: what was asked, and how far it is. `num_computed` counts tokens whose KV is in the cache.
+    """One completion: what was asked, and how far it is.
 
-    Of the prompt, `num_cached` tokens were found in this engine's cache and `num_external` come from another engine.
+    `num_computed` counts tokens whose KV is in the cache, or on its way from another engine. Of the prompt,
+    `num_cached` were found in this engine's.
     """
 
     request_id: str
@@ -34,12 +35,13 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    encoder_prompt: list[int] = field(default_factory=list)
+    """The encoder's input, of a model that has one."""
     kv_transfer_params: dict[str, Any] | None = None
     state: RequestState = RequestState.WAITING
     output: list[SampledToken] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
-    num_external: int = 0
     ask_connector: bool = True
     pause_at: int | None = None
     """A step must end behind this many tokens: what the cache holds then is kept for a consumer."""
@@ -103,6 +105,8 @@ class Schedule:
     inputs: list[SequenceInput] = field(default_factory=list)
     moves: list[BlockMove] = field(default_factory=list)
     tables: TableChanges = field(default_factory=TableChanges)
+    common_blocks: list[int] = field(default_factory=list)
+    """By group, leading blocks that all sequences have in common; empty for none."""
 
     @property
     def num_tokens(self) -> int:

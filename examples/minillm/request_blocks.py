@@ -5,70 +5,31 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvconnector.cache.block_manager import (
     AllocStatus,
     BlockCopy,
     BlockSpaceManager,
     Device,
-    SequenceGroup,
     SequenceStatus,
 )
 from kvconnector.cache.block_manager import Sequence as TokenSequence
 from kvconnector.errors import UnknownRequestError
+from kvconnector.planning import KeepsAll
 from minillm.cache_groups import LayerGroup, PoolSizes
 from minillm.messages import BlockMove, MoveKind
-
-
-@dataclass(frozen=True, slots=True)
-class BlockOffer:
-    """Blocks for a consumer: `block_ids[group]` hold the sequence from its block `first_blocks[group]` on."""
-
-    block_ids: list[list[int]]
-    first_blocks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class LoadTarget:
-    """Blocks to load into, as for `BlockOffer`; of each group, `computed_tokens[group]` need not be brought."""
-
-    block_ids: list[list[int]]
-    first_blocks: list[int]
-    computed_tokens: list[int]
-
-
-@dataclass(slots=True, eq=False)
-class _Books:
-    """One request: its tokens, and behind how many of them its states are kept for a consumer.
-
-    `kept` is a fork of the tokens as they were there, with the blocks that held these states.
-    """
-
-    tokens: TokenSequence
-    keep_state_at: int | None
-    kept: TokenSequence | None = None
-
-    @property
-    def group(self) -> SequenceGroup:
-        """All that owns blocks."""
-        seqs = [self.tokens] if self.kept is None else [self.tokens, self.kept]
-        return SequenceGroup(f"sequence {self.tokens.seq_id}", seqs)
-
-    def first_stop(self, resume_at: int) -> int | None:
-        """Where a step that begins at `resume_at` must end: in front of a token that replaces kept states."""
-        if self.keep_state_at is None or self.keep_state_at <= resume_at:
-            return None
-        return self.keep_state_at
+from minillm.request_books import BlockOffer, LoadTarget, RequestBooks, forgetting
 
 
 class RequestBlocks:
     """The blocks of all requests of one engine, on the device and in host memory. Moves no data: see `BlockMove`.
 
-    Each cache group has a block manager of its own. A prefix is hit where every group has what the next token needs of
-    it.
+    Each pool has a block manager: each cache group one of its own, but cross-attention, whose blocks are the request's
+    and come from the decoder's pool. A prefix is hit where every group has what the next token needs of it.
 
     Args:
+        groups: of the model, those with pools of their own in the order of these.
+        sizes: of the pools.
         watermark: share of each pool that admission leaves free for the growth of running requests.
         step_tokens: most tokens that one step computes.
         lookahead: slots that a step takes behind its tokens, so that most steps change no block table.
@@ -92,26 +53,30 @@ class RequestBlocks:
         """Blocks moved to host memory so far."""
         self.copied_blocks = 0
         """Shared blocks that were copied because one of their owners wrote."""
+        self.common_reads = 0
+        """Blocks that a step did not have to read again for another of its sequences."""
         self._lookahead = lookahead
         self._pools = [
             BlockSpaceManager(
-                group.block_size,
+                groups[pool].block_size,
                 size.num_blocks,
                 size.num_host_blocks,
                 watermark,
-                sliding_window=group.window,
-                is_recurrent=group.kind == "state",
+                **forgetting(groups[pool].retention),
                 max_step_tokens=step_tokens + lookahead,
                 enable_caching=prefix_caching,
             )
-            for group, size in zip(groups, sizes, strict=True)
+            for pool, size in enumerate(sizes)
+        ]
+        self._keep_all = [
+            isinstance(groups[pool].retention, KeepsAll) for pool in range(len(sizes))
         ]
         self._places = [list(range(size.num_blocks)) for size in sizes]
         if scatter_seed is not None:
             for places in self._places:
                 random.Random(scatter_seed).shuffle(places)
         self._seq_ids = itertools.count()
-        self._books: dict[str, _Books] = {}
+        self._books: dict[str, RequestBooks] = {}
 
     @property
     def has_states(self) -> bool:
@@ -130,9 +95,10 @@ class RequestBlocks:
         """Share of full prompt blocks that were found by the first group, 0.0 to 1.0."""
         return self._pools[0].get_prefix_cache_hit_rate(Device.GPU)
 
-    def can_ever_hold(self, num_tokens: int) -> bool:
-        """Whether a request of `num_tokens` tokens fits into pools that hold nothing else."""
-        return all(pool.fits_alone(num_tokens + self._lookahead) for pool in self._pools)
+    def can_ever_hold(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
+        """Returns True if a request of so many tokens fits into pools that hold nothing else."""
+        num_slots = num_tokens + self._lookahead
+        return all(pool.fits_alone(num_slots, num_encoder_tokens) for pool in self._pools)
 
     def add(
         self,
@@ -140,26 +106,37 @@ class RequestBlocks:
         prompt: Iterable[int],
         keep_state_at: int | None = None,
         *,
+        num_answers: int = 1,
+        encoder_prompt: Sequence[int] = (),
         salt: str = "",
     ) -> None:
-        """Enter a request, without blocks yet. Only requests with the same salt find its blocks again.
+        """Enter a request, without blocks yet.
 
-        `keep_state_at`: keep its state behind that many tokens, for a consumer to read.
+        Args:
+            request_id: of the request, and until they begin of all its answers.
+            prompt: its tokens.
+            keep_state_at: keep its state after that many tokens, for a consumer to read.
+            num_answers: sequences that begin with the prompt; see `fork`.
+            encoder_prompt: the encoder's input, of a model that has one.
+            salt: only requests with the same one find its blocks again.
         """
         tokens = TokenSequence(next(self._seq_ids), prompt, extra_keys=[salt] if salt else ())
-        self._books[request_id] = _Books(tokens, keep_state_at)
+        siblings = [tokens.fork(next(self._seq_ids)) for _ in range(1, num_answers)]
+        encoder = TokenSequence(next(self._seq_ids), encoder_prompt) if encoder_prompt else None
+        self._books[request_id] = RequestBooks(tokens, siblings, encoder, keep_state_at)
 
     def append_token(self, request_id: str, token_id: int) -> None:
         """A sampled token: `grow` gives it a slot."""
         self._get(request_id).tokens.append_tokens([token_id])
 
     def fork(self, request_id: str, child_id: str) -> None:
-        """Enter a request that goes on as another one does, and shares its blocks until one of them writes."""
-        parent = self._get(request_id).tokens
-        child = parent.fork(next(self._seq_ids))
-        for pool in self._pools:
-            pool.fork(parent, child)
-        self._books[child_id] = _Books(child, None)
+        """Let another answer of a computed prompt go on by itself. It shares the blocks until one of the two writes."""
+        books = self._get(request_id)
+        child = books.siblings.pop(0)
+        for pool, keeps_all in zip(self._pools, self._keep_all, strict=True):
+            if not keeps_all:
+                pool.fork(books.tokens, child)
+        self._books[child_id] = RequestBooks(child, [], None, None)
 
     def find_hit(self, request_id: str) -> int:
         """Leading tokens behind which a request without blocks could go on at once."""
@@ -180,8 +157,9 @@ class RequestBlocks:
         """Whether a request can have blocks to go on behind `resume_at` tokens: the worst of all groups."""
         books = self._get(request_id)
         stop = books.first_stop(resume_at)
+        lookahead = self._lookahead_of(books)
         found = {
-            pool.can_allocate(books.group, resume_at=resume_at, num_tokens=stop)
+            pool.can_allocate(books.group, lookahead, resume_at=resume_at, num_tokens=stop)
             for pool in self._pools
         }
         if AllocStatus.NEVER in found:
@@ -194,17 +172,22 @@ class RequestBlocks:
         """
         books = self._get(request_id)
         tokens = books.tokens
-        for pool in self._pools:
-            pool.allocate(books.group, resume_at=resume_at, num_tokens=books.first_stop(resume_at))
-        tokens.status = SequenceStatus.RUNNING
-        block_ids, first_blocks = [], []
-        for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
-            first = pool.get_first_block(tokens)
-            table = self._table(index, tokens)[first:]
+        for pool, keeps_all in zip(self._pools, self._keep_all, strict=True):
+            # where blocks are taken and dropped with each step, siblings have none until they begin
+            taking = books.group if keeps_all else books.first
+            stop = books.first_stop(resume_at)
+            lookahead = self._lookahead_of(books)
+            pool.allocate(taking, lookahead, resume_at=resume_at, num_tokens=stop)
+        books.set_status(SequenceStatus.RUNNING)
+        block_ids, first_blocks, computed = [], [], []
+        for group, table in zip(self.groups, self._tables(books), strict=True):
+            is_cross = group.kind == "cross"
+            pool = self._pools[group.pool]
+            first = 0 if is_cross else pool.get_first_block(tokens)
             # a state's block holds many tokens here, and one to the connector, which knows where that is
-            block_ids.append(table[:1] if group.kind == "state" else table)
+            block_ids.append(table[first:][:1] if group.kind == "state" else table[first:])
             first_blocks.append(first)
-        computed = [pool.get_num_cached_tokens(tokens) for pool in self._pools]
+            computed.append(0 if is_cross else pool.get_num_cached_tokens(tokens))
         return LoadTarget(block_ids, first_blocks, computed)
 
     def grow(self, request_id: str, num_computed: int, stop: int) -> list[BlockMove] | None:
@@ -218,25 +201,25 @@ class RequestBlocks:
             pool.drop_left_behind(books.tokens)
         if books.kept is None and books.keep_state_at == num_computed:
             self._keep_states(books)
+        lookahead = self._lookahead_of(books)
         if not all(
-            pool.can_append_slots(books.group, self._lookahead, num_tokens=stop)
-            for pool in self._pools
+            pool.can_append_slots(books.group, lookahead, num_tokens=stop) for pool in self._pools
         ):
             return None
         moves = []
         for index, pool in enumerate(self._pools):
-            copies = pool.append_slots(books.tokens, self._lookahead, num_tokens=stop)
+            copies = pool.append_slots(books.tokens, lookahead, num_tokens=stop)
             self.copied_blocks += len(copies)
             moves += self._moves(index, "copy", copies)
         return moves
 
-    def _keep_states(self, books: _Books) -> None:
+    def _keep_states(self, books: RequestBooks) -> None:
         """Let a fork own the states as they are, so that the request goes on with copies."""
         books.kept = books.tokens.fork(next(self._seq_ids))
         books.kept.status = SequenceStatus.FINISHED
-        for group, pool in zip(self.groups, self._pools, strict=True):
+        for group in self.groups:
             if group.kind == "state":
-                pool.fork(books.tokens, books.kept)
+                self._pools[group.pool].fork(books.tokens, books.kept)
 
     def mark_computed(self, request_id: str, num_computed: int) -> None:
         """So many leading tokens are in the cache: full blocks can be found by other requests from now on."""
@@ -257,8 +240,9 @@ class RequestBlocks:
         for pool in self._pools:
             for seq in books.group.seqs():
                 pool.free(seq)
+            pool.free_cross(books.group)
         books.kept = None
-        books.tokens.status = SequenceStatus.WAITING
+        books.set_status(SequenceStatus.WAITING)
 
     def remove(self, request_id: str) -> None:
         """Forget the request and free its blocks; nothing if it is unknown."""
@@ -279,14 +263,17 @@ class RequestBlocks:
             # what it would drop before its next step must not count as held when it wants to return
             pool.drop_left_behind(books.tokens)
             moves += self._moves(index, "out", pool.swap_out(books.group))
-        books.tokens.status = SequenceStatus.SWAPPED
+        books.set_status(SequenceStatus.SWAPPED)
         self.swapped_blocks += sum(len(move.pairs) for move in moves)
         return moves
 
     def can_swap_in(self, request_id: str) -> bool:
         """Whether a swapped request can return now, and have slots for what comes next."""
-        group = self._get(request_id).group
-        return all(pool.can_swap_in(group) is AllocStatus.OK for pool in self._pools)
+        books = self._get(request_id)
+        return all(
+            pool.can_swap_in(books.group, self._lookahead_of(books)) is AllocStatus.OK
+            for pool in self._pools
+        )
 
     def swap_in(self, request_id: str) -> list[BlockMove]:
         """Move a request back; returns what to copy before the next step."""
@@ -294,13 +281,21 @@ class RequestBlocks:
         moves: list[BlockMove] = []
         for index, pool in enumerate(self._pools):
             moves += self._moves(index, "in", pool.swap_in(books.group))
-        books.tokens.status = SequenceStatus.RUNNING
+        books.set_status(SequenceStatus.RUNNING)
         return moves
+
+    def common_blocks(self, request_ids: Sequence[str]) -> list[int]:
+        """By group, how many leading blocks these requests all have in common, and computed: a batch reads them once.
+        Of cross-attention none: each request has its own.
+        """
+        seqs = [self._get(request_id).tokens for request_id in request_ids]
+        common = [len(pool.get_common_computed_block_ids(seqs)) for pool in self._pools]
+        self.common_reads += sum(common) * (len(seqs) - 1)
+        return [0 if group.kind == "cross" else common[group.pool] for group in self.groups]
 
     def tables(self, request_id: str) -> list[list[int]]:
         """The request's block ids by group, in token order; of layers that forget, the first ones mean nothing."""
-        tokens = self._get(request_id).tokens
-        return [self._table(index, tokens) for index in range(len(self.groups))]
+        return self._tables(self._get(request_id))
 
     def offer(self, request_id: str, num_tokens: int) -> BlockOffer | None:
         """What a consumer may read of the first `num_tokens` tokens, in the connector's terms.
@@ -308,35 +303,59 @@ class RequestBlocks:
         All but the last of them, which it computes itself. None if a window has moved on since.
         """
         books = self._get(request_id)
-        block_ids, first_blocks = [], []
-        for index, (group, pool) in enumerate(zip(self.groups, self._pools, strict=True)):
-            first = pool.get_first_block(books.tokens)
-            table = self._table(index, books.tokens)[first : -(-num_tokens // group.block_size)]
-            if group.kind == "state" and books.kept and books.keep_state_at:
-                kept = (books.keep_state_at - 1) // group.block_size
-                table, first = [self._table(index, books.kept)[kept]], books.keep_state_at - 1
-            elif group.kind == "state":
-                table = table[:1]
-            elif group.window is not None and first * group.block_size > max(
-                0, num_tokens - group.window
-            ):
-                return None
-            block_ids.append(table)
-            first_blocks.append(first)
-        return BlockOffer(block_ids, first_blocks)
+        offered = [self._offered(group, books, num_tokens) for group in self.groups]
+        whole = [each for each in offered if each is not None]
+        if len(whole) < len(offered):
+            return None
+        return BlockOffer([ids for ids, _ in whole], [first for _, first in whole])
 
-    def _get(self, request_id: str) -> _Books:
+    def _offered(
+        self, group: LayerGroup, books: RequestBooks, num_tokens: int
+    ) -> tuple[list[int], int] | None:
+        """A group's blocks and where they begin; None if it has forgotten what a consumer needs."""
+        if group.kind == "cross":
+            return self._cross_table(group, books), 0
+        if group.kind == "state" and books.kept and books.keep_state_at:
+            kept = books.keep_state_at - 1
+            return [self._table(group.pool, books.kept)[kept // group.block_size]], kept
+        table = self._table(group.pool, books.tokens)
+        first = self._pools[group.pool].get_first_block(books.tokens)
+        if group.kind == "state":
+            return table[first : first + 1], first
+        if first * group.block_size > group.retention.missing(0, num_tokens - 1).start:
+            return None
+        return table[first : -(-num_tokens // group.block_size)], first
+
+    def _lookahead_of(self, books: RequestBooks) -> int:
+        """Slots to take after the tokens."""
+        # one beyond the prompt would give the tokens a copy of a block that is written for their siblings, too
+        return 0 if books.siblings else self._lookahead
+
+    def _get(self, request_id: str) -> RequestBooks:
         books = self._books.get(request_id)
         if books is None:
             raise UnknownRequestError("the request has no blocks", request_id=request_id)
         return books
 
-    def _table(self, index: int, tokens: TokenSequence) -> list[int]:
-        places = self._places[index]
-        return [places[block_id] for block_id in self._pools[index].get_block_table(tokens)]
+    def _tables(self, books: RequestBooks) -> list[list[int]]:
+        return [
+            self._cross_table(group, books)
+            if group.kind == "cross"
+            else self._table(group.pool, books.tokens)
+            for group in self.groups
+        ]
 
-    def _moves(self, index: int, kind: MoveKind, copies: Iterable[BlockCopy]) -> list[BlockMove]:
-        places = self._places[index]
+    def _table(self, pool: int, tokens: TokenSequence) -> list[int]:
+        places = self._places[pool]
+        return [places[block_id] for block_id in self._pools[pool].get_block_table(tokens)]
+
+    def _cross_table(self, group: LayerGroup, books: RequestBooks) -> list[int]:
+        """The blocks of the encoder's input, which are the request's."""
+        places, pool = self._places[group.pool], self._pools[group.pool]
+        return [places[block_id] for block_id in pool.get_cross_block_table(books.group)]
+
+    def _moves(self, pool: int, kind: MoveKind, copies: Iterable[BlockCopy]) -> list[BlockMove]:
+        places = self._places[pool]
         pairs = [
             (
                 source if kind == "in" else places[source],
@@ -344,4 +363,4 @@ class RequestBlocks:
             )
             for source, target in copies
         ]
-        return [BlockMove(index, kind, pairs)] if pairs else []
+        return [BlockMove(pool, kind, pairs)] if pairs else []

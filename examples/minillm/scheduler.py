@@ -29,6 +29,7 @@ class Scheduler:
         transfer: SchedulerTransfer,
         *,
         max_model_len: int,
+        max_encoder_len: int = 0,
         max_batched_tokens: int,
         max_running: int,
         failure_policy: FailurePolicy,
@@ -36,6 +37,7 @@ class Scheduler:
         self.blocks = blocks
         self.transfer = transfer
         self.max_model_len = max_model_len
+        self.max_encoder_len = max_encoder_len
         self.max_batched_tokens = max_batched_tokens
         self.max_running = max_running
         self.failure_policy = failure_policy
@@ -75,7 +77,12 @@ class Scheduler:
             # the consumer computes the last token itself, from the state in front of it
             request.pause_at = len(request.prompt) - 1 or None
         self.blocks.add(
-            request.request_id, request.prompt, request.pause_at, salt=request.cache_salt
+            request.request_id,
+            request.prompt,
+            request.pause_at,
+            num_answers=request.num_answers,
+            encoder_prompt=request.encoder_prompt,
+            salt=request.cache_salt,
         )
         self.requests[request.request_id] = request
         self._waiting.append(request)
@@ -112,6 +119,10 @@ class Scheduler:
                 self._running.append(request)
                 self._take_in(request, step)
         self._tables.finish(step.tables)
+        if len(step.inputs) > 1:
+            step.common_blocks = self.blocks.common_blocks(
+                [item.request_id for item in step.inputs]
+            )
         return step
 
     def _has_budget(self, step: Schedule) -> bool:
@@ -147,6 +158,8 @@ class Scheduler:
                 token_ids=request.tokens(request.num_computed, stop),
                 start=request.num_computed,
                 num_samples=request.num_answers if stop == request.num_known else 0,
+                encoder_token_ids=[] if request.num_computed else request.encoder_prompt,
+                num_encoder_tokens=len(request.encoder_prompt),
             )
         )
         return True
@@ -201,10 +214,20 @@ class Scheduler:
                 max_tokens=request.max_tokens,
                 max_model_len=self.max_model_len,
             )
-        if not self.blocks.can_ever_hold(length):
+        encoder_tokens = len(request.encoder_prompt)
+        least, most = (1 if self.max_encoder_len else 0), self.max_encoder_len
+        if not least <= encoder_tokens <= most or (least and request.num_answers > 1):
+            raise LocalError(
+                "an encoder-decoder model needs an encoder's input and gives one answer, another has no encoder",
+                encoder_tokens=encoder_tokens,
+                max_encoder_len=self.max_encoder_len,
+                num_answers=request.num_answers,
+            )
+        if not self.blocks.can_ever_hold(length, encoder_tokens):
             raise LocalError(
                 "the request can never fit into the cache",
                 tokens=length,
+                encoder_tokens=encoder_tokens,
                 blocks=self.blocks.num_blocks,
             )
 
@@ -236,10 +259,12 @@ class Scheduler:
             return False
         target = self.blocks.allocate(request.request_id, hit + external)
         if request.ask_connector:
-            self.transfer.after_alloc(request.request_id, target, external)
+            self.transfer.after_alloc(
+                request.request_id, target, external, len(request.encoder_prompt)
+            )
             request.num_cached = hit
             request.ask_connector = False
-        request.num_computed, request.num_external = hit, external
+        request.num_computed = hit + external
         loads = external > 0 and is_async
         request.state = RequestState.WAITING_FOR_REMOTE_KV if loads else RequestState.RUNNING
         return True
@@ -308,7 +333,11 @@ class Scheduler:
         if self.transfer.is_offered(request.kv_transfer_params):
             offer = self.blocks.offer(request.request_id, len(request.prompt))
         hold, params = self.transfer.finished(
-            request.request_id, offer, len(request.prompt), request.kv_transfer_params
+            request.request_id,
+            offer,
+            len(request.prompt),
+            len(request.encoder_prompt),
+            request.kv_transfer_params,
         )
         if hold:
             self._running.remove(request)
@@ -336,7 +365,6 @@ class Scheduler:
             # groups may have found more than all of them together: what is computed now would go into cached blocks
             self._recompute(request)
             return []
-        request.num_computed = request.num_cached + request.num_external
         self.blocks.mark_computed(request_id, request.num_computed)
         request.state = RequestState.RUNNING
         self._running.append(request)

@@ -19,7 +19,7 @@ from kvconnector.runtime import (
 from kvconnector.session import KVOutputAggregator, LoadInFlight
 from minillm.cache_groups import layer_groups
 from minillm.config import EngineConfig
-from minillm.request_blocks import BlockOffer, LoadTarget
+from minillm.request_books import BlockOffer, LoadTarget
 from minillm.transfer import (
     LoadStats,
     Params,
@@ -81,7 +81,9 @@ class ConnectorTransfer:
         """Whether the producer has not begun with the request."""
         return self._scheduler.is_early(request_id)
 
-    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
+    def after_alloc(
+        self, request_id: str, target: LoadTarget, num_external: int, num_encoder_tokens: int
+    ) -> None:
         """Start the load."""
         self._scheduler.load(
             request_id,
@@ -89,6 +91,7 @@ class ConnectorTransfer:
             first_blocks=target.first_blocks,
             computed_tokens=target.computed_tokens,
             num_tokens=num_external,
+            num_encoder_tokens=num_encoder_tokens,
         )
 
     def is_offered(self, params: Params) -> bool:
@@ -108,7 +111,12 @@ class ConnectorTransfer:
         self._scheduler.withdraw(request_id)
 
     def finished(
-        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
+        self,
+        request_id: str,
+        offer: BlockOffer | None,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        params: Params,
     ) -> tuple[bool, Params]:
         """Hold what is offered; without an offer the consumer computes the prompt itself."""
         if offer is None or not self.is_offered(params):
@@ -119,6 +127,7 @@ class ConnectorTransfer:
             blocks=offer.block_ids,
             first_blocks=offer.first_blocks,
             num_tokens=num_tokens,
+            num_encoder_tokens=num_encoder_tokens,
         )
 
     def abort(self, request_id: str) -> None:

@@ -56,9 +56,11 @@ class CompletionHandler:
     async def completions(self, http_request: web.Request) -> web.StreamResponse:
         """Serve one completion, as one JSON body or as a stream. A client that goes away aborts it."""
         body = await read_completion_request(http_request)
+        prompt, encoder_prompt = body.token_ids(self.engine.config.model.vocab_size)
         request = Request(
             request_id=f"cmpl-{uuid.uuid4().hex}",
-            prompt=body.token_ids(self.engine.config.model.vocab_size),
+            prompt=prompt,
+            encoder_prompt=encoder_prompt,
             max_tokens=body.max_tokens,
             stop_token_ids=frozenset(body.stop_token_ids),
             cache_salt=body.cache_salt,
@@ -164,6 +166,7 @@ class StatusHandlers:
             "minillm_blocks": engine.scheduler.blocks.num_blocks,
             "minillm_swapped_blocks": engine.scheduler.blocks.swapped_blocks,
             "minillm_copied_blocks": engine.scheduler.blocks.copied_blocks,
+            "minillm_common_reads": engine.scheduler.blocks.common_reads,
             "minillm_prefix_hit_rate": engine.scheduler.blocks.get_prefix_cache_hit_rate(),
         }
         for name, value in values.items():

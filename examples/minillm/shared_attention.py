@@ -19,7 +19,7 @@ from minillm.parallel import Communicator
 def shared_attention(
     q_THD: Tensor,
     cache: PagedCache,
-    layer: int,
+    name: str,
     batch: Batch,
     *,
     scale: float,
@@ -29,7 +29,7 @@ def shared_attention(
     num_heads = q_THD.shape[1]
     all_q_THD = torch.cat(groups.gather_shares(q_THD), dim=1)
     partials = [
-        _attend(all_q_THD[s.first : s.first + s.count], cache, layer, s, scale)
+        _attend(all_q_THD[s.first : s.first + s.count], cache, name, s, scale)
         for s in batch.sequences
     ]
     own = slice(cache.context_parallel.rank * num_heads, None)
@@ -45,7 +45,7 @@ def merge_partials(shares: list[Tensor]) -> Tensor:
 
 
 def _attend(
-    q_THD: Tensor, cache: PagedCache, layer: int, sequence: SequenceSlice, scale: float
+    q_THD: Tensor, cache: PagedCache, name: str, sequence: SequenceSlice, scale: float
 ) -> Tensor:
     """One sequence's rows over the tokens that this rank caches: `[T, H, D + 1]`, the last one the log-sum-exp.
 
@@ -53,7 +53,7 @@ def _attend(
     """
     stop = sequence.start + sequence.count
     keys = cache.tokens_below(stop)
-    parts_KLD = cache.read(layer, sequence.block_ids[cache.group_of[layer]], len(keys))
+    parts_KLD = cache.read(name, cache.block_ids(name, sequence.block_ids), range(len(keys)))
     k_KLD, v_KLD = parts_KLD[0], parts_KLD[-1]
     q_KQTD = q_THD.transpose(0, 1).unflatten(0, (len(k_KLD), -1))
     rows = torch.arange(sequence.start, stop, device=q_THD.device)

@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention import Rotary, rows_of
-from minillm.batch import Batch, SequenceSlice
+from minillm.attention import StepContext, rows_of
+from minillm.batch import SequenceSlice
+from minillm.cache_groups import cache_name
 from minillm.config import ModelConfig
 from minillm.paged_cache import PagedCache
-from minillm.parallel import Communicator
 from minillm.partition import RankShare
 from minillm.weights import WeightSource
 
@@ -34,8 +34,12 @@ class StateMixer:
     def __init__(
         self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
     ) -> None:
-        self.layer, self.config, self.heads = layer, config, len(share.state_heads)
-        name = f"model.layers.{layer}.mixer."
+        self.name, self.config, self.heads = (
+            cache_name(layer, "state"),
+            config,
+            len(share.state_heads),
+        )
+        name = f"{self.name}."
         hidden, dim, rank = config.hidden_size, config.head_dim, config.mixer.state_dim
         # per head: gate and input [P], b and c [N], decay [1]
         self.widths = (dim, dim, rank, rank, 1)
@@ -54,9 +58,7 @@ class StateMixer:
         o = source(name + "o_proj.weight", (hidden, config.num_heads * dim))
         self.o = rows_of(o.T, share.state_heads, dim).T.contiguous().to(device)
 
-    def __call__(
-        self, x_TE: Tensor, batch: Batch, cache: PagedCache, rotary: Rotary, groups: Communicator
-    ) -> Tensor:
+    def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Advance every sequence's state. Returns this rank's partial sum, `[T, E]`."""
         gate, u, b, c, decay = (
             F.linear(x_TE, weight).unflatten(1, (self.heads, width))
@@ -64,8 +66,8 @@ class StateMixer:
         )
         log_a_TH = -F.softplus(decay.squeeze(2) - DECAY_OFFSET)
         outputs = []
-        for sequence in batch.sequences:
-            for own, conv_part, state_part in self._blocks(sequence, cache):
+        for sequence in context.batch.sequences:
+            for own, conv_part, state_part in self._blocks(sequence, context.cache):
                 u_THP = self._convolve(u[own], conv_part)
                 shape = (self.config.mixer.state_dim, self.config.head_dim)
                 state_HNP = state_part.unflatten(1, shape)
@@ -77,10 +79,10 @@ class StateMixer:
         self, sequence: SequenceSlice, cache: PagedCache
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Rows of a sequence by block, with the block's parts `[H, width]`, which hold the state in front of them."""
-        group = cache.group_of[self.layer]
+        group = cache.group_of[self.name]
         block_size = cache.groups[group].block_size
         block_ids = sequence.block_ids[group].tolist()
-        parts = cache.parts[self.layer]
+        parts = cache.parts[self.name]
         start, stop = sequence.start, sequence.start + sequence.count
         while start < stop:
             index = start // block_size

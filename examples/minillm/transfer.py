@@ -14,7 +14,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.session import LoadInFlight
 from minillm.config import EngineConfig
 from minillm.messages import EMPTY
-from minillm.request_blocks import BlockOffer, LoadTarget
+from minillm.request_books import BlockOffer, LoadTarget
 
 Params = dict[str, Any] | None
 
@@ -79,8 +79,10 @@ class SchedulerTransfer(Protocol):
         """Whether the remote engine has the request still in its queue, so that it needs no blocks here."""
         ...
 
-    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
-        """The request has blocks; `num_external` tokens are to be loaded, as far as groups lack them."""
+    def after_alloc(
+        self, request_id: str, target: LoadTarget, num_external: int, num_encoder_tokens: int
+    ) -> None:
+        """The request has blocks: load `num_external` tokens as far as groups lack them, and the encoder's output."""
         ...
 
     def is_offered(self, params: Params) -> bool:
@@ -100,7 +102,12 @@ class SchedulerTransfer(Protocol):
         ...
 
     def finished(
-        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
+        self,
+        request_id: str,
+        offer: BlockOffer | None,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        params: Params,
     ) -> tuple[bool, Params]:
         """The request ended: whether its blocks must be kept, and params for the response."""
         ...
@@ -146,7 +153,9 @@ class NoTransfer:
         """Nothing is waited for."""
         return False
 
-    def after_alloc(self, request_id: str, target: LoadTarget, num_external: int) -> None:
+    def after_alloc(
+        self, request_id: str, target: LoadTarget, num_external: int, num_encoder_tokens: int
+    ) -> None:
         """Nothing to load."""
 
     def is_offered(self, params: Params) -> bool:
@@ -162,7 +171,12 @@ class NoTransfer:
         """Nobody reads."""
 
     def finished(
-        self, request_id: str, offer: BlockOffer | None, num_tokens: int, params: Params
+        self,
+        request_id: str,
+        offer: BlockOffer | None,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        params: Params,
     ) -> tuple[bool, Params]:
         """Blocks are free at once."""
         return False, None

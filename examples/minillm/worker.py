@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import zmq
 from kvconnector.errors import ConfigError
 from minillm.batch import Batch
 from minillm.block_moves import BlockMover
-from minillm.cache_groups import layer_groups, pool_sizes, rank_group
+from minillm.cache_groups import cache_limits, layer_groups, pool_sizes, rank_pool
 from minillm.config import EngineConfig, load_engine_config
 from minillm.messages import (
     Failed,
@@ -78,35 +79,24 @@ class RankWorker:
         )
         groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         sizes = pool_sizes(config)
-        specs = [rank_group(config.model, config.cache, group, share) for group in groups]
-        layout = config.resolved_layout
-        self.cache = PagedCache(
-            share,
-            groups,
-            specs,
-            num_blocks=[size.num_blocks for size in sizes],
-            layout=layout,
-            device=self.device,
-        )
+
+        def cache_of(counts: Sequence[int], device: str, *, pinned: bool = False) -> PagedCache:
+            pools = [rank_pool(config, share, *each) for each in enumerate(counts)]
+            layout = config.resolved_layout
+            return PagedCache(share, groups, pools, layout=layout, device=device, pinned=pinned)
+
+        self.cache = cache_of([size.num_blocks for size in sizes], self.device)
         host_blocks = [size.num_host_blocks for size in sizes]
         host = None
         if any(host_blocks):
-            pinned = config.device == "cuda"
-            host = PagedCache(
-                share,
-                groups,
-                specs,
-                num_blocks=host_blocks,
-                layout=layout,
-                device="cpu",
-                pinned=pinned,
-            )
+            host = cache_of(host_blocks, "cpu", pinned=config.device == "cuda")
         self.mover = BlockMover(self.cache, host)
+        limits = cache_limits(config)
         self.tables = create_rank_tables(
             config.resolved_block_tables,
             groups,
             max_rows=config.max_running,
-            max_model_len=config.model.max_model_len,
+            max_model_len=max(limits.max_model_len, limits.max_num_encoder_tokens),
             max_batched_tokens=config.max_batched_tokens,
             device=self.device,
             context_parallel=share.context_parallel,
@@ -137,7 +127,8 @@ class RankWorker:
         tokens: dict[str, list[SampledToken]] = {}
         self.tables.update(step.tables)
         if step.sequences:
-            batch = Batch.build(step.sequences, self.cache.groups, self.tables)
+            groups = self.cache.groups
+            batch = Batch.build(step.sequences, groups, self.tables, step.common_blocks)
             sampled = self.stage.run(batch, self.transfer.layer_written)
             # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
             self._synchronize()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from minillm.config import ITEM_SIZE_BYTES, EngineConfig, LayerKind, ModelConfig
+from minillm.config import ITEM_SIZE_BYTES, CacheKind, EngineConfig, ModelConfig
 from minillm.messages import EMPTY
 from minillm.transfer import connector_config
 
@@ -111,25 +111,25 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
 
     found = []
     for index, group in enumerate(cache.groups):
-        layers = cache.group_layers(index)
+        caches = {cache.layer_of[name]: cache.views[name] for name in cache.names_of(index)}
         found.append(
             CacheGroup(
                 geometry=GroupGeometry(
                     block_size=group.transfer_block_size,
-                    layers=layers,
+                    layers=tuple(caches),
                     parts=_parts(config.model, share, group.kind),
                     dcp_size=share.context_parallel.world_size,
                     dcp_rank=share.context_parallel.rank,
                     interleave_tokens=share.context_parallel.interleave_tokens,
                 ),
-                views={layer: cache.views[layer] for layer in layers},
+                views=caches,
                 device=cache.device,
             )
         )
     return found
 
 
-def _parts(model: ModelConfig, share: RankShare, kind: LayerKind) -> tuple[PartGeometry, ...]:
+def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartGeometry, ...]:
     """The parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
     from kvconnector.topology import PartGeometry
 
@@ -152,8 +152,9 @@ def _parts(model: ModelConfig, share: RankShare, kind: LayerKind) -> tuple[PartG
 
 def model_name(model: ModelConfig) -> str:
     """What two engines must agree on besides what the geometry of their caches tells."""
-    window = f"-window{model.mixer.sliding_window}" if "window" in model.layer_kinds else ""
-    return f"minillm-{model.architecture}-seed{model.seed}{window}"
+    sights = {"window": model.mixer.sliding_window, "chunk": model.mixer.attention_chunk}
+    sight = "".join(f"-{kind}{size}" for kind, size in sights.items() if kind in model.layer_kinds)
+    return f"minillm-{model.architecture}-seed{model.seed}{sight}"
 
 
 def create_worker_transfer(

@@ -24,7 +24,7 @@ def prompt_of(length, seed=0):
 @functools.cache
 def expected_tokens(model, prompt, max_tokens):
     """What one rank computes in this process, without a connector."""
-    return generate(model, prompt, max_tokens)
+    return generate(model, list(prompt), max_tokens)
 
 
 async def answered(cluster, router, prompt, max_tokens):
@@ -71,8 +71,10 @@ async def complete_on(cluster, server, prompt, *, status=200, **fields):
     return answer
 
 
-async def offer_of(cluster, producer, prompt):
+async def offer_of(cluster, producer, prompt, **fields):
     """What a router does first: one token from the producer, and its parameters."""
     asked = {"do_remote_decode": True}
-    answer = await complete_on(cluster, producer, prompt, max_tokens=1, kv_transfer_params=asked)
+    answer = await complete_on(
+        cluster, producer, prompt, max_tokens=1, kv_transfer_params=asked, **fields
+    )
     return answer["kv_transfer_params"]

@@ -34,13 +34,13 @@ def bytes_of(model, **tokens):
     state_bytes = (
         model.num_heads * (model.mixer.conv_width - 1 + model.mixer.state_dim) * head_bytes
     )
-    token_bytes = {"full": kv_bytes, "window": kv_bytes, "state": state_bytes}
+    token_bytes = {"full": kv_bytes, "window": kv_bytes, "chunk": kv_bytes, "state": state_bytes}
     return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
 
 
-# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones after
-# them, and tokens to answer with; found at P; found at D, by all groups; loaded by full, window and state layers.
-# P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66; windows are of 64 tokens.
+# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones behind
+# them, and tokens to answer with; found at P; found at D, by all groups; loaded by each kind of layer.
+# P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66. Windows and chunks have 64 tokens.
 TURNS = {
     "llama": [
         ((0, 150, 50), 0, 0, {"full": 149}),
@@ -52,21 +52,31 @@ TURNS = {
     "hybrid": [
         ((0, 150, 50), 0, 0, {"full": 149, "window": 63}),
         ((200, 20, 6), 144, 198, {"full": 219 - 198, "window": 219 - 198}),
-        # D never had the window before token 96
+        # D never had the window in front of token 96
         ((100, 51, 6), 96, 0, {"full": 150 - 96, "window": 63}),
         ((5, 30, 6), 0, 0, {"full": 34, "window": 34}),
+    ],
+    "chunked-local": [
+        # tokens 128 to 148 are in the chunk of the last one
+        ((0, 150, 50), 0, 0, {"full": 149, "chunk": 149 - 128}),
+        ((200, 20, 6), 144, 198, {"full": 219 - 198, "chunk": 219 - 198}),
+        # D never had the tokens from 64 on
+        ((100, 51, 6), 96, 0, {"full": 150 - 96, "chunk": 150 - 128}),
+        ((5, 30, 6), 0, 0, {"full": 34, "chunk": 34}),
     ],
     "mamba": [
         ((0, 150, 50), 0, 0, {"full": 149, "state": 1}),
         ((200, 20, 6), 128, 198, {"full": 219 - 198, "state": 1}),
-        # nor the state after token 95
+        # nor the state behind token 95
         ((100, 51, 6), 64, 0, {"full": 150 - 96, "state": 1}),
         ((5, 30, 6), 0, 0, {"full": 34, "state": 1}),
     ],
 }
 
 
-@pytest.mark.parametrize("architecture", ["hybrid", *map(SLOW, ("llama", "mamba"))])
+@pytest.mark.parametrize(
+    "architecture", ["chunked-local", *map(SLOW, ("llama", "hybrid", "mamba"))]
+)
 def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run_cluster):
     """What is missing starts anywhere in P's blocks, and differs between the layers. A stage has one kind alone."""
     decode_shape = "pp=2,layers=7+1,block=6,layout=NHD"

@@ -39,7 +39,8 @@ class LocalEngine:
         self.steps += 1
         idle_wait_s = 0.0 if work.inputs else 0.005
         connector = self.transfer.build_step()
-        step = Step(self.steps, work.inputs, work.tables, work.moves, connector, idle_wait_s)
+        tasks = (work.inputs, work.tables, work.moves, work.common_blocks)
+        step = Step(self.steps, *tasks, connector, idle_wait_s)
         received = to_worker_decoder.decode(encoder.encode(step))
         assert isinstance(received, Step)
         result = self.rank.run(received)
@@ -70,6 +71,11 @@ def prompt_of(length, seed=0):
     return [rng.randrange(256) for _ in range(length)]
 
 
+def encoder_prompt_of(model, prompt):
+    """An input for the encoder of a model that has one, of another length than the prompt."""
+    return [*prompt[::-1], *prompt[: len(prompt) // 3]] if model.is_encoder_decoder else []
+
+
 def generate(
     model,
     prompt,
@@ -81,8 +87,9 @@ def generate(
     **cache,
 ):
     """What one rank without a connector continues a prompt with."""
-    num_tokens = len(prompt) + max_tokens
-    pool = {"block_size": block_size, "num_blocks": num_tokens // block_size + 4}
+    encoder_prompt = encoder_prompt_of(model, prompt)
+    num_tokens = len(prompt) + max_tokens + len(encoder_prompt)
+    pool = {"block_size": block_size, "num_blocks": num_tokens // block_size + 5}
     config = EngineConfig(
         role="mono",
         engine_id="reference",
@@ -91,7 +98,8 @@ def generate(
         max_batched_tokens=max_batched_tokens,
     )
     with closing(LocalEngine(config, Path())) as engine:
-        engine.scheduler.add(Request("r", list(prompt), max_tokens))
+        request = Request("r", list(prompt), max_tokens, encoder_prompt=encoder_prompt)
+        engine.scheduler.add(request)
         while not engine.answers:
             engine.step()
         after_prefill(engine)

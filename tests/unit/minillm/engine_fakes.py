@@ -16,6 +16,7 @@ OFFERED: Params = {"do_remote_decode": True}
 NO_EVENTS = TransferEvents()
 BLOCK_SIZE = 4
 WINDOW = 6
+CHUNK = 6
 
 
 class RecordingTransfer(NoTransfer):
@@ -31,13 +32,13 @@ class RecordingTransfer(NoTransfer):
         external = max(0, num_prompt - 1 - num_computed) if params == REMOTE else 0
         return external, external > 0
 
-    def after_alloc(self, request_id, target, num_external):
+    def after_alloc(self, request_id, target, num_external, num_encoder_tokens):
         self.loads[request_id] = (target, num_external)
 
     def is_offered(self, params):
         return params == OFFERED
 
-    def finished(self, request_id, offer, num_tokens, params):
+    def finished(self, request_id, offer, num_tokens, num_encoder_tokens, params):
         if offer is None:
             return False, None
         self.offers[request_id] = (offer, num_tokens)
@@ -52,7 +53,7 @@ def make_groups(architecture="llama"):
     model = ModelConfig(
         architecture=architecture,
         num_layers=2,
-        mixer=MixerConfig(sliding_window=WINDOW),
+        mixer=MixerConfig(sliding_window=WINDOW, attention_chunk=CHUNK),
         max_model_len=100,
     )
     return layer_groups(model, CacheConfig(block_size=BLOCK_SIZE, state_interval=BLOCK_SIZE))
@@ -140,6 +141,10 @@ class FakeRanks:
                 [*old, *new] for old, new in zip(known or [[] for _ in added], added, strict=True)
             ]
         assert len(self.tables) <= self.scheduler.max_running
+        for index, count in enumerate(step.common_blocks):
+            tables = [self.tables[item.request_id][index] for item in step.inputs]
+            assert len({tuple(table[:count]) for table in tables}) == 1
+            assert count * self.groups[index].block_size <= min(item.start for item in step.inputs)
         sampled = {}
         for item in step.inputs:
             stop = item.start + len(item.token_ids)
@@ -156,9 +161,9 @@ class FakeRanks:
         return sampled
 
     def _move(self, move):
-        source, target = self.device[move.group], self.device[move.group]
-        source = self.host[move.group] if move.kind == "in" else source
-        target = self.host[move.group] if move.kind == "out" else target
+        source, target = self.device[move.pool], self.device[move.pool]
+        source = self.host[move.pool] if move.kind == "in" else source
+        target = self.host[move.pool] if move.kind == "out" else target
         for source_id, target_id in move.pairs:
             target[target_id] = dict(source.get(source_id, {}))
 
@@ -170,8 +175,7 @@ class FakeRanks:
                 block = (len(tokens) - 1) // BLOCK_SIZE
                 assert self.device[index][ids[block]][0] == tuple(tokens)
             return
-        window = group.window or len(tokens) + 1
-        for position in range(max(0, len(tokens) - window + 1), len(tokens)):
+        for position in group.retention.missing(0, len(tokens)):
             block, offset = divmod(position, BLOCK_SIZE)
             assert self.device[index][ids[block]][offset] == tuple(tokens[: position + 1])
 
@@ -185,7 +189,7 @@ class FakeRanks:
 
     def load(self, request, target, *, fails):
         """What a connector does: each group's missing tokens, into its blocks. One that fails leaves something else."""
-        stop = request.num_cached + request.num_external
+        stop = request.num_computed
         tokens = [-1] * stop if fails else request.prompt
         for index, group in enumerate(self.groups):
             ids = target.block_ids[index]

@@ -21,7 +21,13 @@ from kvconnector import cache, topology
 from kvconnector.session import KVOutputAggregator
 from minillm.config import CacheConfig, EngineConfig, MixerConfig, ModelConfig
 from minillm.request import Request
-from tests.support.local_engines import LocalEngine, generate, prompt_of, token_ids
+from tests.support.local_engines import (
+    LocalEngine,
+    encoder_prompt_of,
+    generate,
+    prompt_of,
+    token_ids,
+)
 
 MAX_TOKENS = 6
 
@@ -34,7 +40,7 @@ def model_of(architecture):
         intermediate_size=96,
         num_layers=4,
         head_dim=16,
-        mixer=MixerConfig(latent_rank=24, sliding_window=21),
+        mixer=MixerConfig(latent_rank=24, sliding_window=21, attention_chunk=28),
         max_model_len=512,
     )
 
@@ -71,7 +77,12 @@ def engines(folder, *configs):
 
 
 def hand_over(architecture, folder, direct="always"):
-    """Prefill on one engine; four answers on another of other blocks, which finds the prompt again the second time."""
+    """Prefill on one engine; several answers on another of other blocks, which finds the prompt again the second time.
+
+    Where there is an encoder, one answer.
+    """
+    model = model_of(architecture)
+    num_answers = 1 if model.is_encoder_decoder else 4
     prefill = config_of(architecture, "prefill", direct=direct, block_size=16, layout="CROSS")
     decode = config_of(
         architecture,
@@ -86,19 +97,35 @@ def hand_over(architecture, folder, direct="always"):
     )
     with engines(folder, prefill, decode) as (producer, consumer):
         for turn, prompt in enumerate((prompt_of(75), [*prompt_of(75), *prompt_of(9, 1)])):
-            offer = Request(f"p{turn}", prompt, 1, kv_transfer_params={"do_remote_decode": True})
+            offer = Request(
+                f"p{turn}",
+                prompt,
+                1,
+                encoder_prompt=encoder_prompt_of(model, prompt),
+                kv_transfer_params={"do_remote_decode": True},
+            )
             producer.run(offer)
             params = producer.params[offer.request_id]
-            answers = consumer_answers(producer, consumer, turn, prompt, params)
+            request = Request(
+                f"d{turn}",
+                prompt,
+                MAX_TOKENS,
+                encoder_prompt=encoder_prompt_of(model, prompt),
+                kv_transfer_params=params,
+                num_answers=num_answers,
+            )
+            answers = consumer_answers(producer, consumer, request)
             assert answers[0] == expected(architecture, prompt)
             assert len({answer[0] for answer in answers}) == len(answers)
             for answer in answers[1:]:
                 rest = expected(architecture, [*prompt, answer[0]])
                 assert answer[1:] == rest[: MAX_TOKENS - 1]
-        assert consumer.scheduler.blocks.copied_blocks > 0
+        if num_answers > 1:
+            assert consumer.scheduler.blocks.copied_blocks > 0
+            assert consumer.scheduler.blocks.common_reads > 0
 
 
-def consumer_answers(producer, consumer, turn, prompt, params):
+def consumer_answers(producer, consumer, request):
     """The producer has to go on stepping while the consumer reads."""
     stop = threading.Event()
 
@@ -109,7 +136,6 @@ def consumer_answers(producer, consumer, turn, prompt, params):
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        request = Request(f"d{turn}", prompt, MAX_TOKENS, kv_transfer_params=params, num_answers=4)
         return [token_ids(answer) for answer in consumer.run(request)]
     finally:
         stop.set()
@@ -149,6 +175,8 @@ CASES = {
     "llama crowd": lambda folder: crowd("llama", folder),
     "hybrid crowd": lambda folder: crowd("hybrid", folder),
     "llama handed over": lambda folder: hand_over("llama", folder),
+    "chunks handed over": lambda folder: hand_over("chunked-local", folder),
+    "encoder handed over": lambda folder: hand_over("encoder-decoder", folder),
     "hybrid handed over": lambda folder: hand_over("hybrid", folder),
     "mamba handed over": lambda folder: hand_over("mamba", folder),
     "mla handed over, packed": lambda folder: hand_over("mla", folder, direct="never"),

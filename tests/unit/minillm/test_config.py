@@ -13,7 +13,8 @@ from minillm.config import (
     parse_engine_options,
     save_engine_config,
 )
-from minillm.demo import compare, draw_picture, parse_arguments
+from minillm.demo import compare, parse_arguments
+from minillm.demo_picture import draw_picture
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,15 @@ from hypothesis import strategies as st
 from kvconnector.errors import ConfigError
 from minillm.attention import paged_attention
 from minillm.batch import Batch
-from minillm.cache_groups import layer_groups, rank_group
-from minillm.config import Architecture, CacheConfig, Layout, ModelConfig, ParallelConfig
+from minillm.cache_groups import cache_name, layer_groups, rank_pool
+from minillm.config import (
+    Architecture,
+    CacheConfig,
+    EngineConfig,
+    Layout,
+    ModelConfig,
+    ParallelConfig,
+)
 from minillm.demo import LOGPROB_TOLERANCE
 from minillm.messages import NewRequest, SequenceInput, TableChanges
 from minillm.paged_cache import PagedCache, Slots
@@ -48,9 +55,12 @@ def test_paged_attention_equals_dense_attention(layout, block_size, lengths, see
     config = ModelConfig(num_layers=1, head_dim=8, num_heads=6, num_kv_heads=3)
     share = rank_share(config, ParallelConfig(), 0)
     total_blocks = sum(-(-(start + count) // block_size) for start, count in lengths)
-    groups = layer_groups(config, CacheConfig(block_size=block_size))
-    specs = [rank_group(config, CacheConfig(block_size=block_size), groups[0], share)]
-    cache = PagedCache(share, groups, specs, num_blocks=[total_blocks], layout=layout, device="cpu")
+    shape = CacheConfig(block_size=block_size)
+    engine = EngineConfig(role="mono", engine_id="e", model=config, cache=shape)
+    groups = layer_groups(config, shape)
+    pools = [rank_pool(engine, share, 0, total_blocks)]
+    cache = PagedCache(share, groups, pools, layout=layout, device="cpu")
+    name = cache_name(0, "full")
     generator = torch.Generator().manual_seed(seed)
     free = torch.randperm(total_blocks, generator=generator).tolist()
     inputs, changes = [], TableChanges()
@@ -62,10 +72,10 @@ def test_paged_attention_equals_dense_attention(layout, block_size, lengths, see
         q = torch.randn(6, count, 8, generator=generator)
         positions = torch.arange(start + count)
         slots = Slots(torch.tensor(blocks)[positions // block_size], positions % block_size)
-        cache.write(0, (k.transpose(0, 1), v.transpose(0, 1)), slots)
-        name = f"r{len(inputs)}"
-        inputs.append(SequenceInput(name, [0] * count, start, 0))
-        changes.scheduled_new_reqs.append(NewRequest(name, [blocks]))
+        cache.write(name, (k.transpose(0, 1), v.transpose(0, 1)), slots)
+        request = f"r{len(inputs)}"
+        inputs.append(SequenceInput(request, [0] * count, start, 0))
+        changes.scheduled_new_reqs.append(NewRequest(request, [blocks]))
         queries.append(q.transpose(0, 1))
         expected.append(
             dense_attention(q.double(), k.double(), v.double(), start, 0.3).transpose(0, 1)
@@ -74,7 +84,7 @@ def test_paged_attention_equals_dense_attention(layout, block_size, lengths, see
     tables = create_rank_tables("host", groups, device="cpu", **sizes)
     tables.update(changes)
     batch = Batch.build(inputs, groups, tables)
-    actual = paged_attention(torch.cat(queries), cache, 0, batch, 0.3)
+    actual = paged_attention(torch.cat(queries), cache, name, batch, 0.3)
     torch.testing.assert_close(actual.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
 
 
@@ -94,6 +104,7 @@ def test_layout_block_size_and_chunks_do_not_change_tokens(architecture, layout,
         *itertools.product(["llama", "mla"], [0, 7], [31, 299]),
         ("hybrid", 0, 0),
         ("hybrid", 7, 250),
+        ("chunked-local", 7, 299),
         ("mamba", 7, 299),
     ],
 )
@@ -104,11 +115,12 @@ def test_a_lost_block_of_one_layer_is_noticed(architecture, layer, position):
 
     def lose_block(engine):
         cache = engine.rank.cache
-        group = cache.group_of[layer]
+        name = next(name for name, own in cache.layer_of.items() if own == layer)
+        group = cache.group_of[name]
         lost = engine.scheduler.blocks.tables("r")[group][
             position // cache.groups[group].block_size
         ]
-        for part in cache.parts[layer]:
+        for part in cache.parts[name]:
             part[lost] = 0.0
 
     expected = generate(config, prompt, 12)

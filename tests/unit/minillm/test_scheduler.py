@@ -103,7 +103,7 @@ def random_events(rng, ranks, transfer, requests):
     num_blocks=st.integers(10, 15),
     host=st.sampled_from([0, 4, 12]),
     budget=st.integers(1, 20),
-    architecture=st.sampled_from(["llama", "hybrid", "mamba"]),
+    architecture=st.sampled_from(["llama", "hybrid", "chunked-local", "mamba"]),
     prefix=st.booleans(),
     lookahead=st.sampled_from([0, 0, 3]),
     seed=st.integers(0, 1 << 32),
