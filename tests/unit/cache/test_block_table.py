@@ -201,7 +201,9 @@ def test_rows_are_the_same_on_the_host_and_the_device():
     with pytest.raises(ValueError, match="read-only"):
         table.numpy()[0, 0] = 1
     table.append_row([5], 1)
-    assert table.numpy(2)[1, 2] == 5
+    assert table.numpy(2)[1].tolist() == [3, 4, 5, 0, 0, 0]
+    table.add_row([6], 1)
+    assert table.numpy(2)[1].tolist() == [6, 0, 0, 0, 0, 0]
 
 
 def committed_slots(table):
