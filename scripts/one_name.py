@@ -16,7 +16,6 @@ FOLDERS = ("kvconnector", "kernels")
 SAME = {
     "apply_writes": "a kernel and its oracle",
     "check_block_ids": "the pool's check, and the kernels' own of their arguments",
-    "check_version": "of the library that is loaded",
     "compile_copy": "a kernel for a CPU, and for a GPU",
     "compile_read": "a kernel for a CPU, and for a GPU",
     "gather_rows": "a kernel and its oracle",
@@ -26,7 +25,7 @@ SAME = {
 }
 OTHERS = {
     *("Cut", "Directory", "Report", "Worker"),
-    *("engine_geometry", "error_of", "milliseconds", "place_of", "slots_of"),
+    *("engine_geometry", "error_of", "examine", "job_of", "milliseconds", "place_of", "slots_of"),
 }
 
 
