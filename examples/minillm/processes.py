@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import signal
 import sys
@@ -66,6 +67,11 @@ def run_until_signal(main: Coroutine[Any, Any, Result]) -> Result | None:
             raise
 
     return asyncio.run(supervised())
+
+
+def log_to_stderr() -> None:
+    """Log with time, level and name: what a parent keeps as a process's log."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
 class Child:

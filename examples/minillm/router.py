@@ -27,7 +27,7 @@ from aiohttp import web
 from kvconnector.errors import PeerUnreachableError
 from minillm.http_api import MAX_BODY_BYTES, ApiError, error_middleware
 from minillm.http_serving import add_server_arguments, run_app
-from minillm.processes import die_with_parent, run_until_signal
+from minillm.processes import die_with_parent, log_to_stderr, run_until_signal
 
 logger = logging.getLogger(__name__)
 
@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument("--decode", action="append", required=True, help="base URL; repeatable")
     arguments = parser.parse_args()
     die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_stderr()
     run_until_signal(serve(arguments))
     return 0
 

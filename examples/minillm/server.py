@@ -41,7 +41,12 @@ from minillm.http_api import (
 )
 from minillm.http_serving import add_server_arguments, run_app
 from minillm.messages import SampledToken
-from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
+from minillm.processes import (
+    ChildFailedError,
+    die_with_parent,
+    log_to_stderr,
+    run_until_signal,
+)
 from minillm.request import Request, RequestUpdate
 
 logger = logging.getLogger(__name__)
@@ -204,7 +209,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
     """The engine's configuration from a command line."""
     parser = argparse.ArgumentParser(prog=f"minillm {role} server")
     add_server_arguments(parser)
-    parser.add_argument("--log-dir", type=Path, default=Path("minillm-logs"))
+    parser.add_argument("--log-dir", type=Path, default=Path("build/minillm-logs"))
     parser.add_argument("--engine-id", default=f"{role}-{os.getpid()}")
     parser.add_argument("--engine", default="", help="e.g. tp=2,pp=1,block=16,layout=HND")
     parser.add_argument("--model", choices=get_args(Architecture), default="llama")
@@ -240,7 +245,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
 def main(role: Role, argv: list[str] | None = None) -> int:
     """Entry point of an engine's server process."""
     die_with_parent(signal.SIGTERM)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    log_to_stderr()
     try:
         config, arguments = parse_config(role, sys.argv[1:] if argv is None else argv)
         run_until_signal(serve(config, arguments))

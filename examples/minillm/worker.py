@@ -37,7 +37,7 @@ from minillm.model import Stage
 from minillm.paged_cache import PagedCache
 from minillm.parallel import ProcessGroups, choose_backend
 from minillm.partition import rank_share
-from minillm.processes import die_with_parent
+from minillm.processes import die_with_parent, log_to_stderr
 from minillm.rank_tables import create_rank_tables
 from minillm.weights import weight_source
 from minillm.worker_transfer import NoWorkerTransfer, WorkerTransfer, create_worker_transfer
@@ -189,6 +189,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(signal.SIGKILL)
+    log_to_stderr()
     torch.set_num_threads(1)
     # the ranks of one engine share a host; gloo would otherwise listen wherever the host's name resolves to
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -12,6 +12,7 @@ import sys
 import time
 from contextlib import ExitStack
 from http.client import HTTPConnection
+from math import prod
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,6 +22,8 @@ from vllm_1p1d.model import make_model
 
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 600.0
+CONTROL_PORT_OFFSETS = {"prefill": 11, "decode": 111}
+"""From the router's port to that of each engine's first rank; its further data-parallel ranks take the next ones."""
 STOP_TIMEOUT_S = 15.0
 PROMPT_WORDS = 300
 OK = 200
@@ -90,6 +93,14 @@ def start_engine(
     stack: ExitStack, arguments: argparse.Namespace, name: str, number: int
 ) -> subprocess.Popen[bytes]:
     """One vLLM server."""
+    command, environment = engine_command(arguments, name, number)
+    return start(stack, arguments.folder / f"{name}.log", command, environment)
+
+
+def engine_command(
+    arguments: argparse.Namespace, name: str, number: int
+) -> tuple[list[str], dict[str, str]]:
+    """What an engine, the `number`-th on this host, is started with."""
     transfer = {
         "kv_connector": arguments.connector,
         "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
@@ -103,21 +114,34 @@ def start_engine(
         *("--port", str(arguments.port + 1 + number)),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
-    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(arguments.port + 11 + number)}
+    more = shlex.split(getattr(arguments, f"{name}_args"))
+    control_port = arguments.port + CONTROL_PORT_OFFSETS[name]
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(control_port)}
     gpus = getattr(arguments, f"{name}_gpus")
     if gpus is None:
         command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
         command += ["--kv-cache-memory-bytes", str(256 << 20), "--block-size", "64"]
-        cpu = number % (os.cpu_count() or 1)
+        ranks = num_ranks(more)
+        cpus = [(number + rank) % (os.cpu_count() or 1) for rank in range(ranks)]
         environment |= {
-            "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
+            # one CPU for each rank
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cpus)),
             "VLLM_HOST_IP": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
         }
     else:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    command += shlex.split(getattr(arguments, f"{name}_args"))
-    return start(stack, arguments.folder / f"{name}.log", command, environment)
+    return [*command, *more], environment
+
+
+def num_ranks(options: list[str]) -> int:
+    """Worker processes of an engine with these options."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
+    parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
+    parser.add_argument("--data-parallel-size", "-dp", type=int, default=1)
+    sizes = vars(parser.parse_known_args(options)[0])
+    return prod(sizes.values())
 
 
 def start(

@@ -1,6 +1,8 @@
 """The HTTP side: completions, streams, errors, disconnects, and the router's two hops."""
 
 import asyncio
+import logging
+import re
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -15,6 +17,7 @@ from minillm.config import EngineConfig
 from minillm.http_api import ApiError, error_middleware
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
+from minillm.processes import log_to_stderr
 from minillm.request import RequestUpdate
 from minillm.router import Router
 from minillm.server import create_app
@@ -331,3 +334,15 @@ def test_after_a_prefill_engine_did_not_answer_the_next_one_there_is_asked_first
     asyncio.run(check())
     assert used_ports[:2] == [1, 1]
     assert used_ports[-1] == 2
+
+
+def test_logs_have_time_level_and_name(capsys, monkeypatch):
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    log_to_stderr()
+    logging.getLogger("minillm.some").warning("it happened")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING minillm.some it happened", line
+    )
+    root.setLevel(logging.WARNING)
