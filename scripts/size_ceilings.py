@@ -42,7 +42,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(3940, target=2800),
-    "kvconnector/session": Size(3820, target=2900),
+    "kvconnector/session": Size(3880, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2730, target=1930),
     "kvconnector/wire": Size(560, target=500),
@@ -63,7 +63,7 @@ ROOMS: dict[str, Size] = {
     "tests/hosts": Size(910),
     "tests/integration": Size(1440),
     "tests/kernels": Size(1800),
-    "tests/property": Size(2990),
+    "tests/property": Size(3130),
     "tests/support": Size(2730),
     "tests/transport": Size(1130),
     "tests/unit": Size(1600),
@@ -74,15 +74,15 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1490),
     "tests/unit/runtime": Size(1740),
-    "tests/unit/session": Size(1250),
+    "tests/unit/session": Size(1260),
     "tests/vllm": Size(5290),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5800, target=5360),
-    ("kvconnector",): Size(31100, target=27400),
+    ("kvconnector",): Size(31200, target=27400),
     ("kernels",): Size(4150, target=3650),
-    ("tests",): Size(28050, target=24800),
+    ("tests",): Size(28300, target=24800),
 }
 
 

@@ -1,4 +1,30 @@
-"""One request that a producer holds for its consumer: the state table and the record."""
+"""One request that a producer holds for its consumer: the state table and the record.
+
+Who owns the blocks, and when
+-----------------------------
+
+*FILLING.* The prompt is still computed, and the blocks are the engine's: it may take them back at any time by
+`WithdrawRequest`, or by granting other blocks, which voids the lease. Consumers read below the watermark and believe
+what they read only if the lease stands afterwards. Such a lease has no end in time, and no `ReleaseBlocks` answers it.
+
+*HELD, READING.* The prompt is complete, and the blocks are the lease's until `ReleaseBlocks` gives them back. It comes
+exactly once, whatever happens: all consumer ranks that the topology names have confirmed (`released`), the time is up
+(`expired`), or either side gave the request up (`aborted`). Heartbeats and reads extend the time, never shorten it.
+
+*DRAINING.* The outcome is known, and sends still read the blocks. They are stopped, nobody else may begin, and the last
+`SendFinished` or `SendStopped` gives the blocks back.
+
+*Consumers on this host* read without asking, from what is published under the lease's keys. `RetractLease` comes before
+`ReleaseBlocks` in the same list of commands: what they read after it does not count for them. A key is never published
+again once it was retracted.
+
+*Before and after.* What consumers say of a transfer that is not granted yet is kept for a while (`early.py`): a router
+can be faster than the engine's next step. How a lease ended is remembered (`EndedLeases`), so that who comes late knows
+why. A secret is compared in constant time, and a wrong one is answered like an unknown name.
+
+*What breaks if this is changed.* A lease that ends with sends under way hands blocks to the next request while they are
+read. A `Done` that counts ranks by number instead of by identity ends a lease at a duplicate.
+"""
 
 from __future__ import annotations
 

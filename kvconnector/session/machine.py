@@ -1,8 +1,35 @@
 """Transition tables: which event may happen in which state, and where it may lead.
 
-A machine's table is data: `{state: {event type: allowed next states}}`. An event that the table does not list for the
-present state raises `LocalProtocolError` with the story of what happened before, and changes nothing. The diagrams in
-docs/protocol.md show these tables.
+Theory of operation of this room
+--------------------------------
+
+*What a session is.* A worker has up to two, `ProducerSession` and `ConsumerSession`. `handle(event, now)` returns
+commands; `next_deadline()` says when to send the next `Tick`. Nothing else goes in or out. Events are the engine's
+orders, what peers said, what the data path and the links report, and ticks. Commands are carried out by the driver, in
+their order, before the next event is handled.
+
+*Threads and time.* A session has no thread, lock or clock. One thread at a time calls it: the one that has the driver
+lock. `now` is the driver's monotonic clock and never goes back. Only `in_flight` may be called by any thread.
+
+*What may block.* Nothing. What an event costs does not grow with what is queued: records are found in dictionaries and
+deadlines in an `Agenda`, and what one event means for very many records is left to the next ticks (`MAX_AT_ONCE` each),
+which are due at once. A deadline may only be moved through the agenda: a record with a deadline that is not planned is
+never looked at again, and its request waits for ever.
+
+*Records.* A request is one record a side, a `Lease` or a `Load`; a peer is a `Peer` or a `RemoteEngine`. Each has a
+state that moves along a table. A table is data: `{state: {event type: allowed next states}}`. `accept` checks that an
+event may happen now, before anything is changed; `move` goes to a state that the accepted event allows. An event that
+the table does not list raises `LocalProtocolError` with the story of what happened before. The diagrams in
+docs/protocol.md show these tables, and a test keeps them current.
+
+*Messages.* A link keeps their order and loses none without being lost itself, so nothing is repeated on it. What was
+said on a lost link counts for nothing on the next one: a new link begins with a greeting, and heartbeats name all
+transfers again. Messages may come late, twice (from a producer's earlier link) or about what is over: they change
+nothing then.
+
+*What breaks if this is changed.* Releasing blocks before `ReceiveStopped`, or before the last `SendFinished` or
+`SendStopped`, lets a copy write or read memory that is another request's. Reporting a load twice kills an engine.
+Forgetting a read before `ReceiveDrained` leaves its slots taken for good.
 """
 
 from __future__ import annotations

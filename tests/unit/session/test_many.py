@@ -63,6 +63,17 @@ def test_prompts_that_are_followed_are_asked_for_at_once():
     assert side.now == 0.0
 
 
+def test_a_prompt_that_is_followed_does_not_wait_until_all_others_were_named():
+    side = h.consumer()
+    h.connect(side)
+    _want(side, MANY)
+    _until_it_rests(side)
+    side.tell(h.wanted("new", key=_key(MANY), is_followed=True))
+    (beat,) = [each for piece in _until_it_rests(side) for each in h.messages(piece, m.Heartbeat)]
+    assert [each.transfer_id for each in beat.followed] == [f"t{MANY}"]
+    assert beat.transfers == ()
+
+
 @pytest.mark.parametrize("is_early", [True, False])
 def test_a_lost_engine_ends_all_of_its_loads_piece_by_piece_and_no_later_one(is_early):
     side = h.consumer()

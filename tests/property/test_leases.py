@@ -1,0 +1,139 @@
+"""One producer session and whatever its engine, its peers and time do: what becomes of the blocks that it holds."""
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvconnector.errors import PeerLostError
+from kvconnector.session import commands as cmd
+from kvconnector.session import events as ev
+from kvconnector.session.orders import HoldRequest, WithdrawRequest
+from kvconnector.wire import messages as m
+from tests.support.examples import examples
+from tests.unit.session import harness as h
+
+NAMES = st.sampled_from(["a", "b", "c"])
+LINKS = st.sampled_from([-1, -2])
+READERS = h.engine("d", tp_size=2)
+
+
+class Leases(RuleBasedStateMachine):
+    """`held` are the leases whose blocks the engine has not back, `sends` what is sent from the blocks of each, and
+    `published` the keys under which consumers on this host read them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.side = h.producer(h.EXPORT)
+        self.links = {}
+        self.numbers = iter(range(1, 1 << 30))
+        self.held, self.sends, self.published = {}, {}, set()
+        self.confirmed, self.released = {}, {}
+        for link in (-1, -2):
+            self._greet(link)
+
+    def _greet(self, link):
+        self.links[link] = next(self.numbers) * -2 + (link == -2)
+        self._tell(ev.FromPeer(self.links[link], h.hello(READERS, tp_rank=-1 - link)))
+        self._tell(ev.EndpointOpened(self.links[link]))
+
+    def _tell(self, event):
+        for command in self.side.tell(event):
+            match command:
+                case cmd.PublishLease(key):
+                    self.published.add(key)
+                case cmd.RetractLease(key):
+                    self.published.remove(key)
+                case cmd.StartSend(link, read):
+                    self.sends[link, read.read_id] = read.transfer_id
+                case cmd.StopSend(link, read_id):
+                    assert (link, read_id) in self.sends, "a send is stopped that is none"
+                case cmd.ReleaseBlocks(name, outcome):
+                    self._check_release(name, outcome)
+
+    def _check_release(self, name, outcome):
+        assert name in self.held, "blocks are given back twice"
+        assert name not in self.sends.values(), "blocks are given back that are still sent"
+        until = self.held.pop(name)
+        ends = self.confirmed.pop(name)
+        if outcome == "released":
+            assert ends == {0, 1}, "blocks are given back before all have confirmed"
+        elif outcome == "expired":
+            assert self.side.now >= until, "a lease ended before its time"
+        else:
+            assert "abort" in ends, "a lease was given up that nobody gave up"
+
+    @rule(name=NAMES)
+    def grant(self, name):
+        if name not in self.held and name not in self.sends.values():
+            self.held[name], self.confirmed[name] = self.side.now + h.LEASE_S, set()
+            secret = next(self.numbers)
+            self.released[name] = f"{secret:032}"
+            self._tell(HoldRequest(name, name, self.released[name], h.BLOCKS, 12))
+
+    def _key(self, name, *, is_right=True):
+        secret = self.released.get(name, h.SECRET) if is_right else h.OTHER_SECRET
+        return m.TransferKey(transfer_id=name, secret=secret)
+
+    @rule(link=LINKS, name=NAMES, is_right=st.booleans(), tp_rank=st.integers(0, 1))
+    def read(self, link, name, is_right, tp_rank):
+        asked = h.read(next(self.numbers), self._key(name, is_right=is_right))
+        if name in self.held or not is_right:
+            self._tell(ev.FromPeer(self.links[link], asked))
+
+    @rule(link=LINKS, name=NAMES, is_right=st.booleans())
+    def renew(self, link, name, is_right):
+        if is_right and name in self.held:
+            self.held[name] = max(self.held[name], self.side.now + h.LEASE_S)
+        self._tell(h.heartbeat(self.links[link], self._key(name, is_right=is_right)))
+
+    @rule(link=LINKS, name=NAMES, is_right=st.booleans(), is_abort=st.booleans())
+    def end(self, link, name, is_right, is_abort):
+        if name not in self.held:
+            return  # it would be kept for the next lease
+        if is_right:
+            self.confirmed[name].add("abort" if is_abort else -1 - link)
+        event = h.given_up if is_abort else h.done
+        self._tell(event(self.links[link], self._key(name, is_right=is_right)))
+
+    @rule(name=NAMES)
+    def withdraw(self, name):
+        if name in self.held:
+            self.confirmed[name].add("abort")
+        self._tell(WithdrawRequest(name))
+
+    @rule(pick=st.integers(0, 99), is_whole=st.booleans())
+    def a_send_ends(self, pick, is_whole):
+        if self.sends:
+            key = sorted(self.sends)[pick % len(self.sends)]
+            del self.sends[key]
+            self._tell(ev.SendFinished(*key) if is_whole else ev.SendStopped(*key, 1))
+
+    @rule(link=LINKS)
+    def a_link_is_lost(self, link):
+        self._tell(ev.LinkLost(self.links[link], PeerLostError("gone")))
+        self._greet(link)
+
+    @rule(seconds=st.sampled_from([0.5, 5.0, 14.0]))
+    def time_passes(self, seconds):
+        for link in self.links.values():
+            self.side.session.heard(link, self.side.now)
+        self.side.now += seconds
+        while (at := self.side.session.next_deadline()) is not None and at <= self.side.now:
+            self._tell(ev.Tick())
+
+    @invariant()
+    def what_is_published_is_held(self):
+        assert len(self.published) <= len(self.held)
+
+    def teardown(self):
+        """Every lease ends, in its time and once nothing is sent from its blocks."""
+        for _ in range(4):
+            while self.sends:
+                self.a_send_ends(0, True)
+            self.time_passes(14.0)
+        assert not self.held
+        assert not self.published
+
+
+Leases.TestCase.settings = examples(60, stateful_step_count=40)
+TestLeases = Leases.TestCase
