@@ -34,7 +34,7 @@ class Size(NamedTuple):
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
     "kvconnector/bench": Size(3970),
-    "kvconnector/cache": Size(3010, target=3280),
+    "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(1800),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4660, target=4050),
@@ -49,7 +49,7 @@ ROOMS: dict[str, Size] = {
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
     "kernels/kvconnector_kernels/pump": Size(1790),
-    "kernels/kvconnector_kernels/relayout": Size(1770),
+    "kernels/kvconnector_kernels/relayout": Size(1850),
     "examples": Size(60),
     "examples/launchers": Size(40),
     "examples/monitoring": Size(100),
@@ -62,27 +62,27 @@ ROOMS: dict[str, Size] = {
     "tests/golden": Size(60),
     "tests/hosts": Size(910),
     "tests/integration": Size(1440),
-    "tests/kernels": Size(1800),
+    "tests/kernels": Size(1890),
     "tests/property": Size(3130),
     "tests/support": Size(2730),
     "tests/transport": Size(1130),
     "tests/unit": Size(1600),
     "tests/unit/bench": Size(740),
-    "tests/unit/cache": Size(1190),
+    "tests/unit/cache": Size(1220),
     "tests/unit/cli": Size(680),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1490),
     "tests/unit/runtime": Size(1740),
     "tests/unit/session": Size(1260),
-    "tests/vllm": Size(5290),
+    "tests/vllm": Size(5390),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(5800, target=5360),
     ("kvconnector",): Size(31200, target=27400),
-    ("kernels",): Size(4150, target=3650),
-    ("tests",): Size(28300, target=24800),
+    ("kernels",): Size(4200, target=3650),
+    ("tests",): Size(28500, target=24800),
 }
 
 

@@ -84,12 +84,11 @@ class HostTables:
                 self.tables.move_row(last, row)
             self._rows[row] = self._rows[last]
             del self._rows[last]
-        for name, block_ids, resumed in yield_req_data(changes):
-            is_new = name not in self._rows
-            if is_new:
+        for name, block_ids, is_table_whole in yield_req_data(changes, release=(0, 33)):
+            if name not in self._rows:
                 self._rows.append(name)
             if block_ids is not None:
-                write = self.tables.add_row if is_new or resumed else self.tables.append_row
+                write = self.tables.add_row if is_table_whole else self.tables.append_row
                 write(block_ids, self._rows.index(name))
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
@@ -146,13 +145,12 @@ class DeviceTables:
         """Stage what changes and apply it in one launch."""
         for name in changes.finished_req_ids:
             self._free.append(self._rows.pop(name))
-        for name, block_ids, resumed in yield_req_data(changes):
-            is_new = name not in self._rows
-            if is_new:
+        for name, block_ids, is_table_whole in yield_req_data(changes, release=(0, 33)):
+            if name not in self._rows:
                 self._rows[name] = self._free.pop()
             if block_ids is not None:
                 row = self._rows[name]
-                self.tables.append_block_ids(row, block_ids, overwrite=is_new or resumed)
+                self.tables.append_block_ids(row, block_ids, overwrite=is_table_whole)
         self.tables.apply_staged_writes()
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:

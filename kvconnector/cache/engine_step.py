@@ -38,13 +38,23 @@ class EngineStep(Protocol):
     def scheduled_cached_reqs(self) -> RunningRequests: ...
 
 
-def yield_req_data(step: EngineStep) -> Iterator[tuple[str, BlockIdsByGroup | None, bool]]:
-    """`(request id, new block ids per group, resumed)` over the new and the running requests of a step.
+def yield_req_data(
+    step: EngineStep, *, release: tuple[int, int]
+) -> Iterator[tuple[str, BlockIdsByGroup | None, bool]]:
+    """Yield what a step changes in the block tables of its new and running requests.
 
-    A resumed request was preempted before: its new block ids replace those it had.
+    Args:
+        step: the scheduler's output.
+        release: the release of vLLM whose meaning the third value has.
+
+    Yields:
+        The request's id, its new block ids per group (None: no new ones), and until release 0.32 whether it is resumed
+        after a preemption; since 0.33 whether the ids are its whole table, as those of a new or a resumed request are.
+        Other ids come after those that the request has.
     """
+    is_table_whole = release >= (0, 33)
     for request in step.scheduled_new_reqs:
-        yield request.req_id, request.block_ids, False
+        yield request.req_id, request.block_ids, is_table_whole
     running = step.scheduled_cached_reqs
     for request_id, block_ids in zip(running.req_ids, running.new_block_ids, strict=True):
         yield request_id, block_ids, request_id in running.resumed_req_ids

@@ -17,6 +17,11 @@ from kvconnector_kernels.relayout.errors import (
     GeometryMismatchError,
     RelayoutError,
 )
+from kvconnector_kernels.relayout.receive import (
+    receive_block_size,
+    receive_block_size_and_layout,
+    receive_layout,
+)
 from kvconnector_kernels.relayout.runs import TokenRuns
 from kvconnector_kernels.relayout.sides import (
     Order,
@@ -54,6 +59,9 @@ __all__ = [
     "Side",
     "TokenRuns",
     "packed_parts",
+    "receive_block_size",
+    "receive_block_size_and_layout",
+    "receive_layout",
     "relayout",
     "relayout_cpu",
     "relayout_naive",

@@ -134,12 +134,10 @@ class FakeRanks:
             self._move(move)
         for name in step.tables.finished_req_ids:
             del self.tables[name]
-        for name, block_ids, resumed in yield_req_data(step.tables):
-            known = [[] for _ in self.groups] if resumed else self.tables.get(name)
+        for name, block_ids, is_whole in yield_req_data(step.tables, release=(0, 33)):
             added = block_ids or [[] for _ in self.groups]
-            self.tables[name] = [
-                [*old, *new] for old, new in zip(known or [[] for _ in added], added, strict=True)
-            ]
+            known = [[] for _ in self.groups] if is_whole else self.tables[name]
+            self.tables[name] = [[*old, *new] for old, new in zip(known, added, strict=True)]
         assert len(self.tables) <= self.scheduler.max_running
         for index, count in enumerate(step.common_blocks):
             tables = [self.tables[item.request_id][index] for item in step.inputs]

@@ -1,0 +1,84 @@
+"""The three transforms of a received cache, by name. Each is a case of `relayout` that checks what it is called for.
+
+They are for a consumer whose transport wrote the sender's blocks as they were, into another pool or into the local one:
+kvconnector itself re-lays out while it copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from kvconnector_kernels.relayout.dispatch import relayout
+from kvconnector_kernels.relayout.errors import GeometryMismatchError
+from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, Side
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiveTransform:
+    """Which of block size and element order a received pool has in common with the local one."""
+
+    name: str
+    same_block_size: bool
+    same_order: bool
+
+    def __call__(
+        self,
+        src: PagedSide,
+        dst: PagedSide,
+        *,
+        num_parts: int,
+        num_heads: int,
+        num_tokens: int,
+        max_programs: int | None = None,
+        scratch: PackedSide | None = None,
+    ) -> None:
+        """Copy as `relayout` does, in either direction: to larger or smaller blocks, HND to NHD or back.
+
+        Args:
+            src: the received blocks.
+            dst: the local ones.
+            num_parts: rows of both tables to copy.
+            num_heads: of each part.
+            num_tokens: from the first of the blocks on.
+            max_programs: as for `relayout`.
+            scratch: room for all of it, through which the copy goes then: `src` and `dst` may be the same memory.
+
+        Raises:
+            GeometryMismatchError: what should be the same differs, or the other way round.
+            RelayoutError: see `relayout`.
+        """
+        self._check(src, dst)
+        hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]
+        for source, destination in pairwise(hops):
+            relayout(
+                source,
+                destination,
+                num_parts=num_parts,
+                num_heads=num_heads,
+                num_tokens=num_tokens,
+                max_programs=max_programs,
+            )
+
+    def _check(self, src: PagedSide, dst: PagedSide) -> None:
+        for what, received, local, same in (
+            ("block size", src.table.block_size, dst.table.block_size, self.same_block_size),
+            ("order", src.table.order, dst.table.order, self.same_order),
+        ):
+            if (received == local) != same:
+                raise GeometryMismatchError(
+                    f"{self.name} expects {'one' if same else 'another'} {what} on both sides: "
+                    f"received {received}, local {local}"
+                )
+
+
+receive_block_size = ReceiveTransform("receive_block_size", same_block_size=False, same_order=True)
+"""Blocks of another size, stored in the same order."""
+
+receive_layout = ReceiveTransform("receive_layout", same_block_size=True, same_order=False)
+"""Blocks of the same size, stored in another order: HND to NHD, NHD to HND, or from and to transposed."""
+
+receive_block_size_and_layout = ReceiveTransform(
+    "receive_block_size_and_layout", same_block_size=False, same_order=False
+)
+"""Blocks of another size and stored in another order, in one copy."""
