@@ -222,6 +222,17 @@ def test_slots_of_a_part_of_the_tokens_can_be_committed():
         assert found == expected
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_slots_after_the_last_token_are_padding_on_the_device(device):
+    tables = make_tables(device=device)
+    tables.add_row([[3, 4]], 1)
+    for num_tokens in (20, 5, 0, 7):
+        (slots,) = tables.compute_slot_mapping(np.ones(num_tokens, int), np.arange(num_tokens))
+        tables.commit_slot_mapping()
+        expected = slots.tolist() + [PAD_SLOT_ID] * (32 - num_tokens)
+        assert tables[0].device_slot_mapping().tolist() == expected
+
+
 @pytest.mark.gpu
 class TestGpu:
     def test_slots_of_a_part_of_the_tokens_can_be_committed(self):
@@ -239,15 +250,6 @@ class TestGpu:
         assert table.device_tensor(2).tolist() == [[0] * 6, [3, 4, 0, 0, 0, 0]]
         tables.clear()
         assert not table.device_tensor().any()
-
-    def test_slots_behind_the_last_token_are_padding_on_the_device(self):
-        tables = make_tables(device="cuda")
-        tables.add_row([[3, 4]], 1)
-        for num_tokens in (20, 5, 0, 7):
-            (slots,) = tables.compute_slot_mapping(np.ones(num_tokens, int), np.arange(num_tokens))
-            tables.commit_slot_mapping()
-            expected = slots.tolist() + [PAD_SLOT_ID] * (32 - num_tokens)
-            assert tables[0].device_slot_mapping().tolist() == expected
 
     def test_a_copy_in_flight_is_not_overwritten(self):
         import torch
