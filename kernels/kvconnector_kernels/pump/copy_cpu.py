@@ -127,7 +127,7 @@ def compile_read() -> Any:
     return cfunc(types.int64(*[types.int64] * 4), nopython=True, cache=True)(_read)
 
 
-def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool) -> list[int]:
+def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = False) -> list[int]:
     """The words of a `JOB` for a copy that `check_copy` accepted. The sides must outlive it; a chunk is in any slot.
 
     Args:

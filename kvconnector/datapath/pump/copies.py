@@ -133,18 +133,16 @@ class Copies:
     def jobs_of(self, program: Program, *, packing: bool) -> Jobs:
         """`make_jobs`, with room for digests."""
         jobs = self.make_jobs(program, packing=packing)
-        jobs.words[:, 0] += self._digest_bytes
+        if self.digests is not None:
+            jobs.words[:, 0] += DIGEST_BYTES
         return jobs
 
     def unread_jobs_of(self, program: Program, slot_bytes: int) -> Jobs:
         """Jobs of a program that copies nothing, but awaits what its producer was allowed to send."""
         rows = np.zeros(len(program.chunks), self.job)
-        rows["nbytes"] = np.minimum(program.chunks_nbytes + self._digest_bytes, slot_bytes)
+        nbytes = program.chunks_nbytes + (0 if self.digests is None else DIGEST_BYTES)
+        rows["nbytes"] = np.minimum(nbytes, slot_bytes)
         return Jobs(words_of(rows), ())
-
-    @property
-    def _digest_bytes(self) -> int:
-        return 0 if self.digests is None else DIGEST_BYTES
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Jobs that pack these very blocks are made soon, or never."""
@@ -186,10 +184,15 @@ class Window(NamedTuple):
         blocks: Sequence[GroupBlocks],
         ids: Sequence[BlockIds],
         member: int,
+        *,
+        part_stop: int,
     ) -> Window:
-        """The tokens of a segment from a member of its stripe on. `ids` are the block ids of each group as the device
-        reads them.
+        """The tokens of a segment from a member of its stripe on, and its parts up to `part_stop`. `ids` are the block
+        ids of each group as the device reads them. Raises RelayoutError: the table has not as many rows.
         """
+        last_row = segment.first_row + part_stop
+        if last_row > table.num_parts:
+            raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
         start, runs = segment.paged_tokens(member, blocks[segment.group], table.block_size)
         where = (segment.first_row, segment.head_start, start, runs)
         return cls(table, ids[segment.group], *where)
@@ -259,8 +262,7 @@ def chunk_spans(
         _, part_stop, most_parts, index, token_start, num_tokens = measured
         segment = program.segments[index]
         table, packed = pools.tables[segment.group, segment.family], slots[segment.order]
-        window = Window.of(segment, table, program.blocks, ids, token_start)
-        _check_rows(window, part_stop)
+        window = Window.of(segment, table, program.blocks, ids, token_start, part_stop=part_stop)
         part_bytes = segment.part_token_bytes * num_tokens
         if most_parts * part_bytes > packed.nbytes:
             raise RelayoutError(f"a chunk has more than {packed.nbytes} bytes")
@@ -289,20 +291,14 @@ def read_spans(
         if table is None:
             raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
         own = pools.tables[ours.group, ours.family]
-        src = Window.of(theirs, table, read.their_blocks, ids[0], members.start)
-        dst = Window.of(ours, own, read.blocks, ids[1], members.start)
-        for window in (src, dst):
-            _check_rows(window, rows.stop)
+        src = Window.of(
+            theirs, table, read.their_blocks, ids[0], members.start, part_stop=rows.stop
+        )
+        dst = Window.of(ours, own, read.blocks, ids[1], members.start, part_stop=rows.stop)
         counts = (ours.num_heads, len(members), ours.part_token_bytes * len(members))
         fields = np.array([(index, rows.start, len(rows), members.start, len(members))], np.int32)
         found.append(Span(src, dst, *counts, slice(len(found), len(found) + 1), fields))
     return found
-
-
-def _check_rows(window: Window, part_stop: int) -> None:
-    last_row, num_parts = window.first_row + part_stop, window.table.num_parts
-    if last_row > num_parts:
-        raise RelayoutError(f"a copy ends at row {last_row} of {num_parts}")
 
 
 def _groups(fields: Fields, num_segments: int) -> list[tuple[Members, Fields, tuple[int, ...]]]:

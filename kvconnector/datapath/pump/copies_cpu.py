@@ -20,19 +20,21 @@ from kvconnector.datapath.pump.copies import (
 )
 from kvconnector_kernels.pump.copy_cpu import (
     JOB,
+    READ,
     ROW_BYTES,
     compile_copy,
     compile_read,
     job_of,
 )
-from kvconnector_kernels.pump.records import offset_of
+from kvconnector_kernels.pump.records import place_of
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import check_copy
 
 _PAGE = 4096
-_NBYTES, _NUM_PARTS, _SRC_ROWS, _DST_ROWS = (
-    offset_of(JOB, name) // 8 for name in ("nbytes", "num_parts", "src", "dst")
+_NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC_ROWS, _DST_ROWS = (
+    place_of(JOB, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
 )
+_READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
 
 class CpuCopies(Copies):
@@ -62,9 +64,10 @@ class CpuCopies(Copies):
         ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
         spans = chunk_spans(program, self._pools, ids, self._slots, packing=packing)
         words = words_of(np.empty(len(program.chunks), JOB))
-        is_streamed = not packing and self._are_streamed(spans)
         for span in spans:
-            _fill(words, span, is_streamed=is_streamed)
+            _fill(words, span)
+        if not packing and words[:, _NBYTES].sum() >= self._min_streamed_bytes:
+            words[:, _IS_STREAMED] = 1
         return Jobs(words, tuple(ids))
 
     def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
@@ -73,33 +76,33 @@ class CpuCopies(Copies):
             [group.block_ids for group in read.blocks],
         )
         spans = read_spans(read, self._pools, remote, ids)
-        is_streamed = self._are_streamed(spans)
-        words = [len(spans), 0, 0]
+        numbers, nbytes = [len(spans), 0, 0], 0
         for span in spans:
             ((_, part, num_parts, *_),) = span.fields.tolist()
-            words += _job_of(span, is_streamed, part, num_parts)
+            job = _job_of(span, part, num_parts)
+            nbytes += job[_NBYTES]
+            numbers += job
         # numpy fills records field by field, which takes longer than a small copy
-        return Jobs(np.array(words, np.int64), (ids, remote))
+        words = np.array(numbers, np.int64)
+        if nbytes >= self._min_streamed_bytes:
+            words[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = 1
+        return Jobs(words, (ids, remote))
 
-    def _are_streamed(self, spans: list[Span]) -> bool:
-        nbytes = sum(int(span.num_parts.sum()) * span.part_bytes for span in spans)
-        return nbytes >= self._min_streamed_bytes
 
-
-def _fill(words: npt.NDArray[np.int64], span: Span, *, is_streamed: bool) -> None:
+def _fill(words: npt.NDArray[np.int64], span: Span) -> None:
     """Write the jobs of a span's chunks. Raises RelayoutError: see `check_copy`."""
     jobs = np.empty((len(span.fields), words.shape[1]), np.int64)
-    jobs[:] = _job_of(span, is_streamed)
+    jobs[:] = _job_of(span)
     jobs[:, _NUM_PARTS] = num_parts = span.num_parts
     jobs[:, _NBYTES] = num_parts * span.part_bytes
     jobs[:, _SRC_ROWS if isinstance(span.src, Window) else _DST_ROWS] += span.parts * ROW_BYTES
     words[span.chunks] = jobs
 
 
-def _job_of(span: Span, is_streamed: bool, part: int = 0, num_parts: int = 1) -> list[int]:
+def _job_of(span: Span, part: int = 0, num_parts: int = 1) -> list[int]:
     """A job of some parts of a span. Raises RelayoutError: see `check_copy`."""
     src, dst = span.sides(part)
     geometry = check_copy(
         src, dst, num_parts=num_parts, num_heads=span.num_heads, num_tokens=span.num_tokens
     )
-    return job_of(src, dst, geometry, is_streamed=is_streamed)
+    return job_of(src, dst, geometry)

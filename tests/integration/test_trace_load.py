@@ -1,0 +1,24 @@
+"""`scripts/trace_load`: what a small load takes in Python is counted, on both sides and both paths."""
+
+import re
+
+import pytest
+
+from scripts import trace_load
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+
+def test_functions_and_objects_of_a_load_are_counted(capsys):
+    assert trace_load.main([]) == 0
+    found = re.findall(
+        r"(\w+), (\w+): (\d+) functions, (\d+) calls, (\d+) objects", capsys.readouterr().out
+    )
+    sides = [(path, side) for path, side, *_ in found]
+    assert sides == [
+        *(("direct", side) for side in ("producer", "consumer")),
+        *(("packed", side) for side in ("producer", "consumer")),
+    ]
+    for _, _, *counts in found:
+        functions, calls, objects = map(int, counts)
+        assert calls >= functions > objects > 0
