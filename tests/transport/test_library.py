@@ -175,9 +175,55 @@ def test_where_there_is_rdma_those_come_first_that_can_use_it(
     assert library.automatic_order(ports) == order
 
 
+@pytest.mark.parametrize(
+    "drivers, first", [({"mlx5_core"}, "nixl"), ({"mlx5_core", "efa"}, "nixl"), ({"efa"}, "wheel")]
+)
+def test_nixls_libibverbs_knows_one_vendors_ports(installed, monkeypatch, drivers, first):
+    installed(wheel=False, nixl=True, system=False)
+    (library.SOURCES["nixl"]().parent / "libibverbs-1de1263b.so.1").touch()
+    monkeypatch.setattr(library, "active_drivers", lambda: drivers)
+    assert library.automatic_order(["ibp24s0:1"])[0] == first
+
+
 def test_a_system_without_transports_for_rdma_is_no_better_than_the_wheel(installed):
     installed(wheel=False, nixl=False, system=False)
     assert library.automatic_order(["mlx5_0:1"]) == ["wheel", "nixl", "system"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "nixl, source, words", [("whole", "nixl", ""), ("other", "wheel", "install kvconnector[rdma]")]
+)
+def test_auto_takes_nixls_where_ports_are_active_and_warns_without(
+    wheel, too_old, nixl, source, words
+):
+    """NIXL's is made of the wheel, with a name of its own and a module for RDMA."""
+    package = too_old / "nixl_cu13"
+    libraries = too_old / "nixl_cu13.libs"
+    (libraries / "ucx").mkdir(parents=True)
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (libraries / "ucx/libuct_ib.so.0").touch()
+    if nixl == "whole":
+        for file in wheel.glob("*.so.0"):
+            shutil.copy(file, libraries)
+        (libraries / "libucp.so.0").rename(libraries / "libucp-0123.so.0")
+    program = (
+        "import logging, sys\n"
+        f"sys.path.insert(0, {str(too_old)!r})\n"
+        "logging.basicConfig(stream=sys.stdout)\n"
+        "from kvconnector.transport.ucx import library\n"
+        "library.active_rdma_ports = lambda: {'mlx5_0:1': None}\n"
+        "print(library.load_library().source)"
+    )
+    *log, taken = in_a_new_process(program, LD_LIBRARY_PATH=str(too_old)).splitlines()
+    assert taken == source
+    assert words in "".join(log)
+    assert bool(log) == bool(words)
+    if words:  # what kept the others from being taken
+        assert "wheel: " in log[0]
+        assert f"{too_old}/libucp.so.0 has no transports for RDMA" in log[0]
+        assert "layout may have changed" in log[0]
 
 
 def test_the_log_names_it_once(caplog):

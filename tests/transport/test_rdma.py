@@ -1,5 +1,6 @@
 """RDMA between hosts: which ports are picked, on made-up trees of sysfs, and what is logged where UCX takes TCP."""
 
+import ctypes
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from kvconnector.errors import ConfigError, IncompatiblePeerError, RemoteProtocolError
 from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
+from kvconnector.transport.ucx.library import link_map_of
 from kvconnector.transport.ucx.ports import (
     SYSFS,
     active_rdma_ports,
@@ -173,21 +175,44 @@ def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can():
 
 
 @pytest.mark.parametrize(
-    "options, offers, modules, remedy",
+    "options, offers, files, remedy",
     [
         ({}, offering(RDMA, TCP), [], "the peer has none that this host reaches"),
         ({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), [], r"ucx\.net_devices=eth0 leaves out"),
         ({"TLS": "tcp"}, offering(RDMA, TCP), [], r"ucx\.tls=tcp leaves out RDMA"),
-        ({}, offering(TCP), [], "set ucx.library"),
-        ({}, offering(TCP), ["libuct_ib.so.0"], "/dev/infiniband"),
+        ({}, offering(TCP), [], r"install kvconnector\[rdma\]"),
+        ({}, offering(TCP), ["ucx/libuct_ib.so.0"], "libuct_ib.so.0 cannot be loaded: .*ibverbs1"),
     ],
 )
-def test_why_ucx_has_no_rdma_lane(two_ports, options, offers, modules, remedy):
-    folder = two_ports / "lib/ucx"
-    folder.mkdir(parents=True)
-    for name in modules:
+def test_why_ucx_has_no_rdma_lane(two_ports, options, offers, files, remedy):
+    folder = two_ports / "lib"
+    (folder / "ucx").mkdir(parents=True)
+    for name in files:
         (folder / name).touch()
-    why = explain(options, offers, folder.parent / "libucp.so.0", two_ports)
+    why = explain(options, offers, folder / "libucp.so.0", two_ports)
+    assert re.search(remedy, why), why
+
+
+@pytest.mark.parametrize(
+    "driver, brought, remedy",
+    [
+        ("mlx5_core", False, "/dev/infiniband"),
+        ("mlx5_core", True, "/dev/infiniband"),
+        ("efa", False, "ibverbs-providers"),
+        ("efa", True, "NVIDIA's NICs .* set ucx.library=system"),
+    ],
+)
+def test_why_ucx_opens_no_port_though_it_has_the_transports(sysfs, driver, brought, remedy):
+    """The transports are here a library that can be loaded."""
+    device = sysfs.pci("pci0000:00/0000:00:01.0", 0)
+    (sysfs.root / "drivers" / driver).mkdir(parents=True)
+    (device / "driver").symlink_to(sysfs.root / "drivers" / driver)
+    sysfs.port("ibp0s1", device)
+    (sysfs.root / "ucx").mkdir()
+    (sysfs.root / "ucx/libuct_ib.so.0").symlink_to(link_map_of(ctypes.CDLL(None).accept).path)
+    if brought:
+        (sysfs.root / "libibverbs-1de1263b.so.1").touch()
+    why = explain({}, offering(TCP), sysfs.root / "libucp.so.0", sysfs.root)
     assert re.search(remedy, why), why
 
 

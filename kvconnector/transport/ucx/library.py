@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport.ucx import abi
-from kvconnector.transport.ucx.ports import active_rdma_ports
+from kvconnector.transport.ucx.ports import active_drivers, active_rdma_ports
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class UcxLibrary:
     def __init__(self, source: str, path: Path) -> None:
         self.source, self.path = source, path
         try:
-            with ucx_environment_kept():
+            with ucx_environment_kept(without_efa=brings_libibverbs(path)):
                 if path.name in _WHEEL_FILES:
                     for name in _WHEEL_FILES:
                         ctypes.CDLL(str(path.with_name(name)))
@@ -134,11 +134,22 @@ def _first_usable() -> UcxLibrary:
     reasons: dict[str, str] = {}
     if (present := _present()) is not None:
         return UcxLibrary("loaded", present)
-    for candidate in automatic_order(active_rdma_ports()):
+    ports = active_rdma_ports()
+    for candidate in automatic_order(ports):
         try:
-            return _load(candidate)
+            library = _load(candidate)
         except TransportError as error:
-            reasons[candidate] = str(error)
+            reasons[candidate] = error.statement
+            continue
+        if ports and not rdma_modules(library.path):
+            why = {source: reasons.get(source) or _rdma_lack(source) for source in SOURCES}
+            logger.warning(
+                "RDMA ports are active (%s), and no UCX here can use them: install kvconnector[rdma]. %r is used. %s",
+                ", ".join(ports),
+                library,
+                "; ".join(f"{source}: {reason}" for source, reason in why.items()),
+            )
+        return library
     raise TransportError(
         "no UCX is found: install kvconnector[ucx-cu12] or [ucx-cu13], or set ucx.library",
         **reasons,
@@ -153,18 +164,34 @@ def automatic_order(ports: Collection[str]) -> list[str]:
     prefers_system = os.environ.get(_PREFER_SYSTEM, "false").lower() != "false"
 
     def rank(source: str) -> tuple[bool, bool]:
-        is_capable = bool(ports) and _has_rdma_modules(source)
+        is_capable = bool(ports) and not _rdma_lack(source)
         is_preferred = source == "system" and (prefers_system or is_capable)
         return not is_capable, not is_preferred
 
     return sorted(SOURCES, key=rank)
 
 
-def _has_rdma_modules(source: str) -> bool:
+def _rdma_lack(source: str) -> str:
+    """Why a source has no UCX with transports for RDMA; empty if it has one."""
     try:
-        return bool(rdma_modules(_find(source)))
-    except TransportError:
-        return False
+        path = _find(source)
+    except TransportError as error:
+        return error.statement
+    if not rdma_modules(path):
+        return f"{path} has no transports for RDMA"
+    drivers = active_drivers()
+    if brings_libibverbs(path) and drivers.isdisjoint(("mlx5_core", "")):
+        return f"{path} knows NVIDIA's NICs (mlx5_core) alone, not {', '.join(drivers)}"
+    return ""
+
+
+def brings_libibverbs(libucp: Path) -> bool:
+    """Does a libucp come with a libibverbs of its own, as in NIXL's wheel? It has a provider for NVIDIA's NICs alone.
+
+    UCX's module for EFA then loads the system's libefa, and with it the system's libibverbs and libnl beside the ones
+    that were brought, and the process crashes when it ends: the module is not loaded.
+    """
+    return any(libucp.parent.glob("libibverbs-*"))
 
 
 def rdma_modules(libucp: Path) -> list[Path]:
@@ -174,15 +201,17 @@ def rdma_modules(libucp: Path) -> list[Path]:
 
 def _load(source: str) -> UcxLibrary:
     path, present = _find(source), _present()
-    if present is not None and path.name.startswith("libucp.so") and not _is_same(present, path):
+    if present is not None and _is_same(present, path):
+        return UcxLibrary(source, present)
+    if present is not None and path.name.startswith("libucp.so"):
         raise TransportError(
             "this process has loaded another UCX already, and both would share their halves",
             loaded=str(present),
             named=str(path),
         )
-    if present is None and source == "system":
+    if source == "system":
         _check_version(_version_elsewhere(path), path)  # one that is loaded keeps others out
-    return UcxLibrary(source, path if present is None else present)
+    return UcxLibrary(source, path)
 
 
 def _is_same(one: Path, other: Path) -> bool:
@@ -332,15 +361,17 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 
 @contextmanager
-def ucx_environment_kept() -> Iterator[None]:
+def ucx_environment_kept(*, without_efa: bool = False) -> Iterator[None]:
     """Undo what the block adds to the UCX_* environment variables, and load UCX without a cache of memory types.
 
     Bindings set UCX_* defaults when imported, which would reach this process's children and other users of UCX.
     UCX_MEMTYPE_CACHE counts when libucs is loaded: UCX then asks the driver what a pointer is, as caching allocators
-    need; set afterwards, libucs reports it on stderr as unused.
+    need; set afterwards, libucs reports it on stderr as unused. `without_efa`: see `brings_libibverbs`.
     """
     before = {name for name in os.environ if name.startswith("UCX_")}
     os.environ.setdefault(_MEMTYPE_CACHE, "n")
+    if without_efa:
+        os.environ.setdefault("UCX_MODULES", "^efa")
     try:
         yield
     finally:

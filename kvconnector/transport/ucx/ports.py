@@ -39,6 +39,15 @@ def active_rdma_ports(sysfs: Path = SYSFS) -> dict[str, Place]:
     return {name: place for name, (state, place) in rdma_ports(sysfs).items() if state == "ACTIVE"}
 
 
+def active_drivers(sysfs: Path = SYSFS) -> set[str]:
+    """The kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where that is not said."""
+    folders = {
+        sysfs / "class/infiniband" / port.partition(":")[0] for port in active_rdma_ports(sysfs)
+    }
+    links = [folder / "device/driver" for folder in folders]
+    return {link.resolve().name if link.exists() else "" for link in links}
+
+
 def place_of_gpu(pci_address: str, sysfs: Path = SYSFS) -> Place:
     """Where the GPU with an address like "0000:19:00.0" is."""
     return _place(sysfs / "bus/pci/devices" / pci_address, sysfs)

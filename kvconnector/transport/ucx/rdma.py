@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -9,9 +10,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvconnector.errors import ConfigError, IncompatiblePeerError
-from kvconnector.transport.ucx.library import UcxLibrary, rdma_modules
+from kvconnector.transport.ucx.library import UcxLibrary, brings_libibverbs, rdma_modules
 from kvconnector.transport.ucx.libucp import Context, Resource
-from kvconnector.transport.ucx.ports import SYSFS, active_rdma_ports, nearest, place_of
+from kvconnector.transport.ucx.ports import (
+    SYSFS,
+    active_drivers,
+    active_rdma_ports,
+    nearest,
+    place_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +94,22 @@ def explain(options: Mapping[str, str], offers: Offers, library: Path, sysfs: Pa
         return f"{_setting(options, 'NET_DEVICES')} leaves out {ports}: name those, or set ucx.net_devices=auto"
     if rdma_devices(offers({**every, "TLS": "all"})):
         return f"{_setting(options, 'TLS')} leaves out RDMA: add rc, or unset it"
-    if not rdma_modules(library):
+    modules = rdma_modules(library)
+    if not modules:
         return (
-            f"{library} has no InfiniBand transports: `kvconnector doctor` names each UCX of this host that has them;"
-            " set ucx.library to it, or unset it"
+            f"{library} has no InfiniBand transports: install kvconnector[rdma], or set ucx.library to one that has"
+            " them; `kvconnector doctor` lists them"
         )
-    return f"UCX can open none of {ports}: see whether /dev/infiniband is here, and `ulimit -l` unlimited"
+    try:
+        ctypes.CDLL(str(modules[0]))
+    except OSError as error:
+        return f"{modules[0]} cannot be loaded: {error}. Install rdma-core (libibverbs1, ibverbs-providers)"
+    hint = "see whether /dev/infiniband is here, `ulimit -l` unlimited, and ibverbs-providers installed"
+    if brings_libibverbs(library) and active_drivers(sysfs).isdisjoint(("mlx5_core", "")):
+        hint = (
+            "it brings a libibverbs that knows NVIDIA's NICs (mlx5) alone: set ucx.library=system"
+        )
+    return f"UCX can open none of {ports}: {hint}"
 
 
 class RdmaWatch:
