@@ -38,21 +38,21 @@ DataEvent: TypeAlias = (
 )
 
 
-class Report(list[DataEvent]):
-    """What nobody has taken yet, in order. `stopped` and `failed`: of reads without slots, drained where they end."""
+class EventQueue(list[DataEvent]):
+    """Events that are not drained yet, oldest first. `stopped` and `failed`: of reads that hold no slots."""
 
     def drain(self) -> list[DataEvent]:
-        """Take all of it."""
+        """Take all events."""
         taken = self[:]
         self.clear()
         return taken
 
     def stopped(self, read_id: int) -> None:
-        """It was asked to end, and writes nothing any more."""
+        """A read ended because it was asked to, and writes nothing any more."""
         self += [ev.ReceiveStopped(read_id), ev.ReceiveDrained(read_id)]
 
     def failed(self, read_id: int, error: KVConnectorError) -> None:
-        """It ended for a reason of its own, and writes nothing any more."""
+        """A read ended by an error, and writes nothing any more."""
         self += [ev.ReceiveFailed(read_id, error), ev.ReceiveDrained(read_id)]
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from secrets import randbits
 
-from kvconnector.datapath.base import Report
+from kvconnector.datapath.base import EventQueue
 from kvconnector.errors import KVConnectorError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -28,7 +28,7 @@ def new_tags() -> int:
 class WarmUps:
     """The warm-up messages that one worker awaits from producers. That one has come goes to `events`."""
 
-    def __init__(self, transport: Transport, events: Report) -> None:
+    def __init__(self, transport: Transport, events: EventQueue) -> None:
         self._transport = transport
         self._events = events
         self._by_link: dict[LinkId, int] = {}
@@ -73,7 +73,7 @@ class WarmUps:
 class Endpoints:
     """The endpoints of one worker by link. What becomes of them goes to `events`."""
 
-    def __init__(self, transport: Transport, events: Report) -> None:
+    def __init__(self, transport: Transport, events: EventQueue) -> None:
         self._transport = transport
         self._events = events
         self._by_link: dict[LinkId, int] = {}

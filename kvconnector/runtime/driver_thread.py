@@ -123,7 +123,7 @@ class DriverThread:
         """Take what the engine's thread has for the driver; `inline`, do it here if that is quick."""
         blocks = blocks_of(events) if self._marks.are_needed else []
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
-        if inline and not self._datapath.is_meeting and self._poll_inline(orders_only=True):
+        if inline and not self._datapath.is_handshaking and self._poll_inline(orders_only=True):
             return
         if not self._datapath.notify():
             self.control.wake()

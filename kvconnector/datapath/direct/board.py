@@ -101,6 +101,9 @@ class LeaseBoard:
         self._published: dict[bytes, int] = {}
         self._writer = open_writer(self.address, self._entries.nbytes) if open_writer else None
 
+    def __repr__(self) -> str:
+        return f"<LeaseBoard of {self.num_buckets} buckets, {len(self._published)} leases>"
+
     @property
     def address(self) -> int:
         """Of the first byte; page aligned."""

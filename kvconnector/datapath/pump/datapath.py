@@ -1,8 +1,29 @@
-"""The data path of one worker: programs in, events out; nothing but `pump` ever waits.
+"""The data path of one worker: reads in, events out.
 
-A program streams the chunks of one read, in a compiled loop that takes no GIL; Python sees where programs begin and
-end. `submit_*` and `stop_*` may be called between `step`s by the thread that owns the data path. Every submitted
-program ends in exactly one event that says so.
+*What it does.* It sends the chunks of reads to consumers, receives those that this worker asked for, and reads pools of
+other workers on this host. Chunks move in a compiled loop that takes no GIL; Python sees where reads begin and end.
+
+*Threads.* It has none of its own, and one owner at a time: the driver's thread, but while that sleeps in `pump` or
+waits for the GIL an engine's thread may become the owner by `try_acquire`, until it calls `release`. Any thread may
+call `notify`, `has_pending`, `is_handshaking`, `is_starved`, `is_ours` and `try_acquire`; all else is the owner's.
+
+*A turn.* The driver's thread calls `pump`, which returns when there is something to do, then `clear_pending`, then
+`step` until it returns nothing. In between it calls what the sessions command. An engine's thread commands, calls
+`poll_once` and `step`, and releases.
+
+*Who owns what.* The blocks of a read belong to it from `submit_*` on until the one event that ends it: `SendFinished`,
+`SendStopped`, `ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or
+`ReceiveDrained` follows. Memory that UCX or a GPU may still touch is kept, by a quarantine or for as long as the
+process lives, and never handed out.
+
+*Clock.* `clock` is for quarantines, for reads that wait for a lease, and for how often peers are looked at. The loop
+reads the network's clock, which is the same but in tests.
+
+*What may block.* `pump` sleeps. `open_endpoint`, `expect_warm_up` and `open_export` may compile kernels and map memory,
+so no engine's thread gets there: see `is_handshaking`. `close` waits for a GPU, with a deadline. Nothing else waits.
+
+*What breaks if this is changed.* The loop reads rows by their addresses. So rows may grow and jobs may go only while
+their caller owns the lock, jobs stay until their row is over, and a send's endpoint is looked up before each run.
 """
 
 from __future__ import annotations
@@ -12,7 +33,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from kvconnector.datapath.base import DataEvent, DirectRead, Program, Report
+from kvconnector.datapath.base import DataEvent, DirectRead, EventQueue, Program
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
@@ -79,7 +100,7 @@ class DataPath:
             recv_pool=recv_slots,
             pace=pace,
         )
-        self._report = Report()
+        self._report = EventQueue()
         self._sends = Sends(
             transport,
             self.machine,
@@ -108,14 +129,18 @@ class DataPath:
         self._share = share
         self._are_copies_quick = device != "cpu"
         self._next_check_s = 0.0
-        self._is_meeting = False
+        self._is_handshaking = False
         self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "greeting" if self._is_handshaking else "open"
+        return f"<DataPath {state}, {self._sends!r}, {self._receives!r}, {self._reads!r}>"
 
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
     ) -> None:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
-        self._is_meeting = True
+        self._is_handshaking = True
         warm_up = self.machine.send_slots.pool.scratch(warm_up_bytes)
         self._sends.endpoints.open(link, transport_address, warm_up_tag, warm_up)
 
@@ -129,13 +154,13 @@ class DataPath:
 
     def send_probe(self, link: LinkId, probe: Probe) -> None:
         """Send the messages that a consumer worker measures by, unless it is lost."""
-        self._is_meeting = True
+        self._is_handshaking = True
         buffer = self.machine.send_slots.pool.scratch(probe.nbytes)
         self._sends.endpoints.probe(link, probe, buffer)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
-        self._is_meeting = True
+        self._is_handshaking = True
         warm_up = self.machine.recv_slots.pool.scratch(WARM_UP_BYTES)
         return self._receives.warm_ups.expect(link, warm_up)
 
@@ -206,18 +231,15 @@ class DataPath:
             self._share.board.retract(key)
 
     def open_export(self, link: LinkId, export: PoolExport) -> str:
-        """Reach a producer worker's pools, for direct reads at `link`. How they will be, in words for the
-        log. `endpoint` is the transport's to that worker, if there is one; it must outlive the open export.
+        """Reach a producer worker's pools for direct reads at `link`; returns how, in words for the log.
 
         Raises:
-            TransportError: why they cannot be reached, or why it would not be worth it.
+            TransportError: they cannot be reached.
         """
         return self._reads.open(link, export)
 
     def close_export(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
-        """Forget a producer worker's pools, and unmap them once no read of them is under way; call `then` after that.
-        Pools that are not open are forgotten at once.
-        """
+        """Forget a producer worker's pools; unmap them once no read of them is under way, and then call `then`."""
         self._reads.close(link, then)
 
     def order_after(self, event: object, requests: Requests | None = None) -> None:
@@ -237,8 +259,8 @@ class DataPath:
         if self._receives.waiting:
             self._receives.admit()
         now_s = self._clock()
-        is_met = self._is_meeting and self._is_warming_up()
-        if not self._report and (is_met or now_s >= self._next_check_s):
+        is_greeted = self._is_handshaking and self._is_warming_up()
+        if not self._report and (is_greeted or now_s >= self._next_check_s):
             self._check_peers(now_s)
         if not self._report:
             return []
@@ -251,10 +273,8 @@ class DataPath:
         return self._report.drain()
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
-        """Move chunks, without the GIL, until `step` has something to tell, one of `fds` is readable, a control message
-        waits in the transport, or time is over.
-
-        Returns at once if nothing is under way. A data path moves chunks here or in `step`.
+        """Move chunks, without the GIL, until `step` has something to return, one of `fds` is readable, a control
+        message waits in the transport, or `timeout_s` is over.
         """
         self._refresh()
         timeout_s = self._run_s(timeout_s)
@@ -263,9 +283,7 @@ class DataPath:
             self._copies.check_device()
 
     def notify(self) -> bool:
-        """There is something to do for who owns this data path. Whether it is awake, or woken by this, to see it. Any
-        thread may say so.
-        """
+        """Note that there is something to do for the owner. Returns True if the owner is awake or was woken."""
         return self.machine.notify()
 
     def clear_pending(self) -> None:
@@ -273,26 +291,34 @@ class DataPath:
         self.machine.lock.clear_pending()
 
     @property
-    def is_meeting(self) -> bool:
-        """Whether a peer is being met, which compiles and maps: nobody does that inline. Any thread may ask."""
-        return self._is_meeting
+    def is_handshaking(self) -> bool:
+        """Returns True while a peer is greeted, which may compile kernels and map memory: nobody does that inline."""
+        return self._is_handshaking
 
     def is_starved(self) -> bool:
-        """Whether the driver's thread waits in vain for the GIL, and nobody is in the loop."""
+        """Returns True if the driver's thread has waited long for the GIL, and nobody is in the loop."""
         return self.machine.is_starved
 
     def has_pending(self) -> bool:
-        """Whether inline progress would find something to do. Each call counts as a poll of the engine's thread."""
+        """Returns True if inline progress may find something to do. Each call counts as a poll of the engine's
+        thread.
+        """
         self.machine.note_poll()
-        if self._is_meeting:
+        if self._is_handshaking:
             return False
         lock = self.machine.lock
         # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
         return lock.has_pending or not lock.is_looping
 
     def try_acquire(self, limit_s: float) -> bool:
-        """Make the calling thread the owner of this data path and of all that its owner has, if the owner
-        sleeps in `pump` or waits for the GIL; decided within `limit_s`, which is microseconds. Any thread may try.
+        """Make the calling thread the owner of this data path and of all that its owner has, if the owner sleeps in
+        `pump` or waits for the GIL.
+
+        Args:
+            limit_s: how long to try, which is microseconds: the GIL is kept.
+
+        Returns:
+            True if it is the owner now.
         """
         return self.machine.try_acquire(limit_s)
 
@@ -304,7 +330,7 @@ class DataPath:
         return self.machine.lock.is_ours
 
     def poll_once(self) -> bool:
-        """Begin and notice what can be begun and noticed in microseconds. Whether there is something for `step`."""
+        """Begin and notice what takes microseconds. Returns True if `step` may have something to return."""
         if not self._are_copies_quick and self.machine.lock.is_looping:
             return False
         self._refresh()
@@ -324,14 +350,6 @@ class DataPath:
                 stack.callback(self.machine.lock.close)
                 stack.callback(self._transport.close)
                 stack.callback(self._release)
-
-    def abandon(self) -> None:
-        """As `close`, but the transport stays open for others, and keeps the memory that it still has to do with."""
-        if not self._closed:
-            self._closed = True
-            self._release()
-            for link in self._sends.endpoints.links():
-                self._sends.close_endpoint(link)
 
     def _release(self) -> None:
         # in reverse, and all of it even where a device has failed
@@ -360,15 +378,17 @@ class DataPath:
             return timeout_s
         if self._reads.is_waiting:
             return MAX_LEASE_RUN_S
-        is_met = self._is_meeting and self._is_warming_up()
-        if is_met or self.machine.network.is_control_arriving():
+        is_greeted = self._is_handshaking and self._is_warming_up()
+        if is_greeted or self.machine.network.is_control_arriving():
             return min(timeout_s, MAX_AWAITED_RUN_S)
         return min(timeout_s, MAX_RUN_S) if self.machine.is_active else timeout_s
 
     def _is_warming_up(self) -> bool:
-        """Whether a peer is still being met. For the owner alone; any thread may read what it found last."""
-        self._is_meeting = self._sends.endpoints.is_warming_up or self._receives.warm_ups.is_awaited
-        return self._is_meeting
+        """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""
+        self._is_handshaking = (
+            self._sends.endpoints.is_warming_up or self._receives.warm_ups.is_awaited
+        )
+        return self._is_handshaking
 
     def _check_peers(self, now_s: float) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""

@@ -132,6 +132,11 @@ class Slots:
         self.rows["address"] = [self.pool.address(slot) for slot in range(num_slots)]
         set_array(state, direction, self.rows)
 
+    def __repr__(self) -> str:
+        states = self._states.tolist()
+        detached = f", {states.count(r.DETACHED)} without memory" if r.DETACHED in states else ""
+        return f"<Slots {self.num_free} of {len(states)} free, {self.num_busy} busy{detached}>"
+
     @property
     def pool(self) -> SlotPool:
         """The memory. Only a worker with this direction is asked for it."""

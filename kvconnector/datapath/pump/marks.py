@@ -37,6 +37,11 @@ class Marks:
         self._turn = FREE_STREAM
         self._pending: list[_Mark] = []
 
+    def __repr__(self) -> str:
+        self._forget_passed()
+        pending = ", ".join(f"{mark.number} on stream {mark.stream}" for mark in self._pending)
+        return f"<Marks pending: {pending or 'none'}>"
+
     def add(self, requests: Requests | None) -> tuple[int, int]:
         """The stream that is to wait for a new mark, and the number that it sets behind it. `requests` are those whose
         blocks are used in front of the mark; None stands for all blocks.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.datapath.base import DirectRead, Program, Report
+from kvconnector.datapath.base import DirectRead, EventQueue, Program
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
@@ -67,7 +67,7 @@ class DirectReads:
     def __init__(
         self,
         machine: Machine,
-        report: Report,
+        report: EventQueue,
         *,
         is_enabled: bool,
         device: str,
@@ -138,6 +138,11 @@ class DirectReads:
         source.num_reads += 1
         self._waiting.append(_Read(asked, source, jobs, self._clock() + MAX_PATIENCE_S))
         self._begin_waiting()
+
+    def __repr__(self) -> str:
+        waiting = [read.read_id for read in self._waiting]
+        active = [read.read_id for read in self._active.values()]
+        return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
 
     @property
     def is_waiting(self) -> bool:

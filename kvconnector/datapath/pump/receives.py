@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import Program, Report, as_connector_error
+from kvconnector.datapath.base import EventQueue, Program, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -64,7 +64,7 @@ class Receives:
         self,
         transport: Transport,
         machine: Machine,
-        report: Report,
+        report: EventQueue,
         *,
         window: int,
         quarantine_s: float,
@@ -85,6 +85,11 @@ class Receives:
         self.promised: list[_Receive] = []
         """Those with slots that the machine does not have yet."""
         self.refusals = Refusals(logger)
+
+    def __repr__(self) -> str:
+        waiting = [receive.read_id for receive in self.waiting]
+        active = [read_id for read_id in self._receives if read_id not in waiting]
+        return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
     def submit(self, read_id: int, program: Program) -> None:
         """See `DataPath.submit_receive`."""

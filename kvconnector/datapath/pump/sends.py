@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvconnector.datapath.base import Program, Report, as_connector_error
+from kvconnector.datapath.base import EventQueue, Program, as_connector_error
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -49,7 +49,7 @@ class Sends:
         self,
         transport: Transport,
         machine: Machine,
-        events: Report,
+        events: EventQueue,
         *,
         quarantine_s: float,
         on_gpu: bool = False,
@@ -66,6 +66,9 @@ class Sends:
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
         self.has_sent = False
+
+    def __repr__(self) -> str:
+        return f"<Sends active {[send.read_id for send in self._sends.values()]}, {self._slots!r}>"
 
     def close_endpoint(self, link: LinkId) -> None:
         """See `DataPath.close_endpoint`."""

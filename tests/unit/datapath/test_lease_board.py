@@ -60,6 +60,7 @@ def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
     assert all(board.publish(key, 1) for key in keys[:-1])
     assert not board.publish(keys[-1], 1)
     assert not is_found(board, keys[-1], 1)
+    assert repr(board) == f"<LeaseBoard of 2 buckets, {ENTRIES_PER_BUCKET} leases>"
     assert board.publish(key_of(0, bucket=1), 1)
     board.retract(keys[3])
     assert board.publish(keys[-1], 1)

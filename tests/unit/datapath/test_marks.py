@@ -42,3 +42,5 @@ def test_copies_wait_for_the_last_mark_of_their_request_and_for_no_other(steps):
                 if held is None or any(is_in(value, whole) for whole in held)
             ]
             assert marks.stream_of(value) == (own[-1] if own else FREE_STREAM)
+        named = ", ".join(f"{number} on stream {stream}" for stream, number, _ in pending)
+        assert repr(marks) == f"<Marks pending: {named or 'none'}>"

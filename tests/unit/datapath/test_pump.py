@@ -75,6 +75,28 @@ def test_more_sends_at_once_than_there_are_rows_for_at_first(make_pair):
     np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
 
 
+def test_a_data_path_names_its_reads_and_slots(make_pair):
+    pair = make_pair(num_slots=3)
+    _, _, _, receive = both_programs(pair, range(48), **SMALL)
+    for read in (1, 2):
+        pair.d.path.submit_receive(read, receive)
+    pair.until(lambda: not pair.p.path.is_handshaking)
+    no_reads, free = (
+        "<DirectReads of 0 peers, active [], waiting []>",
+        "<Slots 3 of 3 free, 0 busy>",
+    )
+    assert repr(pair.p.path) == (
+        f"<DataPath open, <Sends active [], {free}>,"
+        f" <Receives active [], waiting for slots [], {free}>, {no_reads}>"
+    )
+    assert repr(pair.d.path) == (
+        f"<DataPath open, <Sends active [], {free}>,"
+        f" <Receives active [1], waiting for slots [2], <Slots 0 of 3 free, 3 busy>>, {no_reads}>"
+    )
+    pair.d.path.close()
+    assert "DataPath closed" in repr(pair.d.path)
+
+
 def test_the_first_chunk_is_sent_at_once(make_pair):
     pair = make_pair()
     _, _, send, receive = both_programs(pair, range(48), **SMALL)
