@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(3970),
+    "kvconnector/bench": Size(4050),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(1800),
+    "kvconnector/cli": Size(2070),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4660, target=4050),
     "kvconnector/integrations": Size(2860, target=2810),
@@ -69,7 +69,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit": Size(1600),
     "tests/unit/bench": Size(740),
     "tests/unit/cache": Size(1220),
-    "tests/unit/cli": Size(680),
+    "tests/unit/cli": Size(930),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1490),
@@ -79,10 +79,10 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(5800, target=5360),
-    ("kvconnector",): Size(31220, target=27400),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
+    ("kvconnector",): Size(31700, target=27400),
     ("kernels",): Size(4200, target=3650),
-    ("tests",): Size(28520, target=24800),
+    ("tests",): Size(28800, target=24800),
 }
 
 

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from kvconnector.cache.specs import DType
+from kvconnector.cache.specs import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    DType,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
+from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -24,8 +34,48 @@ Layout = Literal["HND", "NHD"]
 Count = Annotated[int, Meta(ge=1)]
 
 
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers of a model that cache alike. `spec` is what one of them caches on all ranks together, a token of it where
+    it keeps tokens. Cross-attention keeps `encoder_tokens`, whatever the prompt; 0: as many as the prompt has.
+    """
+
+    kind: str
+    layers: tuple[int, ...]
+    spec: AttentionSpec | MambaSpec
+    encoder_tokens: int = 0
+
+    def missing(self, tokens: range) -> range:
+        """What these layers lack of a prompt's tokens before the next one can be computed."""
+        if isinstance(self.spec, CrossAttentionSpec):
+            return range(self.encoder_tokens or tokens.stop)
+        keeps: Retention = KeepsAll()
+        if isinstance(self.spec, MambaSpec):
+            keeps = KeepsState()
+        elif isinstance(self.spec, SlidingWindowSpec):
+            keeps = KeepsWindow(self.spec.sliding_window)
+        elif isinstance(self.spec, ChunkedLocalAttentionSpec):
+            keeps = KeepsChunk(self.spec.attention_chunk_size)
+        return keeps.missing(tokens.start, tokens.stop)
+
+    @property
+    def parts(self) -> tuple[tuple[str, int, int, int], ...]:
+        """Of each part its name, heads (of a state what tensor parallelism cuts), elements of a head, and item size."""
+        spec = self.spec
+        if isinstance(spec, MambaSpec):
+            return tuple(
+                (f"state{number}", shape[0], prod(shape[1:]), dtype.item_size_bytes)
+                for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
+            )
+        names = ("latent",) if spec.use_mla else ("k", "v")
+        sizes = (spec.num_kv_heads, spec.head_size, spec.dtype.item_size_bytes)
+        return tuple((name, *sizes) for name in names)
+
+
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as its KV cache sees it. An MLA model has one part, the latent, with one head of `head_dim` elements."""
+    """A model as its KV cache sees it. An MLA model has one part, the latent, with one head of `head_dim` elements.
+
+    Layers that do not all keep every token are in `groups`; the heads are those of its attention then.
+    """
 
     name: str
     num_layers: int
@@ -33,6 +83,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str = "bfloat16"
     is_mla: bool = False
+    groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "num_kv_heads", "head_dim"):
@@ -147,33 +198,61 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
     """What one rank of such an engine holds. Raises GeometryError: fewer layers than pipeline stages."""
-    heads = TpKVTopology.heads_of(
-        model.num_kv_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=shape.dcp
-    )
-    counts = {"2": len(model.part_names), "H": len(heads), "N": shape.block, "D": model.head_dim}
-    flat = {axis for axis, count in counts.items() if count == 1}
-    parts = tuple(
-        PartGeometry(
+    stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
+    sizes = (model.num_kv_heads, model.head_dim, model.item_size_bytes)
+    whole = tuple((name, *sizes) for name in model.part_names)
+    groups = [
+        _group_geometry(
+            shape,
+            rank,
+            tuple(layer for layer in group.layers if layer in stage),
+            parts=group.parts,
+            block_size=1 if isinstance(group.spec, MambaSpec) else shape.block,
+            # ranks share the tokens only of layers that keep all of them
+            dcp_size=shape.dcp if isinstance(group.spec, FullAttentionSpec) else 1,
+        )
+        for group in model.groups
+    ] or [
+        _group_geometry(
+            shape, rank, tuple(stage), parts=whole, block_size=shape.block, dcp_size=shape.dcp
+        )
+    ]
+    return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=tuple(groups))
+
+
+def _group_geometry(
+    shape: EngineShape,
+    rank: Rank,
+    layers: tuple[int, ...],
+    *,
+    parts: tuple[tuple[str, int, int, int], ...],
+    block_size: int,
+    dcp_size: int,
+) -> GroupGeometry:
+    def part(name: str, total_heads: int, head_dim: int, item_size_bytes: int) -> PartGeometry:
+        heads = TpKVTopology.heads_of(
+            total_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=dcp_size
+        )
+        counts = {"2": len(parts), "H": len(heads), "N": block_size, "D": head_dim}
+        flat = {axis for axis, count in counts.items() if count == 1}
+        return PartGeometry(
             name=name,
-            total_heads=model.num_kv_heads,
+            total_heads=total_heads,
             head_start=heads.start,
             head_stop=heads.stop,
-            head_dim=model.head_dim,
-            item_size_bytes=model.item_size_bytes,
+            head_dim=head_dim,
+            item_size_bytes=item_size_bytes,
             memory_order="".join(axis for axis in f"2B{shape.layout}" if axis not in flat),
         )
-        for name in model.part_names
+
+    return GroupGeometry(
+        block_size=block_size,
+        layers=layers,
+        parts=tuple(part(*sizes) for sizes in parts),
+        dcp_size=dcp_size,
+        dcp_rank=rank.tp_rank % dcp_size,
+        interleave_tokens=shape.interleave if dcp_size > 1 else 1,
     )
-    layers = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
-    group = GroupGeometry(
-        block_size=shape.block,
-        layers=tuple(layers),
-        parts=parts,
-        dcp_size=shape.dcp,
-        dcp_rank=rank.tp_rank % shape.dcp,
-        interleave_tokens=shape.interleave,
-    )
-    return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=(group,))
 
 
 def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> EngineGeometry:

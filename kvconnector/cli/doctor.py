@@ -24,7 +24,7 @@ from kvconnector.cli.doctor_peer import examine_peer
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import AUTO, UcxLibrary, load_library
@@ -100,6 +100,12 @@ def doctor(
 
 def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeometry:
     shape = named_model(model)
+    if shape.groups:
+        raise ConfigError(
+            "engines group the layers of such a model in ways of their own: compare them without --model",
+            model=shape.name,
+            kinds=[group.kind for group in shape.groups],
+        )
     shape = msgspec.structs.replace(shape, name=name, dtype=dtype or shape.dtype)
     return engine_geometry(shape, EngineShape.parse(decode), "here")
 

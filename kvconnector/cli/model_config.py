@@ -8,9 +8,15 @@ from typing import Any
 import msgspec
 
 from kvconnector.bench.shapes import ModelShape
+from kvconnector.cache.specs import DType
+from kvconnector.cli.model_layers import Attention, layer_groups
 from kvconnector.errors import ConfigError
 
-_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+DEFAULTS = {
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "t5": {"num_layers": 6, "num_heads": 8, "d_kv": 64},
+}
+"""What transformers takes for fields that a configuration of this `model_type` leaves out."""
 
 
 def named_model(name: str) -> ModelShape:
@@ -24,17 +30,13 @@ def read_model_config(path: Path) -> ModelShape:
 
     Keys are those of Hugging Face transformers; a multimodal model's are in its `text_config`. A `kv_lora_rank` means
     MLA: one latent of that many elements and `qk_rope_head_dim` more. Raises ConfigError: the file cannot be read,
-    lacks a number, or describes layers that keep a recurrent state.
+    lacks a number, or describes layers of a kind that is not known.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read_object(file)
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config
-    others = sorted({str(kind) for kind in text.get("layer_types") or ()} - _ATTENTION)
-    if others:
-        raise ConfigError(
-            "only layers with keys and values can be planned", path=str(file), layer_types=others
-        )
+    text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
 
     def number(*names: str) -> int:
         found = {name: text[name] for name in names if text.get(name) is not None}
@@ -49,15 +51,20 @@ def read_model_config(path: Path) -> ModelShape:
         )
 
     dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
-    num_layers = number("num_hidden_layers", "n_layer")
+    # of an encoder-decoder model the decoder's, which alone caches
+    decoder = ("decoder_layers", "num_decoder_layers") if text.get("is_encoder_decoder") else ()
+    num_layers = number(*decoder, "num_hidden_layers", "n_layer", "num_layers")
     is_mla = text.get("kv_lora_rank") is not None
-    heads = 1 if is_mla else number("num_key_value_heads", "num_attention_heads", "n_head")
+    all_heads = ("decoder_attention_heads", "num_attention_heads", "n_head", "num_heads")
     if is_mla:
-        head_dim = number("kv_lora_rank") + number("qk_rope_head_dim")
-    elif text.get("head_dim") is not None:
-        head_dim = number("head_dim")
+        heads, head_dim = 1, number("kv_lora_rank") + number("qk_rope_head_dim")
     else:
-        head_dim = number("hidden_size", "n_embd") // number("num_attention_heads", "n_head")
+        heads = number("num_key_value_heads", *all_heads)
+        own = next((name for name in ("head_dim", "d_kv") if text.get(name) is not None), None)
+        head_dim = (
+            number(own) if own else number("hidden_size", "n_embd", "d_model") // number(*all_heads)
+        )
+    attention = Attention(heads, head_dim, DType(str(dtype)), use_mla=is_mla)
     return ModelShape(
         name=str(config.get("_name_or_path") or config.get("model_type") or file.parent.name),
         num_layers=num_layers,
@@ -65,6 +72,7 @@ def read_model_config(path: Path) -> ModelShape:
         head_dim=head_dim,
         dtype=str(dtype),
         is_mla=is_mla,
+        groups=layer_groups(text, num_layers, attention, number, str(file)),
     )
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+import numpy as np
 import typer
 from rich.table import Table
 
@@ -27,8 +30,10 @@ from kvconnector.topology import EngineGeometry, TpKVTopology
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one consumer rank reads from one producer rank. Intervals are half open, layers and heads global. A
-    stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
+    """All that one consumer rank reads from one producer rank, or of layers of one `kind` where a model has several.
+
+    Intervals are half open, layers and heads global; the heads of a state are what tensor parallelism cuts. A stripe
+    `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
     """
 
     consumer: str
@@ -40,6 +45,7 @@ class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     chunks: int
     largest_chunk_bytes: int
     bytes: int
+    kind: str = ""
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,16 +123,11 @@ def plan(
         raise ConfigError(
             "tokens must be positive and start not negative", tokens=tokens, start=start
         )
-    if mla:
-        kv_heads = kv_heads or 1
-    plain = ModelShape(name="custom", num_layers=32, num_kv_heads=8, head_dim=128)
     asked = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    if mla:
+        asked |= {"num_kv_heads": kv_heads or 1, "is_mla": True}
     report = build_report(
-        msgspec.structs.replace(
-            plain if model is None else named_model(model),
-            **{name: value for name, value in asked.items() if value is not None},
-            **({"is_mla": True} if mla else {}),
-        ),
+        _asked_model(model, {name: value for name, value in asked.items() if value is not None}),
         EngineShape.parse(prefill),
         EngineShape.parse(decode),
         range(start, start + tokens),
@@ -139,6 +140,19 @@ def plan(
         print_json(report)
     else:
         _print(report)
+
+
+def _asked_model(name: str | None, changes: dict[str, Any]) -> ModelShape:
+    plain = ModelShape(name="custom", num_layers=32, num_kv_heads=8, head_dim=128)
+    model = plain if name is None else named_model(name)
+    if model.groups and changes:
+        raise ConfigError(
+            "a model with several kinds of layers is planned as its configuration describes it",
+            model=model.name,
+            kinds=[group.kind for group in model.groups],
+            given=sorted(changes),
+        )
+    return msgspec.structs.replace(model, **changes)
 
 
 def build_report(
@@ -156,13 +170,17 @@ def build_report(
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
-    reads, released = [], {}
+    ranges = [group.missing(tokens) for group in model.groups] or [tokens]
+    kinds = [group.kind for group in model.groups] or [""]
+    reads: list[ReadRow] = []
+    released = {}
     for number, rank in enumerate(decode.ranks):
         # two engines without a name of their own: ranks read the replicas from the first on
         topology = TpKVTopology(consumer, rank, replica_index=number)
-        planned = plan_transfer(topology, producer, [tokens], chunk_bytes=chunk_bytes)
+        planned = plan_transfer(topology, producer, ranges, chunk_bytes=chunk_bytes)
         name = str(rank)
-        reads += [_row(name, read, tokens) for read in planned]
+        for read in planned:
+            reads += _rows(name, read, ranges, kinds)
         released[name] = [str(each) for each in topology.holders(producer)]
     producers = _rank_rows(producer, reads, "producer")
     consumers = _rank_rows(consumer, reads, "consumer")
@@ -195,8 +213,10 @@ def _rank_rows(
     replicas = Counter(rank.groups for rank in engine.ranks)
     rows = []
     for rank in engine.ranks:
-        group, part = rank.groups[0], rank.groups[0].parts[0]
-        holds = f"layers {_intervals([(group.layers[0], group.layers[-1] + 1)])}"
+        held = [group for group in rank.groups if group.layers] or rank.groups[:1]
+        layers = sorted({layer for group in held for layer in group.layers})
+        group, part = held[0], held[0].parts[0]
+        holds = f"layers {_intervals(_runs(layers))}"
         holds += f", heads {_intervals([(part.head_start, part.head_stop)])}"
         if group.dcp_size > 1:
             holds += f", share {group.dcp_rank + 1} of {group.dcp_size}"
@@ -207,37 +227,57 @@ def _rank_rows(
     return rows
 
 
-def _row(consumer: str, read: SourceRead, tokens: range) -> ReadRow:
-    stripes = {segment.stripe for segment in read.segments}
-    return ReadRow(
-        consumer=consumer,
-        producer=str(read.source),
-        layers=sorted({(each.layers[0], each.layers[-1] + 1) for each in read.segments}),
-        heads=sorted({(each.head_start, each.head_stop) for each in read.segments}),
-        tokens=(tokens.start, tokens.stop),
-        stripes=sorted((each.first, each.run, each.period) for each in stripes),
-        chunks=len(read.chunks),
-        largest_chunk_bytes=int(read.chunk_nbytes.max()),
-        bytes=read.total_bytes,
-    )
+def _rows(
+    consumer: str, read: SourceRead, ranges: Sequence[range], kinds: Sequence[str]
+) -> Iterator[ReadRow]:
+    """One row for each cache group of which something is read."""
+    group_of = np.array([segment.group for segment in read.segments])
+    of_chunk, nbytes = group_of[read.chunks["segment"]], read.chunk_nbytes
+    for index, (tokens, kind) in enumerate(zip(ranges, kinds, strict=True)):
+        own = nbytes[of_chunk == index]
+        if not own.size:
+            continue
+        segments = [segment for segment in read.segments if segment.group == index]
+        stripes = {segment.stripe for segment in segments}
+        yield ReadRow(
+            consumer=consumer,
+            producer=str(read.source),
+            layers=_runs(sorted({layer for segment in segments for layer in segment.layers})),
+            heads=sorted({(each.head_start, each.head_stop) for each in segments}),
+            tokens=(tokens.start, tokens.stop),
+            stripes=sorted((each.first, each.run, each.period) for each in stripes),
+            chunks=len(own),
+            largest_chunk_bytes=int(own.max()),
+            bytes=int(own.sum()),
+            kind=kind,
+        )
+
+
+def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
+    """Half open intervals of ascending numbers."""
+    edges = [0, *(at for at in range(1, len(values)) if values[at] != values[at - 1] + 1)]
+    return [(values[a], values[b - 1] + 1) for a, b in pairwise([*edges, len(values)]) if a < b]
 
 
 def _print(report: PlanReport) -> None:
     model = report.model
     cache = "MLA latent" if model.is_mla else f"{model.num_kv_heads} KV heads"
+    kinds = "".join(f"; {len(each.layers)} {each.kind}" for each in model.groups)
     console = terminal()
     console.print(
-        f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype};"
+        f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"
         f" prefill {_ranks(report.prefill)}, decode {_ranks(report.decode)} (tp x pp)"
     )
     replicated = f"; replicated in {' and '.join(report.replicated)}" if report.replicated else ""
     console.print(f"decode over prefill: {report.summary}{replicated}")
     figures = right_aligned("chunks", "largest", "bytes")
-    table = Table("consumer", "reads from", "layers", "heads", "tokens", *figures)
+    kind = ["kind"] if model.groups else []
+    table = Table("consumer", "reads from", *kind, "layers", "heads", "tokens", *figures)
     for row in report.reads:
         table.add_row(
             row.consumer,
             row.producer,
+            *([row.kind] if model.groups else []),
             _intervals(row.layers),
             _intervals(row.heads),
             _tokens(row),

@@ -53,7 +53,12 @@ def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_p
     [
         ({}, "num_hidden_layers"),
         ([], "JSON object"),
-        ({**LLAMA_70B, "layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({**LLAMA_70B, "layer_types": ["linear_attention"] * 80}, "linear_key_head_dim"),
+        ({**LLAMA_70B, "layer_types": ["conv", "full_attention"] * 40}, "unknown=['conv']"),
+        ({**LLAMA_70B, "layer_types": ["full_attention"] * 79}, "named=79, layers=80"),
+        ({**LLAMA_70B, "mamba_d_state": 16}, "fields=['mamba_d_state']"),
+        ({**DEEPSEEK, "index_topk": 2048}, "fields=['index_topk']"),
+        ({**LLAMA_70B, "sliding_window": -1}, "sliding_window"),
         ({**LLAMA_70B, "torch_dtype": "complex64"}, "complex64"),
         ({**LLAMA_70B, "num_key_value_heads": -8}, "num_key_value_heads"),
     ],
