@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,8 @@ from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.executor import Executor, hello_of
+from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.tagged_control import TaggedControl
 from kvconnector.runtime.traces import Traces
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.topology import EngineGeometry
@@ -60,26 +61,31 @@ def build_driver(
             stream=config.stream,
         )
 
-    def executor(driver: Driver) -> Executor:
-        return Executor(
-            driver,
-            outbox=outbox,
-            pools=pools,
-            hello=hello_of(engine, rank, incarnation, config, transport),
-            transport=transport,
-            security=security_of(config),
-            traces=Traces(config.slow_load_s),
-        )
-
+    events: deque[object] = deque()
+    links = Links(
+        control,
+        transport,
+        max_message_bytes=config.control.max_message_bytes,
+        over_ucx=config.control.over_ucx,
+        report=events.append,
+    )
+    executor = Executor(
+        links,
+        datapath,
+        outbox=outbox,
+        pools=pools,
+        hello=hello_of(engine, rank, incarnation, config, transport),
+        transport=transport,
+        security=security_of(config),
+        traces=Traces(config.slow_load_s),
+        report=events.append,
+        clock=clock,
+    )
     return Driver(
-        control=control,
-        tagged=TaggedControl(
-            transport,
-            max_message_bytes=config.control.max_message_bytes,
-            enabled=config.control.over_ucx,
-        ),
+        links=links,
         datapath=datapath,
-        executor=executor,
+        actions=executor.actions(),
+        events=events,
         producer=producer,
         consumer=consumer,
         intake=intake,

@@ -47,6 +47,10 @@ class DirectoryService:
         name = f"kvconnector-{self._engine_id}-directory"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
+    def __repr__(self) -> str:
+        state = "stopping" if self._stopping.is_set() else "answering"
+        return f"<DirectoryService {self._engine_id} at {self.address}, {state}>"
+
     def start(self) -> DirectoryService:
         """Begin to answer."""
         self._thread.start()

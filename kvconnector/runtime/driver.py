@@ -1,32 +1,51 @@
-"""The driver: the one loop of a worker. It owns the sockets, the data path and the sessions, and nothing else does.
+"""The driver: the one loop of a worker. It owns the links, the data path and the sessions, and nothing else does.
 
-Each turn waits for something to happen, tells the sessions, and carries out what they command. The engine's thread
-leaves steps in an inbox and takes results from an outbox. While the driver's own thread sleeps, or waits for the GIL,
-the engine's may make progress inline: that saves waking one thread and then the other.
+Theory of operation
+-------------------
+One turn: wait in the data path until something happens; take what came (control messages over the transport, the data
+path's events, the control channel, the engine's orders); give each to the sessions; carry out what they command; send
+each peer what is to be said, as one batch. Sessions are pure: they see events and the time, and answer with commands.
+What follows from a command comes back as an event of the same turn, until nothing moves.
+
+Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
+`kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
+`progress_inline`, while the former sleeps or waits for the GIL. `submit` and all else here are for the owner alone, but
+for `in_flight`, which reads what others may change and copies before it looks. Orders come by `intake`, results leave
+by the outbox.
+
+Clock. `clock` is asked once for each event, and the sessions' deadlines are by it. Time alone is an event, `Tick`,
+which comes when the first deadline has passed; a turn never sleeps beyond that.
+
+What may block. Only `DataPath.pump` sleeps, without the GIL. Commands in `_SLOW` take long (they map a peer's memory,
+compile kernels, open endpoints): an engine's thread stops before the first of them and leaves it, and all after it, to
+the driver's thread, so order is kept. A turn handles events and commands for `MAX_WORK_S` at most, then passes through
+the data path, which lets go of the GIL; a peer that sends without end is not read beyond `MAX_QUEUED_EVENTS`.
+
+Order. What a peer has sent counts before its loss: messages over the transport are taken before the control channel is
+asked, and again before a disconnection is believed. Events are handled in the order of their arrival; commands of one
+event before the next event. A `CloseLink` is carried out after what its session said before.
+
+What breaks if this changes: a second caller at a time corrupts everything here; a command that waits stops all
+transfers of the worker, and the engine where it is inline; an event given to the sessions beside the queue may overtake
+one that a session relies on; a session's exception must leave its state as it was, since the driver goes on.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
-from itertools import count
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
-from kvconnector.control.refusals import Refusals
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
-from kvconnector.runtime.executor import Executor
-from kvconnector.runtime.outgoing import Outgoing
-from kvconnector.runtime.tagged_control import TaggedControl
+from kvconnector.runtime.links import Link, Links
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.trace import HoldTrace
-from kvconnector.wire import decode_batch, encode
+from kvconnector.wire import decode_batch
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -46,74 +65,41 @@ MAX_SLEEP_S = 0.5
 """A transport may notice some losses only when it is looked at."""
 
 
-class Links:
-    """Which control connection is which session link. Sessions number the links they open from 1; links that peers
-    open get negative numbers. `mappers` are consumers that may have mapped this worker's CUDA memory, by name;
-    `outgoing` is what a turn has to say, and ends up at `send(link, payload)`.
-    """
-
-    def __init__(self, send: Callable[[LinkId, bytes], None]) -> None:
-        self.outgoing = Outgoing(send)
-        self.by_handle: dict[PeerHandle, LinkId] = {}
-        self.by_link: dict[LinkId, PeerHandle] = {}
-        self.mappers: dict[LinkId, str] = {}
-        self._incoming = count(1)
-
-    def add(self, link: LinkId, handle: PeerHandle) -> None:
-        """A connection that a session opened."""
-        self.by_handle[handle] = link
-        self.by_link[link] = handle
-
-    def of_incoming(self, handle: PeerHandle) -> LinkId:
-        """The link of a connection on which a message came."""
-        if handle not in self.by_handle:
-            self.add(LinkId(-next(self._incoming)), handle)
-        return self.by_handle[handle]
-
-    def remove(self, link: LinkId) -> PeerHandle | None:
-        """Forget a link; its connection, if it had one."""
-        self.outgoing.forget(link)
-        self.mappers.pop(link, None)
-        handle = self.by_link.pop(link, None)
-        if handle is not None:
-            del self.by_handle[handle]
-        return handle
-
-
 class Driver:
     """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
 
-    `producer` or `consumer` is None where the worker has only the other role. `intake` is called in every turn, once
-    the wait is over: it submits what the engine's thread has left.
+    `actions` carry out each kind of command; what follows of it they put into `events`. `producer` or `consumer` is
+    None where the worker has only the other role. `intake` is called in every turn, once the wait is over: it submits
+    what the engine's thread has left.
     """
 
     def __init__(
         self,
         *,
-        control: ControlChannel,
-        tagged: TaggedControl,
+        links: Links,
         datapath: DataPath,
-        executor: Callable[[Driver], Executor],
+        actions: Mapping[type, Callable[[Any], None]],
+        events: deque[object],
         producer: ProducerSession | None,
         consumer: ConsumerSession | None,
         intake: Callable[[Driver], None],
         clock: Callable[[], float],
     ) -> None:
-        self.control = control
-        self.tagged = tagged
+        self.links = links
         self.datapath = datapath
-        self.links = Links(self._post)
         self.producer = producer
         self.consumer = consumer
         self.clock = clock
-        self.refusals = Refusals(logger)
-        self._events: deque[object] = deque()
+        self._events = events
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
         self._late_at = 0.0
-        self._dropped: set[PeerHandle] = set()
-        self._actions = executor(self).actions()
+        self._actions = actions
         self._intake = intake
+
+    def __repr__(self) -> str:
+        queued = f"{len(self._events)} events, {len(self._commands)} commands"
+        return f"<Driver {queued}, {self.links!r}>"
 
     def submit(self, *events: object) -> None:
         """Queue events for the sessions; they are handled in this turn, in order."""
@@ -133,7 +119,7 @@ class Driver:
         inline, the rest is left for the next turn.
         """
         self._is_enough = is_enough or _never
-        self.datapath.pump(self._pump_s(timeout_s), self.control.filenos())
+        self.datapath.pump(self._pump_s(timeout_s), self.links.control.filenos())
         self._late_at = self.clock() + MAX_WORK_S
         self._look()
 
@@ -161,21 +147,16 @@ class Driver:
         """Take what is there, and handle it."""
         # before all else: a peer waits for what comes of a message, and what a peer has sent counts before its loss
         if len(self._events) < MAX_QUEUED_EVENTS:
-            self._take_tagged()
+            for link, payload in self.links.receive():
+                self._take_messages(link, payload)
         self._events.extend(self.datapath.step())
         if not (self._carry_out(inline) or self._is_late()):
             return
         self.datapath.clear_pending()
-        self._dropped.clear()
-        for arrival in self.control.poll(0.0):
-            if arrival.handle in self._dropped:
-                continue  # it came before we gave the connection up in this turn
-            if isinstance(arrival, Received):
-                self._on_message(arrival)
-            else:
-                # what the peer said before it left may still wait in the transport
-                self._take_tagged(progress=True)
-                self._on_disconnect(arrival)
+        for link, payload, is_proved in self.links.poll():
+            messages = self._take_messages(link, payload)
+            if is_proved:
+                self._greet(link, messages)
         self._intake(self)
         self.work(inline=inline)
 
@@ -220,43 +201,11 @@ class Driver:
                 return False
         return True
 
-    def say_goodbye(self) -> None:
-        """Tell the consumers that this worker leaves in order. Each lets go of its pools, then disconnects: until then
-        it is one of `links.mappers`. Producers see this worker disconnect, for which it need not wait for them.
-        """
-        goodbye = encode(m.Bye(text="the worker is closing"))
-        for link in list(self.links.by_link):
-            if link < 0:
-                self.links.outgoing.add(link, goodbye)
-        self.links.outgoing.flush()
-
-    def _post(self, link: LinkId, payload: bytes) -> None:
-        """Send a message, or a batch, by the way that the link's messages take by now."""
-        handle = self.links.by_link.get(link)
-        if handle is None:
-            return  # the link was lost: the sessions know, or will
-        try:
-            if not self.tagged.send(link, payload):
-                self.control.send(handle, payload)
-        except KVConnectorError as error:
-            self.drop_link(link, error)
-
-    def disconnect(self, link: LinkId) -> None:
-        """Forget a link, and end its connection, if it has one."""
-        handle = self._forget(link)
-        if handle is not None:
-            self.control.disconnect(handle)
-            self._dropped.add(handle)
-
-    def _forget(self, link: LinkId) -> PeerHandle | None:
-        self.tagged.remove(link)
-        return self.links.remove(link)
-
     def _pump_s(self, timeout_s: float) -> float:
         """How long to stay in the data path: what the control channel does not show is asked for soon."""
-        if self._events or self._commands or self.tagged.has_more:
+        if self._events or self._commands or self.links.has_more:
             return 0.0
-        timeout_s = min(timeout_s, MAX_SLEEP_S if self.control.is_settled else BUSY_PUMP_S)
+        timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
         deadline = self._next_deadline()
         return timeout_s if deadline is None else min(timeout_s, max(0.0, deadline - self.clock()))
 
@@ -266,80 +215,35 @@ class Driver:
         deadlines = [session.next_deadline() for session in sessions]
         return min((at for at in deadlines if at is not None), default=None)
 
-    def peer_of(self, link: LinkId) -> str:
-        """The address of the peer at a link, for texts."""
-        handle = self.links.by_link.get(link)
-        return "a lost peer" if handle is None else self.control.peer_of(handle)
-
-    def _on_message(self, arrival: Received) -> None:
-        link = self.links.of_incoming(arrival.handle)
-        for message in self._take_messages(link, arrival.payload):
+    def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
+        """Take what greetings say beside what sessions see, from a channel that has proved who the peer is."""
+        for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
-                # this way only: the control channel has proved who the peer is
-                self.tagged.set_peer_inbox(link, message.control)
+                self.links.set_peer_inbox(link, message.control)
             if isinstance(message, m.Hello) and _is_cuda(self.datapath.export()):
-                name = f"{message.geometry.engine_id} rank ({message.pp_rank}, {message.tp_rank})"
-                self.links.mappers[link] = name
+                rank = f"({message.pp_rank}, {message.tp_rank})"
+                link.consumer = f"{message.geometry.engine_id} rank {rank}"
 
-    def _take_tagged(self, *, progress: bool = False) -> None:
-        for link, content in self.tagged.receive(progress=progress):
-            if link not in self.links.by_link:
-                continue  # the link ended with a message before this one
-            if isinstance(content, bytes):
-                self._take_messages(link, content)
-            else:
-                self.drop_link(link, content)
-
-    def _take_messages(self, link: LinkId, payload: bytes) -> tuple[m.Message, ...]:
-        """Queue what a peer has said for the sessions; it, unless that ended the link."""
+    def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
+        """Queue what a peer has said for the sessions. Returns it, unless that ended the link."""
         try:
             messages = decode_batch(payload)
-            events = [ev.event_of(link, message) for message in messages]
+            events = [ev.event_of(link.number, message) for message in messages]
         except KVConnectorError as error:
-            self.drop_link(link, error)
+            self.links.lose(link, error)
             return ()
         if self.producer is not None:
-            self.producer.heard(link, self.clock())
+            self.producer.heard(link.number, self.clock())
         for message, event in zip(messages, events, strict=True):
             if isinstance(message, m.Heartbeat) and not message.maps_pools:
-                self.links.mappers.pop(link, None)  # it could not, or did not want to
+                link.consumer = ""  # it could not map them, or did not want to
             if event is not None:
                 self._events.append(event)
             elif isinstance(message, m.Bye):
                 left = PeerLostError(f"the peer said goodbye: {message.text}")
-                self.drop_link(link, left, has_left=True)
+                self.links.lose(link, left, has_left=True)
                 return ()
         return messages
-
-    def _on_disconnect(self, arrival: Disconnected) -> None:
-        link = self.links.by_handle.get(arrival.handle)
-        if link is not None:
-            self._forget(link)
-            self.submit(ev.LinkLost(link, arrival.error))
-
-    def drop_link(self, link: LinkId, error: KVConnectorError, *, has_left: bool = False) -> None:
-        """End a connection whose peer misbehaved, was lost, or `has_left` with a goodbye, and tell the sessions. One
-        that a session opened ends with its `CloseLink`, after whatever else that ends.
-        """
-        reason, peer = type(error).__name__, self.peer_of(link)
-        if not isinstance(error, PeerLostError):
-            self.refusals.note(f"{peer}'s connection", reason, error)
-        else:
-            self.refusals.counts[reason] += 1
-            if has_left or link > 0:  # the loads that fail say why
-                logger.debug("%s is lost: %s", peer, error)
-            else:
-                self.refusals.warn(peer, f"the connection to {peer} is given up: {error}")
-        handle = self.links.by_link.get(link)
-        if handle is not None and link > 0:
-            self._dropped.add(handle)
-        elif handle is not None:
-            if not has_left:
-                # over ZMQ, which outlives what was lost: only the side that connected can close a connection
-                with suppress(KVConnectorError):
-                    self.control.send(handle, encode(m.Bye(text=error.statement[:4096])))
-            self.disconnect(link)
-        self.submit(ev.LinkLost(link, error))
 
     def _handle(self, event: object) -> None:
         """Tell the sessions that the event is for, and queue what they command."""
@@ -358,8 +262,10 @@ class Driver:
 
     def _refuse(self, event: object, link: LinkId | None, error: KVConnectorError) -> None:
         """The engine's mistake, a peer's message at the wrong time, or a bug: nothing changed, the rest goes on."""
-        peer = "this engine" if link is None else self.peer_of(link)
-        self.refusals.note(f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error)
+        peer = "this engine" if link is None else self.links.peer_of(link)
+        self.links.refusals.note(
+            f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
+        )
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
             self._commands.append(cmd.FinishLoad(event.request_id, error))

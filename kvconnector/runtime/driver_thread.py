@@ -1,4 +1,38 @@
-"""The thread that runs a worker's driver, and the engine's thread where it makes progress inline."""
+"""The thread that runs a worker's driver, and the engine's thread where it makes progress inline.
+
+Theory of operation
+-------------------
+Two threads, one driver. The driver's thread turns until it is told to stop. An engine's thread leaves orders in the
+inbox (`put`), takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL:
+in `put`, in `progress_inline` (called by `poll`) and in `wait`. Who drives holds the driver lock; see
+`kvconnector_kernels.pump.driver_lock`.
+
+Who owns what. The inbox and the outbox are shared: a deque, whose `append` and `popleft` are atomic, and a lock of its
+own. `_is_stopping`, `_failure` and `_in_use` are written by one thread and only read by the others; each is written
+before what makes the others look (a wake-up, the end of the thread). All else, from the transport to the sessions, is
+the driver's, and so the lock holder's. `_held` keeps what owns the caches' memory while anything may read or write
+there: not for this object's life, nor the worker's, but until `_release` has ended well.
+
+GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. Whoever takes them tells
+the data path to copy these blocks after the mark. Nothing waits for the GPU here.
+
+What may block. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is
+at work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks
+in the data path alone.
+
+The end. `close` lets the driver's thread say goodbye, waits until consumers have unmapped the caches, and releases
+everything there, in the thread that used it. What is collected without `close` is stopped by `abandon`, which may run
+anywhere, inside any call, even in the driver's own thread: so it sets a flag, wakes, and waits for nothing. What is
+left at the interpreter's exit is closed by `_close_all`.
+
+Failure. An exception of the driver is a bug or a failing machine, and ends this worker's transfers but not its engine:
+every request that the engine waits for ends. If copies could not be ended, those that have blocks do not: to report
+them would let the engine give the blocks to others while they are written.
+
+What breaks if this changes: memory that is freed while a copy runs is corrupted without an error; a result reported
+before the release lets the engine reuse blocks too early; a wait in `abandon` can stop the interpreter in an unrelated
+call.
+"""
 
 from __future__ import annotations
 
@@ -222,7 +256,7 @@ class DriverThread:
         if driver.links.mappers:
             self._in_use = MemoryInUseError(
                 "consumers have not unmapped the caches, so keep their memory",
-                consumers=sorted(driver.links.mappers.values()),
+                consumers=sorted(driver.links.mappers),
                 timeout_s=UNMAP_TIMEOUT_S,
             )
         may_write = False
@@ -244,7 +278,7 @@ class DriverThread:
 
     def _leave(self, driver: Driver) -> None:
         """Part from the consumers, who unmap the caches: before that CUDA does not allow to free them."""
-        driver.say_goodbye()
+        driver.links.say_goodbye()
         until_s = time.monotonic() + UNMAP_TIMEOUT_S
         while driver.links.mappers and (left_s := until_s - time.monotonic()) > 0.0:
             driver.turn(left_s)

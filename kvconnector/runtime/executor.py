@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +12,11 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
-from kvconnector.datapath.base import DirectRead, Program, SegmentWindow
+from kvconnector.datapath.base import DirectRead, Program
 from kvconnector.datapath.pools import Pools, window_in
-from kvconnector.errors import KVConnectorError
+from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.links import Link, Links, Route
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.traces import Traces
 from kvconnector.session import commands as cmd
@@ -24,26 +24,16 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import lease_key
-from kvconnector.topology import EngineGeometry, RankGeometry
+from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
-from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 if TYPE_CHECKING:
-    from kvconnector.runtime.driver import Driver
+    from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    """What all reads of one producer worker share: windows of their segments here and, if reachable, there."""
-
-    segments: tuple[m.ReadSegment, ...]
-    ours: tuple[SegmentWindow, ...]
-    theirs: tuple[SegmentWindow, ...] | None
 
 
 def hello_of(
@@ -68,11 +58,12 @@ def hello_of(
 
 
 class Executor:
-    """Carries commands out on a driver's channel, links and data path."""
+    """Carries commands out on a worker's links and data path. What follows at once goes to `report`."""
 
     def __init__(
         self,
-        driver: Driver,
+        links: Links,
+        datapath: DataPath,
         *,
         outbox: Outbox,
         pools: Pools,
@@ -80,21 +71,23 @@ class Executor:
         transport: Transport,
         security: Security,
         traces: Traces,
+        report: Callable[[object], None],
+        clock: Callable[[], float],
     ) -> None:
-        self._driver = driver
+        self._links = links
+        self._datapath = datapath
         self._outbox = outbox
         self._pools = pools
         self._hello = hello
         self._transport = transport
-        self._control_endpoints: dict[LinkId, int] = {}
-        self._exports: dict[LinkId, RankGeometry] = {}
-        self._routes: dict[LinkId, _Route] = {}
         self._security = security
         self._traces = traces
+        self._report = report
+        self._clock = clock
 
     def actions(self) -> Mapping[type, Callable[[Any], None]]:
         """What carries out each kind of command. Failures come back to the sessions as events."""
-        datapath = self._driver.datapath
+        datapath = self._datapath
         return {
             cmd.SendMessage: self._send,
             cmd.OpenLink: self._open_link,
@@ -121,75 +114,70 @@ class Executor:
         }
 
     def _send(self, command: cmd.SendMessage) -> None:
-        message = command.message
+        link, message = self._links.get(command.link), command.message
+        if link is None:
+            return  # it was lost: the sessions know, or will
         if isinstance(message, m.HelloReply | m.Progress | m.ReadRefused) and message.refusal:
             if isinstance(message, m.HelloReply) or message.refusal is Refusal.UNKNOWN_TRANSFER:
-                peer = f"consumer {self._driver.peer_of(command.link)}"
-                self._driver.refusals.note(peer, message.refusal, message.text)
+                peer = f"consumer {self._links.peer_of(command.link)}"
+                self._links.refusals.note(peer, message.refusal, message.text)
         elif isinstance(message, m.HelloReply):
-            message = self._with_inbox(command.link, message)
-        elif isinstance(message, m.Heartbeat) and command.link in self._exports:
+            # to a consumer that was just connected to: the way for its further messages
+            inbox = self._links.answer(link, self._datapath.endpoint(link.number))
+            message = msgspec.structs.replace(message, control=inbox)
+        elif isinstance(message, m.Heartbeat) and link.export is not None:
             message = msgspec.structs.replace(message, maps_pools=True)
-        self._driver.links.outgoing.add(command.link, encode(message))
-
-    def _with_inbox(self, link: LinkId, reply: m.HelloReply) -> m.HelloReply:
-        """The reply to a consumer that was just connected to, with the way for its further messages."""
-        endpoint = self._driver.datapath.endpoint(link)
-        inbox = self._driver.tagged.answer(link, endpoint) if endpoint is not None else None
-        return msgspec.structs.replace(reply, control=inbox)
+        self._links.send(link, message)
 
     def _open_link(self, command: cmd.OpenLink) -> None:
         try:
             check_server(self._security, command.address, command.public_key)
-            handle = self._driver.control.connect(command.address, command.public_key)
+            self._links.open(command.link, command.address, command.public_key)
         except KVConnectorError as error:
-            self._driver.submit(ev.LinkLost(command.link, error))
-            return
-        self._driver.links.add(command.link, handle)
+            self._report(ev.LinkLost(command.link, error))
 
     def _connect_back(self, command: cmd.ConnectBack) -> None:
+        link = self._links.get(command.link)
+        if link is None:
+            return
         try:
             endpoint = self._transport.connect(command.transport_address)
         except KVConnectorError as error:
-            self._driver.drop_link(command.link, error)
+            self._links.lose(link, error)
             return
-        self._control_endpoints[command.link] = endpoint
-        if self._transport.falls_back_to_tcp(endpoint):
-            self._traces.tcp_fallbacks.add(command.link)
-        self._driver.links.outgoing.flush_link(command.link)
-        self._driver.tagged.open(command.link, endpoint)
+        link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
+        self._links.change_over(link, endpoint)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
-        self._routes.pop(command.link, None)
-        self._traces.tcp_fallbacks.discard(command.link)
-        if command.link > 0:
-            self._driver.datapath.forget_warm_up(command.link)
-        self._driver.links.outgoing.flush_link(command.link)
-        self._driver.tagged.remove(command.link)
-        endpoint = self._control_endpoints.pop(command.link, None)
-        if endpoint is not None:
-            self._transport.disconnect(endpoint)
-        disconnect = partial(self._driver.disconnect, command.link)
-        if self._exports.pop(command.link, None) is None:
-            disconnect()
+        link = self._links.get(command.link)
+        if link is None:
+            return  # it could not be opened, or the peer has left
+        if link.number > 0:
+            self._datapath.forget_warm_up(link.number)
+        self._links.leave_transport(link)
+        if link.export is None:
+            self._links.close(link)
         else:
             # last: a producer that closes frees its pools once we have disconnected
-            self._driver.datapath.close_export(command.link, disconnect)
+            link.export = None
+            self._datapath.close_export(link.number, partial(self._links.close, link))
 
     def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
-        self._driver.links.outgoing.flush_link(command.link)
-        self._driver.tagged.close_endpoint(command.link)
-        self._driver.datapath.close_endpoint(command.link)
+        self._links.change_back(command.link)
+        self._datapath.close_endpoint(command.link)
 
     def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
-        tag, nbytes = self._driver.datapath.expect_warm_up(command.link)
+        link = self._links.get(command.link)
+        if link is None:
+            return
+        tag, nbytes = self._datapath.expect_warm_up(link.number)
         hello = msgspec.structs.replace(
             self._hello,
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
-            control=self._driver.tagged.open_inbox(command.link),
+            control=self._links.open_inbox(link),
         )
-        self._send(cmd.SendMessage(command.link, hello))
+        self._links.send(link, hello)
 
     def _start_send(self, command: cmd.StartSend) -> None:
         read = command.read
@@ -198,21 +186,27 @@ class Executor:
             chunks=command.chunks,
             blocks=command.blocks,
         )
-        self._driver.datapath.submit_send(
+        self._datapath.submit_send(
             command.link, read.read_id, program, first_tag=read.first_tag, window=read.window
         )
 
     def _start_receive(self, command: cmd.StartReceive) -> None:
         source, transfer = command.source, command.transfer
-        route = self._route(command.link, command.segments)
+        link = self._links.get(command.link)
+        if link is None:
+            lost = PeerLostError("the link to the producer rank is closed")
+            self._report(ev.ReceiveFailed(command.read_id, lost))
+            self._report(ev.ReceiveDrained(command.read_id))
+            return
+        route = self._route(link, command.segments)
         if route.theirs is None:
             program = Program(route.ours, source.chunks, command.blocks)
-            self._driver.datapath.submit_receive(command.read_id, program)
-            for event in self._driver.datapath.reported():
-                self._driver.submit(event)
+            self._datapath.submit_receive(command.read_id, program)
+            for event in self._datapath.reported():
+                self._report(event)
             return
         known_blocks = () if command.is_followed else command.remote_blocks
-        self._driver.datapath.submit_direct(
+        self._datapath.submit_direct(
             DirectRead(
                 read_id=command.read_id,
                 link=command.link,
@@ -229,43 +223,47 @@ class Executor:
             )
         )
 
-    def _route(self, link: LinkId, segments: tuple[m.ReadSegment, ...]) -> _Route:
-        route = self._routes.get(link)
-        if route is None or route.segments is not segments:
-            theirs = self._exports.get(link)
-            route = _Route(
+    def _route(self, link: Link, segments: tuple[m.ReadSegment, ...]) -> Route:
+        if link.route is None or link.route.segments is not segments:
+            theirs = link.export
+            link.route = Route(
                 segments,
                 ours=tuple(self._pools.window(s) for s in segments),
                 theirs=None
                 if theirs is None
                 else tuple(window_in(s, theirs.groups[s.group]) for s in segments),
             )
-            self._routes[link] = route
-        return route
+        return link.route
 
     def _open_export(self, command: cmd.OpenExport) -> None:
         producer = (command.engine_id, command.theirs.rank)
+        link = self._links.get(command.link)
+        if link is None:
+            return
         try:
             check_export(command.export, command.theirs)
-            how = self._driver.datapath.open_export(command.link, command.export)
+            how = self._datapath.open_export(command.link, command.export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             return
-        self._exports[command.link] = command.theirs
-        self._routes.pop(command.link, None)
+        link.export, link.route = command.theirs, None
         logger.info(
             "reads from %s rank %s are direct (%s): its pools can be read from here", *producer, how
         )
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
-        stats = self._traces.release(command, self._driver.clock())
+        stats = self._traces.release(command, self._clock())
         self._outbox.released(command.request_id, command.outcome, stats)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
-        stats = self._traces.finish_load(command, self._driver.clock())
+        stats = self._traces.finish_load(command, self._clock(), self._is_tcp_fallback)
         if command.error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", command.request_id, command.error)
             self._outbox.failed(command.request_id, command.error, stats)
             return
         self._outbox.loaded(command.request_id, stats)
+
+    def _is_tcp_fallback(self, number: LinkId) -> bool:
+        link = self._links.get(number)
+        return link is not None and link.is_tcp_fallback

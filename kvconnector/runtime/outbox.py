@@ -35,6 +35,11 @@ class Outbox:
         self._refused_holds: dict[str, KVConnectorError] = {}
         self._outputs: list[WorkerOutput] = []
 
+    def __repr__(self) -> str:
+        state = ", broken" if self._failure else ""
+        waits = f"{len(self._open_loads)} loads, {len(self._open_holds)} leases awaited"
+        return f"<Outbox {len(self._outputs)} outputs, {waits}{state}>"
+
     def expect(self, events: Iterable[object]) -> None:
         """The engine waits for these from now on. A refused lease is reported with its reason."""
         with self._lock:

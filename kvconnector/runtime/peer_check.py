@@ -7,6 +7,7 @@ that of a `Probe`, which a producer answers from staging memory.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.base import Disconnected, PeerHandle
 from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.endpoints import new_tags
@@ -23,14 +23,15 @@ from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableE
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.channels import open_control, open_transport, security_of
 from kvconnector.runtime.executor import hello_of
-from kvconnector.runtime.tagged_control import TaggedControl
+from kvconnector.runtime.links import Link, Links
+from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.session.export_check import check_export
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport import MessageSizeError
 from kvconnector.transport.ucx.address import WorkerAddress
-from kvconnector.wire import decode_batch, encode, error_of
+from kvconnector.wire import decode_batch, error_of
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 
@@ -87,23 +88,26 @@ class PeerCheck(ExitStack):
         super().__init__()
         self._config = config
         self._device = device
-        self._handles: dict[LinkId, PeerHandle] = {}
+        self._lost: deque[ev.LinkLost] = deque()
         self._tickets: set[int] = set()
         self._limit_s = FIRST_GREETING_FACTOR * config.peer.hello_timeout_s
         try:
-            self._control = open_control(config, 0)
-            self.callback(self._control.close)
+            control = open_control(config, 0)
+            self.callback(control.close)
             self._transport = open_transport(config, device)
             self.callback(self._transport.close)
             self._slots = SlotPool(1, WARM_UP_BYTES, device)
         except BaseException:
             self.close()
             raise
-        limit = config.control.max_message_bytes
-        self._tagged = TaggedControl(
-            self._transport, max_message_bytes=limit, enabled=config.control.over_ucx
+        self._links = Links(
+            control,
+            self._transport,
+            max_message_bytes=config.control.max_message_bytes,
+            over_ucx=config.control.over_ucx,
+            report=self._lost.append,
         )
-        self._address, self._key = address, public_key or self._control.server_key
+        self._address, self._key = address, public_key or control.server_key
 
     def ask(self) -> m.Directory:
         """What the engine says of itself.
@@ -111,14 +115,13 @@ class PeerCheck(ExitStack):
         Raises:
             KVConnectorError: it cannot be reached, or does not let us in.
         """
-        self._connect(DIRECTORY_LINK, self._address, self._key)
-        request = m.DirectoryRequest(engine_id=self._config.engine_id, any_engine=True)
-        self._send(DIRECTORY_LINK, request)
-        for answer in self._messages(DIRECTORY_LINK, bool, self._limit_s, sleep_s=0.1):
+        link = self._connect(DIRECTORY_LINK, self._address, self._key)
+        self._send(link, m.DirectoryRequest(engine_id=self._config.engine_id, any_engine=True))
+        for answer in self._messages(link, bool, self._limit_s):
             if isinstance(answer, m.DirectoryRefused):
                 raise error_of(answer.refusal, answer.text)
             if isinstance(answer, m.Directory):
-                self._control.disconnect(self._handles.pop(DIRECTORY_LINK))
+                self._links.close(link)
                 return answer
         raise PeerUnreachableError(
             "no directory came in time: does an engine listen at this address?",
@@ -137,9 +140,9 @@ class PeerCheck(ExitStack):
         self._hello = hello_of(ours, RANK, new_incarnation(), self._config, self._transport)
         ranks = []
         for number, worker in enumerate(directory.workers, 1):
-            rank, link = RankCheck(Rank(worker.pp_rank, worker.tp_rank)), LinkId(number)
+            rank = RankCheck(Rank(worker.pp_rank, worker.tp_rank))
             try:
-                self._connect(link, worker.control_address, worker.public_key)
+                link = self._connect(LinkId(number), worker.control_address, worker.public_key)
                 reply = self._meet(link, rank, theirs.rank_geometry(rank.rank))
                 for ping in range(1, PINGS + 1):
                     self._ping(link, rank, ping)
@@ -152,12 +155,12 @@ class PeerCheck(ExitStack):
             ranks.append(rank)
         return ranks
 
-    def _meet(self, link: LinkId, rank: RankCheck, theirs: RankGeometry) -> m.HelloReply:
+    def _meet(self, link: Link, rank: RankCheck, theirs: RankGeometry) -> m.HelloReply:
         hello = msgspec.structs.replace(
             self._hello,
             warm_up_tag=self._post(WARM_UP_BYTES, 1),
             warm_up_bytes=WARM_UP_BYTES,
-            control=self._tagged.open_inbox(link),
+            control=self._links.open_inbox(link),
         )
         self._send(link, hello)
         answers = self._messages(link, bool, self._limit_s)
@@ -168,10 +171,10 @@ class PeerCheck(ExitStack):
             )
         if reply.refusal is not None:
             raise error_of(reply.refusal, reply.text)
-        self._tagged.set_peer_inbox(link, reply.control)
+        self._links.set_peer_inbox(link, reply.control)
         if reply.transport_address:
             endpoint = self._transport.connect(reply.transport_address)
-            self._tagged.open(link, endpoint)
+            self._links.change_over(link, endpoint)
             rank.lanes = self._transport.lanes(endpoint)
             here, there = map(
                 WorkerAddress.decode, (self._transport.address, reply.transport_address)
@@ -191,14 +194,14 @@ class PeerCheck(ExitStack):
         except KVConnectorError as error:
             rank.not_direct = error.statement
 
-    def _ping(self, link: LinkId, rank: RankCheck, number: int) -> None:
+    def _ping(self, link: Link, rank: RankCheck, number: int) -> None:
         started_s = time.monotonic()
         answer = m.HeartbeatReply(number=number)
         self._send(link, m.Heartbeat(transfers=(), number=number))
         if answer in self._messages(link, lambda found: answer in found, MEASURE_S):
             rank.round_trips_s.append(time.monotonic() - started_s)
 
-    def _probe(self, link: LinkId, rank: RankCheck, max_bytes: int) -> None:
+    def _probe(self, link: Link, rank: RankCheck, max_bytes: int) -> None:
         """All of the time counts, that of the request for it, too."""
         nbytes = min(WARM_UP_BYTES, max_bytes)
         tag = self._post(nbytes, PROBE_MESSAGES)
@@ -210,12 +213,7 @@ class PeerCheck(ExitStack):
             rank.bytes_per_second = max(rank.bytes_per_second, rate)
 
     def _messages(
-        self,
-        link: LinkId,
-        is_enough: Callable[[list[m.Message]], bool],
-        limit_s: float,
-        *,
-        sleep_s: float = 0.0,
+        self, link: Link, is_enough: Callable[[list[m.Message]], bool], limit_s: float
     ) -> list[m.Message]:
         """What comes on a link until it is enough, or time is over. Without sleep the times are right."""
         found: list[m.Message] = []
@@ -226,29 +224,23 @@ class PeerCheck(ExitStack):
                 # a producer with smaller slots sends a shorter message
                 if completion.error and not isinstance(completion.error, MessageSizeError):
                     raise completion.error
-            contents = [
-                arrival.error if isinstance(arrival, Disconnected) else arrival.payload
-                for arrival in self._control.poll(sleep_s)
-                if arrival.handle == self._handles.get(link)
-            ]
-            contents += [content for where, content in self._tagged.receive() if where == link]
-            for content in contents:
-                if isinstance(content, KVConnectorError):
-                    raise content
-                for message in decode_batch(content):
+            arrived = [(where, payload) for where, payload, _ in self._links.poll()]
+            for where, payload in [*arrived, *self._links.receive()]:
+                for message in decode_batch(payload) if where is link else ():
                     if isinstance(message, m.Bye):
                         raise PeerLostError(f"the peer said goodbye: {message.text}")
                     found.append(message)
+            if self._lost:
+                raise self._lost.popleft().error
         return found
 
-    def _connect(self, link: LinkId, address: str, public_key: str) -> None:
+    def _connect(self, number: LinkId, address: str, public_key: str) -> Link:
         check_server(security_of(self._config), address, public_key)
-        self._handles[link] = self._control.connect(address, public_key)
+        return self._links.open(number, address, public_key)
 
-    def _send(self, link: LinkId, message: m.Message) -> None:
-        payload = encode(message)
-        if not self._tagged.send(link, payload):
-            self._control.send(self._handles[link], payload)
+    def _send(self, link: Link, message: m.Message) -> None:
+        self._links.send(link, message)
+        self._links.outgoing.flush()
 
     def _post(self, nbytes: int, count: int) -> int:
         """Receives of messages without meaning: the first of their tags."""

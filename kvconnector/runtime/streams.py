@@ -62,6 +62,9 @@ class Streams:
         self._streams: dict[str, Stream] = {}
         self._names: set[str] = set()
 
+    def __repr__(self) -> str:
+        return f"<Streams {sorted(self._streams)}>"
+
     def open(self, request_id: str, asked: StreamRequest, held: Container[str]) -> HoldRequest:
         """A request was queued.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from kvconnector.session import Phase, RequestTrace, TransferStats, WorkerStats
 from kvconnector.session import commands as cmd
@@ -17,21 +18,22 @@ TCP_FALLBACK = "-tcp-fallback"
 
 
 class Traces:
-    """A load that keeps its blocks waiting for longer than `slow_load_s` is logged; 0 logs none. `tcp_fallbacks` are
-    producer workers that TCP reaches although RDMA ports are active here.
-    """
+    """A load that keeps its blocks waiting for longer than `slow_load_s` is logged; 0 logs none."""
 
     def __init__(self, slow_load_s: float) -> None:
         self._slow_load_s = slow_load_s
-        self.tcp_fallbacks: set[LinkId] = set()
 
-    def finish_load(self, command: cmd.FinishLoad, now: float) -> WorkerStats:
-        """A load is over: when its parts happened, and what it has moved, if it read anything."""
+    def finish_load(
+        self, command: cmd.FinishLoad, now: float, is_tcp_fallback: Callable[[LinkId], bool]
+    ) -> WorkerStats:
+        """A load is over: when its parts happened, and what it has moved, if it read anything. `is_tcp_fallback` is
+        asked of producer workers: are they reached by TCP although RDMA ports are active here?
+        """
         load = command.trace
         if load is None:
             return WorkerStats()
         paths = {
-            path + TCP_FALLBACK * (path != DIRECT_PATH and link in self.tcp_fallbacks)
+            path + TCP_FALLBACK * (path != DIRECT_PATH and is_tcp_fallback(LinkId(link)))
             for path, link in load.paths
         }
         path = "+".join(sorted(paths))

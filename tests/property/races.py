@@ -284,11 +284,11 @@ class Races:
     def lose(self):
         """The producer drops the link to `d`, and does not tell it."""
         driver, channel = self.p.workers[0].driver, self.d.workers[0].control
-        for end in channel.ends():
-            link = driver.links.by_handle.get(end.other.handle) if end.other else None
-            if link is not None:
-                driver.drop_link(link, PeerLostError("a race"))
         with self.unheard():
+            for end in channel.ends():
+                link = driver.links.at(end.other.handle) if end.other else None
+                if link is not None:
+                    driver.links.lose(link, PeerLostError("a race"))
             self._turn(2)
 
     def _turn(self, count=1):

@@ -103,7 +103,7 @@ def test_what_a_consumer_said_before_it_left_counts(deploy):
     deployment.world.freeze(deployment.p)
     deployment.world.turn()
     for worker in deployment.d.workers:
-        worker.driver.say_goodbye()
+        worker.driver.links.say_goodbye()
         worker.close()
     deployment.world.engines.remove(deployment.d)
     deployment.world.freeze(deployment.p, frozen=False)
@@ -128,9 +128,9 @@ def test_each_confused_peer_is_warned_of_once(deploy, caplog):
     deployment.request("r")
     assert deployment.world.run(deployment.world.is_quiet)
     for worker in deployment.d.workers:
-        (handle,) = worker.driver.links.by_handle
+        (link,) = worker.driver.links
         for _ in range(2):
-            worker.control.send(handle, encode(m.HelloReply(incarnation="i")))
+            worker.control.send(link.handle, encode(m.HelloReply(incarnation="i")))
     deployment.world.turn()
     for worker in deployment.d.workers:
         assert caplog.text.count(f"refused {worker.control.address}'s connection") == 1

@@ -61,7 +61,7 @@ def deployment():
 
 def test_a_consumer_whose_link_the_producer_gives_up_is_told_why_at_once(deployment, caplog):
     world, p, d, consumer = deployment
-    (link,) = p.driver.links.by_link
+    (link,) = p.driver.links
     offer = world.engines[0].grant("r", [[1, 2]], 8)
     # nothing of it reaches the producer's lease, so the load would wait for its deadline
     send, p.driver.producer.handle = p.driver.producer.handle, lambda event, now: []
@@ -71,7 +71,8 @@ def test_a_consumer_whose_link_the_producer_gives_up_is_told_why_at_once(deploym
         world.turn()
     p.driver.producer.handle = send
     with caplog.at_level(logging.WARNING):
-        p.driver.drop_link(link, PeerLostError("control messages were lost", expected=3, found=5))
+        lost = PeerLostError("control messages were lost", expected=3, found=5)
+        p.driver.links.lose(link, lost)
     output = d.poll()
     assert not output.finished_recving
     failed = {}

@@ -7,7 +7,6 @@ from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import TransportError
-from kvconnector.runtime.driver import Driver
 from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
@@ -66,7 +65,7 @@ class MappingWorld(World):
 
     @property
     def mappers(self):
-        return [*self.producer.links.mappers.values()]
+        return self.producer.links.mappers
 
     def request(self, name="r"):
         self.d.load_from(self.p, name, [1, 2], [1, 2], 8)
@@ -79,12 +78,16 @@ def world():
     world.close()
 
 
+def say_goodbye(driver):
+    driver.links.say_goodbye()
+
+
 def say_nonsense(driver):
-    (handle,) = driver.links.by_handle
-    driver.control.send(handle, b"nonsense")
+    (link,) = driver.links
+    driver.links.control.send(link.handle, b"nonsense")
 
 
-@pytest.mark.parametrize("end", [Driver.say_goodbye, say_nonsense])
+@pytest.mark.parametrize("end", [say_goodbye, say_nonsense])
 def test_a_consumer_disconnects_once_it_has_unmapped(world, end):
     world.request()
     assert world.run(lambda: bool(world.mappers))

@@ -1,0 +1,356 @@
+"""The links of one worker: one record a peer, the two ways of its messages, and the one door by which links end.
+
+Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
+their messages travel as sealed control messages of the transport, see `control.sealed`: only the driver's thread has to
+be woken for one, and nobody while it moves chunks. The consumer changes over when it has the answer to its hello, the
+producer when the first message of the consumer has come, so no message can overtake one on the other channel.
+
+Four things end a link: the control channel reports it, a message cannot be sent, messages were lost or make no sense,
+the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits for its
+`CloseLink`; one that the peer opened is forgotten, and the peer told, since only the side that connected can close a
+control connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import TypeAlias
+
+from kvconnector.control.base import (
+    ControlChannel,
+    Disconnected,
+    MessageTooLargeError,
+    PeerHandle,
+    Received,
+)
+from kvconnector.control.refusals import Refusals
+from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
+from kvconnector.datapath.base import SegmentWindow
+from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.runtime.outgoing import Outgoing
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.topology import RankGeometry
+from kvconnector.transport import Transport
+from kvconnector.transport.base import (
+    CONTROL_TAG_BIT,
+    MAX_CONTROL_PER_CALL,
+    ControlFailed,
+    ControlMessage,
+)
+from kvconnector.wire import encode
+from kvconnector.wire import messages as m
+
+logger = logging.getLogger(__name__)
+
+MAX_CLOSED_INBOXES = 4096
+"""Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What all reads of one producer worker share: windows of their segments here and, if reachable, there."""
+
+    segments: tuple[m.ReadSegment, ...]
+    ours: tuple[SegmentWindow, ...]
+    theirs: tuple[SegmentWindow, ...] | None
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    """One peer worker, or a directory service. Sessions number the links they open from 1; links that peers open get
+    negative numbers.
+
+    `handle` is its control connection, None once that has ended. `endpoint` is the transport's for our messages, 0
+    while they travel on the control connection; one that `answers_only` waits until the peer has written to its inbox,
+    whose messages `opener` checks. `consumer` names one that may have mapped this worker's CUDA memory. `export` is
+    what a producer holds whose pools can be read from here.
+    """
+
+    number: LinkId
+    handle: PeerHandle | None
+    is_lost: bool = False
+    tag: int = 0
+    opener: Opener | None = None
+    peer: m.ControlInbox | None = None
+    sealer: Sealer | None = None
+    endpoint: int = 0
+    owns_endpoint: bool = False
+    answers_only: bool = False
+    is_tcp_fallback: bool = False
+    consumer: str = ""
+    export: RankGeometry | None = None
+    route: Route | None = None
+
+    def __repr__(self) -> str:
+        way = "transport" if self.uses_transport else "control channel"
+        state = "lost" if self.is_lost else f"by {way}"
+        mapped = f", maps our pools as {self.consumer}" if self.consumer else ""
+        return f"<Link {self.number} {state}{mapped}{', direct' if self.export else ''}>"
+
+    @property
+    def uses_transport(self) -> bool:
+        """Returns True if our messages travel over the transport by now."""
+        may_write = not self.answers_only or (self.opener is not None and self.opener.has_opened)
+        return bool(self.endpoint) and self.sealer is not None and may_write
+
+
+Arrived: TypeAlias = tuple[Link, bytes]
+
+
+class Links:
+    """All links of one worker. One thread at a time, the transport's owner, calls it.
+
+    `report` takes the `LinkLost` of each link that ended. Without `over_ucx` it offers the transport to nobody, and
+    only drops what comes there all the same.
+    """
+
+    def __init__(
+        self,
+        control: ControlChannel,
+        transport: Transport,
+        *,
+        max_message_bytes: int,
+        over_ucx: bool,
+        report: Callable[[ev.LinkLost], None],
+    ) -> None:
+        self.control = control
+        self._transport = transport
+        self._max_message_bytes = max_message_bytes
+        self._over_ucx = over_ucx
+        self._report = report
+        self._by_number: dict[LinkId, Link] = {}
+        self._by_handle: dict[PeerHandle, Link] = {}
+        self._by_tag: dict[int, Link] = {}
+        self._limits: dict[int, int] = {}
+        self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
+        self._gone: set[PeerHandle] = set()
+        self._incoming = count(1)
+        self.outgoing = Outgoing(self._post)
+        self.refusals = Refusals(logger)
+        self.has_more = False
+
+    def __repr__(self) -> str:
+        return f"<Links {list(self._by_number.values())}>"
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(list(self._by_number.values()))
+
+    @property
+    def mappers(self) -> list[str]:
+        """Consumers that may have mapped this worker's CUDA memory."""
+        return [link.consumer for link in self if link.consumer]
+
+    def get(self, number: LinkId) -> Link | None:
+        """Return the link of this number, unless it was forgotten."""
+        return self._by_number.get(number)
+
+    def at(self, handle: PeerHandle) -> Link | None:
+        """Return the link of a control connection."""
+        return self._by_handle.get(handle)
+
+    def peer_of(self, number: LinkId) -> str:
+        """Return the address of the peer at a link, for texts."""
+        link = self._by_number.get(number)
+        return "a lost peer" if not link or not link.handle else self.control.peer_of(link.handle)
+
+    # -- opening and ending --
+
+    def open(self, number: LinkId, address: str, public_key: str) -> Link:
+        """Connect to a peer.
+
+        Raises:
+            ConfigError, TransportError: see `ControlChannel.connect`.
+        """
+        return self._add(number, self.control.connect(address, public_key))
+
+    def close(self, link: Link) -> None:
+        """Forget a link, and end its connections after what was sent on them. Idempotent."""
+        self.leave_transport(link)
+        self.outgoing.forget(link.number)
+        if self._by_number.pop(link.number, None) is not None and link.handle is not None:
+            del self._by_handle[link.handle]
+            self.control.disconnect(link.handle)
+            self._gone.add(link.handle)
+
+    def lose(self, link: Link, error: KVConnectorError, *, has_left: bool = False) -> None:
+        """End a link whose peer misbehaved, was lost, or `has_left` with a goodbye."""
+        if link.is_lost:
+            return
+        reason, peer = type(error).__name__, self.peer_of(link.number)
+        if not isinstance(error, PeerLostError):
+            self.refusals.note(f"{peer}'s connection", reason, error)
+        else:
+            self.refusals.counts[reason] += 1
+            if has_left or link.number > 0:  # the loads that fail say why
+                logger.debug("%s is lost: %s", peer, error)
+            else:
+                self.refusals.warn(peer, f"the connection to {peer} is given up: {error}")
+        if link.number < 0 and link.handle is not None and not has_left:
+            # over ZMQ, which outlives what was lost
+            with suppress(KVConnectorError):
+                self.control.send(link.handle, encode(m.Bye(text=error.statement[:4096])))
+        self._end(link, error)
+
+    def say_goodbye(self) -> None:
+        """Tell the consumers that this worker leaves in order. Each lets go of its pools, then disconnects: until then
+        it is one of the `mappers`. Producers see this worker disconnect, for which it need not wait for them.
+        """
+        goodbye = encode(m.Bye(text="the worker is closing"))
+        for link in self:
+            if link.number < 0:
+                self.outgoing.add(link.number, goodbye)
+        self.outgoing.flush()
+
+    def _add(self, number: LinkId, handle: PeerHandle) -> Link:
+        link = self._by_number[number] = self._by_handle[handle] = Link(number, handle)
+        return link
+
+    def _end(self, link: Link, error: KVConnectorError) -> None:
+        link.is_lost = True
+        if link.number < 0:
+            self.close(link)
+        self._report(ev.LinkLost(link.number, error))
+
+    # -- which way messages take --
+
+    def open_inbox(self, link: Link) -> m.ControlInbox | None:
+        """Open an inbox, to be named in our greeting. None where control messages stay where they are."""
+        if not self._over_ucx:
+            return None
+        inbox = Inbox.fresh()
+        link.tag = CONTROL_TAG_BIT | inbox.inbox_id
+        link.opener = Opener(inbox)
+        self._by_tag[link.tag] = link
+        self._limits[link.tag] = self._max_message_bytes + OVERHEAD_BYTES
+        return m.ControlInbox(
+            inbox_id=inbox.inbox_id, key=inbox.key, max_message_bytes=self._max_message_bytes
+        )
+
+    def set_peer_inbox(self, link: Link, peer: m.ControlInbox | None) -> None:
+        """The peer's greeting named its inbox. Only the first counts."""
+        if peer is not None and self._over_ucx and link.peer is None:
+            link.peer = peer
+            link.sealer = Sealer(Inbox(peer.inbox_id, peer.key))
+
+    def answer(self, link: Link, endpoint: int | None) -> m.ControlInbox | None:
+        """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by `endpoint`."""
+        if link.peer is None or endpoint is None:
+            return None
+        link.endpoint, link.answers_only = endpoint, True
+        return self.open_inbox(link)
+
+    def change_over(self, link: Link, endpoint: int) -> None:
+        """From now on write to the peer by `endpoint`, which ends with the link, if both have named an inbox."""
+        self.outgoing.flush_link(link.number)
+        link.endpoint, link.owns_endpoint, link.answers_only = endpoint, True, False
+
+    def change_back(self, number: LinkId) -> None:
+        """Write nothing more over the transport: the endpoint of a link is about to close."""
+        self.outgoing.flush_link(number)
+        link = self._by_number.get(number)
+        if link is not None:
+            link.endpoint = 0
+
+    def leave_transport(self, link: Link) -> None:
+        """Send what is queued, then neither read nor write over the transport. Idempotent."""
+        self.outgoing.flush_link(link.number)
+        if link.tag:
+            del self._by_tag[link.tag], self._limits[link.tag]
+            self._closed.append(link.tag)
+            link.tag = 0
+        if link.owns_endpoint:
+            self._transport.disconnect(link.endpoint)
+        link.endpoint, link.owns_endpoint = 0, False
+
+    # -- messages --
+
+    def send(self, link: Link, message: m.Message) -> None:
+        """Send a message with the others of this turn. No effect on a link that is lost."""
+        self.outgoing.add(link.number, encode(message))
+
+    def receive(self, *, progress: bool = False) -> Iterator[Arrived]:
+        """Yield what came over the transport, in order. Ask again while it `has_more`. `progress`: see
+        `Transport.receive_control`.
+        """
+        arrived = self._transport.receive_control(self._limits, progress=progress)
+        self.has_more = len(arrived) >= MAX_CONTROL_PER_CALL
+        for event in arrived:
+            if isinstance(event, ControlMessage):
+                yield from self._open(event)
+            elif isinstance(event, ControlFailed):
+                for link in self:
+                    if link.endpoint == event.endpoint:
+                        self.lose(link, event.error)
+            elif event.tag not in self._closed:
+                reason = "too long" if event.tag in self._by_tag else "unknown link"
+                self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
+
+    def poll(self) -> Iterator[tuple[Link, bytes, bool]]:
+        """Yield what came on the control channel, which proves who the peer is, and, with False, what a peer said over
+        the transport before it left.
+        """
+        self._gone.clear()
+        for arrival in self.control.poll(0.0):
+            if arrival.handle in self._gone:
+                continue  # it came before we gave the connection up in this turn
+            link = self._by_handle.get(arrival.handle)
+            if isinstance(arrival, Received):
+                link = link or self._add(LinkId(-next(self._incoming)), arrival.handle)
+                if not link.is_lost:
+                    yield link, arrival.payload, True
+            elif link is not None:
+                for other, payload in self.receive(progress=True):
+                    yield other, payload, False
+                self._on_disconnect(link, arrival)
+
+    def _on_disconnect(self, link: Link, arrival: Disconnected) -> None:
+        if self._by_handle.pop(arrival.handle, None) is None:
+            return  # it was closed for what it had said
+        link.handle = None
+        if not link.is_lost:
+            self._end(link, arrival.error)
+
+    def _open(self, message: ControlMessage) -> Iterator[Arrived]:
+        link = self._by_tag.get(message.tag)
+        if link is None or link.is_lost:
+            return  # it ended with a message before this one
+        assert link.opener is not None  # made with the tag
+        try:
+            payload = link.opener.open(message.payload)
+        except ForgedMessageError as error:
+            self.refusals.note("a message over UCX", "forged", str(error))
+        except PeerLostError as error:
+            self.lose(link, error)
+        else:
+            yield link, payload
+
+    def _post(self, number: LinkId, payload: bytes) -> None:
+        """Send a message, or a batch, by the way that the link's messages take by now."""
+        link = self._by_number.get(number)
+        if link is None or link.handle is None or link.is_lost:
+            return  # the sessions know, or will
+        try:
+            if link.uses_transport:
+                self._seal_and_send(link, payload)
+            else:
+                self.control.send(link.handle, payload)
+        except KVConnectorError as error:
+            self.lose(link, error)
+
+    def _seal_and_send(self, link: Link, payload: bytes) -> None:
+        assert link.peer is not None and link.sealer is not None  # noqa: PT018  # it uses the transport
+        limit_bytes = min(self._max_message_bytes, link.peer.max_message_bytes)
+        if len(payload) > limit_bytes:
+            raise MessageTooLargeError(
+                "message is too long for the control channel",
+                message_bytes=len(payload),
+                max_message_bytes=limit_bytes,
+            )
+        tag = CONTROL_TAG_BIT | link.peer.inbox_id
+        self._transport.send_control(link.endpoint, tag, link.sealer.seal(payload))

@@ -1,0 +1,179 @@
+"""Two workers' `Links` over networks in memory: when links change over, how they end, and what is kept out."""
+
+import logging
+
+import pytest
+
+from kvconnector.control.base import MessageTooLargeError
+from kvconnector.errors import PeerLostError
+from kvconnector.runtime.links import Links
+from kvconnector.session.commands import LinkId
+from kvconnector.transport.base import CONTROL_TAG_BIT
+from kvconnector.wire import decode
+from kvconnector.wire import messages as m
+from tests.support.inproc_control import ControlHub
+from tests.support.loopback import LoopbackNetwork
+
+OUT, BACK = LinkId(1), LinkId(-1)
+LIMIT_BYTES = 4096
+
+
+class Side:
+    """One worker."""
+
+    def __init__(self, network, hub, *, over_ucx=True, max_message_bytes=LIMIT_BYTES):
+        self.transport = network.transport()
+        self.control = hub.open()
+        self.lost = []
+        self.links = Links(
+            self.control,
+            self.transport,
+            max_message_bytes=max_message_bytes,
+            over_ucx=over_ucx,
+            report=self.lost.append,
+        )
+
+    @property
+    def link(self):
+        """The only one."""
+        (link,) = self.links
+        return link
+
+    def send(self, payload):
+        """Send; returns True if that went over the transport."""
+        uses_transport = self.link.uses_transport
+        self.links.outgoing.add(self.link.number, payload)
+        self.links.outgoing.flush()
+        return uses_transport
+
+    def receive(self):
+        self.transport.progress()
+        return [payload for _, payload in self.links.receive()]
+
+    def poll(self):
+        return [payload for _, payload, _ in self.links.poll()]
+
+
+class Pair:
+    """A consumer that greeted a producer; `tap` overhears what an attacker on the wire would see."""
+
+    def __init__(self, consumer=None, producer=None):
+        self.network, hub = LoopbackNetwork(), ControlHub(seed=0)
+        self.d = Side(self.network, hub, **(consumer or {}))
+        self.p = Side(self.network, hub, **(producer or {}))
+        self.attacker = self.network.transport()
+        self.to_p = self.attacker.connect(self.p.transport.address)
+
+    def greet(self):
+        d, p = self.d, self.p
+        d.links.open(OUT, p.control.address, "")
+        hello = d.links.open_inbox(d.link)
+        d.send(b"hello")
+        assert p.poll() == [b"hello"]
+        p.links.set_peer_inbox(p.link, hello)
+        self.reply = p.links.answer(p.link, p.transport.connect(d.transport.address))
+        d.links.set_peer_inbox(d.link, self.reply)
+        d.links.change_over(d.link, d.transport.connect(p.transport.address))
+        return self
+
+    def forge(self, payload, tag=None):
+        """What somebody without the key sends to the producer."""
+        tag = CONTROL_TAG_BIT | self.reply.inbox_id if tag is None else tag
+        self.attacker.send_control(self.to_p, tag, payload)
+
+
+@pytest.fixture
+def pair():
+    return Pair().greet()
+
+
+def test_the_producer_changes_over_when_the_consumer_has(pair):
+    assert not pair.p.send(b"too early: the answer to the hello may be on its way")
+    assert pair.d.send(b"first")
+    assert not pair.p.send(b"not heard yet")
+    assert pair.p.receive() == [b"first"]
+    assert pair.p.send(b"now")
+    assert pair.d.receive() == [b"now"]
+
+
+def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
+    with caplog.at_level(logging.WARNING):
+        pair.forge(b"")
+        pair.forge(b"short")
+        pair.forge(bytes(200))
+        pair.forge(bytes(200), tag=CONTROL_TAG_BIT | 12345)
+        pair.forge(bytes(LIMIT_BYTES + 1000))
+        assert pair.p.receive() == []
+    assert pair.p.links.refusals.counts == {"forged": 3, "unknown link": 1, "too long": 1}
+    assert len(caplog.records) == 1
+    pair.d.send(b"genuine")
+    assert pair.p.receive() == [b"genuine"]
+
+
+def test_a_message_is_as_long_as_both_sides_allow():
+    pair = Pair(producer={"max_message_bytes": 2000}).greet()
+    pair.d.send(bytes(2000))
+    assert pair.p.receive() == [bytes(2000)]
+    pair.d.send(bytes(2001))
+    (lost,) = pair.d.lost
+    assert isinstance(lost.error, MessageTooLargeError)
+    assert lost.link == OUT
+    assert pair.p.receive() == []
+
+
+def test_messages_to_a_closed_link_are_nobodys_and_no_alarm(pair, caplog):
+    pair.d.send(b"late")
+    link = pair.p.link
+    pair.p.links.close(link)
+    pair.p.links.close(link)
+    assert pair.p.receive() == []
+    assert not pair.p.links.refusals.counts
+    assert not caplog.records
+    assert list(pair.p.links) == []
+
+
+ERROR = PeerLostError("control messages were lost")
+
+
+def test_a_link_that_the_peer_opened_ends_at_once_and_the_peer_is_told(pair):
+    link = pair.p.link
+    for _ in range(2):
+        pair.p.links.lose(link, ERROR)
+    assert [(lost.link, lost.error) for lost in pair.p.lost] == [(BACK, ERROR)]
+    assert list(pair.p.links) == []
+    (goodbye,) = pair.d.poll()
+    assert decode(goodbye) == m.Bye(text=ERROR.statement)
+
+
+def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_then(pair):
+    pair.p.receive()
+    pair.p.send(b"by ZMQ")
+    pair.d.links.lose(pair.d.link, ERROR)
+    assert [(lost.link, lost.error) for lost in pair.d.lost] == [(OUT, ERROR)]
+    assert "lost" in repr(pair.d.link)
+    pair.d.send(b"nothing of this")
+    assert pair.d.poll() == []
+    assert pair.p.receive() == []
+    assert pair.p.poll() == []
+    pair.d.links.close(pair.d.link)
+    assert pair.p.poll() == []
+    assert [lost.link for lost in pair.p.lost] == [BACK]
+
+
+def test_a_disconnection_counts_after_what_the_peer_had_sent(pair):
+    pair.d.send(b"last words")
+    pair.d.links.close(pair.d.link)
+    assert pair.p.poll() == [b"last words"]
+    assert [lost.link for lost in pair.p.lost] == [BACK]
+
+
+def test_a_gap_in_the_messages_ends_the_link(pair):
+    transport = pair.d.transport
+    send, transport.send_control = transport.send_control, lambda *_: None
+    pair.d.send(b"lost")
+    transport.send_control = send
+    pair.d.send(b"next")
+    assert pair.p.receive() == []
+    (lost,) = pair.p.lost
+    assert isinstance(lost.error, PeerLostError)
+    assert "messages were lost" in str(lost.error)
