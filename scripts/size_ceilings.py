@@ -41,7 +41,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/integrations": Size(2860, target=2810),
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
-    "kvconnector/runtime": Size(4080, target=2800),
+    "kvconnector/runtime": Size(4190, target=2800),
     "kvconnector/session": Size(3880, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2790, target=1930),
@@ -61,7 +61,7 @@ ROOMS: dict[str, Size] = {
     "tests/docs": Size(440),
     "tests/golden": Size(60),
     "tests/hosts": Size(910),
-    "tests/integration": Size(1460),
+    "tests/integration": Size(1520),
     "tests/kernels": Size(1890),
     "tests/property": Size(3130),
     "tests/support": Size(2730),
@@ -73,16 +73,16 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1490),
-    "tests/unit/runtime": Size(1820),
+    "tests/unit/runtime": Size(1870),
     "tests/unit/session": Size(1260),
-    "tests/vllm": Size(5390),
+    "tests/vllm": Size(5400),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31800, target=27400),
+    ("kvconnector",): Size(31850, target=27400),
     ("kernels",): Size(4200, target=3650),
-    ("tests",): Size(28900, target=24800),
+    ("tests",): Size(29000, target=24800),
 }
 
 

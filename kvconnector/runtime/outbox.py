@@ -9,10 +9,17 @@ from itertools import zip_longest
 
 from msgspec.structs import replace
 
-from kvconnector.errors import KVConnectorError, LeaseExpiredError
+from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
 from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import WorkerOutput, WorkerStats
-from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
+from kvconnector.session.orders import (
+    DropRequest,
+    HoldRequest,
+    LoadRequest,
+    Order,
+    WantRequest,
+    WithdrawRequest,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +40,9 @@ class Outbox:
         self._failure: KVConnectorError | None = None
         self._filled = Doorbell(spin_s)
         self._refused_holds: dict[str, KVConnectorError] = {}
+        self._filling: dict[str, HoldRequest] = {}
+        """Leases on prompts that the engine still computes, of whose end it is not told."""
+        self._given_up: set[str] = set()
         self._outputs: list[WorkerOutput] = []
 
     def __repr__(self) -> str:
@@ -50,13 +60,54 @@ class Outbox:
                     self._open_loads[event.request_id] = False
                 elif isinstance(event, DropRequest):
                     self._forget_unasked(event.request_id)
-                elif isinstance(event, HoldRequest) and event.is_complete:
-                    self._open_holds.add(event.request_id)
-                    if event.error is not None:
-                        self._refused_holds[event.request_id] = event.error
+                elif isinstance(event, HoldRequest) and not event.is_complete:
+                    self._filling[event.request_id] = event
+                elif isinstance(event, HoldRequest | WithdrawRequest):
+                    self._filling.pop(event.request_id, None)
+                    if isinstance(event, HoldRequest):
+                        self._open_holds.add(event.request_id)
+                        if event.error is not None:
+                            self._refused_holds[event.request_id] = event.error
             failure = self._failure
         if failure is not None:
             self.break_off(failure)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Returns True while a load has not ended, or may not be asked for yet."""
+        return bool(self._open_loads)
+
+    def refuse(self, orders: Iterable[object], error: KVConnectorError) -> None:
+        """End the requests of orders that nobody carries out, as far as the engine waits for them."""
+        for order in orders:
+            if isinstance(order, LoadRequest):
+                self.failed(order.request_id, error)
+            elif isinstance(order, HoldRequest) and order.is_complete:
+                with self._lock:
+                    self._refused_holds[order.request_id] = error
+                self.released(order.request_id, "aborted")
+            elif isinstance(order, WantRequest) and order.is_followed:
+                self.begun(order.request_id)
+
+    def give_up(self) -> list[Order]:
+        """Return the orders that end every load and lease. What loads bring meanwhile does not count."""
+        with self._lock:
+            loads = [request_id for request_id, is_asked in self._open_loads.items() if is_asked]
+            orders: list[Order] = [DropRequest(request_id) for request_id in loads]
+            orders += [WithdrawRequest(request_id) for request_id in self._open_holds]
+            for request_id, hold in self._filling.items():
+                # only of a complete lease there is word when nothing reads its blocks any more
+                orders += (replace(hold, is_complete=True), WithdrawRequest(request_id))
+            self._given_up |= {*loads, *self._filling}
+            self._open_holds |= self._filling.keys()
+            self._filling.clear()
+        return orders
+
+    def awaited(self) -> list[str]:
+        """Requests whose blocks may still be read or written."""
+        with self._lock:
+            loads = [request_id for request_id, is_asked in self._open_loads.items() if is_asked]
+            return sorted([*loads, *self._open_holds])
 
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on.
@@ -89,6 +140,9 @@ class Outbox:
         with self._lock:
             self._open_holds.discard(request_id)
             error = self._refused_holds.pop(request_id, None)
+            if request_id in self._given_up:
+                self._given_up.discard(request_id)
+                return  # the engine still computes it
         stats = replace(stats, leases_expired=int(outcome == "expired"), failures=_count(error))
         if outcome == "expired":
             error = LeaseExpiredError(
@@ -108,6 +162,10 @@ class Outbox:
         """The consumer's blocks of a request are filled."""
         with self._lock:
             self._open_loads.pop(request_id, None)
+            is_given_up = request_id in self._given_up
+        if is_given_up:
+            self.failed(request_id, TransferAbortedError("the engine gave up its loads"), stats)
+            return
         self._put(WorkerOutput(finished_recving=frozenset({request_id}), stats=stats))
 
     def failed(
@@ -116,6 +174,7 @@ class Outbox:
         """The consumer's blocks of a request will not be filled; nothing writes them."""
         with self._lock:
             self._open_loads.pop(request_id, None)
+            self._given_up.discard(request_id)
         reasons, names = {request_id: _text(error)}, frozenset({request_id})
         stats = replace(stats, failures=_count(error))
         self._put(WorkerOutput(finished_recving=names, failed_recving=reasons, stats=stats))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
-from kvconnector.errors import ConfigError, LocalError
+from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.intake import checked_orders
@@ -20,7 +20,7 @@ from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tensors import cache_groups
 from kvconnector.session import WorkerOutput
-from kvconnector.session.orders import StepMetadata
+from kvconnector.session.orders import Order, StepMetadata
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvconnector.runtime.driver_thread import DriverThread
 
 
+QUIESCE_POLL_S = 0.05
 LOOK_S = 0.5
 """How often `poll` says how far loads are."""
 
@@ -68,6 +69,8 @@ class Worker:
         self._finalizer: weakref.finalize[..., Worker] | None = None
         self._look_at_s = 0.0
         self._layers: StepLayers | None = None
+        self._is_quiet = False
+        self._kept: WorkerOutput | None = None
 
     def __repr__(self) -> str:
         state = "open" if self._thread else "closed" if self._was_registered else "not registered"
@@ -179,6 +182,9 @@ class Worker:
         self._layers = None
         if step.is_empty:
             return
+        if self._is_quiet:
+            self.refuse(step.orders, LocalError("the engine sleeps: its caches have no memory"))
+            return
         if self._engine is None:
             if step.engine is None:
                 raise LocalError(
@@ -194,6 +200,49 @@ class Worker:
                 self._layers = StepLayers(orders, pools)
             self._outbox.expect(orders)
             thread.put(orders, inline=True)
+
+    def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
+        """End the requests of orders that this worker was not given, or could not take. `poll` reports it: a load as
+        failed, a complete lease as sent, and a prompt that is followed as begun.
+
+        Args:
+            orders: Some of a step's.
+            error: Why.
+        """
+        self._outbox.refuse(orders, error)
+
+    def quiesce(self, timeout_s: float) -> None:
+        """Give up every load and lease, and wait until nothing reads or writes the caches: their memory may be taken
+        away, and brought back at the same addresses. Connections and staging stay. Orders are refused until `resume`.
+        `poll` reports what was given up; loads as failed, since what they brought is lost. Idempotent.
+
+        Args:
+            timeout_s: How long to wait, in seconds.
+
+        Raises:
+            LocalError: no caches are registered.
+            MemoryInUseError: a transfer did not end in time: the caches must keep their memory.
+        """
+        thread = self._registered()
+        self._is_quiet = True
+        if orders := self._outbox.give_up():
+            thread.put(orders, inline=True)
+        until_s = time.monotonic() + timeout_s
+        while awaited := self._outbox.awaited():
+            left_s = until_s - time.monotonic()
+            if left_s <= 0.0:
+                raise MemoryInUseError("transfers did not end in time", requests=awaited)
+            self.wait(min(left_s, QUIESCE_POLL_S))
+            self._kept = self._taken()
+
+    def resume(self) -> None:
+        """The caches have memory again: take orders. Idempotent."""
+        self._is_quiet = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Returns True while a load has not ended, or may not be asked for yet."""
+        return self._outbox.is_waiting
 
     def layer_written(self, layer: int) -> None:
         """All that the step computes of a layer (a global index), and of this rank's layers in front of it, is in the
@@ -212,7 +261,7 @@ class Worker:
         """
         if self._thread is not None and not self._outbox.is_filled():
             self._thread.progress_inline()
-        output = self._outbox.take()
+        output, self._kept = self._taken(), None
         if self._thread is None or time.monotonic() < self._look_at_s:
             return output
         self._look_at_s = time.monotonic() + LOOK_S
@@ -242,6 +291,10 @@ class Worker:
             self._thread = None
         if self._finalizer is not None:
             self._finalizer.detach()
+
+    def _taken(self) -> WorkerOutput:
+        output = self._outbox.take()
+        return output if self._kept is None else self._kept.merged(output)
 
     def _registered(self) -> DriverThread:
         if self._thread is None:

@@ -27,6 +27,7 @@ from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
+from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats, orders
 from tests.vllm import cache_world as c
 
@@ -98,15 +99,28 @@ class TakingWorker:
         self.waits = 0
         self.awaited = WorkerOutput(finished_recving=frozenset({"d"}))
         self.output = WorkerOutput(finished_sending=frozenset({"old"}))
+        self._outbox = Outbox()
 
     def start_step(self, step):
         if self.error is not None:
             raise self.error
         self.orders += step.orders
+        self._outbox.expect(step.orders)
+
+    def refuse(self, orders, error):
+        self._outbox.refuse(orders, error)
+
+    @property
+    def is_waiting(self):
+        return self._outbox.is_waiting
 
     def poll(self):
         output, self.output = self.output, WorkerOutput()
-        return output
+        for request_id in output.finished_recving:
+            self._outbox.loaded(request_id)
+        for request_id in output.begun:
+            self._outbox.begun(request_id)
+        return output.merged(self._outbox.take())
 
     def wait(self, timeout_s):
         self.waits += 1

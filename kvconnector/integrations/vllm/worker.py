@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
@@ -33,7 +32,6 @@ from kvconnector.session.orders import (
     HoldRequest,
     LoadRequest,
     Order,
-    WantRequest,
     WithdrawRequest,
 )
 
@@ -44,7 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
-SLEEP_POLL_S = 0.05
 IDLE_WAIT_S = 0.002
 """For a transfer in a step that computes nothing. vLLM sleeps 1 ms behind each, and plans two before it takes the first
 one's results."""
@@ -73,10 +70,6 @@ class WorkerHalf:
         self._stats = WorkerStats()
         self._is_started = False
         self._is_asleep = False
-        self._awaited: dict[str, LoadRequest | WantRequest] = {}
-        """Loads that have not ended, and wants of requests that their prefill engine has not begun with."""
-        self._held: dict[str, bool] = {}
-        """Whether vLLM is told when nothing reads a request's blocks any more."""
         self._prompts = Prompts()
         self._report = WorkerReport()
 
@@ -134,8 +127,7 @@ class WorkerHalf:
         if taken.is_empty:
             return
         if self._is_asleep:
-            for order in taken.orders:
-                self._refuse(order, LocalError("the engine sleeps: its caches have no memory"))
+            self._take(taken)  # to be refused: the caches have no memory to prepare
             return
         orders = tuple(map(self._prepared, self._prompts.end(step, taken.orders)))
         try:
@@ -148,27 +140,10 @@ class WorkerHalf:
             self._book(order)
 
     def _book(self, order: Order) -> None:
-        request_id = order.request_id
-        if isinstance(order, HoldRequest | WithdrawRequest):
-            self._prompts.said.pop(request_id, None)
-        if isinstance(order, HoldRequest) and order.is_complete:
-            self._held[request_id] = True
-        elif isinstance(order, HoldRequest):
-            self._prompts.said[request_id] = order
-        elif isinstance(order, LoadRequest) or (
-            isinstance(order, WantRequest) and order.is_followed
-        ):
-            self._awaited[request_id] = order
-        elif isinstance(order, DropRequest):
-            self._forget_want(request_id)
-
-    def _forget_want(self, request_id: str) -> None:
-        if isinstance(self._awaited.get(request_id), WantRequest):
-            del self._awaited[request_id]
-
-    @property
-    def _loading(self) -> list[str]:
-        return [name for name, order in self._awaited.items() if isinstance(order, LoadRequest)]
+        if isinstance(order, HoldRequest) and not order.is_complete:
+            self._prompts.said[order.request_id] = order
+        elif isinstance(order, HoldRequest | WithdrawRequest):
+            self._prompts.said.pop(order.request_id, None)
 
     def _take(self, step: StepMetadata) -> None:
         with nullcontext() if self._is_started else parents_cores():
@@ -206,15 +181,8 @@ class WorkerHalf:
         return order
 
     def _refuse(self, order: Order, error: KVConnectorError) -> None:
-        """Report what the engine waits for: the end of a load or of a lease, or a load that may be asked for."""
         logger.error("request %s is refused", order.request_id, exc_info=error)
-        if isinstance(order, LoadRequest):
-            self._unreported.finished_recving.add(order.request_id)
-            self._unreported.failed_recving.add(order.request_id)
-        elif isinstance(order, HoldRequest) and order.is_complete:
-            self._unreported.finished_sending.add(order.request_id)
-        elif isinstance(order, WantRequest) and order.is_followed:
-            self._report.begun.add(order.request_id)
+        self._registered().refuse((order,), error)
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
         """What finished since the last call. Blocks for copies out of a host buffer; and in an engine that is idle but
@@ -222,7 +190,7 @@ class WorkerHalf:
         """
         self._collect()
         has_news = self._unreported.finished_recving or self._report.begun
-        if is_idle and self._awaited and not has_news:
+        if is_idle and not has_news and self._registered().is_waiting:
             self._registered().wait(IDLE_WAIT_S)
             self._collect()
         finished, self._unreported = self._unreported, KVConnectorTransferResults()
@@ -237,15 +205,9 @@ class WorkerHalf:
         self._stats = self._stats.merged(output.stats)
         self._report.begun.update(output.begun)
         self._report.failed.update(output.failed_recving)
-        for request_id in output.begun:
-            self._forget_want(request_id)
         if traces_endpoint(self._vllm_config) is not None:
             self._report.traces += output.stats.traces
-        for request_id in output.finished_recving:
-            self._awaited.pop(request_id, None)
-        for request_id in output.finished_sending:
-            if self._held.pop(request_id, True):
-                self._unreported.finished_sending.add(request_id)
+        self._unreported.finished_sending.update(output.finished_sending)
         self._unreported.finished_recving.update(output.finished_recving)
         self._unreported.failed_recving.update(output.failed_recving)
 
@@ -258,32 +220,15 @@ class WorkerHalf:
         Raises:
             MemoryInUseError: a transfer did not end in time. The caches must keep their memory.
         """
-        worker = self._registered()
         self._is_asleep = True
-        self._unreported.failed_recving.update(self._loading)
-        orders: tuple[Order, ...] = tuple(map(DropRequest, self._loading))
-        orders += tuple(map(WithdrawRequest, self._held))
-        # only of a complete lease the worker says when nothing reads its blocks any more
-        filling, self._prompts.said = self._prompts.said, {}
-        for request_id, hold in filling.items():
-            orders += (replace(hold, is_complete=True), WithdrawRequest(request_id))
-            self._held[request_id] = False
-        if orders:
-            worker.start_step(StepMetadata(orders=orders))
-        deadline = time.monotonic() + self._settings.config.peer.transfer_timeout_s
-        while self._loading or self._held:
-            worker.wait(max(0.0, min(SLEEP_POLL_S, deadline - time.monotonic())))
-            self._collect()
-            if (self._loading or self._held) and time.monotonic() >= deadline:
-                raise MemoryInUseError(
-                    "transfers did not end before the engine sleeps",
-                    loading=sorted(self._loading),
-                    held=sorted(self._held),
-                )
+        self._prompts.said = {}
+        self._registered().quiesce(self._settings.config.peer.transfer_timeout_s)
 
     def wake(self) -> None:
         """The caches have memory again. Idempotent."""
         self._is_asleep = False
+        if self._worker is not None:
+            self._worker.resume()
 
     def take_report(self) -> WorkerReport:
         """What the scheduler half is told, since the last call."""

@@ -1,9 +1,16 @@
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
+from kvconnector.session.orders import (
+    DropRequest,
+    HoldRequest,
+    LoadRequest,
+    WantRequest,
+    WithdrawRequest,
+)
 
 
 def hold(name, error=None):
@@ -59,3 +66,45 @@ def test_everything_since_the_last_call_is_taken_at_once(count):
     assert output.stats.leases_expired == count
     assert output.stats.failures == ({"KVConnectorError": count} if count else {})
     assert outbox.take().is_empty
+
+
+def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
+    outbox = Outbox()
+    growing = replace(hold("g"), is_complete=False)
+    orders = [load("a"), hold("r"), growing, follow("f"), DropRequest("d")]
+    outbox.refuse(orders, KVConnectorError("asleep"))
+    output = outbox.take()
+    assert output.failed_recving == {"a": "KVConnectorError: asleep"}
+    assert output.finished_recving == {"a"}
+    assert output.failed_sending == {"r": "KVConnectorError: asleep"}
+    assert output.finished_sending == {"r"}
+    assert output.begun == {"f"}
+
+
+def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
+    outbox = Outbox()
+    growing = replace(hold("g"), is_complete=False)
+    outbox.expect([load("a"), load("b"), hold("r"), growing, follow("f"), load("over")])
+    outbox.loaded("over")
+    orders = outbox.give_up()
+    assert orders[:3] == [DropRequest("a"), DropRequest("b"), WithdrawRequest("r")]
+    # the session says nothing of the end of a lease that is not complete
+    assert orders[3:] == [hold("g"), WithdrawRequest("g")]
+    assert outbox.awaited() == ["a", "b", "g", "r"]
+    outbox.loaded("a")
+    outbox.failed("b", KVConnectorError("dropped"))
+    outbox.released("r", "aborted")
+    outbox.released("g", "aborted")
+    assert outbox.awaited() == []
+    assert outbox.is_waiting  # for the prompt that is followed
+    output = outbox.take()
+    assert output.finished_recving == {"a", "b", "over"}
+    assert output.failed_recving.keys() == {"a", "b"}
+    assert output.finished_sending == {"r"}
+    # names may be used again
+    outbox.expect([load("a"), hold("g")])
+    outbox.loaded("a")
+    outbox.released("g", "released")
+    output = outbox.take()
+    assert (output.finished_recving, output.failed_recving) == ({"a"}, {})
+    assert output.finished_sending == {"g"}

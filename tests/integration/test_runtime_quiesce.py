@@ -1,0 +1,64 @@
+"""A worker whose engine sleeps: nothing reads or writes the caches, over real UCX and ZMQ."""
+
+import pytest
+
+from kvconnector.errors import MemoryInUseError
+from tests.integration.runtime_pair import DEADLINE_S, arrives, until
+
+pytestmark = [pytest.mark.ucx, pytest.mark.integration]
+
+STREAMED = {"do_remote_decode": True, "transfer_id": "t", "transfer_secret": "5" * 32}
+
+
+@pytest.fixture
+def pair(start):
+    p, d = start("p", "producer"), start("d", "consumer", seed=1)
+    assert arrives(p, d, "warm", [0, 4], [0, 4])
+    return p, d
+
+
+def test_a_producer_that_sleeps_gives_up_its_leases_and_serves_again(pair):
+    p, d = pair
+    (worker,) = p.workers
+    params = p.offer("held", [1, 2], 30)
+    # a prompt that the engine computes, and a consumer may follow
+    p.scheduler.on_new_request("streamed", STREAMED)
+    p.scheduler.grow("streamed", blocks=[[3]], num_tokens=9)
+    p.step()
+    worker.quiesce(DEADLINE_S)
+    p.step()
+    assert "held" in p.sent
+    assert "streamed" not in p.sent
+    d.load("late", params, [5, 6], 31)
+    until(lambda: "late" in d.received, d, p)
+    assert "TransferAbortedError" in d.failed["late"]
+    # orders that come while it sleeps end at once
+    p.offer("asleep", [1], 9)
+    until(lambda: "asleep" in p.sent, p)
+    assert "the engine sleeps" in p.unsent["asleep"]
+    worker.resume()
+    assert arrives(p, d, "again", [1, 2], [5, 6])
+
+
+def test_a_consumer_that_sleeps_gives_up_its_loads(pair):
+    p, d = pair
+    (worker,) = d.workers
+    # no step of the producer grants the lease yet, so the load waits
+    params = p.scheduler.offer("r", blocks=[[1, 2]], num_tokens=30)
+    d.load("w", params, [5, 6], 31)
+    worker.quiesce(DEADLINE_S)
+    assert not worker.is_waiting
+    d.step()
+    assert d.received == {"warm", "w"}
+    assert set(d.failed) == {"w"}
+    worker.resume()
+    assert arrives(p, d, "again", [1, 2], [7, 8])
+
+
+def test_a_transfer_that_does_not_end_in_time_is_named(pair, monkeypatch):
+    p, _ = pair
+    (worker,) = p.workers
+    p.offer("held", [1, 2], 30)
+    monkeypatch.setattr(worker._thread, "put", lambda *_, **__: None)
+    with pytest.raises(MemoryInUseError, match="held"):
+        worker.quiesce(0.05)
