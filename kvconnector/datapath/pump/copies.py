@@ -30,7 +30,6 @@ from kvconnector_kernels.relayout import (
     PartTable,
     RelayoutError,
     Side,
-    TokenRuns,
 )
 from kvconnector_kernels.relayout.block_ids import BlockIds
 
@@ -166,54 +165,16 @@ class Copies:
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
 
 
-class Window(NamedTuple):
-    """A window into pools, as `PagedSide` without its checks: parts count from `first_row` on."""
-
-    table: PartTable
-    ids: BlockIds
-    first_row: int
-    head_start: int
-    token_start: int
-    runs: TokenRuns
-
-    @classmethod
-    def of(
-        cls,
-        segment: SegmentWindow,
-        table: PartTable,
-        blocks: Sequence[GroupBlocks],
-        ids: Sequence[BlockIds],
-        member: int,
-        *,
-        part_stop: int,
-    ) -> Window:
-        """The tokens of a segment from a member of its stripe on, and its parts up to `part_stop`. `ids` are the block
-        ids of each group as the device reads them. Raises RelayoutError: the table has not as many rows.
-        """
-        last_row = segment.first_row + part_stop
-        if last_row > table.num_parts:
-            raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
-        start, runs = segment.paged_tokens(member, blocks[segment.group], table.block_size)
-        where = (segment.first_row, segment.head_start, start, runs)
-        return cls(table, ids[segment.group], *where)
-
-    def side(self, part: int) -> PagedSide:
-        """From a part on. Raises RelayoutError: a token before the first block."""
-        first = self.first_row + part
-        return PagedSide(self.table, self.ids, first, self.head_start, self.token_start, self.runs)
-
-
-Place: TypeAlias = Window | PackedSide
 Members: TypeAlias = "slice | npt.NDArray[np.int64]"
 
 
 class Span(NamedTuple):
-    """Copies that differ in their parts only, and where they are read and written. `fields` are those of the `chunks`
-    of a program, in `planning.CHUNK_DTYPE`; a read of a peer's pools has one for each segment.
+    """Copies that differ in their parts only. A paged side begins with the segment's first part, and `fields` are those
+    of the `chunks` of a program, in `planning.CHUNK_DTYPE`; a read of a peer's pools has one for each segment.
     """
 
-    src: Place
-    dst: Place
+    src: Side
+    dst: Side
     num_heads: int
     num_tokens: int
     part_bytes: int
@@ -229,14 +190,6 @@ class Span(NamedTuple):
     def parts(self) -> npt.NDArray[np.int64]:
         """The first of each chunk, counted from that of the segment."""
         return self.fields[:, _PART_START].astype(np.int64)
-
-    def sides(self, part: int = 0) -> tuple[Side, Side]:
-        """Source and destination from a part on. Raises RelayoutError: a token before the first block."""
-        src, dst = self.src, self.dst
-        return (
-            src.side(part) if isinstance(src, Window) else src,
-            dst.side(part) if isinstance(dst, Window) else dst,
-        )
 
 
 def slots_of(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
@@ -262,11 +215,12 @@ def chunk_spans(
         _, part_stop, most_parts, index, token_start, num_tokens = measured
         segment = program.segments[index]
         table, packed = pools.tables[segment.group, segment.family], slots[segment.order]
-        window = Window.of(segment, table, program.blocks, ids, token_start, part_stop=part_stop)
+        _check_rows(segment, table, part_stop)
+        paged = _paged_side(segment, table, program.blocks, ids, token_start)
         part_bytes = segment.part_token_bytes * num_tokens
         if most_parts * part_bytes > packed.nbytes:
             raise RelayoutError(f"a chunk has more than {packed.nbytes} bytes")
-        src, dst = (window, packed) if packing else (packed, window)
+        src, dst = (paged, packed) if packing else (packed, paged)
         counts = (segment.num_heads, num_tokens, part_bytes)
         found.append(Span(src, dst, *counts, members, own_fields))
     return found
@@ -291,14 +245,33 @@ def read_spans(
         if table is None:
             raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
         own = pools.tables[ours.group, ours.family]
-        src = Window.of(
-            theirs, table, read.their_blocks, ids[0], members.start, part_stop=rows.stop
-        )
-        dst = Window.of(ours, own, read.blocks, ids[1], members.start, part_stop=rows.stop)
+        _check_rows(theirs, table, rows.stop)
+        _check_rows(ours, own, rows.stop)
+        src = _paged_side(theirs, table, read.their_blocks, ids[0], members.start)
+        dst = _paged_side(ours, own, read.blocks, ids[1], members.start)
         counts = (ours.num_heads, len(members), ours.part_token_bytes * len(members))
         fields = np.array([(index, rows.start, len(rows), members.start, len(members))], np.int32)
         found.append(Span(src, dst, *counts, slice(len(found), len(found) + 1), fields))
     return found
+
+
+def _check_rows(segment: SegmentWindow, table: PartTable, part_stop: int) -> None:
+    last_row = segment.first_row + part_stop
+    if last_row > table.num_parts:
+        raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
+
+
+def _paged_side(
+    segment: SegmentWindow,
+    table: PartTable,
+    blocks: Sequence[GroupBlocks],
+    ids: Sequence[BlockIds],
+    member: int,
+) -> PagedSide:
+    """The tokens of a segment from a member of its stripe on, in a pool whose blocks of each group have these ids."""
+    start, runs = segment.paged_tokens(member, blocks[segment.group], table.block_size)
+    where = (segment.first_row, segment.head_start, start, runs)
+    return PagedSide(table, ids[segment.group], *where)
 
 
 def _groups(fields: Fields, num_segments: int) -> list[tuple[Members, Fields, tuple[int, ...]]]:

@@ -12,7 +12,6 @@ from kvconnector.datapath.pump.copies import (
     Copies,
     Jobs,
     Span,
-    Window,
     chunk_spans,
     read_spans,
     slots_of,
@@ -27,6 +26,7 @@ from kvconnector_kernels.pump.copy_cpu import (
     job_of,
 )
 from kvconnector_kernels.pump.records import place_of
+from kvconnector_kernels.relayout import PagedSide
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import check_copy
 
@@ -79,7 +79,11 @@ class CpuCopies(Copies):
         numbers, nbytes = [len(spans), 0, 0], 0
         for span in spans:
             ((_, part, num_parts, *_),) = span.fields.tolist()
-            job = _job_of(span, part, num_parts)
+            job = _job_of(span)
+            job[_NUM_PARTS] = num_parts
+            job[_NBYTES] *= num_parts
+            job[_SRC_ROWS] += part * ROW_BYTES
+            job[_DST_ROWS] += part * ROW_BYTES
             nbytes += job[_NBYTES]
             numbers += job
         # numpy fills records field by field, which takes longer than a small copy
@@ -95,14 +99,14 @@ def _fill(words: npt.NDArray[np.int64], span: Span) -> None:
     jobs[:] = _job_of(span)
     jobs[:, _NUM_PARTS] = num_parts = span.num_parts
     jobs[:, _NBYTES] = num_parts * span.part_bytes
-    jobs[:, _SRC_ROWS if isinstance(span.src, Window) else _DST_ROWS] += span.parts * ROW_BYTES
+    jobs[:, _SRC_ROWS if isinstance(span.src, PagedSide) else _DST_ROWS] += span.parts * ROW_BYTES
     words[span.chunks] = jobs
 
 
-def _job_of(span: Span, part: int = 0, num_parts: int = 1) -> list[int]:
-    """A job of some parts of a span. Raises RelayoutError: see `check_copy`."""
-    src, dst = span.sides(part)
+def _job_of(span: Span) -> list[int]:
+    """The job of a span's first part. Raises RelayoutError: see `check_copy`."""
+    counts = (span.num_heads, span.num_tokens)
     geometry = check_copy(
-        src, dst, num_parts=num_parts, num_heads=span.num_heads, num_tokens=span.num_tokens
+        span.src, span.dst, num_parts=1, num_heads=counts[0], num_tokens=counts[1]
     )
-    return job_of(src, dst, geometry)
+    return job_of(span.src, span.dst, geometry)

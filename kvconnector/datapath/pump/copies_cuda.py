@@ -22,7 +22,6 @@ from kvconnector.datapath.pump.copies import (
     Fences,
     Jobs,
     Span,
-    Window,
     addresses_of,
     chunk_spans,
     read_spans,
@@ -42,9 +41,8 @@ from kvconnector_kernels.pump.copy_cuda import (
     compile_copy,
     compile_read,
 )
-from kvconnector_kernels.relayout import BlockIdsAt, PartTable, RelayoutError
+from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
-from kvconnector_kernels.relayout.runs import ADJACENT
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -197,8 +195,8 @@ class CudaCopies(Copies):
                 orders.add("HDN")
             for order, heads, is_pack in product(orders, shares_of(table), directions):
                 for start, count in windows_of(table.block_size):
-                    window, slot = Window(table, ids, 0, 0, start, ADJACENT), self._slots[order]
-                    src, dst = (window, slot) if is_pack else (slot, window)
+                    paged, slot = PagedSide(table, ids, token_start=start), self._slots[order]
+                    src, dst = (paged, slot) if is_pack else (slot, paged)
                     self._prepare(Span(src, dst, heads, count, 0, slice(0), none))
 
     def warm_up_reads(self) -> None:
@@ -230,8 +228,8 @@ class CudaCopies(Copies):
         ids, none = self.some_ids(), np.zeros((0, 5), np.int32)
         windows = windows_of(min(src.block_size, dst.block_size))
         for (there, count), (here, _) in product(windows, windows):
-            theirs = Window(src, ids, 0, 0, there, ADJACENT)
-            ours = Window(dst, ids, 0, 0, here, ADJACENT)
+            theirs = PagedSide(src, ids, token_start=there)
+            ours = PagedSide(dst, ids, token_start=here)
             self._prepare(Span(theirs, ours, num_heads, count, 0, slice(0), none))
 
     def finish(self) -> None:
@@ -285,8 +283,8 @@ class CudaCopies(Copies):
         """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
         from kvconnector_kernels.relayout.launch import prepare_launch
 
-        src, dst = span.sides()
-        launch = prepare_launch(src, dst, num_heads=span.num_heads, num_tokens=span.num_tokens)
+        counts = span.num_heads, span.num_tokens
+        launch = prepare_launch(span.src, span.dst, num_heads=counts[0], num_tokens=counts[1])
         if launch.function not in self._checked:
             self._check_parameters(launch)
             self._checked.add(launch.function)

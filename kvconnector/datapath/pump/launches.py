@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import Place, Span, Window, words_of
+from kvconnector.datapath.pump.copies import Span, words_of
 from kvconnector_kernels.pump.copy_cuda import JOB, fill_jobs
-from kvconnector_kernels.relayout import PackedSide, PartTable
+from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, Side
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
@@ -78,27 +78,28 @@ class Launches:
         return job
 
 
-def _position(place: Place) -> tuple[int, int, int]:
+def _position(side: Side) -> tuple[int, int, int]:
     """The address of its block ids, its first row and its first token; a slot has none of them."""
-    if isinstance(place, PackedSide):
+    if isinstance(side, PackedSide):
         return 0, 0, 0
-    return place.ids.address, place.first_row, place.token_start  # type: ignore[union-attr]  # of a GPU's copies
+    address: int = side.block_ids.address  # type: ignore[union-attr]  # of a GPU's copies
+    return address, side.part_start, side.token_start
 
 
-def _kind(place: Place) -> tuple[object, ...]:
+def _kind(side: Side) -> tuple[object, ...]:
     """What a launch that stands for others depends on."""
-    if isinstance(place, PackedSide):
-        return (place.order,)
-    return place.table, place.head_start, place.token_start % place.table.block_size
+    if isinstance(side, PackedSide):
+        return (side.order,)
+    return side.table, side.head_start, side.token_start % side.table.block_size
 
 
-def _holds(place: Place, num_tokens: int) -> bool:
+def _holds(side: Side, num_tokens: int) -> bool:
     """Returns True for a slot, and for adjacent tokens of blocks that are there."""
-    if isinstance(place, PackedSide):
+    if isinstance(side, PackedSide):
         return True
-    room = place.ids.count * place.table.block_size  # type: ignore[union-attr]  # of a GPU's copies
-    is_adjacent = place.runs is ADJACENT or place.runs == ADJACENT
-    return is_adjacent and 0 <= place.token_start <= room - num_tokens
+    room = side.num_ids * side.table.block_size
+    is_adjacent = side.runs is ADJACENT or side.runs == ADJACENT
+    return is_adjacent and side.token_start <= room - num_tokens
 
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
@@ -107,7 +108,7 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     terms[3, _word(launch, "num_tokens")] = 1
     ids, parts = [-1, -1], [-1, -1]
     for side, (name, place) in enumerate((("src", span.src), ("dst", span.dst))):
-        if isinstance(place, Window):
+        if isinstance(place, PagedSide):
             ids[side] = _word(launch, f"{name}_ids")
             parts[side] = _word(launch, f"{name}_part_start")
             terms[1 + side, _word(launch, f"{name}_origin")] = 1
@@ -130,9 +131,9 @@ def _word(launch: PreparedLaunch, name: str) -> int:
 
 def _strides_of_a_token(span: Span, slot: PackedSide) -> npt.NDArray[np.int64]:
     """What a token more adds to the strides of a slot."""
-    window = span.src if isinstance(span.src, Window) else span.dst
-    assert isinstance(window, Window)  # no copy is between two slots
-    shape = window.table.head_dim, window.table.item_size_bytes
+    paged = span.src if isinstance(span.src, PagedSide) else span.dst
+    assert isinstance(paged, PagedSide)  # no copy is between two slots
+    shape = paged.table.head_dim, paged.table.item_size_bytes
     none, one = (
         slot.strides_bytes(CopyGeometry(1, span.num_heads, count, *shape)) for count in (0, 1)
     )

@@ -4,6 +4,7 @@ There need be no GPU: tables and block ids are addresses, and the compiler is on
 """
 
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies import Span, Window, words_of
+from kvconnector.datapath.pump.copies import Span, words_of
 from kvconnector.datapath.pump.launches import Launches, windows_of
 from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
@@ -166,8 +167,8 @@ def prepare(pair, starts, num_tokens, num_parts=1):
 
 
 def prepared_for(span):
-    src, dst = span.sides()
-    return launch.prepare_launch(src, dst, num_heads=span.num_heads, num_tokens=span.num_tokens)
+    counts = {"num_heads": span.num_heads, "num_tokens": span.num_tokens}
+    return launch.prepare_launch(span.src, span.dst, **counts)
 
 
 one_table = cache(table)
@@ -178,7 +179,8 @@ PART_BYTES, MAX_PROGRAMS, MAX_UNCAPPED_BYTES, STREAM = 7 << 20, 9, 16 << 20, 77
 
 
 def window_of(pool, head_start, start, ids=(0, NUM_IDS), runs=ADJACENT):
-    return Window(pool, BlockIdsAt(IDS_ADDRESS + ids[0], ids[1], GPU), 0, head_start, start, runs)
+    where = (0, head_start, start, runs)
+    return PagedSide(pool, BlockIdsAt(IDS_ADDRESS + ids[0], ids[1], GPU), *where)
 
 
 def span_of(places, num_heads, num_tokens, parts=()):
@@ -214,7 +216,11 @@ def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(ask
         known.fill(words_of(jobs), span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
         for job, (_, part_start, num_parts, *_) in zip(jobs, span.fields.tolist(), strict=True):
             counts = {"num_heads": span.num_heads, "num_tokens": span.num_tokens}
-            own = launch.prepare_launch(*span.sides(part_start), **counts, num_parts=num_parts)
+            sides = (
+                replace(side, part_start=part_start) if isinstance(side, PagedSide) else side
+                for side in (span.src, span.dst)
+            )
+            own = launch.prepare_launch(*sides, **counts, num_parts=num_parts)
             assert tuple(job["params"][: len(own.values)].tolist()) == own.values
             slot = next(
                 (
