@@ -1,5 +1,6 @@
 """UCX transports: conformance within and between processes, loss of a peer, orderly ends."""
 
+import gc
 import os
 import threading
 import time
@@ -97,13 +98,18 @@ def test_sends_to_a_killed_process_end_and_others_go_on(options):
     to_other, from_other = met(a, other, 2)
     sent = HostMemory(1 << 20)
     ticket = a.send(to_doomed.endpoint, 3, sent.buffer)
+    process = f"to process {doomed.child.pid}, "
+    assert f"{process}{'watched by UCX' if options else 'its process watched'}" in repr(a)
     doomed.kill()
     assert isinstance(first_error(a, ticket), PeerLostError)
+    assert f"{process}lost: the peer" in repr(a)
     late = a.send(to_doomed.endpoint, 4, sent.buffer)
     assert isinstance(first_error(a, late), PeerLostError)
     exchange(Ledger(a, other), to_other, from_other, 5)
     a.disconnect(to_doomed.endpoint)
+    assert process not in repr(a)
     a.close()
+    assert repr(a).endswith(": closed>")
     other.close()
     other.release()
     doomed.release()
@@ -142,6 +148,7 @@ def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are
 
 def test_a_transport_needs_no_thread_and_leaves_no_descriptor():
     connected_pair().close()
+    gc.collect()  # pipes to the children of earlier tests
     before = (threading.active_count(), len(os.listdir("/proc/self/fd")))
     for _ in range(3):
         pair = connected_pair()

@@ -38,6 +38,10 @@ class UcxEndpoints:
         self._num_opened = 0
         self._callback = ErrorCallback(self._on_failure)
 
+    def __repr__(self) -> str:
+        quarantined = f", {len(self._quarantined)} quarantined" if self._quarantined else ""
+        return f"{list(self._open.values())}{quarantined}"
+
     def open(self, peer: WorkerAddress, *, watched: bool) -> int:
         """An endpoint to a worker; its id."""
         self._num_opened += 1

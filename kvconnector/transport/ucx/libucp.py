@@ -145,6 +145,11 @@ class Libucp:
         """The loaded library, for callers that want the addresses of its functions."""
         return self._keeping
 
+    @property
+    def library_name(self) -> str:
+        """The library's version and where it is."""
+        return repr(self._library)
+
     def version(self) -> tuple[int, int, int]:
         """Major, minor and release number of the library."""
         return self._library.version

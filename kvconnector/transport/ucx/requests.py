@@ -26,7 +26,7 @@ LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
 """I/O error, unreachable, rejected, not connected, connection reset, endpoint timeout."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Endpoint:
     """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at. `lanes` as
     in `UcxTransport.lanes`; `falls_back` to TCP although there is RDMA. `unsent_control_bytes` are those
@@ -39,6 +39,12 @@ class Endpoint:
     watched: bool
     lost: PeerLostError | None = None
     falls_back: bool = False
+
+    def __repr__(self) -> str:
+        watch = "watched by UCX" if self.watched else "its process watched"
+        state = f"lost: {self.lost.statement}" if self.lost else watch
+        return f"<Endpoint {self.lanes} to process {self.peer.process_id}, {state}>"
+
     unsent_control_bytes: int = 0
 
 

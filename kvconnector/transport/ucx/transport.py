@@ -1,5 +1,16 @@
 """`UcxTransport`: tagged messages over UCX, driven by its owner's thread alone.
 
+Threads. One thread at a time calls this: the driver's, or the engine's under the driver lock. No call waits for another
+thread. The compiled loop uses the same worker in that thread, posts and tests requests of its own, and gives up those
+that it stops waiting for by `adopt`. UCX's own thread accepts connections (`listeners`) and may log (`log`).
+
+Ownership. The transport has the context, the worker, the endpoints and the requests, and ends them in reverse order. A
+buffer belongs to UCX until its request has ended, which neither cancelling nor losing the peer brings forward: its
+ticket ends at once, and `RequestTable` keeps the memory. A worker that is destroyed takes what is left with it.
+
+Blocking. Only `close` blocks, for its peers, up to `close_timeout_s`. `progress` runs a bounded number of rounds.
+Endpoints are found lost by UCX (`watched`), or by looking at processes a few times a second; neither asks the peer.
+
 `connect` only creates an endpoint; UCX wires its lanes with the first message, in a few round trips of both sides'
 `progress()`. So exchange one small message when peers meet, not with the first transfer.
 
@@ -242,6 +253,10 @@ class UcxTransport:
             self._context.close()
         LOG_GUARD.release()
         self._requests.forget()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else repr(self._endpoints)
+        return f"<UcxTransport of {self._libucp.library_name}: {state}>"
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
         """See `Transport`."""
