@@ -222,6 +222,8 @@ def test_the_block_with_the_last_prompt_token_is_always_computed_anew():
     assert manager.get_num_cached_tokens(second) == 4
     assert manager.get_block_table(second)[1] != manager.get_block_table(first)[1]
     assert num_cached_tokens(manager, 3, range(9)) == 8
+    for limit in (None, 7, 8, 100):
+        assert manager.find_cached_tokens(Sequence(4, range(8)), limit) == 4
 
 
 def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end():
