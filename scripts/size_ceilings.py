@@ -42,7 +42,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(4190, target=2800),
-    "kvconnector/session": Size(3880, target=2900),
+    "kvconnector/session": Size(3890, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2820, target=1930),
     "kvconnector/wire": Size(560, target=500),
@@ -74,7 +74,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1490),
     "tests/unit/runtime": Size(1870),
-    "tests/unit/session": Size(1260),
+    "tests/unit/session": Size(1280),
     "tests/vllm": Size(5400),
 }
 # the rooms in and below these folders
@@ -82,7 +82,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
     ("kvconnector",): Size(31850, target=27400),
     ("kernels",): Size(4200, target=3650),
-    ("tests",): Size(29010, target=24800),
+    ("tests",): Size(29100, target=24800),
 }
 
 

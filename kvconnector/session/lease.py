@@ -228,6 +228,10 @@ class EndedLeases:
         if len(self._ended) > self._limit:
             del self._ended[next(iter(self._ended))]
 
+    def forget(self, transfer_id: str) -> None:
+        """Nobody will ask for this one any more."""
+        self._ended.pop(transfer_id, None)
+
     def find(self, transfer_id: str, secret: str) -> LeaseState | None:
         """How the lease of this id and secret ended, if it is still remembered."""
         ours, state = self._ended.get(transfer_id, (None, None))

@@ -34,6 +34,8 @@ from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
 MAX_REMEMBERED_LEASES = 4096
+MAX_REMEMBERED_PROMPTS = 1 << 17
+"""Prompts that were given up before they were computed: the engine computes them yet, and offers their blocks."""
 
 
 class ProducerSession:
@@ -63,6 +65,7 @@ class ProducerSession:
         self._early = EarlyEvents()
         self._peers = Peers(self._topology, reply, timeout_s)
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
+        self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
     def handle(self, event: object, now: float) -> list[Command]:
         """What to do about `event`. The only method that changes leases and peers.
@@ -107,10 +110,11 @@ class ProducerSession:
                 engine=self._topology.engine.engine_id,
             )
         if lease is None:
-            if self._ended.find(event.transfer_id, event.secret) is not None:
-                # its consumer gave it up while it was filled
-                ending = cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))
-                return [ending] if event.is_complete else []
+            if self._given_up.find(event.transfer_id, event.secret) is not None:
+                if not event.is_complete:
+                    return []
+                self._given_up.forget(event.transfer_id)
+                return [cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))]
             lease = self._leases[event.transfer_id] = Lease(event, now)
             self._by_request[event.request_id] = event.transfer_id
         lease.accept(event, now)
@@ -272,7 +276,9 @@ class ProducerSession:
         return self._end(lease, LeaseState.RELEASED) if ranks >= peer.readers else []
 
     def _find_ended(self, key: m.TransferKey | m.Read) -> LeaseState | None:
-        return self._ended.find(key.transfer_id, key.secret)
+        remembered = self._ended, self._given_up
+        found = [each.find(key.transfer_id, key.secret) for each in remembered]
+        return found[0] or found[1]
 
     def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> list[Command]:
         is_met = self._peers.ready(event.link) is not None
@@ -337,7 +343,7 @@ class ProducerSession:
         lease.move(outcome)
         del self._leases[lease.transfer_id]
         del self._by_request[lease.request_id]
-        self._ended.add(lease)
+        (self._ended if lease.is_complete else self._given_up).add(lease)
         released = cmd.ReleaseBlocks(lease.request_id, outcome.value, lease.trace)
         return [released] if lease.is_complete else []
 

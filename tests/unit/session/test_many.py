@@ -1,6 +1,7 @@
 """Thousands of requests at once: each is served or ends in its time, and no event is about all of them."""
 
 import pytest
+from msgspec import structs
 
 from kvconnector.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
 from kvconnector.session import commands as cmd
@@ -216,3 +217,17 @@ def test_requests_dropped_in_mid_greeting_are_no_errors():
     assert ended == [(name, TransferAbortedError) for name in names]
     side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")))
     assert not h.of(side.tell(ev.WarmedUp(opened.link)), cmd.StartReceive)
+
+
+def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks():
+    side = h.producer()
+    h.welcome(side)
+    for number in range(10_000):
+        held = h.granted(f"r{number}", f"t{number}", num_tokens=0, blocks=(h.GroupBlocks.of(()),))
+        side.tell(structs.replace(held, is_complete=False))
+    for number in range(10_000):
+        side.tell(h.given_up(key=_key(number)))
+    assert side.num_leases == 0
+    for number in range(10_000):
+        computed = side.tell(h.granted(f"r{number}", f"t{number}"))
+        assert h.released(computed) == [(f"r{number}", "aborted")]
