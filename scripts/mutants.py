@@ -2,6 +2,7 @@
 
     scripts/mutants                      all mutants, as many at a time as there are cores
     scripts/mutants --room planning      those of a room; may be repeated
+    scripts/mutants --file read_check    those of files whose path contains this
     scripts/mutants --sample 20          20 of them, drawn by --seed
     scripts/mutants --list               print them and run nothing; fails for one that does not fit its file
 
@@ -176,6 +177,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         prog="scripts/mutants", description="Make each known mistake in a copy of the tree."
     )
     parser.add_argument("--room", action="append", default=[], help="only mutants of this room")
+    parser.add_argument("--file", default="", help="only mutants of files whose path contains this")
     parser.add_argument("--sample", type=int, help="only this many, at random")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
@@ -195,6 +197,7 @@ def main(arguments: Sequence[str]) -> int:
         structs.replace(mutant, room=name, tests=mutant.tests or rooms[name].tests)
         for name in options.room or rooms
         for mutant in rooms[name].mutants
+        if options.file in mutant.file
     ]
     if options.sample is not None and options.sample < len(mutants):
         mutants = random.Random(options.seed).sample(mutants, options.sample)

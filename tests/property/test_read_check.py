@@ -11,11 +11,12 @@ from kvconnector.session.read_check import ReadCheck
 from kvconnector.session.watermark import Watermark
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
 from kvconnector.wire import messages as m
+from tests.support.examples import examples
 
-MAX_CHUNK_BYTES = 1 << 10
+MAX_CHUNK_BYTES = 512
 NUM_TOKENS = 21
 WATERMARKS = st.builds(
-    Watermark, st.integers(0, NUM_TOKENS), st.integers(0, NUM_TOKENS), st.integers(0, 6)
+    Watermark, st.integers(5, NUM_TOKENS), st.integers(5, NUM_TOKENS), st.integers(0, 6)
 )
 EXTREMES = (-(1 << 31), -1, (1 << 31) - 1)
 
@@ -104,14 +105,38 @@ def read_of(segments, chunks, blocks):
 
 
 @st.composite
-def chunk_fields(draw, num_segments):
-    """A chunk that may be inside, or any numbers at all."""
+def pieces(draw, whole):
+    """Start and length of a part of a range, often one that begins or ends with it."""
+    start = draw(st.just(whole.start) | st.integers(whole.start, whole[-1]))
+    stop = draw(st.just(whole.stop) | st.integers(start + 1, whole.stop))
+    return start, stop - start
 
-    def near(low, high):
-        rare = draw(st.integers(0, 40)) == 0
-        return draw(st.sampled_from(EXTREMES) if rare else st.integers(low, high))
 
-    return near(0, num_segments - 1), near(0, 4), near(1, 4), near(2, 20), near(1, 12)
+@st.composite
+def chunk_fields(draw, segments, watermark):
+    """A chunk that is inside, if there is one, or has one field that is one off or any number."""
+    number = draw(st.integers(0, len(segments) - 1))
+    segment = segments[number]
+    group, held = MINE.groups[segment.group], LEASED[segment.group]
+    first = group.layers.index(segment.first_layer)
+    layers = group.layers[first : first + segment.num_layers]
+    stop = watermark.num_tokens
+    if draw(st.booleans()):
+        layers = [layer for layer in layers if layer < watermark.ahead_layers]
+        stop = watermark.ahead_tokens
+    num_rows = max(1, len(layers) * group.families[segment.family].num_parts)
+    room = held.token_range(group.virtual_block_tokens)
+    members = segment.stripe.members(range(room.start, stop)) or range(4, 6)
+    row, num_parts = draw(pieces(range(num_rows)))
+    token, num_tokens = draw(pieces(members))
+    fields = [number, row, num_parts, token, num_tokens]
+    wrong = draw(st.sampled_from([None, None, None, None, 0, 1, 2, 3, 4, 4]))
+    if wrong is not None:
+        is_far = draw(st.integers(0, 9)) == 0
+        fields[wrong] = draw(
+            st.sampled_from(EXTREMES if is_far else [fields[wrong] - 1, fields[wrong] + 1])
+        )
+    return tuple(fields)
 
 
 def is_inside(chunk, segments, watermark):
@@ -143,17 +168,18 @@ def is_inside(chunk, segments, watermark):
     )
 
 
+@examples(200)
 @given(data=st.data())
 def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data):
     segments = tuple(data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3)))
     check = ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES)
     for _ in range(3):
-        fields = data.draw(st.lists(chunk_fields(len(segments)), max_size=4))
-        chunks = np.array(fields, CHUNK_DTYPE).tobytes()
-        cut = data.draw(st.sampled_from([None, None, None, -1]))
-        blocks = data.draw(st.sampled_from([LEASED] * 6 + [*OTHER_BLOCKS]))
-        is_right = bool(fields) and cut is None and blocks == LEASED
         watermark = data.draw(WATERMARKS)
+        fields = data.draw(st.lists(chunk_fields(segments, watermark), max_size=2))
+        chunks = np.array(fields, CHUNK_DTYPE).tobytes()
+        cut = data.draw(st.sampled_from([None] * 9 + [-1]))
+        blocks = data.draw(st.sampled_from([LEASED] * 12 + [*OTHER_BLOCKS]))
+        is_right = bool(fields) and cut is None and blocks == LEASED
         is_right = is_right and all(is_inside(chunk, segments, watermark) for chunk in fields)
         try:
             check.check(read_of(segments, chunks[:cut], blocks), LEASED, watermark)
