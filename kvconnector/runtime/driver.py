@@ -152,7 +152,7 @@ class Driver:
         self._events.extend(self.datapath.step())
         if not (self._carry_out(inline) or self._is_late()):
             return
-        self.datapath.clear_pending()
+        self.datapath.machine.lock.clear_pending()
         for link, payload, is_proved in self.links.poll():
             messages = self._take_messages(link, payload)
             if is_proved:

@@ -159,12 +159,16 @@ class DriverThread:
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
         if inline and not self._datapath.is_handshaking and self._poll_inline(orders_only=True):
             return
-        if not self._datapath.notify():
+        if not self._datapath.machine.notify():
             self.control.wake()
 
     def progress_inline(self) -> None:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
-        if self._datapath.has_pending() and self._poll_inline() and self._datapath.is_starved():
+        if (
+            self._datapath.has_pending()
+            and self._poll_inline()
+            and self._datapath.machine.is_starved
+        ):
             time.sleep(YIELD_S)
 
     def _poll_inline(self, *, orders_only: bool = False) -> bool:
@@ -226,7 +230,7 @@ class DriverThread:
         if self._thread is None:
             self._release()
         else:
-            self._datapath.notify()
+            self._datapath.machine.notify()
             self.control.wake()
 
     def _drive(self, until_s: float, driver: Driver) -> None:
@@ -294,7 +298,7 @@ class DriverThread:
         while self._inbox:
             events, blocks, mark = self._inbox.popleft()
             if mark is not None:
-                driver.datapath.order_after(mark, blocks)
+                driver.datapath.copies.order_after(mark, blocks)
                 self._marks.give_back(mark)
             driver.submit(*events)
 

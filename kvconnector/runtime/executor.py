@@ -57,6 +57,11 @@ def hello_of(
     )
 
 
+def _of_fields(act: Callable[..., None]) -> Callable[[Any], None]:
+    """Return what calls `act` with a command's fields, in order."""
+    return lambda command: act(*msgspec.structs.astuple(command))
+
+
 class Executor:
     """Carries commands out on a worker's links and data path. What follows at once goes to `report`."""
 
@@ -92,24 +97,22 @@ class Executor:
             cmd.SendMessage: self._send,
             cmd.OpenLink: self._open_link,
             cmd.CloseLink: self._close_link,
-            cmd.OpenEndpoint: lambda c: datapath.open_endpoint(
-                c.link, c.transport_address, c.warm_up_tag, c.warm_up_bytes
-            ),
+            cmd.OpenEndpoint: _of_fields(datapath.open_endpoint),
             cmd.ConnectBack: self._connect_back,
             cmd.CloseEndpoint: self._close_endpoint,
             cmd.ExpectWarmUp: self._expect_warm_up,
             cmd.StartSend: self._start_send,
-            cmd.ExpectReads: lambda c: datapath.expect_send(c.blocks),
-            cmd.SendProbe: lambda c: datapath.send_probe(c.link, c.probe),
-            cmd.StopSend: lambda c: datapath.stop_send(c.link, c.read_id),
+            cmd.ExpectReads: _of_fields(datapath.expect_send),
+            cmd.SendProbe: _of_fields(datapath.send_probe),
+            cmd.StopSend: _of_fields(datapath.sends.stop),
             cmd.StartReceive: self._start_receive,
-            cmd.StopReceive: lambda c: datapath.stop_receive(c.read_id),
-            cmd.DrainReceive: lambda c: datapath.drain_receive(c.read_id, c.sent_chunks),
+            cmd.StopReceive: _of_fields(datapath.stop_receive),
+            cmd.DrainReceive: _of_fields(datapath.receives.drain),
             cmd.OpenExport: self._open_export,
             cmd.PublishLease: lambda c: datapath.publish_lease(c.key, *c.watermark),
-            cmd.RetractLease: lambda c: datapath.retract_lease(c.key),
+            cmd.RetractLease: _of_fields(datapath.retract_lease),
             cmd.ReleaseBlocks: self._release,
-            cmd.NotifyPrefillStarted: lambda c: self._outbox.begun(c.request_id),
+            cmd.NotifyPrefillStarted: _of_fields(self._outbox.begun),
             cmd.FinishLoad: self._finish_load,
         }
 
@@ -123,7 +126,7 @@ class Executor:
                 self._links.refusals.note(peer, message.refusal, message.text)
         elif isinstance(message, m.HelloReply):
             # to a consumer that was just connected to: the way for its further messages
-            inbox = self._links.answer(link, self._datapath.endpoint(link.number))
+            inbox = self._links.answer(link, self._datapath.sends.endpoints.get(link.number))
             message = msgspec.structs.replace(message, control=inbox)
         elif isinstance(message, m.Heartbeat) and link.export is not None:
             message = msgspec.structs.replace(message, maps_pools=True)
@@ -153,18 +156,18 @@ class Executor:
         if link is None:
             return  # it could not be opened, or the peer has left
         if link.number > 0:
-            self._datapath.forget_warm_up(link.number)
+            self._datapath.receives.warm_ups.forget(link.number)
         self._links.leave_transport(link)
         if link.export is None:
             self._links.close(link)
         else:
             # last: a producer that closes frees its pools once we have disconnected
             link.export = None
-            self._datapath.close_export(link.number, partial(self._links.close, link))
+            self._datapath.reads.close(link.number, partial(self._links.close, link))
 
     def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
         self._links.change_back(command.link)
-        self._datapath.close_endpoint(command.link)
+        self._datapath.sends.close_endpoint(command.link)
 
     def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
         link = self._links.get(command.link)
@@ -242,7 +245,7 @@ class Executor:
             return
         try:
             check_export(command.export, command.theirs)
-            how = self._datapath.open_export(command.link, command.export)
+            how = self._datapath.reads.open(command.link, command.export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             return

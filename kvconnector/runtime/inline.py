@@ -31,7 +31,7 @@ class InlineProgress:
         """Call `drive` as the owner of the data path. Returns False if it could not be acquired within `limit_s`."""
         try:
             try:
-                if not self._datapath.try_acquire(limit_s):
+                if not self._datapath.machine.try_acquire(limit_s):
                     return False
                 self._drive(driver, drive)
             finally:
@@ -55,7 +55,7 @@ class InlineProgress:
             raise
 
     def _give_back(self, driver: Driver) -> None:
-        if not self._datapath.is_ours:
+        if not self._datapath.machine.lock.is_ours:
             return
         try:
             driver.end_inline()

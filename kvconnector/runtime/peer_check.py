@@ -117,7 +117,7 @@ class PeerCheck(ExitStack):
         """
         link = self._connect(DIRECTORY_LINK, self._address, self._key)
         self._send(link, m.DirectoryRequest(engine_id=self._config.engine_id, any_engine=True))
-        for answer in self._messages(link, bool, self._limit_s):
+        for answer in self._messages(link, bool, self._limit_s, sleep_s=0.02):
             if isinstance(answer, m.DirectoryRefused):
                 raise error_of(answer.refusal, answer.text)
             if isinstance(answer, m.Directory):
@@ -213,7 +213,12 @@ class PeerCheck(ExitStack):
             rank.bytes_per_second = max(rank.bytes_per_second, rate)
 
     def _messages(
-        self, link: Link, is_enough: Callable[[list[m.Message]], bool], limit_s: float
+        self,
+        link: Link,
+        is_enough: Callable[[list[m.Message]], bool],
+        limit_s: float,
+        *,
+        sleep_s: float = 0.0,
     ) -> list[m.Message]:
         """What comes on a link until it is enough, or time is over. Without sleep the times are right."""
         found: list[m.Message] = []
@@ -232,6 +237,8 @@ class PeerCheck(ExitStack):
                     found.append(message)
             if self._lost:
                 raise self._lost.popleft().error
+            if sleep_s and not found:
+                time.sleep(sleep_s)
         return found
 
     def _connect(self, number: LinkId, address: str, public_key: str) -> Link:

@@ -111,7 +111,9 @@ class Copies:
     """Each chunk in a slot has its digest after it, which its job's bytes count."""
 
     def order_after(self, event: object, requests: Requests | None) -> None:
-        """See `DataPath.order_after`."""
+        """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
+        recorded; None stands for all blocks. Other copies may wait as well.
+        """
 
     def make_fences(self, count: int) -> Fences:
         """Flags at zero."""

@@ -4,12 +4,13 @@
 other workers on this host. Chunks move in a compiled loop that takes no GIL; Python sees where reads begin and end.
 
 *Threads.* It has none of its own, and one owner at a time: the driver's thread, but while that sleeps in `pump` or
-waits for the GIL an engine's thread may become the owner by `try_acquire`, until it calls `release`. Any thread may
-call `notify`, `has_pending`, `is_handshaking`, `is_starved`, `is_ours` and `try_acquire`; all else is the owner's.
+waits for the GIL an engine's thread may become the owner by `machine.try_acquire`, until it calls `release`. Any thread
+may call `has_pending`, `is_handshaking`, and of `machine` `notify`, `is_starved`, `lock.is_ours` and `try_acquire`; all
+else is the owner's.
 
-*A turn.* The driver's thread calls `pump`, which returns when there is something to do, then `clear_pending`, then
-`step` until it returns nothing. In between it calls what the sessions command. An engine's thread commands, calls
-`poll_once` and `step`, and releases.
+*A turn.* The driver's thread calls `pump`, which returns when there is something to do, then clears what is pending,
+then calls `step` until it returns nothing. In between it calls what the sessions command, here and in `sends`,
+`receives` and `reads`. An engine's thread commands, calls `poll_once` and `step`, and releases.
 
 *Who owns what.* The blocks of a read belong to it from `submit_*` on until the one event that ends it: `SendFinished`,
 `SendStopped`, `ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or
@@ -19,7 +20,7 @@ process lives, and never handed out.
 *Clock.* `clock` is for quarantines, for reads that wait for a lease, and for how often peers are looked at. The loop
 reads the network's clock, which is the same but in tests.
 
-*What may block.* `pump` sleeps. `open_endpoint`, `expect_warm_up` and `open_export` may compile kernels and map memory,
+*What may block.* `pump` sleeps. `open_endpoint`, `expect_warm_up` and `reads.open` may compile kernels and map memory,
 so no engine's thread gets there: see `is_handshaking`. `close` waits for a GPU, with a deadline. Nothing else waits.
 
 *What breaks if this is changed.* The loop reads rows by their addresses. So rows may grow and jobs may go only while
@@ -38,7 +39,6 @@ from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.machine import Machine, Pace
-from kvconnector.datapath.pump.marks import Requests
 from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
@@ -90,7 +90,7 @@ class DataPath:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
-        self._copies = copies
+        self.copies = copies
         self._clock = clock
         self.machine = Machine(
             network,
@@ -101,7 +101,7 @@ class DataPath:
             pace=pace,
         )
         self._report = EventQueue()
-        self._sends = Sends(
+        self.sends = Sends(
             transport,
             self.machine,
             self._report,
@@ -109,7 +109,7 @@ class DataPath:
             on_gpu=device != "cpu",
             clock=clock,
         )
-        self._receives = Receives(
+        self.receives = Receives(
             transport,
             self.machine,
             self._report,
@@ -117,12 +117,12 @@ class DataPath:
             quarantine_s=quarantine_s,
             clock=clock,
         )
-        self._reads = DirectReads(
+        self.reads = DirectReads(
             self.machine,
             self._report,
             is_enabled=reads_directly,
             device=device,
-            fall_back=self._receives.submit,
+            fall_back=self.receives.submit,
             always=always_direct,
             clock=clock,
         )
@@ -134,7 +134,7 @@ class DataPath:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "greeting" if self._is_handshaking else "open"
-        return f"<DataPath {state}, {self._sends!r}, {self._receives!r}, {self._reads!r}>"
+        return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
 
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
@@ -142,79 +142,56 @@ class DataPath:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
         self._is_handshaking = True
         warm_up = self.machine.send_slots.pool.scratch(warm_up_bytes)
-        self._sends.endpoints.open(link, transport_address, warm_up_tag, warm_up)
-
-    def close_endpoint(self, link: LinkId) -> None:
-        """Forget a consumer worker; its sends stop."""
-        self._sends.close_endpoint(link)
-
-    def endpoint(self, link: LinkId) -> int | None:
-        """The transport's endpoint to a consumer worker, while it is open."""
-        return self._sends.endpoints.get(link)
+        self.sends.endpoints.open(link, transport_address, warm_up_tag, warm_up)
 
     def send_probe(self, link: LinkId, probe: Probe) -> None:
         """Send the messages that a consumer worker measures by, unless it is lost."""
         self._is_handshaking = True
         buffer = self.machine.send_slots.pool.scratch(probe.nbytes)
-        self._sends.endpoints.probe(link, probe, buffer)
+        self.sends.endpoints.probe(link, probe, buffer)
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
         self._is_handshaking = True
         warm_up = self.machine.recv_slots.pool.scratch(WARM_UP_BYTES)
-        return self._receives.warm_ups.expect(link, warm_up)
-
-    def forget_warm_up(self, link: LinkId) -> None:
-        """Cancel the warm-up receive of `link`, if it is still posted."""
-        self._receives.warm_ups.forget(link)
+        return self.receives.warm_ups.expect(link, warm_up)
 
     def submit_send(
         self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
     ) -> None:
         """Stream a read to `link`: ends in `SendFinished` or `SendStopped`."""
         self.machine.stay_awake()
-        self._sends.submit(link, read_id, program, first_tag=first_tag, window=window)
+        self.sends.submit(link, read_id, program, first_tag=first_tag, window=window)
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
         self._refresh()
         self.machine.begin(FIRST_PASSES if self._are_copies_quick else 1)
 
     def expect_send(self, blocks: Sequence[GroupBlocks]) -> None:
         """Prepare for a read of these blocks, if any reads come this way. `submit_send` is given the same sequence."""
-        if self._sends.has_sent:
-            self._copies.expect(blocks)
-
-    def stop_send(self, link: LinkId, read_id: int) -> None:
-        """Send no further chunk of a read; no effect if it has ended."""
-        self._sends.stop(link, read_id)
+        if self.sends.has_sent:
+            self.copies.expect(blocks)
 
     def submit_receive(self, read_id: int, program: Program) -> None:
         """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
         `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
         """
         self.machine.stay_awake()
-        self._receives.submit(read_id, program)
+        self.receives.submit(read_id, program)
 
     def submit_direct(self, read: DirectRead) -> None:
         """The same without the producer, if it publishes the lease: then there is no `ReceivePosted`, and
         `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
         """
         self.machine.stay_awake()
-        self._reads.submit(read)
+        self.reads.submit(read)
         if self._are_copies_quick:
             # a GPU copies meanwhile
             self.machine.begin(1)
 
     def stop_receive(self, read_id: int) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if not self._reads.stop(read_id):
-            self._receives.stop(read_id)
-
-    def drain_receive(self, read_id: int, sent_chunks: int | None) -> None:
-        """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone).
-
-        Frees the slots accordingly.
-        """
-        self._receives.drain(read_id, sent_chunks)
+        if not self.reads.stop(read_id):
+            self.receives.stop(read_id)
 
     def export(self) -> PoolExport | None:
         """What consumers need to read these pools themselves; None if they cannot. Always the same."""
@@ -230,34 +207,16 @@ class DataPath:
         if self._share is not None:
             self._share.board.retract(key)
 
-    def open_export(self, link: LinkId, export: PoolExport) -> str:
-        """Reach a producer worker's pools for direct reads at `link`; returns how, in words for the log.
-
-        Raises:
-            TransportError: they cannot be reached.
-        """
-        return self._reads.open(link, export)
-
-    def close_export(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
-        """Forget a producer worker's pools; unmap them once no read of them is under way, and then call `then`."""
-        self._reads.close(link, then)
-
-    def order_after(self, event: object, requests: Requests | None = None) -> None:
-        """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
-        recorded; None stands for all blocks. Other copies may wait as well.
-        """
-        self._copies.order_after(event, requests)
-
     def step(self) -> list[DataEvent]:
         """Move what can move; return what happened. Call it until nothing did."""
         if self.machine.sends.num_active:
-            self._sends.poll()
+            self.sends.poll()
         if self.machine.receives.num_active:
-            self._receives.poll()
-        self._reads.poll()
+            self.receives.poll()
+        self.reads.poll()
         # last: slots are free again, and reads are to be sent that were not before
-        if self._receives.waiting:
-            self._receives.admit()
+        if self.receives.waiting:
+            self.receives.admit()
         now_s = self._clock()
         is_greeted = self._is_handshaking and self._is_warming_up()
         if not self._report and (is_greeted or now_s >= self._next_check_s):
@@ -278,26 +237,14 @@ class DataPath:
         """
         self._refresh()
         timeout_s = self._run_s(timeout_s)
-        reason = self.machine.run(timeout_s, wants_slots=bool(self._receives.waiting), fds=fds)
+        reason = self.machine.run(timeout_s, wants_slots=bool(self.receives.waiting), fds=fds)
         if reason == r.TIMEOUT:
-            self._copies.check_device()
-
-    def notify(self) -> bool:
-        """Note that there is something to do for the owner. Returns True if the owner is awake or was woken."""
-        return self.machine.notify()
-
-    def clear_pending(self) -> None:
-        """The owner is about to do all that there is to do."""
-        self.machine.lock.clear_pending()
+            self.copies.check_device()
 
     @property
     def is_handshaking(self) -> bool:
         """Returns True while a peer is greeted, which may compile kernels and map memory: nobody does that inline."""
         return self._is_handshaking
-
-    def is_starved(self) -> bool:
-        """Returns True if the driver's thread has waited long for the GIL, and nobody is in the loop."""
-        return self.machine.is_starved
 
     def has_pending(self) -> bool:
         """Returns True if inline progress may find something to do. Each call counts as a poll of the engine's
@@ -310,36 +257,17 @@ class DataPath:
         # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
         return lock.has_pending or not lock.is_looping
 
-    def try_acquire(self, limit_s: float) -> bool:
-        """Make the calling thread the owner of this data path and of all that its owner has, if the owner sleeps in
-        `pump` or waits for the GIL.
-
-        Args:
-            limit_s: how long to try, which is microseconds: the GIL is kept.
-
-        Returns:
-            True if it is the owner now.
-        """
-        return self.machine.try_acquire(limit_s)
-
-    @property
-    def is_ours(self) -> bool:
-        """Returns True if the calling thread owns it after `try_acquire`, which an interrupt may have kept it from
-        noticing.
-        """
-        return self.machine.lock.is_ours
-
     def poll_once(self) -> bool:
         """Begin and notice what takes microseconds. Returns True if `step` may have something to return."""
         if not self._are_copies_quick and self.machine.lock.is_looping:
             return False
         self._refresh()
-        return self.machine.run(-1.0, wants_slots=bool(self._receives.waiting)) != r.TIMEOUT
+        return self.machine.run(-1.0, wants_slots=bool(self.receives.waiting)) != r.TIMEOUT
 
     def release(self, timeout_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
         self._refresh()
-        wants_slots = bool(self._receives.waiting)
+        wants_slots = bool(self.receives.waiting)
         self.machine.release(self._run_s(timeout_s), wants_slots=wants_slots)
 
     def close(self) -> None:
@@ -354,29 +282,29 @@ class DataPath:
     def _release(self) -> None:
         # in reverse, and all of it even where a device has failed
         with ExitStack() as stack:
-            stack.callback(self._receives.release)
-            stack.callback(self._sends.release)
-            stack.callback(self._reads.release)
+            stack.callback(self.receives.release)
+            stack.callback(self.sends.release)
+            stack.callback(self.reads.release)
             if self._share is not None:
                 stack.callback(self._share.board.close)
             stack.callback(self._finish_copies)
 
     def _finish_copies(self) -> None:
         with kept_unless_idle(self.machine, "staging memory, and flags that copies set"):
-            self._copies.finish()
+            self.copies.finish()
 
     def _refresh(self) -> None:
         """What the loop takes for granted."""
-        if self._receives.promised:
-            self._receives.begin()
+        if self.receives.promised:
+            self.receives.begin()
         if self.machine.sends.num_active:
-            self._sends.refresh_endpoints()
+            self.sends.refresh_endpoints()
 
     def _run_s(self, timeout_s: float) -> float:
         """For how long at most the loop can do without Python."""
         if timeout_s <= MAX_LEASE_RUN_S:
             return timeout_s
-        if self._reads.is_waiting:
+        if self.reads.is_waiting:
             return MAX_LEASE_RUN_S
         is_greeted = self._is_handshaking and self._is_warming_up()
         if is_greeted or self.machine.network.is_control_arriving():
@@ -386,7 +314,7 @@ class DataPath:
     def _is_warming_up(self) -> bool:
         """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""
         self._is_handshaking = (
-            self._sends.endpoints.is_warming_up or self._receives.warm_ups.is_awaited
+            self.sends.endpoints.is_warming_up or self.receives.warm_ups.is_awaited
         )
         return self._is_handshaking
 
@@ -394,6 +322,6 @@ class DataPath:
         """What the loop does not do: warm-up messages, and lost peers."""
         self._next_check_s = now_s + MAX_RUN_S
         for completion in self.machine.network.progress(others_move=self.machine.uses_network):
-            _ = self._sends.complete(completion) or self._receives.warm_ups.complete(completion)
-        self._sends.refresh()
-        self._receives.refresh()
+            _ = self.sends.complete(completion) or self.receives.warm_ups.complete(completion)
+        self.sends.refresh()
+        self.receives.refresh()

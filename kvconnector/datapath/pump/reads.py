@@ -92,7 +92,11 @@ class DirectReads:
         self._fence_addresses = addresses_of(self._fences).tolist()
 
     def open(self, link: LinkId, export: PoolExport) -> str:
-        """See `DataPath.open_export`."""
+        """Reach a producer worker's pools for direct reads at `link`; returns how, in words for the log.
+
+        Raises:
+            TransportError: they cannot be reached.
+        """
         if not self._is_enabled:
             raise TransportError("this worker has no direct path")
         try:
@@ -112,8 +116,8 @@ class DirectReads:
             raise
         return remote
 
-    def close(self, link: LinkId, then: Callable[[], None]) -> None:
-        """See `DataPath.close_export`."""
+    def close(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
+        """Forget a producer worker's pools; unmap them once no read of them is under way, and then call `then`."""
         source = self._sources.pop(link, None)
         if source is None:
             then()

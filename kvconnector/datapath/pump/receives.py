@@ -117,7 +117,9 @@ class Receives:
             self._report.stopped(read_id)
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
-        """See `DataPath.drain_receive`."""
+        """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
+        the slots accordingly.
+        """
         receive = self._receives.get(read_id)
         if receive is None:
             return

@@ -71,7 +71,7 @@ class Sends:
         return f"<Sends active {[send.read_id for send in self._sends.values()]}, {self._slots!r}>"
 
     def close_endpoint(self, link: LinkId) -> None:
-        """See `DataPath.close_endpoint`."""
+        """Forget a consumer worker; its sends stop."""
         if link in self.endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self.endpoints.close(link)
@@ -98,7 +98,7 @@ class Sends:
         self._rows[link, read_id] = row
 
     def stop(self, link: LinkId, read_id: int) -> None:
-        """See `DataPath.stop_send`."""
+        """Send no further chunk of a read; no effect if it has ended."""
         row = self._rows.get((link, read_id))
         if row is not None:
             self._machine.sends.set(row, "stopped", 1)

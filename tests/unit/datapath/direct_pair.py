@@ -19,7 +19,7 @@ class DirectPair(Pair):
     def __init__(self, p, d):
         super().__init__(p, d)
         self.export = p.path.export()
-        assert d.path.open_export(TO_P, self.export)
+        assert d.path.reads.open(TO_P, self.export)
 
 
 def direct_read(read_id, theirs, ours, tokens, **changes):
@@ -55,5 +55,5 @@ def only_consumer_steps(pair, read_id, kind):
 def give_up(pair, read_id):
     """End a read that its producer was asked for, and does not send."""
     pair.d.path.stop_receive(read_id)
-    pair.d.path.drain_receive(read_id, None)
+    pair.d.path.receives.drain(read_id, None)
     pair.until(lambda: pair.find(ev.ReceiveDrained, read_id) is not None)

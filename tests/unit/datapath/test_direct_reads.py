@@ -114,7 +114,7 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
 def test_a_sleeping_driver_looks_for_the_lease_of_a_read_that_was_submitted_inline(pair):
     sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S, ()), daemon=True)
     sleeper.start()
-    while not pair.d.path.try_acquire(0.0):
+    while not pair.d.path.machine.try_acquire(0.0):
         sleeper.join(1e-3)
     ask(pair, 1)
     pair.d.path.release(LONG_S)
@@ -143,7 +143,7 @@ def test_closed_export_ends_when_its_reads_do(pair, monkeypatch):
     monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
     pair.p.path.publish_lease(KEY, MANY_TOKENS)
     source, destination = ask(pair, 1)
-    pair.d.path.close_export(TO_P, lambda: ended.append("then"))
+    pair.d.path.reads.close(TO_P, lambda: ended.append("then"))
     assert ended == []
     ask(pair, 2)
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
@@ -165,7 +165,7 @@ def test_reads_that_wait_are_sent_once_the_producer_has_died_or_is_forgotten(
     if has_died:
         monkeypatch.setattr(RemotePools, "is_published", look)
     else:
-        pair.d.path.close_export(TO_P)
+        pair.d.path.reads.close(TO_P)
     for read_id in (1, 2):
         only_consumer_steps(pair, read_id, ev.ReceivePosted)
         give_up(pair, read_id)
@@ -185,7 +185,7 @@ def shared_file(nbytes, seals=fcntl.F_SEAL_SHRINK):
 
 
 def test_exports_that_are_not_what_they_say(pair, tmp_path):
-    pair.d.path.close_export(TO_P)
+    pair.d.path.reads.close(TO_P)
     os.mkfifo(tmp_path / "fifo")
     process = subprocess.Popen(["sleep", "100"])
     with ExitStack() as stack:
@@ -206,19 +206,19 @@ def test_exports_that_are_not_what_they_say(pair, tmp_path):
             ({"device": "cuda"}, "another kind of device"),
         ):
             with pytest.raises(TransportError, match=text):
-                pair.d.path.open_export(TO_P, msgspec.structs.replace(pair.export, **change))
+                pair.d.path.reads.open(TO_P, msgspec.structs.replace(pair.export, **change))
     process.kill()
     process.wait()
     gone = msgspec.structs.replace(pair.export, pid=process.pid)
     with pytest.raises(PeerLostError):
-        pair.d.path.open_export(TO_P, gone)
+        pair.d.path.reads.open(TO_P, gone)
 
 
 def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(caplog):
     with closing(DirectPair.connect(always_direct=True)) as pair:
-        pair.d.path.close_export(TO_P)
+        pair.d.path.reads.close(TO_P)
         elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))
         with pytest.raises(TransportError, match="another process"):
-            pair.d.path.open_export(TO_P, elsewhere)
+            pair.d.path.reads.open(TO_P, elsewhere)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "paths.direct is always" in caplog.text

@@ -84,7 +84,7 @@ def start():
         # the consumer unmaps first
         to_close.insert(0, consumer.path.close)
         exporter.publish(KEY, MANY_TOKENS)
-        assert consumer.path.open_export(LINK, exporter.export) == "CUDA IPC"
+        assert consumer.path.reads.open(LINK, exporter.export) == "CUDA IPC"
         return exporter, consumer
 
     yield make
@@ -133,11 +133,11 @@ def test_capped_programs_and_large_blocks(start, place):
 @places
 def test_allocation_that_is_smaller_than_its_export_says_is_not_read(start, place):
     exporter, consumer = start(place, Shape(layers=1))
-    consumer.path.close_export(LINK)
+    consumer.path.reads.close(LINK)
     first, *others = exporter.export.allocations
     longer = replace(first, nbytes=first.nbytes + 1)
     with pytest.raises(TransportError, match="smaller than it says"):
-        consumer.path.open_export(LINK, replace(exporter.export, allocations=(longer, *others)))
+        consumer.path.reads.open(LINK, replace(exporter.export, allocations=(longer, *others)))
 
 
 @places
@@ -149,12 +149,12 @@ def test_killed_producer_costs_its_reads_and_not_the_gpu(start, place):
     exporter.kill()
     ended = consumer.until_over(1)
     assert isinstance(ended.error, PeerLostError)
-    consumer.path.close_export(LINK)
+    consumer.path.reads.close(LINK)
     second = Exporter(shape, seed=5, device=place)
     try:
         second.publish(KEY, MANY_TOKENS)
-        consumer.path.open_export(LINK, second.export)
+        consumer.path.reads.open(LINK, second.export)
         check(consumer, held, 2, range(1024))
-        consumer.path.close_export(LINK)
+        consumer.path.reads.close(LINK)
     finally:
         second.close()

@@ -32,7 +32,7 @@ def test_junk_with_ordinary_tags_costs_no_memory(make_pair, nbytes, batch, caplo
     content = ctypes.create_string_buffer(nbytes)
     junk = Buffer(ctypes.addressof(content), nbytes, "cpu", content)
     to_d = stranger.connect(pair.d.transport.address)
-    refused = pair.d.path._receives.refusals.counts
+    refused = pair.d.path.receives.refusals.counts
 
     def send(count):
         expected = refused["unknown tag"] + count

@@ -124,7 +124,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     held = []
     monkeypatch.setattr(machine.network, "cancel", held.append)
     pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, None)
+    pair.d.path.receives.drain(1, None)
     pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
     clock.now_s = QUARANTINE_S / 2
     for _ in range(20):
@@ -168,7 +168,7 @@ def test_shorter_chunk_fails_the_receive(make_pair):
     pair.serve(pair.ask(1, receive), send)
     pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
     assert isinstance(pair.find(ev.ReceiveFailed, 1).error, MessageSizeError)
-    pair.d.path.drain_receive(1, 1)
+    pair.d.path.receives.drain(1, 1)
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert not pair.d.dense(destination, range(8)).any()
 
@@ -176,7 +176,7 @@ def test_shorter_chunk_fails_the_receive(make_pair):
 def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
     path = make_pair().d.path
     path.release(0.0)
-    assert path.try_acquire(1.0)
+    assert path.machine.try_acquire(1.0)
     may_run = threading.Lock()
     ran = []
 

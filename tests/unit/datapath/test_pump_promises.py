@@ -37,12 +37,12 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     posted = promised(pair, 1, receive)
     pair.d.path.stop_receive(1)
     if drained:  # the producer never hears of it
-        pair.d.path.drain_receive(1, 0)
+        pair.d.path.receives.drain(1, 0)
     else:
         pair.serve(posted, send)
         pair.until(lambda: pair.find(ev.SendFinished, 1) is not None)
         assert ends_of(pair, 1)[0] is ev.ReceiveStopped
-        pair.d.path.drain_receive(1, len(send.chunks))
+        pair.d.path.receives.drain(1, len(send.chunks))
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert ends_of(pair, 1) == [ev.ReceiveStopped, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()
@@ -60,11 +60,11 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(ma
     assert isinstance(failed.error, TransportError)
     assert "row 5 of 4" in str(failed.error)
     # the session stops its producer, who may have sent any number by then
-    pair.p.path.stop_send(TO_D, 1)
+    pair.p.path.sends.stop(TO_D, 1)
     pair.until(lambda: bool(pair.find(ev.SendFinished, 1) or pair.find(ev.SendStopped, 1)))
     stopped = pair.find(ev.SendStopped, 1)
     pair.d.path.stop_receive(1)
-    pair.d.path.drain_receive(1, stopped.sent_chunks if stopped else len(send.chunks))
+    pair.d.path.receives.drain(1, stopped.sent_chunks if stopped else len(send.chunks))
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()

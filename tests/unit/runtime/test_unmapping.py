@@ -23,28 +23,33 @@ def cuda_export(export):
 class MappingPath:
     """A data path that maps its peers' pools, and unmaps them when the test says so; reads are sent."""
 
-    can_map = True
+    class Reads:
+        """Of other workers' pools."""
+
+        def __init__(self):
+            self.can_map = True
+            self.unmapping = []
+
+        def open(self, link, export):
+            if not self.can_map:
+                raise TransportError("another host")
+            return "mapped"
+
+        def close(self, link, then):
+            self.unmapping.append(then)
 
     def __init__(self, sending, pools):
         self._sending = sending
+        self.reads = self.Reads()
         board = LeaseBoard(num_buckets=1)
         self._export = cuda_export(PoolExporter(pools, board).message)
         board.close()
-        self.unmapping = []
 
     def __getattr__(self, name):
         return getattr(self._sending, name)
 
     def export(self):
         return self._export
-
-    def open_export(self, link, export):
-        if not self.can_map:
-            raise TransportError("another host")
-        return "mapped"
-
-    def close_export(self, link, then):
-        self.unmapping.append(then)
 
     def submit_direct(self, read):
         program = Program(read.segments, read.cut(), read.blocks)
@@ -94,11 +99,11 @@ def test_a_consumer_disconnects_once_it_has_unmapped(world, end):
     assert world.run(world.is_quiet)
     assert world.mappers == ["d rank (0, 0)"]
     end(world.producer)
-    assert world.run(lambda: bool(world.path.unmapping))
+    assert world.run(lambda: bool(world.path.reads.unmapping))
     for _ in range(5):
         world.turn()
     assert world.mappers == ["d rank (0, 0)"]
-    world.path.unmapping.pop()()
+    world.path.reads.unmapping.pop()()
     assert world.run(lambda: not world.mappers, max_turns=5)
 
 
@@ -110,7 +115,7 @@ def test_a_dead_consumer_maps_nothing(world):
 
 
 def test_a_consumer_of_another_host_maps_nothing(world):
-    world.path.can_map = False
+    world.path.reads.can_map = False
     world.request()
     assert world.run(world.is_quiet)
     world.freeze(world.d)
