@@ -35,7 +35,7 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     host: str = "127.0.0.1"
     """IP address, or localhost, that this process binds."""
     advertise_host: str = ""
-    """Host that peers are told; empty for `host`. Needed where `host` is a wildcard."""
+    """Host that peers connect to; empty for `host`. Needed where `host` is a wildcard."""
     port: Port = 0
     """Port of the scheduler's directory service; 0 takes a free one."""
     insecure: bool = False
@@ -111,7 +111,7 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How reads may travel. Packed messages always work."""
 
     direct: Literal["auto", "always", "never"] = "auto"
-    """Whether a consumer reads its producer's pools itself: `auto` wherever it can, which takes one host; `always` the
+    """A consumer reads its producer's pools itself: `auto` wherever it can, which takes one host; `always` the
     same with a warning where it cannot. `never` also keeps this worker's pools from its consumers.
     """
 
@@ -309,7 +309,7 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` names this machine's loopback interface, without asking a resolver."""
+    """Returns True if `host` names this machine's loopback interface. No resolver is asked."""
     if host == "localhost":
         return True
     try:

@@ -21,7 +21,7 @@ class KVConnectorError(Exception):
 
     @property
     def statement(self) -> str:
-        """The text without the remedy: what a peer is told."""
+        """The text without the remedy, as peers get it."""
         if not self.context:
             return self.message
         details = ", ".join(f"{name}={value!r}" for name, value in self.context.items())

@@ -13,7 +13,7 @@ It never retries, never reconnects and never interprets a payload. Contract of e
 - *Size.* A payload longer than `ControlLimits.max_message_bytes` is refused when it is sent, and a peer that sends one
   loses the connection, so that no peer can make this side allocate more.
 - *Threads.* One thread at a time calls everything on a channel, except `wake`, which any thread may call.
-- *Waits.* Only `poll` waits, at most as long as it is told to; `close` waits at most `linger_s`.
+- *Waits.* Only `poll` waits, at most its `timeout_s`; `close` waits at most `linger_s`.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ControlChannel(Protocol):
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing waits for `poll` that `filenos` would not show."""
+        """Returns True if nothing waits for `poll` that `filenos` would not show."""
 
     def wake(self) -> None:
         """Make the current `poll`, or the next one, return at once. Any thread may call it, also after `close`."""

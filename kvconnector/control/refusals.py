@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 LOG_INTERVAL_S = 60.0
 MAX_KEYS = 256
-"""Kinds that are told apart; the others share one entry, so that many of them cost no memory."""
+"""Kinds that are kept apart; the others share one entry, so that many of them cost no memory."""
 _OTHERS = "others"
 
 

@@ -64,7 +64,7 @@ class Opener:
 
     @property
     def has_opened(self) -> bool:
-        """Whether any message came."""
+        """Returns True if any message came."""
         return self._next_number > 0
 
     def open(self, frame: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Who may speak on a control channel: CURVE keys, or an explicit statement that there are none.
+"""Authentication of a control channel: CURVE keys, or an explicit statement that there are none.
 
 Every worker has one key pair for both directions, and a list of the public keys that it accepts. Keys are text: 32
 bytes in Z85, 40 characters.

@@ -68,7 +68,7 @@ class Descriptors:
         self._item = _PollFd(self.fd, select.POLLIN, 0)
 
     def is_any_readable(self) -> bool:
-        """Whether one is readable now, or the call was interrupted."""
+        """Returns True if one is readable now, or the call was interrupted."""
         found = int(_poll()(ctypes.byref(self._item), 1, 0))
         return found > 0 or found == _INTERRUPTED
 

@@ -223,7 +223,7 @@ class ZmqControlChannel:
         return self._descriptors
 
     def _is_due(self) -> bool:
-        """Whether polling would find anything, if the channel is settled."""
+        """Returns True if polling would find anything, in a channel that is settled."""
         if self._incoming.has_losses or self._watch().is_any_readable():
             return True
         return time.monotonic() >= self._first_deadline

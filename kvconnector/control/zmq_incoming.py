@@ -96,7 +96,7 @@ class IncomingConnections:
 
     @property
     def has_losses(self) -> bool:
-        """Whether `receive` has something to report even if no socket is readable."""
+        """Returns True if `receive` has something to report even if no socket is readable."""
         return bool(self._ending)
 
     def __contains__(self, handle: PeerHandle) -> bool:

@@ -123,7 +123,7 @@ class OutgoingConnection:
             opened.pop_all()
 
     def is_due(self, now: float) -> bool:
-        """Whether it is over, by an error or because the handshake took too long."""
+        """Returns True if it is over, by an error or because the handshake took too long."""
         return self.error is not None or (self.deadline is not None and now >= self.deadline)
 
     def send(self, payload: bytes) -> None:
@@ -139,7 +139,7 @@ class OutgoingConnection:
             raise self.error from exc
 
     def receive(self, now: float) -> list[ControlEvent]:
-        """What arrived; ends with `Disconnected` when the connection is over and nothing is left to read."""
+        """Return what arrived; ends with `Disconnected` when the connection is over and nothing is left to read."""
         # The monitor first: once it tells of the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:

@@ -1,4 +1,4 @@
-"""What both kinds of ZMQ connection share: socket options, monitor events, authorisation."""
+"""Parts of both kinds of ZMQ connection: socket options, monitor events, authorisation."""
 
 from __future__ import annotations
 

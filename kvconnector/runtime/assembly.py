@@ -100,7 +100,7 @@ def hello_reply(
     datapath: DataPath,
     incarnation: Incarnation,
 ) -> m.HelloReply:
-    """What a producer worker answers the consumers that it takes."""
+    """Return what a producer worker answers the consumers that it takes."""
     return m.HelloReply(
         incarnation=incarnation,
         transport_address=transport.address,
@@ -112,13 +112,13 @@ def hello_reply(
 
 
 def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
-    """What consumers are told of the pools, unless no greeting could carry it."""
+    """Return what consumers need to map the pools, unless no greeting could carry it."""
     export = datapath.export()
     nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
     # the other half is for the rest of the greeting
     if nbytes > config.control.max_message_bytes // 2:
         logger.warning(
-            "no consumer can read these pools directly: what it must be told has %s bytes, and"
+            "no consumer can read these pools directly: its description has %s bytes, and"
             " control.max_message_bytes is %s",
             nbytes,
             config.control.max_message_bytes,

@@ -79,7 +79,7 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
 
 
 def ucx_options(config: ConnectorConfig) -> dict[str, str]:
-    """What the configuration says to UCX, named without `UCX_`."""
+    """Return the configured UCX options, named without `UCX_`."""
     named = (("TLS", config.ucx.tls), ("NET_DEVICES", config.ucx.net_devices))
     return {name: value for name, value in named if value}
 

@@ -1,4 +1,4 @@
-"""Which CUDA context is current in a thread, asked and told by the driver: torch's way takes tens of microseconds."""
+"""The CUDA context that is current in a thread, by the driver's own calls: torch's take tens of microseconds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class CudaContext:
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the calling thread's."""
+        """Returns True if it is the calling thread's."""
         return self._cuda is None or self._current() == self._handle
 
     def allow_captures(self) -> None:
@@ -47,10 +47,10 @@ class CudaContext:
             mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
             status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
             if status:
-                raise TransportError("CUDA does not take a capture mode", status=status)
+                raise TransportError("cuThreadExchangeStreamCaptureMode failed", status=status)
 
     def enter(self) -> int | None:
-        """Make it the calling thread's. What was so before, for `leave`."""
+        """Make it the calling thread's. Returns the one before, for `leave`."""
         if self._cuda is None:
             return None
         previous = self._current()
@@ -66,11 +66,11 @@ class CudaContext:
         found = ctypes.c_void_p()
         status = self._cuda.cuCtxGetCurrent(ctypes.byref(found))
         if status:
-            raise TransportError("CUDA does not tell the current context", status=status)
+            raise TransportError("cuCtxGetCurrent failed", status=status)
         return found.value
 
     def _set(self, present: int | None, wanted: int | None) -> None:
         if present != wanted:
             status = self._cuda.cuCtxSetCurrent(ctypes.c_void_p(wanted))
             if status:
-                raise TransportError("the GPU's context cannot be made current", status=status)
+                raise TransportError("cuCtxSetCurrent failed", status=status)

@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
 MAX_UNASKED = 64
-"""An engine of so many workers names all of them at once: that is shorter than to ask twice."""
+"""An engine of at most this many workers names all of them at once: that is shorter than to ask twice."""
 
 
 def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Directory:
-    """What a consumer is told: of a large engine only the workers that it asks for."""
+    """Return what a consumer needs: of a large engine only the workers that it asks for."""
     workers, theirs = directory.workers, request.world_size
     ours = len(workers)
     if request.ranks is None or ours <= MAX_UNASKED:

@@ -20,7 +20,7 @@ class Doorbell:
 
     def __init__(self, spin_s: float) -> None:
         self.is_rung = False
-        """Whether `wait` would return at once."""
+        """`wait` would return at once."""
         self._event = threading.Event()
         self._lock = threading.Lock()
         self._num_waiting = 0
@@ -45,7 +45,7 @@ class Doorbell:
         self._flag[0] = 0
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was rung, after waiting for it."""
+        """Wait until it is rung. Returns False if `timeout_s` passed before."""
         if self.is_rung:
             return True
         until_s = time.monotonic() + timeout_s

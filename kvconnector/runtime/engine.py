@@ -18,7 +18,7 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 
 
 class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker tells its scheduler after registration: what it holds, and where its peers find it.
+    """A worker's report to its scheduler after registration: what it holds, and where its peers find it.
 
     `num_blocks[group]` are the block ids that its pools have; a group without a layer there has any.
     """
@@ -110,7 +110,7 @@ def _check_heads(engine: EngineGeometry, pp_rank: int) -> None:
 def directory_of(
     geometry: EngineGeometry, metadata: Sequence[WorkerMetadata], *, stream: bool = True
 ) -> m.Directory:
-    """What the directory service answers."""
+    """Return what the directory service answers."""
     ordered = sorted(metadata, key=lambda worker: (worker.pp_rank, worker.tp_rank))
     entries = tuple(
         m.WorkerEntry(
@@ -133,7 +133,7 @@ def directory_of(
 def checked_retentions(
     engine: EngineGeometry, retentions: Sequence[Retention] | None
 ) -> tuple[Retention, ...]:
-    """What each cache group keeps; by default every token.
+    """Return what each cache group keeps; by default every token.
 
     Raises:
         GeometryError: not as many as groups, a group of states has blocks of several tokens, or ranks share the tokens

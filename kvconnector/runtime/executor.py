@@ -1,4 +1,4 @@
-"""Carrying out the sessions' commands, and collecting what the engine is to be told."""
+"""Carries out the sessions' commands, and collects what the engine waits for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def hello_of(
     config: ConnectorConfig,
     transport: Transport,
 ) -> m.Hello:
-    """What a consumer worker says to each producer worker; the warm-up message and the inbox differ."""
+    """Return the greeting of a consumer worker to each producer worker; the warm-up message and the inbox differ."""
     return m.Hello(
         geometry=PackedGeometry.of(engine),
         pp_rank=rank.pp_rank,
@@ -91,7 +91,7 @@ class Executor:
         self._clock = clock
 
     def actions(self) -> Mapping[type, Callable[[Any], None]]:
-        """What carries out each kind of command. Failures come back to the sessions as events."""
+        """Return what carries out each kind of command. Failures come back to the sessions as events."""
         datapath = self._datapath
         return {
             cmd.SendMessage: self._send,

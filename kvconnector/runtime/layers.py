@@ -1,4 +1,4 @@
-"""Layers of the step that an engine computes, told to consumers while it computes the next ones."""
+"""Layers of the step that an engine computes, reported to consumers while it computes the next ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvconnector.session.watermark import (
 class StepLayers:
     """What one step computes of prompts that consumers follow. `events` are the step's orders.
 
-    A step is told in a few pieces of some megabytes; one that has not even two of them is told when it is over.
+    A step is reported in a few pieces of some megabytes; one that is smaller than two of them is reported as a whole.
     """
 
     def __init__(self, events: Sequence[object], pools: Pools) -> None:
@@ -49,7 +49,7 @@ class StepLayers:
             self._ends = {*ends[step - 1 :: step], ends[-1]}
 
     def written(self, layer: int) -> list[object]:
-        """The events of a layer that is written, as are those in front of it."""
+        """Return the events of a layer that is written, as are those before it."""
         if layer not in self._ends:
             return []
         return [replace(prompt, ahead_layers=layer + 1) for prompt in self._prompts]

@@ -1,4 +1,4 @@
-"""Marks in an engine's CUDA streams, behind which blocks may be copied."""
+"""Marks in an engine's CUDA streams, after which blocks may be copied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class StreamMarks:
         self._index = int(index or 0)
         self._unused: list[torch.cuda.Event] = []
         self.are_needed = self._kind != "cpu"
-        """Whether `make` may return anything but None."""
+        """`make` may return a mark."""
         if self.are_needed:
             import torch
 
@@ -37,7 +37,7 @@ class StreamMarks:
             self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
 
     def make(self) -> torch.cuda.Event | None:
-        """An event behind all that the current stream holds; None if that is nothing, and on the CPU.
+        """Return an event after the work queued on the current stream; None if there is none, and on the CPU.
 
         Raises:
             TransportError: the GPU has failed.
@@ -55,11 +55,11 @@ class StreamMarks:
         event = self._unused.pop()
         status = self._cuda.cuEventRecord(ctypes.c_void_p(event.cuda_event), stream)
         if status:
-            raise TransportError("the GPU does not mark the engine's stream", status=status)
+            raise TransportError("cuEventRecord failed", status=status)
         return event
 
     def give_back(self, mark: torch.cuda.Event | None) -> None:
-        """Nothing will be told to wait for the mark any more."""
+        """Nothing will wait for the mark any more."""
         if mark is not None:
             self._unused.append(mark)
 

@@ -1,4 +1,4 @@
-"""What an engine may offer: blocks that its pools have and that hold the tokens."""
+"""Checks offers: an engine's pools have the blocks, and these hold the tokens."""
 
 from __future__ import annotations
 
@@ -12,38 +12,6 @@ from kvconnector.planning import KeepsState, Retention
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.remote_request import tokens_to_load
 from kvconnector.topology import EngineGeometry
-
-
-def block_lists(
-    request_id: str,
-    blocks: Sequence[Sequence[int]],
-    first_blocks: Sequence[int] | None,
-    num_groups: int,
-) -> tuple[list[list[int]], list[int]]:
-    """Return the ids and the first block of each cache group; by default each begins at block 0.
-
-    Raises:
-        BlockIdError: not one list and one first block per cache group.
-    """
-    try:
-        ids = [list(group) for group in blocks]
-        firsts = [0] * len(ids) if first_blocks is None else list(first_blocks)
-    except TypeError as error:
-        raise BlockIdError(
-            "blocks are a list of block ids for each cache group",
-            request=request_id,
-            blocks=blocks,
-            first_blocks=first_blocks,
-        ) from error
-    if {len(ids), len(firsts)} != {num_groups}:
-        raise BlockIdError(
-            "a request names blocks and a first block of each cache group",
-            request=request_id,
-            groups=num_groups,
-            blocks=len(ids),
-            first_blocks=len(firsts),
-        )
-    return ids, firsts
 
 
 class OfferCheck:

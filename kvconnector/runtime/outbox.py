@@ -27,7 +27,7 @@ NOTHING = WorkerStats()
 
 
 class Outbox:
-    """What the engine's thread will take: filled by the driver, emptied by `take`. Thread safe.
+    """Results for the engine's thread: filled by the driver, emptied by `take`. Thread safe.
 
     It knows what the engine waits for, to end it if the driver fails. `wait` looks on for `spin_s` before it sleeps.
     """
@@ -35,13 +35,13 @@ class Outbox:
     def __init__(self, spin_s: float = 0.0) -> None:
         self._lock = threading.Lock()
         self._open_loads: dict[str, bool] = {}
-        """Whether a load was asked for; before that the engine waits until it may."""
+        """True if the load was asked for; before that the engine waits until it may."""
         self._open_holds: set[str] = set()
         self._failure: KVConnectorError | None = None
         self._filled = Doorbell(spin_s)
         self._refused_holds: dict[str, KVConnectorError] = {}
         self._filling: dict[str, HoldRequest] = {}
-        """Leases on prompts that the engine still computes, of whose end it is not told."""
+        """Leases on prompts that the engine still computes, whose end is not reported."""
         self._given_up: set[str] = set()
         self._outputs: list[WorkerOutput] = []
 
@@ -180,11 +180,11 @@ class Outbox:
         self._put(WorkerOutput(finished_recving=names, failed_recving=reasons, stats=stats))
 
     def is_filled(self) -> bool:
-        """Whether there is something to take."""
+        """Returns True if there is something to take."""
         return self._filled.is_rung
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether there is something to take, after waiting for it."""
+        """Wait until there is something to take. Returns False if `timeout_s` passed before."""
         return self._filled.wait(timeout_s)
 
     def take(self) -> WorkerOutput:

@@ -1,4 +1,4 @@
-"""What a turn of the driver has to say to its peers: one batch for each link."""
+"""Messages of one turn of the driver to its peers: one batch for each link."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
 
 MAX_TOKENS = (1 << 31) - 1
-"""What a prompt that is still computed may have."""
+"""Most tokens of a prompt that is still computed."""
 FOLDED = ("transfer_secret", "remote_public_key", "remote_first_blocks")
 """Fields that follow the request's name in `remote_request_id`."""
 FOLDED_ID = re.compile(r"(.+)\|([0-9a-f]{32})\|([^|]{0,40})\|([0-9,]*)", re.DOTALL)
 
 
 class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a producer is told of a prompt that a consumer reads while it is computed."""
+    """A router's request to a producer whose prompt a consumer reads while it is computed."""
 
     transfer_id: Id
     transfer_secret: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -102,7 +102,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_followed(self) -> bool:
-        """Whether the prompt is loaded while the producer computes it."""
+        """Returns True if the prompt is loaded while the producer computes it."""
         return not self.remote_block_ids
 
     def first_block(self, group: int) -> int:
@@ -133,8 +133,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
             RemoteProtocolError: a key is missing, or a value has the wrong type or range.
         """
         if "transfer_id" in params and not params.get("remote_block_ids"):
-            told = {"remote_request_id": params["transfer_id"], "remote_block_ids": []}
-            return _converted({**params, **told, "remote_num_tokens": MAX_TOKENS}, cls)
+            named = {"remote_request_id": params["transfer_id"], "remote_block_ids": []}
+            return _converted({**params, **named, "remote_num_tokens": MAX_TOKENS}, cls)
         parsed = _converted(_unfolded(params), cls)
         if parsed.is_followed:
             raise RemoteProtocolError("an offer names blocks of every cache group, even if none")
@@ -149,7 +149,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _NAMED = ("remote_engine_id", "remote_host", "remote_port")
-"""What an error may show: no secret."""
+"""Keys that an error may show: no secret."""
 ParamsT = TypeVar("ParamsT", TransferParams, StreamRequest)
 
 
@@ -176,10 +176,10 @@ def _unfolded(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def wants_remote_prefill(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request's blocks are on a producer."""
+    """Returns True if a request's blocks are on a producer."""
     return params is not None and params.get("do_remote_prefill") is True
 
 
 def wants_remote_decode(params: Mapping[str, Any] | None) -> bool:
-    """Whether a request's blocks will be asked for by a consumer."""
+    """Returns True if a consumer will ask for a request's blocks."""
     return params is not None and params.get("do_remote_decode") is True

@@ -110,7 +110,7 @@ class PeerCheck(ExitStack):
         self._address, self._key = address, public_key or control.server_key
 
     def ask(self) -> m.Directory:
-        """What the engine says of itself.
+        """Return the engine's directory.
 
         Raises:
             KVConnectorError: it cannot be reached, or does not let us in.
@@ -220,7 +220,7 @@ class PeerCheck(ExitStack):
         *,
         sleep_s: float = 0.0,
     ) -> list[m.Message]:
-        """What comes on a link until it is enough, or time is over. Without sleep the times are right."""
+        """Return what comes on a link until it is enough, or `limit_s` is over. Without sleep the times are right."""
         found: list[m.Message] = []
         deadline_s = time.monotonic() + limit_s
         while not is_enough(found) and time.monotonic() < deadline_s:

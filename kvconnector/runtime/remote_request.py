@@ -6,10 +6,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvconnector.errors import BlockIdError
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import KeepsEncoder, KeepsState, Retention
 from kvconnector.runtime.params import TransferParams
 from kvconnector.session.orders import LoadRequest
+
+
+def block_lists(
+    request_id: str,
+    blocks: Sequence[Sequence[int]],
+    first_blocks: Sequence[int] | None,
+    num_groups: int,
+) -> tuple[list[list[int]], list[int]]:
+    """Return the ids and the first block of each cache group; by default each begins at block 0.
+
+    Raises:
+        BlockIdError: not one list and one first block per cache group.
+    """
+    try:
+        ids = [list(group) for group in blocks]
+        firsts = [0] * len(ids) if first_blocks is None else list(first_blocks)
+    except TypeError as error:
+        raise BlockIdError(
+            "blocks are a list of block ids for each cache group",
+            request=request_id,
+            blocks=blocks,
+            first_blocks=first_blocks,
+        ) from error
+    if {len(ids), len(firsts)} != {num_groups}:
+        raise BlockIdError(
+            "a request names blocks and a first block of each cache group",
+            request=request_id,
+            groups=num_groups,
+            blocks=len(ids),
+            first_blocks=len(firsts),
+        )
+    return ids, firsts
 
 
 def tokens_to_load(
@@ -35,7 +68,7 @@ class RemoteRequest:
     num_computed_tokens: int = 0
 
     def resume_at(self, limit: int) -> int:
-        """The position, up to `limit`, in front of which the producer has all that is needed; 0 if there is none."""
+        """Return the last position, up to `limit`, before which the producer has all that is needed; 0 for none."""
         available = min(self.params.remote_num_tokens, limit)
         states = {
             self.params.first_block(group) + len(ids)
@@ -43,22 +76,38 @@ class RemoteRequest:
             if isinstance(self.retentions[group], KeepsState)
         }
         if not states or self.params.is_followed:
-            return available  # its states will be those in front of the last token
+            return available  # its states will be those before the last token
         position = states.pop()
         return position if not states and position <= available else 0
 
     def load_order(
         self,
         request_id: str,
-        ids: Sequence[Sequence[int]],
-        firsts: Sequence[int],
-        ranges: Sequence[range],
-        stop: int,
+        *,
+        blocks: Sequence[Sequence[int]],
+        first_blocks: Sequence[int] | None,
+        num_tokens: int,
+        num_encoder_tokens: int,
+        computed_tokens: Sequence[int] | None,
     ) -> LoadRequest:
-        """Return the order to load these tokens of each group, up to token `stop`. Raises BlockIdError: block ids that
-        no pool has.
-        """
-        # a state is the token in front of those that are loaded
+        """Return the order to load the request. Arguments and errors are those of `Scheduler.load`."""
+        num_groups = len(self.retentions)
+        ids, firsts = block_lists(request_id, blocks, first_blocks, num_groups)
+        default = [self.num_computed_tokens] * num_groups
+        computed = default if computed_tokens is None else computed_tokens
+        if len(computed) != num_groups:
+            raise BlockIdError(
+                "a load names computed tokens of each cache group",
+                request=request_id,
+                groups=num_groups,
+                computed_tokens=len(computed),
+            )
+        stop = self.num_computed_tokens + num_tokens
+        ranges = [
+            tokens_to_load(kept, count, stop, num_encoder_tokens)
+            for kept, count in zip(self.retentions, computed, strict=True)
+        ]
+        # a state is the token before those that are loaded
         starts = [
             stop - 1 if isinstance(retention, KeepsState) else first
             for retention, first in zip(self.retentions, firsts, strict=True)

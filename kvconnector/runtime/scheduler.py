@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.errors import (
-    BlockIdError,
     IncompatiblePeerError,
     LocalError,
     RemoteProtocolError,
@@ -28,9 +27,9 @@ from kvconnector.runtime.engine import (
     engine_geometry,
 )
 from kvconnector.runtime.failures import FailureLog
-from kvconnector.runtime.offers import OfferCheck, block_lists
+from kvconnector.runtime.offers import OfferCheck
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
-from kvconnector.runtime.remote_request import RemoteRequest, tokens_to_load
+from kvconnector.runtime.remote_request import RemoteRequest, block_lists
 from kvconnector.runtime.streams import Streams
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
@@ -101,8 +100,6 @@ class Scheduler:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- an engine that holds requests --
-
     def offer(
         self,
         request_id: str,
@@ -171,14 +168,17 @@ class Scheduler:
         num_tokens: int,
         ahead_tokens: int = 0,
     ) -> None:
-        """Call it with every step that takes a request in: so many of its tokens are in its blocks once the kernels
-        are through that are launched before the workers take the step's orders. A consumer that follows the request
-        reads them from now on. Fewer tokens than before are a `withdraw`. No effect on requests that are not streamed.
+        """Let a consumer that follows a request read what is computed of it. Call it with every step that computes a
+        part of the request, before `build_step`. Fewer tokens than before are a `withdraw`. No effect on requests that
+        are not streamed.
 
-        `ahead_tokens` are so many as the request will have when the step is over: where the workers hear of layers
-        (`Worker.layer_written`), the consumer reads these before the others are computed.
-
-        `blocks[group]` hold the request from its first token on; groups that keep only some tokens are read at the end.
+        Args:
+            request_id: The engine's name for the request.
+            blocks: Block ids by cache group, from the request's first token on. Groups that keep only some tokens are
+                read at the end.
+            num_tokens: Tokens in `blocks` after the kernels that were launched before `Worker.start_step`.
+            ahead_tokens: Tokens in `blocks` after this step. Where the workers are called for each layer
+                (`Worker.layer_written`), the consumer reads these before the others are computed.
 
         Raises:
             BlockIdError: block ids that no pool has.
@@ -186,8 +186,8 @@ class Scheduler:
         self._orders += self._streams.grow(request_id, blocks, num_tokens, ahead_tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """The engine takes the blocks of a request that it still computes, as preemption does: its consumer is told,
-        and computes the prompt itself. No effect on requests that are not streamed.
+        """Take back the blocks of a request that is still computed, as preemption does. Its consumer is notified, and
+        computes the prompt itself. No effect on requests that are not streamed.
         """
         self._orders += self._streams.withdraw(request_id)
 
@@ -195,8 +195,6 @@ class Scheduler:
     def held(self) -> frozenset[str]:
         """Requests whose blocks must be kept for a consumer."""
         return frozenset(self._held)
-
-    # -- an engine that loads requests --
 
     @property
     def num_loading(self) -> int:
@@ -206,6 +204,10 @@ class Scheduler:
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
         """A request was queued: connect to its producer, if it has one, and keep its lease alive. Or let a consumer
         follow how it is computed here, if a router asked for that.
+
+        Args:
+            request_id: The engine's name for the request.
+            kv_transfer_params: What came with the request, if anything did.
 
         Raises:
             RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
@@ -251,11 +253,18 @@ class Scheduler:
     def matched_tokens(
         self, request_id: str, num_prompt_tokens: int, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """`(tokens to load beyond those computed here, whether that is asynchronous)`. See `is_early`.
+        """Return how much of a prompt to load. See `is_early`, which comes first.
 
-        `num_computed_tokens`: where the engine could go on by itself. The last prompt token is never among those to
-        load: its query must run here to sample the next token. A producer's states are those of one position: the
-        request goes on there, or nothing is loaded.
+        The last prompt token is never loaded: its query must run here to sample the next token. A producer's states are
+        those of one position: the request goes on there, or nothing is loaded.
+
+        Args:
+            request_id: The engine's name for the request.
+            num_prompt_tokens: The prompt's length.
+            num_computed_tokens: Tokens that the engine has cached.
+
+        Returns:
+            The number of tokens to load beyond those cached, and True if it is not 0: the load is asynchronous.
         """
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":
@@ -266,7 +275,7 @@ class Scheduler:
         return external, external > 0
 
     def is_early(self, request_id: str) -> bool:
-        """Whether the producer has the prompt still in its queue, or is not done with it and `stream` is off here:
+        """Returns True while the producer has the prompt in its queue, or is not done with it and `stream` is off here:
         blocks for it would lie idle, so ask again after an `update`.
         """
         remote = self._requests.get(request_id)
@@ -282,12 +291,16 @@ class Scheduler:
         first_blocks: Sequence[int] | None = None,
         computed_tokens: Sequence[int] | None = None,
     ) -> None:
-        """The request's blocks are allocated: load `num_tokens` into them, or free the producer's if it is 0.
+        """Load a request into its blocks, or free the producer's if nothing is to be loaded.
 
-        `blocks[group]` hold the sequence from its block `first_blocks[group]` on (None: from its first token); of a
-        group that keeps states, they are the one block for it. `computed_tokens[group]` is how many leading tokens the
-        group needs no more, where groups found a different number of them cached (None: in all as many as the engine
-        had computed). Groups that keep the encoder's input load all `num_encoder_tokens` of it.
+        Args:
+            request_id: The engine's name for the request.
+            blocks: Block ids by cache group; of a group that keeps states, the one block for it.
+            num_tokens: Tokens to load beyond those cached, as `matched_tokens` returned; or 0.
+            num_encoder_tokens: Tokens of the encoder's input, where a group keeps these: all are loaded.
+            first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
+            computed_tokens: Leading tokens that each group needs no more, where groups found a different number of
+                them cached; by default as many as the engine had.
 
         Raises:
             UnknownRequestError: the request has no producer, or was loaded already.
@@ -302,40 +315,30 @@ class Scheduler:
             self._orders.append(DropRequest(request_id))
             remote.stage = "over"
             return
-        num_groups = self._engine.num_groups
-        ids, firsts = block_lists(request_id, blocks, first_blocks, num_groups)
-        default = [remote.num_computed_tokens] * num_groups
-        computed = default if computed_tokens is None else computed_tokens
-        if len(computed) != num_groups:
-            raise BlockIdError(
-                "a load names computed tokens of each cache group",
-                request=request_id,
-                groups=num_groups,
-                computed_tokens=len(computed),
-            )
-        stop = remote.num_computed_tokens + num_tokens
-        ranges = [
-            tokens_to_load(kept, count, stop, num_encoder_tokens)
-            for kept, count in zip(self._retentions, computed, strict=True)
-        ]
-        self._orders.append(remote.load_order(request_id, ids, firsts, ranges, stop))
+        order = remote.load_order(
+            request_id,
+            blocks=blocks,
+            first_blocks=first_blocks,
+            num_tokens=num_tokens,
+            num_encoder_tokens=num_encoder_tokens,
+            computed_tokens=computed_tokens,
+        )
+        self._orders.append(order)
         remote.stage = "loading"
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether the request's blocks are being written: they must not be freed before `finished_recving`."""
+        """Returns True while the request's blocks are written: they must not be freed before `finished_recving`."""
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage == "loading"
 
     def is_pending(self, request_id: str) -> bool:
-        """Whether the request waits for its load to be asked for, or to end."""
+        """Returns True while the request waits for its load to be asked for, or to end."""
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage != "over"
 
-    # -- every engine --
-
     def finish(self, request_id: str) -> None:
-        """The engine has done with the request. What is still loading stops; keep its blocks until `finished_recving`
-        names it. Who follows a request that is not offered by now is told. Unknown requests are ignored.
+        """The engine is done with a request. A load stops: keep its blocks until `finished_recving` names it. Consumers
+        that stream a request which was never offered are notified. Unknown requests are ignored.
         """
         self.withdraw(request_id)
         self._streams.close(request_id)
@@ -357,7 +360,7 @@ class Scheduler:
     def build_step(self) -> StepMetadata:
         """The orders since the last call, for every worker."""
         orders, self._orders = tuple(self._orders), []
-        # a worker may lose a step: until one of them has shown that it knows the engine, it is told again
+        # a worker may lose a step: until one of them has shown that it knows the engine, it is sent again
         tells = self._announced == "no" or (self._announced == "sent" and bool(orders))
         if tells:
             self._announced = "sent"

@@ -160,7 +160,7 @@ class Worker:
         blocks; meeting a peer, and copies on CPUs, are left to that thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
-        alone, and the others go on: a load is reported as failed, and its producer is told; a lease is not granted,
+        alone, and the others go on: a load is reported as failed, and its producer notified; a lease is not granted,
         its readers are refused, and the request is reported as sent, with the reason in `failed_sending`.
 
         On a GPU, call it with the stream current that the model runs on: blocks that the orders speak of are copied
@@ -245,9 +245,12 @@ class Worker:
         return self._outbox.is_waiting
 
     def layer_written(self, layer: int) -> None:
-        """All that the step computes of a layer (a global index), and of this rank's layers in front of it, is in the
-        caches; on a GPU, once the kernels are through that the current stream holds. Consumers that follow a prompt may
-        read it while the next layers are computed. Never blocks; engines that do not call it are read step by step.
+        """Report that all that the step computes of a layer, and of this rank's layers before it, is in the caches
+        after the work queued on the current stream. Consumers that stream a prompt may read it while the next layers
+        are computed. Never blocks; engines that do not call it are read step by step.
+
+        Args:
+            layer: Its global index.
 
         Raises:
             LocalError: no caches are registered.
@@ -256,8 +259,8 @@ class Worker:
             self._registered().put(events)
 
     def poll(self) -> WorkerOutput:
-        """What finished since the last call. Never blocks; but where nothing has, and the driver's thread has something
-        to do and waits for the GIL, this thread does it.
+        """Return what finished since the last call. Never blocks; but where nothing has, and the driver's thread has
+        something to do and waits for the GIL, this thread does it.
         """
         if self._thread is not None and not self._outbox.is_filled():
             self._thread.progress_inline()
@@ -271,8 +274,14 @@ class Worker:
         )
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether `poll` has something to return, after waiting at most `timeout_s` for it. Any thread may call it: it
-        drives the transfers meanwhile, where it can.
+        """Wait until `poll` has something to return. Any thread may call it: it drives the transfers meanwhile, where
+        it can.
+
+        Args:
+            timeout_s: How long to wait at most, in seconds.
+
+        Returns:
+            False if `timeout_s` passed before.
         """
         if self._thread is None:
             return self._outbox.wait(timeout_s)
