@@ -24,7 +24,7 @@ from tests.support.transport_suite import (
 from tests.transport.remote import RemoteTransport
 
 TCP = {"TLS": "tcp"}
-OPTIONS_JUDGED_SINCE = (1, 20)
+OPTIONS_JUDGED_SINCE = (1, 20, 1)
 RENDEZVOUS_OVER_TCP = {**TCP, "RNDV_THRESH": "64k"}
 """Older libucx sends even megabytes over tcp without waiting for a receive."""
 SEGMENT_BYTES = 512 << 10
@@ -162,7 +162,7 @@ def test_a_transport_needs_no_thread_and_leaves_no_descriptor():
 def judges_options():
     """For tests of what becomes of an option that UCX has no use for: older ones only warn, and of more of them."""
     transport = open_ucx_transport()
-    version = transport.libucp.version()
+    version = transport.libucp.library.version
     transport.close()
     if version < OPTIONS_JUDGED_SINCE:
         pytest.skip(f"libucx {version} warns of options without a use")

@@ -138,7 +138,8 @@ class UcxNetwork:
         self._transport = transport
         self.fileno = transport.fileno()
         self.functions = {
-            field: function_address(libucp.library, name) for field, name in _FUNCTIONS.items()
+            field: function_address(libucp.library.keeping, name)
+            for field, name in _FUNCTIONS.items()
         }
         self.worker = libucp.worker_handle
         self.now_ns = time.monotonic_ns
@@ -154,7 +155,7 @@ class UcxNetwork:
         return lambda: not self._transport.holds(ticket)
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
-        text = self._transport.libucp.status_text(status)
+        text = self._transport.libucp.library.status_text(status)
         if status == ERR_CANCELED or status in LOSS_STATUSES:
             return PeerLostError("the peer was lost", chunk=chunk, ucx_status=text)
         return TransportError("UCX failed a chunk", chunk=chunk, ucx_status=text)

@@ -94,7 +94,7 @@ class UcxEndpoints:
         for handle, status in failures:
             endpoint = self._watched.get(handle)
             if endpoint is not None:
-                text = self._libucp.status_text(status)
+                text = self._libucp.library.status_text(status)
                 lost = PeerLostError("the peer was lost", ucx_status=text, lanes=endpoint.lanes)
                 self._lose(endpoint, lost)
                 self._close(endpoint)

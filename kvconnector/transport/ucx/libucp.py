@@ -35,7 +35,7 @@ Resource: TypeAlias = tuple[str, str]
 class Context:
     """A `ucp_context_h` with tagged messages and event descriptors.
 
-    `options` are UCX settings named without `UCX_`. Raises TransportError: UCX cannot start with these. Before 1.20 it
+    `options` are UCX settings named without `UCX_`. Raises TransportError: UCX cannot start with these. Up to 1.20.0 it
     only warns of those it does not know.
     """
 
@@ -118,7 +118,7 @@ class Libucp:
 
     def __init__(self, library: UcxLibrary, worker: c_void_p) -> None:
         self._worker = worker
-        self._library = library
+        self.library = library
         self._releasing, self._keeping = library.releasing, library.keeping
         self._info = abi.TagInfo()
         self._send_param = abi.RequestParam()
@@ -133,32 +133,17 @@ class Libucp:
             memory_type=abi.MEMORY_TYPE_HOST,
             recv_info=ctypes.addressof(self._info),
         )
-        self.status_text = library.status_text
 
     @property
     def worker_handle(self) -> int:
         """The `ucp_worker_h`."""
         return self._worker.value or 0
 
-    @property
-    def library(self) -> Any:
-        """The loaded library, for callers that want the addresses of its functions."""
-        return self._keeping
-
-    @property
-    def library_name(self) -> str:
-        """The library's version and where it is."""
-        return repr(self._library)
-
-    def version(self) -> tuple[int, int, int]:
-        """Major, minor and release number of the library."""
-        return self._library.version
-
     def address(self) -> bytes:
         """The address that peers pass to `ep_create`."""
         address, nbytes = c_void_p(), c_size_t()
         status = self._keeping.ucp_worker_get_address(self._worker, byref(address), byref(nbytes))
-        self._check(status, "UCX gives a worker no address")
+        self.library.check(status, "UCX gives a worker no address")
         try:
             return ctypes.string_at(address, nbytes.value)
         finally:
@@ -184,7 +169,7 @@ class Libucp:
     def worker_event_fd(self) -> int:
         """The worker's event descriptor; it belongs to the worker."""
         fd = c_int()
-        self._check(self._keeping.ucp_worker_get_efd(self._worker, byref(fd)), "no event fd")
+        self.library.check(self._keeping.ucp_worker_get_efd(self._worker, byref(fd)), "no event fd")
         return fd.value
 
     def ep_create(self, address: bytes, error_callback: Any) -> int:
@@ -200,7 +185,7 @@ class Libucp:
         )
         endpoint = c_void_p()
         status = self._releasing.ucp_ep_create(self._worker, byref(params), byref(endpoint))
-        self._check(status, "UCX cannot reach the peer")
+        self.library.check(status, "UCX cannot reach the peer")
         return endpoint.value or 0
 
     def ep_close(self, endpoint: int, *, force: bool) -> Posted:
@@ -223,7 +208,7 @@ class Libucp:
             num_entries=_MAX_LANES,
             entry_size=ctypes.sizeof(abi.TransportEntry),
         )
-        self._check(self._keeping.ucp_ep_query(endpoint, byref(attr)), "no lanes known")
+        self.library.check(self._keeping.ucp_ep_query(endpoint, byref(attr)), "no lanes known")
         found = [
             (e.transport_name or b"", e.device_name or b"") for e in entries[: attr.num_entries]
         ]
@@ -282,9 +267,6 @@ class Libucp:
     def request_free(self, request: int) -> None:
         """Give a request back; one that is under way is freed by UCX when it ends."""
         self._keeping.ucp_request_free(request)
-
-    def _check(self, status: int, message: str) -> None:
-        self._library.check(status, message)
 
 
 def _posted(raw: int | None) -> Posted:

@@ -252,7 +252,7 @@ class RequestTable:
             return None
         if operation.endpoint is not None and operation.endpoint.lost is not None:
             return operation.endpoint.lost
-        text = self._libucp.status_text(status)
+        text = self._libucp.library.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", ticket=ticket)
         if status in LOSS_STATUSES or status == ERR_CANCELED:

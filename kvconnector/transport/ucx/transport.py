@@ -256,7 +256,7 @@ class UcxTransport:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else repr(self._endpoints)
-        return f"<UcxTransport of {self._libucp.library_name}: {state}>"
+        return f"<UcxTransport of {self._libucp.library}: {state}>"
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
         """See `Transport`."""
@@ -305,7 +305,7 @@ class UcxTransport:
             if status == OK:
                 return
             if status != ERR_BUSY:
-                text = self._libucp.status_text(status)
+                text = self._libucp.library.status_text(status)
                 raise TransportError("UCX cannot arm its event descriptor", ucx_status=text)
         self._libucp.worker_signal()
 
