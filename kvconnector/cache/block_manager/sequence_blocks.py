@@ -67,15 +67,14 @@ class Paging:
         With a window or chunks, those of what the step's first token sees and of the step's tokens. A window may start
         anywhere inside a block, which takes one more; a chunk only at multiples of its size.
         """
-        num_blocks = self.num_blocks(num_tokens)
-        if self.keeps_all or self.max_step_tokens is None:
-            return num_blocks
-        if self.attention_chunk_size is not None:
-            seen = self.attention_chunk_size - 1
-            inside = self.block_size - gcd(self.block_size, self.attention_chunk_size)
-            return min(num_blocks, self.num_blocks(inside + seen + self.max_step_tokens))
-        seen = (self.sliding_window or 1) - 1
-        return min(num_blocks, self.num_blocks(seen + self.max_step_tokens) + 1)
+        num_blocks, step = self.num_blocks(num_tokens), self.max_step_tokens
+        chunk, window = self.attention_chunk_size, self.sliding_window
+        if step is not None and chunk is not None:
+            inside = self.block_size - gcd(self.block_size, chunk)
+            return min(num_blocks, self.num_blocks(inside + chunk - 1 + step))
+        if step is not None and window is not None:
+            return min(num_blocks, self.num_blocks(window - 1 + step) + 1)
+        return num_blocks
 
 
 @dataclass(slots=True, eq=False)
