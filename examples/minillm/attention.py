@@ -266,8 +266,7 @@ class CrossAttention:
         encoded_ME = context.encoded_ME
         if len(encoded_ME):
             normed_ME = F.rms_norm(encoded_ME, encoded_ME.shape[1:], self.norm, self.eps)
-            group = cache.group_of[self.name]
-            slots = context.batch.encoder_slots(cache.groups[group], group)
+            slots = context.batch.slots[cache.group_of[self.name]]
             cache.write(self.name, self.heads.keys_and_values(normed_ME), slots)
         q_THD = self.heads.queries(x_TE)
         outputs = []

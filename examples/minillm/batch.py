@@ -115,15 +115,6 @@ class Batch:
         places = [torch.arange(each.num_encoder_tokens, device=device) for each in self.encoded]
         return torch.cat(places)
 
-    def encoder_slots(self, group: LayerGroup, index: int) -> Slots:
-        """Where the M tokens go in a cache group of cross-attention, the model's `index`-th."""
-        ids, offsets = [], []
-        for each in self.encoded:
-            places = torch.arange(each.num_encoder_tokens, device=self.positions_T.device)
-            ids.append(each.block_ids[index][places // group.kernel_block_size])
-            offsets.append(places % group.kernel_block_size)
-        return Slots(torch.cat(ids), torch.cat(offsets))
-
 
 def _slots_of(group: LayerGroup, slots_T: Tensor) -> Slots:
     """Where the tokens go that this rank caches: all of them, unless others share them."""

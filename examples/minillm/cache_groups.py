@@ -6,7 +6,7 @@ its own but cross-attention: its blocks are the decoder's, each id used for one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,11 @@ from kvconnector.cache.specs import (
     KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
     merge_specs,
     plan_kv_cache,
 )
+from kvconnector.errors import ConfigError
 from kvconnector.planning import (
     KeepsAll,
     KeepsChunk,
@@ -162,6 +164,24 @@ def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, K
     return found
 
 
+def uniform_specs(
+    config: EngineConfig, share: RankShare, pool: int
+) -> Iterator[UniformTypeKVCacheSpecs]:
+    """The specs of a pool's layers on one rank, together for each kind.
+
+    Raises:
+        ConfigError: layers of one kind cannot share block tables.
+    """
+    kinds: dict[object, dict[str, KVCacheSpec]] = {}
+    for name, spec in rank_specs(config, share, pool).items():
+        kinds.setdefault(type(spec), {})[name] = spec
+    for specs in kinds.values():
+        uniform = UniformTypeKVCacheSpecs.from_specs(specs)
+        if uniform is None:
+            raise ConfigError("layers of one kind need the same blocks", layers=list(specs))
+        yield uniform
+
+
 def rank_pool(config: EngineConfig, share: RankShare, pool: int, num_blocks: int) -> KVCacheConfig:
     """The groups and tensors of one pool on one rank. Layers of two groups share tensors, of one group in the layout
     CROSS there is one tensor.
@@ -248,10 +268,10 @@ def _blocks_in_memory(
     as one request of full length can need there.
     """
     limits = cache_limits(config)
-    single = [rank_pool(config, share, pool, 1) for pool in range(num_pools)]
     needs = [
-        states.get(index, pool.max_blocks_per_request(limits)) * pool.block_size_bytes
-        for index, pool in enumerate(single)
+        sum(kind.max_memory_usage_bytes(limits) for kind in uniform_specs(config, share, pool))
+        * states.get(pool, 1)
+        for pool in range(num_pools)
     ]
     fixed = sum(needs[index] for index in states)
     growing = sum(needs) - fixed

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 class StepTables(NamedTuple):
     """What a step needs of the tables, on the device: of each sequence the block ids by group, int64, and of each group
-    the slots of all tokens, int64 `[T]`, `PAD_SLOT_ID` where another rank caches the token.
+    the slots of all tokens, int64 `[T]`, `PAD_SLOT_ID` where another rank caches the token. In a group of
+    cross-attention they are those of the tokens that the step encodes.
     """
 
     block_ids: tuple[tuple[Tensor, ...], ...]
@@ -63,9 +64,7 @@ class HostTables:
         self.device = device
         self.tables = tables
         self._rows: list[str] = []
-        self._slotted = [
-            table for table, group in zip(tables, groups, strict=True) if group.kind != "cross"
-        ]
+        self._is_cross = [group.kind == "cross" for group in groups]
 
     def warm_up(self) -> None:
         """Run an empty request's step."""
@@ -88,8 +87,16 @@ class HostTables:
             if name not in self._rows:
                 self._rows.append(name)
             if block_ids is not None:
-                write = self.tables.add_row if is_table_whole else self.tables.append_row
-                write(block_ids, self._rows.index(name))
+                self._write(block_ids, self._rows.index(name), is_table_whole=is_table_whole)
+
+    def _write(self, block_ids: Sequence[Sequence[int]], row: int, *, is_table_whole: bool) -> None:
+        if len(self.tables) > 1:
+            write = self.tables.add_row if is_table_whole else self.tables.append_row
+            write(block_ids, row)
+        else:
+            table = self.tables[0]
+            write_one = table.add_row if is_table_whole else table.append_row
+            write_one(block_ids[0], row)
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
         """Slots are computed from the inputs: the host has the positions too."""
@@ -103,28 +110,46 @@ class HostTables:
         positions = np.concatenate(
             [np.arange(item.start, item.start + len(item.token_ids)) for item in inputs]
         )
-        for table in self._slotted:
+        slots = []
+        for table, is_cross in zip(self.tables, self._is_cross, strict=True):
+            if is_cross:
+                slots.append(self._encoder_slots(table, inputs))
+                continue
             table.compute_slot_mapping(token_rows, positions.astype(np.int64))
             table.commit_slot_mapping(len(token_rows))
+            slots.append(table.device_slot_mapping(len(token_rows)))
         rows_of = BlockTable.host_tensor if self.device == "cpu" else BlockTable.device_tensor
+        tables = [rows_of(table, len(inputs)) for table in self.tables]
         return StepTables(
             block_ids=tuple(
                 tuple(
-                    rows_of(table, len(inputs))[row, : table.num_kernel_blocks(row)].long()
-                    for table in self.tables
+                    rows[index, : table.num_kernel_blocks(index)].long()
+                    for rows, table in zip(tables, self.tables, strict=True)
                 )
-                for row in range(len(inputs))
+                for index in range(len(inputs))
             ),
-            slots_T=tuple(table.device_slot_mapping(len(token_rows)) for table in self.tables),
+            slots_T=tuple(slots),
         )
+
+    def _encoder_slots(self, table: BlockTable, inputs: Sequence[SequenceInput]) -> Tensor:
+        """Those of the tokens that the step encodes."""
+        size, rows = table.geometry.kernel_block_size, table.numpy(len(inputs))
+        slots = [np.empty(0, dtype=np.int64)]
+        for row, item in zip(rows, inputs, strict=True):
+            places = np.arange(len(item.encoder_token_ids))
+            slots.append(row[places // size].astype(np.int64) * size + places % size)
+        return torch.from_numpy(np.concatenate(slots)).to(self.device)
 
 
 class DeviceTables:
     """`DeviceBlockTables`: only what changes is sent to the device, which gathers rows and computes slots itself."""
 
-    def __init__(self, tables: DeviceBlockTables, device: str) -> None:
+    def __init__(
+        self, tables: DeviceBlockTables, groups: Sequence[LayerGroup], device: str
+    ) -> None:
         self.device = device
         self.tables = tables
+        self._groups = tuple(groups)
         self._free = list(range(tables.max_num_reqs))[::-1]
         self._rows: dict[str, int] = {}
 
@@ -170,8 +195,23 @@ class DeviceTables:
                 )
                 for index, row in enumerate(held)
             ),
-            slots_T=tuple(slots[:, : len(positions_T)]),
+            slots_T=tuple(
+                self._encoder_slots(group, table, inputs)
+                if group.kind == "cross"
+                else own[: len(positions_T)]
+                for group, table, own in zip(self._groups, by_group, slots, strict=True)
+            ),
         )
+
+    def _encoder_slots(
+        self, group: LayerGroup, table: Tensor, inputs: Sequence[SequenceInput]
+    ) -> Tensor:
+        """Those of the tokens that the step encodes."""
+        size, slots = group.kernel_block_size, []
+        for row, item in zip(table, inputs, strict=False):
+            places = torch.arange(len(item.encoder_token_ids), device=self.device)
+            slots.append(row[places // size].long() * size + places % size)
+        return torch.cat(slots)
 
 
 def create_rank_tables(
@@ -199,4 +239,4 @@ def create_rank_tables(
     # imported here so that a rank without them starts without their kernels
     from kvconnector.cache.device_block_table import DeviceBlockTables
 
-    return DeviceTables(DeviceBlockTables(**sizes), device)
+    return DeviceTables(DeviceBlockTables(**sizes), groups, device)

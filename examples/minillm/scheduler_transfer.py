@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvconnector.errors import LocalError
+from kvconnector.ids import Rank
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.runtime import (
     Scheduler,
@@ -16,7 +18,9 @@ from kvconnector.runtime import (
     wants_remote_decode,
     wants_remote_prefill,
 )
+from kvconnector.runtime.engine import engine_geometry
 from kvconnector.session import KVOutputAggregator, LoadInFlight
+from kvconnector.topology import TpKVTopology
 from minillm.cache_groups import layer_groups
 from minillm.config import EngineConfig
 from minillm.request_books import BlockOffer, LoadTarget
@@ -26,6 +30,28 @@ from minillm.transfer import (
     TransferEvents,
     connector_config,
 )
+
+logger = logging.getLogger(__name__)
+
+FIRST = Rank(0, 0)
+
+
+def cache_forms(topology: TpKVTopology) -> Iterator[str]:
+    """How the first rank's caches lie in memory, a line for each cache group whose blocks have several tokens."""
+    engine = topology.engine
+    replicas = "by need" if topology.is_kv_replicated(engine) else "not"
+    if topology.replicates_kv_cache(engine) and not topology.is_kv_replicated(engine):
+        replicas = "by overlapping shares"
+    for index, group in enumerate(topology.geometry.groups):
+        if group.layers and group.block_size > 1:
+            order = topology.memory_order(index)
+            first = "blocks" if topology.is_kv_layout_blocks_first(index) else "K, then V"
+            yield (
+                f"cache group {index}: {order}, {first} first, K and V "
+                f"{'apart' if topology.split_k_and_v(index) else 'together'}, layers "
+                f"{'together' if topology.cross_layers_blocks(index) else 'apart'}, tokens at axis "
+                f"{topology.block_size_position(index)}, {replicas} replicated"
+            )
 
 
 class ConnectorTransfer:
@@ -40,7 +66,7 @@ class ConnectorTransfer:
         self._is_producer = config.role == "prefill"
         self._config = connector_config(config)
         self._started: Scheduler | None = None
-        self._decoder = msgspec.msgpack.Decoder(WorkerOutput)
+        self._decoder = msgspec.msgpack.Decoder(WorkerOutput | None)
         self._aggregator: KVOutputAggregator | None = None
         self.registry = CollectorRegistry()
         self._metrics: EngineMetrics | None = None
@@ -51,6 +77,8 @@ class ConnectorTransfer:
         self._started = Scheduler(self._config, workers, retentions=self._retentions)
         self._aggregator = KVOutputAggregator.from_connector(self._started, len(workers))
         self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
+        for line in cache_forms(TpKVTopology(engine_geometry(workers, self._config.verify), FIRST)):
+            logger.info(line)
 
     @property
     def loads_in_flight(self) -> list[LoadInFlight]:
@@ -142,7 +170,7 @@ class ConnectorTransfer:
         """Requests that no consumer will read any more; loads that all ranks have finished, and those that failed."""
         output = self._aggregated(outputs)
         self._scheduler.update(output)
-        if self._metrics is not None:
+        if self._metrics is not None and not output.stats.is_empty:
             self._metrics.observe(output.stats)
         for item in output.stats.transfers:
             if stats := self.stats.get(item.request_id):
@@ -160,7 +188,8 @@ class ConnectorTransfer:
         """The engine's output, of those of its ranks: each answers every step, so it is never absent."""
         if self._aggregator is None:
             return WorkerOutput()
-        return self._aggregator.aggregate([*map(self._decoder.decode, outputs)]) or WorkerOutput()
+        decoded = [self._decoder.decode(output) or WorkerOutput() for output in outputs]
+        return self._aggregator.aggregate(decoded) or WorkerOutput()
 
     def close(self) -> None:
         """Close the scheduler half."""

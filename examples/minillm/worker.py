@@ -6,6 +6,7 @@ It serves steps from its PAIR socket until told to shut down. The kernel kills i
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import signal
 import sys
@@ -20,7 +21,13 @@ import zmq
 from kvconnector.errors import ConfigError
 from minillm.batch import Batch
 from minillm.block_moves import BlockMover
-from minillm.cache_groups import cache_limits, layer_groups, pool_sizes, rank_pool
+from minillm.cache_groups import (
+    cache_limits,
+    layer_groups,
+    pool_sizes,
+    rank_pool,
+    uniform_specs,
+)
 from minillm.config import EngineConfig, load_engine_config
 from minillm.messages import (
     Failed,
@@ -41,6 +48,8 @@ from minillm.processes import die_with_parent, log_to_stderr
 from minillm.rank_tables import create_rank_tables
 from minillm.weights import weight_source
 from minillm.worker_transfer import NoWorkerTransfer, WorkerTransfer, create_worker_transfer
+
+logger = logging.getLogger(__name__)
 
 
 def choose_device(config: EngineConfig, global_rank: int) -> str:
@@ -90,6 +99,10 @@ class RankWorker:
         host = None
         if any(host_blocks):
             host = cache_of(host_blocks, "cpu", pinned=config.device == "cuda")
+        for pool, size in enumerate(sizes):
+            for kind in uniform_specs(config, share, pool):
+                what = f"{size.num_blocks} blocks" if kind.is_cached else "nothing"
+                logger.info("pool %d: %s of %s", pool, what, ", ".join(kind.kv_cache_specs))
         self.mover = BlockMover(self.cache, host)
         limits = cache_limits(config)
         self.tables = create_rank_tables(

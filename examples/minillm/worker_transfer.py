@@ -96,8 +96,9 @@ class ConnectorWorkerTransfer:
         self.worker.wait(timeout_s)
 
     def poll(self) -> msgspec.Raw:
-        """The worker's output, encoded."""
-        return msgspec.Raw(msgspec.msgpack.encode(self.worker.poll()))
+        """The worker's output, encoded; most steps have none."""
+        output = self.worker.poll()
+        return EMPTY if output.is_empty else msgspec.Raw(msgspec.msgpack.encode(output))
 
     def close(self) -> None:
         """Close the worker."""

@@ -57,11 +57,21 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
 
 
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Decode beside prefill: `ratios` of sizes as exact fractions, the engines in which several ranks hold the same,
+    and whether a block of one is none of the other. `connections` are pairs of ranks of which one reads from the other.
+    """
+
+    ratios: dict[str, str]
+    replicated: list[str]
+    needs_relayout: bool
+    connections: int
+
+
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
 
-    `summary` has the ratios of decode over prefill, and what becomes of blocks; `replicated` names the engines in which
-    several ranks hold the same.
+    `summary` has the comparison in words.
     `predicted_ms`: no transfer is faster, because the busiest rank's link takes so long at `link_gbits`.
     """
 
@@ -76,8 +86,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     released: dict[str, list[str]]
     total_bytes: int
     summary: str
-    replicated: list[str]
-    needs_relayout: bool
+    comparison: Comparison
     link_gbits: float | None = None
     predicted_ms: float | None = None
 
@@ -173,10 +182,12 @@ def build_report(
     ranges = [group.missing(tokens) for group in model.groups] or [tokens]
     kinds = [group.kind for group in model.groups] or [""]
     reads: list[ReadRow] = []
-    released = {}
+    released, connections = {}, 0
     for number, rank in enumerate(decode.ranks):
         # two engines without a name of their own: ranks read the replicas from the first on
         topology = TpKVTopology(consumer, rank, replica_index=number)
+        topology.check_compatible(producer)
+        connections += len(topology.get_target_remote_ranks_from_engine_id(producer.engine_id))
         planned = plan_transfer(topology, producer, ranges, chunk_bytes=chunk_bytes)
         name = str(rank)
         for read in planned:
@@ -197,11 +208,26 @@ def build_report(
         released=released,
         total_bytes=sum(read.bytes for read in reads),
         summary=first.describe(producer),
-        replicated=[e.engine_id for e in (producer, consumer) if first.replicates_kv_cache(e)],
-        needs_relayout=first.needs_relayout(producer),
+        comparison=Comparison(
+            ratios=_ratios(first, producer),
+            replicated=[e.engine_id for e in (producer, consumer) if first.replicates_kv_cache(e)],
+            needs_relayout=first.needs_relayout(producer),
+            connections=connections,
+        ),
         link_gbits=link_gbits,
         predicted_ms=busiest * 8 / link_gbits / 1e6 if link_gbits else None,
     )
+
+
+def _ratios(topology: TpKVTopology, remote: EngineGeometry) -> dict[str, str]:
+    """Our sizes over theirs, as exact fractions."""
+    topology.check_compatible(remote)
+    engine_id = remote.engine_id
+    return {
+        "tp": str(topology.tp_ratio_from_engine_id(engine_id)),
+        "pp": str(topology.pp_ratio_from_engine_id(engine_id)),
+        "block size": str(topology.block_size_ratio_from_engine_id(engine_id)),
+    }
 
 
 def _rank_rows(
@@ -268,7 +294,8 @@ def _print(report: PlanReport) -> None:
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"
         f" prefill {_ranks(report.prefill)}, decode {_ranks(report.decode)} (tp x pp)"
     )
-    replicated = f"; replicated in {' and '.join(report.replicated)}" if report.replicated else ""
+    engines = " and ".join(report.comparison.replicated)
+    replicated = f"; replicated in {engines}" if engines else ""
     console.print(f"decode over prefill: {report.summary}{replicated}")
     figures = right_aligned("chunks", "largest", "bytes")
     kind = ["kind"] if model.groups else []

@@ -93,7 +93,7 @@ def test_the_predicted_time_is_that_of_the_busiest_link(capsys):
 )
 def test_blocks_of_another_layout_are_laid_out_anew(capsys, prefill, decode, needed):
     cut = ("--prefill", prefill, "--decode", decode)
-    assert planned(capsys, *cut)["needs_relayout"] is needed
+    assert planned(capsys, *cut)["comparison"]["needs_relayout"] is needed
     assert main(["plan", *cut]) == 0
     verdict = "laid out anew" if needed else "copied as they are"
     assert f"blocks are {verdict}" in capsys.readouterr().out.replace("\n", " ")

@@ -1,7 +1,8 @@
-"""Every public function of the cache and the topology is needed: where it raises, a case from end to end fails.
+"""Every public function of the cache, the layouts, the topology and the aggregator has a user: where it raises, the
+demo's engines or `kvconnector plan` fail.
 
-The cases are in `seed_cases`. Each runs once as it is and notes what it calls; then each function raises in the
-quickest case that calls it.
+The cases are in `seed_cases`. Each runs once as it is and notes what the program under test calls, not what the test
+does; then each function raises in the quickest case that calls it.
 """
 
 import random
@@ -10,6 +11,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from tests.support.forked import Process
 from tests.unit.minillm.seed_cases import CASES, public_functions
@@ -18,6 +20,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(350)
 
 DEADLINE_S = 60.0
 SAMPLE = 12
+# what engines on the CPU have another function for
+ON_A_GPU = {"cache.block_table.BlockTable.device_tensor"}
 
 
 def run(case, folder, raising=""):
@@ -37,7 +41,7 @@ def quickest(tmp_path_factory):
     """By function, the case that calls it and takes the least time."""
     folder = tmp_path_factory.mktemp("cases")
     callers = {}
-    run("command line", folder)  # starts the process that all others are forked from
+    run("plan", folder)  # starts the process that all others are forked from
     for case in CASES:
         started = time.monotonic()
         status, output = run(case, folder)
@@ -49,16 +53,23 @@ def quickest(tmp_path_factory):
 
 
 def missed(names, quickest, folder):
-    """Those of the functions that may raise without failing a case."""
-    return [name for name in names if not run(quickest[name], folder, raising=name)[0]]
+    """Those of the functions that may raise without failing a case. Prints who notices the others."""
+    found = []
+    for name in names:
+        status, _ = run(quickest[name], folder, raising=name)
+        print(f"{name:70} {quickest[name] if status else 'NOBODY'}")  # noqa: T201  the table
+        found += [] if status else [name]
+    return found
 
 
 def test_every_public_function_is_called_by_a_case(quickest, tmp_path):
-    assert set(public_functions()) - set(quickest) == set()
+    unreachable = set() if torch.cuda.is_available() else ON_A_GPU
+    assert set(public_functions()) - set(quickest) <= unreachable
     sample = random.Random(0).sample(sorted(quickest), SAMPLE)
     assert missed(sample, quickest, tmp_path) == []
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_every_public_function_that_raises_fails_a_case(quickest, tmp_path):
     assert missed(sorted(quickest), quickest, tmp_path) == []
