@@ -65,7 +65,9 @@ class LongQueue:
         return self.world.run(is_over, **how)
 
     def links(self):
-        return [dict(worker.driver.links.by_link) for worker in self.p.workers + self.d.workers]
+        """The numbers of all links: a link that is made anew has another."""
+        workers = self.p.workers + self.d.workers
+        return [[link.number for link in worker.driver.links] for worker in workers]
 
     def num_leases(self):
         return sum(len(worker.driver.producer._leases) for worker in self.p.workers)
@@ -135,4 +137,4 @@ def test_what_the_producer_never_hears_of_is_refused_in_its_time():
         assert queue.run(lambda: len(queue.failed) == 3)
         assert all("no such transfer" in text for text in queue.failed.values())
         (driver,) = [worker.driver for worker in queue.p.workers]
-        assert driver.refusals.counts["unknown_transfer"] == 1000
+        assert driver.links.refusals.counts["unknown_transfer"] == 1000
