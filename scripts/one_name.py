@@ -24,7 +24,7 @@ SAME = {
     "run": "entry points of benchmarks and of the command line",
 }
 OTHERS = {
-    *("Cut", "Directory", "Report", "Worker"),
+    *("Cut", "Directory", "Worker"),
     *("engine_geometry", "error_of", "examine", "job_of", "milliseconds", "place_of", "slots_of"),
 }
 

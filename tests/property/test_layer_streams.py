@@ -81,6 +81,12 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
                 assert item.token < ranks[one.source].written[item.layer]
                 assert groups_stay[item.group] or ranks[one.source].is_over
                 read[item] += 1
+        if len(load.progress) == len(links):  # whole steps of all ranks are asked for at once
+            stop = min(report.num_tokens for report in load.progress.values())
+            for left, tokens, stays in zip(
+                load.left, transfer.token_ranges, groups_stay, strict=True
+            ):
+                assert not stays or left.start >= min(stop, tokens.stop)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(load_module, "MIN_PIECE_BYTES", rng.choice([1, 1, 64, 1 << 20]))
