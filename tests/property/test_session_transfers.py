@@ -78,7 +78,7 @@ def test_loaded_bytes_are_the_producers(case):
 
         assert all(
             worker.poll().finished_recving == {"w"}
-            and not worker.driver.refusals.counts
+            and not worker.driver.links.refusals.counts
             and worker.driver.consumer._loads == {}
             for worker in d.workers
         )
@@ -106,7 +106,7 @@ def test_blocks_withdrawn_in_mid_read_come_back_once_nothing_is_sent_from_them()
     assert not slots.num_busy
     assert world.run(world.is_quiet)
     assert consumer.poll().failed_recving.keys() == {"r"}
-    assert not producer.driver.refusals.counts
+    assert not producer.driver.links.refusals.counts
     world.close()
 
 
