@@ -139,11 +139,23 @@ def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = 
     Returns:
         One number for each field, in order.
     """
-    packed = next((side for side in (src, dst) if isinstance(side, PackedSide)), None)
-    part, *strides = packed.strides_bytes(geometry) if packed else [0] * 4
+    strides = (0, 0, 0, 0)
+    for side in (src, dst):
+        if isinstance(side, PackedSide):
+            strides = side.strides_bytes(geometry)
     counts = (geometry.num_parts, geometry.num_heads, geometry.num_tokens)
     item = (geometry.head_dim, geometry.item_size_bytes, is_streamed)
-    return [geometry.nbytes, *counts, *item, part, 0, 0, *strides, *_side(src), *_side(dst)]
+    return [
+        geometry.nbytes,
+        *counts,
+        *item,
+        strides[0],
+        0,
+        0,
+        *strides[1:],
+        *_side(src),
+        *_side(dst),
+    ]
 
 
 def _side(side: Side) -> tuple[int, ...]:

@@ -34,7 +34,7 @@ from kvconnector_kernels.relayout import (
 from kvconnector_kernels.relayout.block_ids import BlockIds
 
 # fields of `planning.CHUNK_DTYPE`
-_PART_START, _NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
+PART_START, NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
 Fields: TypeAlias = npt.NDArray[np.int32]
 """Of chunks, `[chunk, field]`."""
 
@@ -181,17 +181,7 @@ class Span(NamedTuple):
     num_tokens: int
     part_bytes: int
     chunks: Members
-    fields: Fields
-
-    @property
-    def num_parts(self) -> npt.NDArray[np.int64]:
-        """Of each chunk."""
-        return self.fields[:, _NUM_PARTS].astype(np.int64)
-
-    @property
-    def parts(self) -> npt.NDArray[np.int64]:
-        """The first of each chunk, counted from that of the segment."""
-        return self.fields[:, _PART_START].astype(np.int64)
+    fields: Fields | tuple[tuple[int, ...], ...]
 
 
 def slots_of(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
@@ -217,8 +207,8 @@ def chunk_spans(
         _, part_stop, most_parts, index, token_start, num_tokens = measured
         segment = program.segments[index]
         table, packed = pools.tables[segment.group, segment.family], slots[segment.order]
-        _check_rows(segment, table, part_stop)
-        paged = _paged_side(segment, table, program.blocks, ids, token_start)
+        where = (segment, table, program.blocks, ids)
+        paged = _paged_side(*where, member=token_start, part_stop=part_stop)
         part_bytes = segment.part_token_bytes * num_tokens
         if most_parts * part_bytes > packed.nbytes:
             raise RelayoutError(f"a chunk has more than {packed.nbytes} bytes")
@@ -247,20 +237,14 @@ def read_spans(
         if table is None:
             raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
         own = pools.tables[ours.group, ours.family]
-        _check_rows(theirs, table, rows.stop)
-        _check_rows(ours, own, rows.stop)
-        src = _paged_side(theirs, table, read.their_blocks, ids[0], members.start)
-        dst = _paged_side(ours, own, read.blocks, ids[1], members.start)
+        first = {"member": members.start, "part_stop": rows.stop}
+        src = _paged_side(theirs, table, read.their_blocks, ids[0], **first)
+        dst = _paged_side(ours, own, read.blocks, ids[1], **first)
         counts = (ours.num_heads, len(members), ours.part_token_bytes * len(members))
-        fields = np.array([(index, rows.start, len(rows), members.start, len(members))], np.int32)
+        # no array: numpy takes longer than all of this
+        fields = ((index, rows.start, len(rows), members.start, len(members)),)
         found.append(Span(src, dst, *counts, slice(len(found), len(found) + 1), fields))
     return found
-
-
-def _check_rows(segment: SegmentWindow, table: PartTable, part_stop: int) -> None:
-    last_row = segment.first_row + part_stop
-    if last_row > table.num_parts:
-        raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
 
 
 def _paged_side(
@@ -268,9 +252,16 @@ def _paged_side(
     table: PartTable,
     blocks: Sequence[GroupBlocks],
     ids: Sequence[BlockIds],
+    *,
     member: int,
+    part_stop: int,
 ) -> PagedSide:
-    """The tokens of a segment from a member of its stripe on, in a pool whose blocks of each group have these ids."""
+    """The tokens of a segment from a member of its stripe on, in a pool where the blocks of each group have these ids.
+    Raises RelayoutError: the pool has no parts up to `part_stop`, or the tokens begin before the blocks.
+    """
+    last_row = segment.first_row + part_stop
+    if last_row > table.num_parts:
+        raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
     start, runs = segment.paged_tokens(member, blocks[segment.group], table.block_size)
     where = (segment.first_row, segment.head_start, start, runs)
     return PagedSide(table, ids[segment.group], *where)

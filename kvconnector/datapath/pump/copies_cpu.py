@@ -9,6 +9,8 @@ from kvconnector.datapath.base import DirectRead, Program
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
+    NUM_PARTS,
+    PART_START,
     Copies,
     Jobs,
     Span,
@@ -78,7 +80,7 @@ class CpuCopies(Copies):
         spans = read_spans(read, self._pools, remote, ids)
         numbers, nbytes = [len(spans), 0, 0], 0
         for span in spans:
-            ((_, part, num_parts, *_),) = span.fields.tolist()
+            ((_, part, num_parts, *_),) = span.fields
             job = _job_of(span)
             job[_NUM_PARTS] = num_parts
             job[_NBYTES] *= num_parts
@@ -95,12 +97,13 @@ class CpuCopies(Copies):
 
 def _fill(words: npt.NDArray[np.int64], span: Span) -> None:
     """Write the jobs of a span's chunks. Raises RelayoutError: see `check_copy`."""
-    jobs = np.empty((len(span.fields), words.shape[1]), np.int64)
-    jobs[:] = _job_of(span)
-    jobs[:, _NUM_PARTS] = num_parts = span.num_parts
-    jobs[:, _NBYTES] = num_parts * span.part_bytes
-    jobs[:, _SRC_ROWS if isinstance(span.src, PagedSide) else _DST_ROWS] += span.parts * ROW_BYTES
-    words[span.chunks] = jobs
+    job = _job_of(span)
+    words[span.chunks] = job
+    fields = np.asarray(span.fields, np.int64)
+    words[span.chunks, _NUM_PARTS] = num_parts = fields[:, NUM_PARTS]
+    words[span.chunks, _NBYTES] = num_parts * span.part_bytes
+    rows = _SRC_ROWS if isinstance(span.src, PagedSide) else _DST_ROWS
+    words[span.chunks, rows] = fields[:, PART_START] * ROW_BYTES + job[rows]
 
 
 def _job_of(span: Span) -> list[int]:

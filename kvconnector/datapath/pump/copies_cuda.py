@@ -160,7 +160,7 @@ class CudaCopies(Copies):
             words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
             for span in spans:
                 # ours were checked when the engine named them
-                theirs = read.their_blocks[read.their_segments[span.fields.item(0, 0)].group]
+                theirs = read.their_blocks[read.their_segments[span.fields[0][0]].group]
                 check_ids_in_pool("the read's", theirs.block_ids, span.src.table.num_blocks)  # type: ignore[union-attr]  # from a pool
                 limit = {"max_uncapped_bytes": MAX_UNCAPPED_READ_BYTES}
                 self._launches.fill(words, span, handle, **limit)

@@ -59,9 +59,9 @@ class Launches:
         src, dst = map(_position, (span.src, span.dst))
         further = src[2] - job.starts[0], dst[2] - job.starts[1], span.num_tokens - job.num_tokens
         where = (span.num_tokens, src[0], dst[0], src[1], dst[1], stream, span.part_bytes)
-        rows = words[span.chunks]
+        rows, fields = words[span.chunks], np.asarray(span.fields, np.int32)
         limits = self._max_programs, max_uncapped_bytes
-        fill_jobs(rows, job.terms, span.fields, job.launch, (*further, *where, *limits))
+        fill_jobs(rows, job.terms, fields, job.launch, (*further, *where, *limits))
         words[span.chunks] = rows
 
     def _job(self, span: Span) -> _Job:
