@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMED = 5
 """Requests that one line names."""
+UNKNOWN = "no worker said why"
 LINES_A_MINUTE = 10
 """Of each cause."""
 
@@ -38,7 +39,7 @@ class FailureLog:
             named = ", ".join(requests[:MAX_NAMED])
             if len(requests) > MAX_NAMED:
                 named += f" and {len(requests) - MAX_NAMED} more"
-            text = f"{self._engine_id}: {what} of {named} failed: {reasons[requests[0]]}"
+            text = f"{self._engine_id}: {what} of {named} failed: {reasons[requests[0]] or UNKNOWN}"
             if cause.startswith(TransferAbortedError.__name__):
                 logger.debug("%s", text)
             else:

@@ -366,7 +366,7 @@ class Deployment(RuleBasedStateMachine):
             assert self.world.run(lambda: are_apart(self.engines), seconds_per_turn=1.0)
         for engine in self.engines:
             for worker in engine.workers:
-                assert worker.driver.refusals.counts["LocalProtocolError"] == 0
+                assert worker.driver.links.refusals.counts["LocalProtocolError"] == 0
 
 
 Deployment.TestCase.settings = examples(60, stateful_step_count=40)

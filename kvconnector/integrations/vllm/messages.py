@@ -77,17 +77,21 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What workers tell the scheduler half beside the ends of transfers.
 
     `begun` are requests whose load may be asked for: their prefill engine computes them, or never will. It has `traces`
-    where vLLM traces requests. `failed` says why loads failed, for the log.
+    where vLLM traces requests. `failed` and `unsent` say why loads and leases failed, for the log.
     """
 
     begun: set[str] = field(default_factory=set)
     traces: list[RequestTrace] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
+    unsent: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """What two workers say. Raises LocalError: the other one is another connector's."""
         if not isinstance(other, WorkerReport):
             raise LocalError("this is another connector's metadata", found=type(other).__name__)
         return WorkerReport(
-            self.begun | other.begun, self.traces + other.traces, other.failed | self.failed
+            self.begun | other.begun,
+            self.traces + other.traces,
+            other.failed | self.failed,
+            other.unsent | self.unsent,
         )

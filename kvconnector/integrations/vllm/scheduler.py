@@ -249,7 +249,8 @@ class SchedulerHalf:
         its engine core over them. Those of requests that are not ours stay: other connectors have reports too.
         """
         sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
-        our_sent = sent & self._scheduler.held
+        held = self._scheduler.held
+        our_sent = sent & held
         our_received = {request for request in received if self._scheduler.is_loading(request)}
         repeated_sent = self._sent.repeated(sent - our_sent)
         repeated_received = self._received.repeated(received - our_received)
@@ -267,6 +268,9 @@ class SchedulerHalf:
         for request_id, reason in report.failed.items():
             if self._scheduler.is_loading(request_id):
                 self._received.explain(request_id, reason)
+        for request_id in report.unsent.keys() & held:
+            self._sent.explain(request_id, report.unsent[request_id])
+        unsent = {name: self._sent.take_reason(name) for name in our_sent}
         failed = our_received.intersection(output.failed_recving or ())
         reasons = {name: self._received.take_reason(name) for name in our_received}
         self._scheduler.update(
@@ -274,6 +278,7 @@ class SchedulerHalf:
                 finished_sending=frozenset(our_sent),
                 finished_recving=frozenset(our_received),
                 failed_recving={name: reasons[name] for name in failed},
+                failed_sending={name: reason for name, reason in unsent.items() if reason},
                 begun=frozenset(report.begun),
             )
         )
