@@ -32,10 +32,7 @@ from kvconnector_kernels.relayout.sides import (
 )
 
 if TYPE_CHECKING:
-    from kvconnector_kernels.relayout.cpu import (
-        relayout_cpu,
-        warm_up,
-    )
+    from kvconnector_kernels.relayout.cpu import relayout_cpu
     from kvconnector_kernels.relayout.naive import packed_parts, relayout_naive
     from kvconnector_kernels.relayout.triton import relayout_triton
 
@@ -44,7 +41,6 @@ _LAZY = {
     "relayout_cpu": "cpu",
     "relayout_naive": "naive",
     "relayout_triton": "triton",
-    "warm_up": "cpu",
 }
 
 __all__ = [
@@ -67,7 +63,6 @@ __all__ = [
     "relayout_naive",
     "relayout_triton",
     "upload_block_ids",
-    "warm_up",
 ]
 
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvconnector_kernels.relayout.cpu_kernel import copy_span
 from kvconnector_kernels.relayout.errors import RelayoutError
-from kvconnector_kernels.relayout.runs import ADJACENT, MAX_RUN_TOKENS
+from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import (
     ROW_COLUMNS,
     CopyGeometry,
@@ -59,12 +59,6 @@ def relayout_cpu(
         0,
         geometry.num_parts * geometry.num_tokens,
     )
-
-
-def warm_up() -> None:
-    """Compile, or load from the on-disk cache, all that any copy on the CPU needs. Copies nothing."""
-    window = (1, 1, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
-    copy_span(1, window, 1, window, 1, 1, (1, 1), False, 0, 0)
 
 
 def _host_side(
