@@ -44,7 +44,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/runtime": Size(4230, target=2800),
     "kvconnector/session": Size(3890, target=2900),
     "kvconnector/topology": Size(890, target=980),
-    "kvconnector/transport": Size(2820, target=1930),
+    "kvconnector/transport": Size(2830, target=1930),
     "kvconnector/wire": Size(560, target=500),
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
@@ -65,7 +65,7 @@ ROOMS: dict[str, Size] = {
     "tests/kernels": Size(1890),
     "tests/property": Size(3160),
     "tests/support": Size(2730),
-    "tests/transport": Size(1210),
+    "tests/transport": Size(1240),
     "tests/unit": Size(1600),
     "tests/unit/bench": Size(740),
     "tests/unit/cache": Size(1220),
@@ -80,9 +80,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31850, target=27400),
+    ("kvconnector",): Size(31860, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29350, target=24800),
+    ("tests",): Size(29360, target=24800),
 }
 
 

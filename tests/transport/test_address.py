@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from kvconnector.errors import IncompatiblePeerError
 from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
 from tests.support.remote import RemoteObject
 
 
 def address_of_this_process():
-    return local_worker_address(b"", shares_memory=True, tcp_segment_bytes=0)
+    return local_worker_address(b"", shares_memory=True, tcp_segment_bytes=0, ucx_version=(1, 21))
 
 
 def test_a_process_is_alive_until_it_ends():
@@ -33,6 +34,31 @@ def test_a_process_that_is_not_reaped_or_has_anothers_id_is_dead():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not replace(here, process_id=child.pid, start_time=started).process_alive()
     child.wait()
+
+
+@pytest.mark.parametrize(
+    "here, peer, fit",
+    [
+        ((1, 21), (1, 21), True),
+        ((1, 22), (1, 23), True),
+        ((1, 23), (1, 22), True),
+        ((0, 0), (1, 21), True),
+        ((1, 21), (1, 22), False),
+        ((1, 23), (1, 21), False),
+        ((1, 18), (1, 20), False),
+    ],
+)
+def test_versions_of_ucx_that_do_not_understand_each_other_are_refused(here, peer, fit):
+    ours, theirs = (
+        replace(address_of_this_process(), ucx_version=version) for version in (here, peer)
+    )
+    theirs = WorkerAddress.decode(theirs.encode())
+    if fit:
+        theirs.check_ucx(ours)
+        return
+    words = rf"same version of UCX.*here='{here[0]}\.{here[1]}', peer='{peer[0]}\.{peer[1]}'"
+    with pytest.raises(IncompatiblePeerError, match=words):
+        theirs.check_ucx(ours)
 
 
 HIDDEN = """

@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import IncompatiblePeerError, PeerLostError, TransportError
 from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
+from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
 from tests.support.transport_suite import (
@@ -144,6 +146,15 @@ def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are
         here.connect(there.address)
     for each in (ours, longer, silent):
         each.close()
+
+
+def test_a_peer_of_another_ucx_is_refused_at_the_connection():
+    ours, theirs = open_ucx_transport(), open_ucx_transport()
+    other = replace(WorkerAddress.decode(theirs.address), ucx_version=(1, 17))
+    with pytest.raises(IncompatiblePeerError, match="same version of UCX"):
+        ours.connect(other.encode())
+    ours.close()
+    theirs.close()
 
 
 def test_a_transport_needs_no_thread_and_leaves_no_descriptor():

@@ -22,6 +22,8 @@ _MAGIC = b"KVU2"
 
 HOST_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 16
+_COMPATIBLE_VERSIONS = ({(1, 22), (1, 23)},)
+"""Versions of UCX that exchange long and short messages, by shared memory and TCP, with another than themselves."""
 _STAT_STATE, _STAT_START_TIME = 0, 19
 _DEAD_STATES = frozenset("ZXx")
 
@@ -30,7 +32,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     """One worker: where it runs and how UCX reaches it.
 
     `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared
-    memory. `tcp_segment_bytes` is 0 where it is left to UCX.
+    memory. `tcp_segment_bytes` is 0 where it is left to UCX. `ucx_version` is major and minor; (0, 0) is not stated.
     """
 
     host_id: bytes
@@ -39,6 +41,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     shares_memory: bool
     ucx_address: bytes
     tcp_segment_bytes: int = 0
+    ucx_version: tuple[int, int] = (0, 0)
 
     def encode(self) -> bytes:
         """The bytes that peers exchange."""
@@ -76,6 +79,21 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
                 "both engines need the same ucx.tcp_segment_bytes", here=theirs, peer=mine
             )
 
+    def check_ucx(self, other: WorkerAddress) -> None:
+        """Raise IncompatiblePeerError where both state a UCX, and of versions that do not understand each other.
+
+        UCX of one minor version mostly exchanges short messages with another, but its long ones over TCP fail or never
+        end: keys of memory and protocols differ.
+        """
+        versions = {self.ucx_version, other.ucx_version}
+        if len(versions) > 1 and (0, 0) not in versions and versions not in _COMPATIBLE_VERSIONS:
+            here, there = (
+                f"{major}.{minor}" for major, minor in (other.ucx_version, self.ucx_version)
+            )
+            raise IncompatiblePeerError(
+                "both engines need the same version of UCX: see ucx.library", here=here, peer=there
+            )
+
     def process_alive(self) -> bool:
         """Does the process still run, as far as this one may know? Only meaningful on its own host."""
         try:
@@ -89,13 +107,23 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 def local_worker_address(
-    ucx_address: bytes, *, shares_memory: bool, tcp_segment_bytes: int
+    ucx_address: bytes,
+    *,
+    shares_memory: bool,
+    tcp_segment_bytes: int,
+    ucx_version: tuple[int, int],
 ) -> WorkerAddress:
     """The address of a worker of this process."""
     process_id = os.getpid()
     _, start_time = _state_and_start(process_id) or ("", 0)
     return WorkerAddress(
-        local_host_id(), process_id, start_time, shares_memory, ucx_address, tcp_segment_bytes
+        local_host_id(),
+        process_id,
+        start_time,
+        shares_memory,
+        ucx_address,
+        tcp_segment_bytes,
+        ucx_version,
     )
 
 

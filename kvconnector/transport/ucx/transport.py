@@ -109,6 +109,7 @@ class UcxTransport:
             self._libucp.address(),
             shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),
             tcp_segment_bytes=tcp_segment_bytes,
+            ucx_version=library.version[:2],
         )
         self._requests = RequestTable(self._libucp)
         self._control = ControlReceives(self._libucp, self._requests)
@@ -131,6 +132,7 @@ class UcxTransport:
         """See `Transport`. Does not wait for the peer."""
         self._check_open()
         peer = WorkerAddress.decode(address)
+        peer.check_ucx(self._local)
         peer.check_tcp_segments(self._local)
         watched = not peer.shares_memory_with(self._local)
         endpoint = self._endpoints.open(peer, watched=watched)
