@@ -23,6 +23,11 @@ class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the encoder's input, whether it is encoded now or was before."""
 
 
+def stored_event(item: SequenceInput) -> str:
+    """The cache event of a step's sequence: its tokens up to here are stored."""
+    return f"{item.request_id}:{item.start + len(item.token_ids)}"
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request whose block tables the ranks do not have."""
 

@@ -25,8 +25,6 @@ class RankShare:
     state_heads: range
     mlp_rows: range
     vocab_rows: range
-    cache_dim: int
-    state_widths: tuple[int, ...]
     is_mla: bool
     is_first_stage: bool
     is_last_stage: bool
@@ -102,8 +100,6 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
         ),
         mlp_rows=split_rows(model.intermediate_size, tp_rank, parallel.tp_size),
         vocab_rows=split_rows(model.vocab_size, tp_rank, parallel.tp_size),
-        cache_dim=model.cache_dim,
-        state_widths=tuple(model.state_widths.values()),
         is_mla=is_mla,
         is_first_stage=pp_rank == 0,
         is_last_stage=pp_rank == parallel.pp_size - 1,

@@ -14,7 +14,7 @@ from typing import Any
 from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import LocalError
 from minillm.config import FailurePolicy
-from minillm.messages import SampledToken, SequenceInput
+from minillm.messages import SampledToken, SequenceInput, stored_event
 from minillm.request import FinishReason, Request, RequestState, RequestUpdate, Schedule, SentTables
 from minillm.request_blocks import RequestBlocks
 from minillm.transfer import SchedulerTransfer, TransferEvents
@@ -177,7 +177,9 @@ class Scheduler:
             if request is None or request.state is not RequestState.RUNNING:
                 continue  # aborted while the step ran
             request.num_computed = item.start + len(item.token_ids)
-            self.blocks.mark_computed(item.request_id, request.num_computed)
+            # other requests may find a block once all ranks have stored their part of it
+            if events.stored is None or stored_event(item) in events.stored:
+                self.blocks.mark_computed(item.request_id, request.num_computed)
             if item.num_samples:
                 sampled = tokens[item.request_id]
                 forks = [self._fork(request, index) for index in range(1, len(sampled))]

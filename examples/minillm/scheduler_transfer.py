@@ -182,6 +182,7 @@ class ConnectorTransfer:
             finished_sending=output.finished_sending,
             finished_recving=output.finished_recving,
             failed_recving=output.failed_recving,
+            stored=frozenset(output.kv_cache_events),
         )
 
     def _aggregated(self, outputs: Sequence[msgspec.Raw]) -> WorkerOutput:

@@ -21,11 +21,15 @@ Params = dict[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class TransferEvents:
-    """What the connector finished on all ranks since the last step. `failed_recving` is part of `finished_recving`."""
+    """What the connector finished on all ranks since the last step. `failed_recving` is part of `finished_recving`.
+
+    `stored` are the cache events that all ranks have reported, see `stored_event`; None where none are counted.
+    """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: Mapping[str, str] = field(default_factory=dict)
+    stored: frozenset[str] | None = None
 
 
 class LoadStats(msgspec.Struct, kw_only=True):

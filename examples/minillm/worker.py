@@ -38,6 +38,7 @@ from minillm.messages import (
     Step,
     StepResult,
     encoder,
+    stored_event,
     to_worker_decoder,
 )
 from minillm.model import Stage
@@ -158,7 +159,7 @@ class RankWorker:
             rank=self.global_rank,
             step_id=step.step_id,
             tokens=tokens,
-            connector=self.transfer.poll(),
+            connector=self.transfer.poll(tuple(map(stored_event, step.sequences))),
         )
 
     def _synchronize(self) -> None:

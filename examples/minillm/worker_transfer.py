@@ -37,8 +37,8 @@ class WorkerTransfer(Protocol):
         """An idle step: return when something finished, or after `timeout_s`."""
         ...
 
-    def poll(self) -> msgspec.Raw:
-        """What finished since the last step; never blocks."""
+    def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
+        """What finished since the last step, and with it the cache events of this one; never blocks."""
         ...
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class NoWorkerTransfer:
         """Nothing can finish early."""
         time.sleep(timeout_s)
 
-    def poll(self) -> msgspec.Raw:
-        """Nothing finished."""
+    def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
+        """Nothing finished, and nobody counts events."""
         return EMPTY
 
     def close(self) -> None:
@@ -95,9 +95,11 @@ class ConnectorWorkerTransfer:
         """Block on the connector, not on the clock."""
         self.worker.wait(timeout_s)
 
-    def poll(self) -> msgspec.Raw:
-        """The worker's output, encoded; most steps have none."""
+    def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
+        """The worker's output, encoded; idle steps mostly have none."""
         output = self.worker.poll()
+        if stored:
+            output = msgspec.structs.replace(output, kv_cache_events=stored)
         return EMPTY if output.is_empty else msgspec.Raw(msgspec.msgpack.encode(output))
 
     def close(self) -> None:

@@ -154,3 +154,11 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
     for (name, answer), output in outputs.items():
         wanted = expected[name, answer]
         assert output == (wanted[: len(output)] if name in aborted else wanted)
+
+
+def test_a_prompt_is_found_again_once_all_ranks_have_stored_it():
+    scheduler, _ = make()
+    for name, stored, hit in (("a", frozenset(), 0), ("b", frozenset({"b:9"}), 0), ("c", None, 8)):
+        scheduler.add(Request(name, list(range(9)), 1))
+        assert scheduler.blocks.find_hit(name) == hit
+        run_step(scheduler, TransferEvents(stored=stored))
