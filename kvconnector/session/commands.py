@@ -123,8 +123,8 @@ class StartReceive(Command, msgspec.Struct, eq=False):
 
     The worker at `link` had this `incarnation` when it was greeted; `segments` are those of all reads from it. The rest
     is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
-    awaits nothing more of it. `is_asked`: the peer was told. `is_peer_over`: the peer sends no more than the data plane
-    knows of. `deadline` bounds the peer's answer to a cancellation.
+    awaits nothing more of it. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no more than the data
+    plane knows of. `deadline` bounds the peer's answer to a cancellation.
     """
 
     read_id: int

@@ -2,7 +2,7 @@
 
 A load is over when every read of it is unpacked, or when one failed and nothing writes the request's blocks any more.
 What the peer still sends for a stopped read is drained into staging memory and dropped, so a late chunk can never land
-in blocks that belong to somebody else by then.
+in blocks that belong to another request.
 """
 
 from __future__ import annotations
@@ -267,16 +267,16 @@ class ConsumerSession:
     def _read_cut_short(
         self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float
     ) -> list[Command]:
-        said = event.message
-        read = self._reads.at_peer(event.link, said.read_id)
+        ended = event.message
+        read = self._reads.at_peer(event.link, ended.read_id)
         if read is None:
             return []
-        sent_chunks = said.sent_chunks if isinstance(said, m.ReadEnded) else 0
+        sent_chunks = ended.sent_chunks if isinstance(ended, m.ReadEnded) else 0
         commands = self._reads.peer_over(read, sent_chunks, now)
         if not read.is_stopped:
             load = self._loads[read.request_id]
             load.accept(event, now)
-            error = error_of(said.refusal, said.text, rank=str(read.source.source))
+            error = error_of(ended.refusal, ended.text, rank=str(read.source.source))
             commands += self._fail(load, error, now)
         return commands
 

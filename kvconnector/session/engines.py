@@ -38,7 +38,7 @@ FIRST_GREETING_FACTOR = 3
 """An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
 
 QUICK_GREETING_S = 1.0
-"""Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are over by then."""
+"""Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are quicker."""
 
 Answer: TypeAlias = Command | ev.EngineReady | ev.EngineLost
 """What is commanded, or what the loads' machine is to know."""
@@ -125,11 +125,11 @@ class RemoteEngines:
                 return []
             name, rank = self._by_link[link]
             engine = self._engines[name]
-            answers = self._heard(engine, rank, event, now)
+            answers = self._of_link(engine, rank, event, now)
         self._agenda.plan(engine, engine.deadline)
         return answers
 
-    def _heard(
+    def _of_link(
         self, engine: RemoteEngine, rank: Rank | None, event: Any, now: float
     ) -> list[Answer]:
         """An event of one of the engine's links."""

@@ -125,7 +125,7 @@ class Lease(Tracked[LeaseState]):
     """A request's blocks, who may read them, who has confirmed, and since when which sends read them.
 
     `keys` are what it is published under while it is. One that `is_streamed` was granted before it was complete: its
-    `followers` are told how it grows, and the engine awaits its release only once it `is_complete`.
+    `followers` get a report whenever it grows, and the engine awaits its release only once it `is_complete`.
     """
 
     def __init__(self, granted: HoldRequest, now: float) -> None:
@@ -171,7 +171,7 @@ class Lease(Tracked[LeaseState]):
         return [lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks]
 
     def progress(self) -> m.Progress:
-        """What its followers are told."""
+        """What its followers are to know."""
         if self.outcome is not None or self.state.is_final:
             return ended_progress(self.transfer_id, self.outcome or self.state)
         return m.Progress(
@@ -182,7 +182,7 @@ class Lease(Tracked[LeaseState]):
         )
 
     def opens_with(self, secret: str) -> bool:
-        """Whether a peer's secret is this lease's, in a time that does not depend on where they differ."""
+        """Returns True if a peer's secret is this lease's, in a time that does not depend on where they differ."""
         return _is_same(self.secret, secret)
 
 
@@ -192,7 +192,7 @@ def _is_same(ours: str, theirs: str) -> bool:
 
 
 def ended_progress(transfer_id: str, state: LeaseState) -> m.Progress:
-    """What is said of a prompt whose lease has ended."""
+    """The report of a prompt whose lease has ended."""
     refusal, text = REFUSAL_OF[state]
     return m.Progress(transfer_id=transfer_id, refusal=refusal, text=text)
 
@@ -203,8 +203,8 @@ LEASE_KEY_BYTES = 16
 def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> bytes:
     """What a lease is published under, for consumers that read the blocks themselves.
 
-    Only a consumer that was told the secret and the very block ids can make it, so whoever finds it published knows
-    that these are the lease's blocks. Of one that is followed the producer tells the blocks, and the key has none.
+    Only a consumer that knows the secret and the very block ids can make it, so whoever finds it published knows that
+    these are the lease's blocks. Of one that is followed the producer names the blocks itself, and the key has none.
     """
     parts: list[bytes] = []
     for text in (transfer_id.encode(), secret.encode()):

@@ -198,22 +198,22 @@ class Load(Tracked[LoadState]):
         """More layers of what was begun, else tokens in all layers, else the first layers of the newest step."""
         if not sources:
             return Piece(self.left)
-        said = [self.progress.get(link, _NOTHING) for link in sources]
-        stop = min(each.num_tokens for each in said)
+        reports = [self.progress.get(link, _NOTHING) for link in sources]
+        stop = min(each.num_tokens for each in reports)
         if self.begun is not None:
             ranges, first = self.begun.token_ranges, self.begun.layers.stop
         else:
-            ranges, first = self._up_to(stop, said), 0
+            ranges, first = self._up_to(stop, reports), 0
             if not any(ranges):
-                stop = min(Watermark.of(each).token_stop for each in said)
-                ranges = self._up_to(stop, said)
+                stop = min(Watermark.of(each).token_stop for each in reports)
+                ranges = self._up_to(stop, reports)
         stop = max((tokens.stop for tokens in ranges if tokens), default=0)
-        layer_stop = min(Watermark.of(each).layer_stop(stop) for each in said)
+        layer_stop = min(Watermark.of(each).layer_stop(stop) for each in reports)
         return Piece(ranges, range(first, layer_stop))
 
-    def _up_to(self, stop: int, said: Sequence[m.Progress]) -> tuple[range, ...]:
+    def _up_to(self, stop: int, reports: Sequence[m.Progress]) -> tuple[range, ...]:
         """What is left below a token, of groups that all of these workers can be read of."""
-        stops = [stop if all(_has(p, g) for p in said) else 0 for g in range(len(self.left))]
+        stops = [stop if all(_has(p, g) for p in reports) else 0 for g in range(len(self.left))]
         return tuple(
             range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
             for tokens, limit in zip(self.left, stops, strict=True)
@@ -235,11 +235,11 @@ class Load(Tracked[LoadState]):
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing is left that was not read for."""
+        """Returns True if reads were opened for everything."""
         return self.begun is None and not any(self.left)
 
     def is_complete(self, sources: Collection[LinkId]) -> bool:
-        """Whether these producer workers will have nothing more than they have."""
+        """Returns True if all of these producer workers have computed the whole prompt."""
         return not self.is_followed or all(
             self.progress.get(link, _NOTHING).is_complete for link in sources
         )
@@ -262,6 +262,7 @@ def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
     return reported.is_complete, Watermark.of(reported), _has_begun(reported)
 
 
-def _has(said: m.Progress, group: int) -> bool:
-    """Whether a group can be read up to the watermark: those that move last are there when all is computed."""
-    return bool(said.blocks) and (said.is_complete or bool(said.blocks[group].wire_ids))
+def _has(reported: m.Progress, group: int) -> bool:
+    """Returns True if a group can be read up to the watermark: those that move last can once all is computed."""
+    blocks = reported.blocks
+    return bool(blocks) and (reported.is_complete or bool(blocks[group].wire_ids))

@@ -25,7 +25,7 @@ class HoldRequest(_Order, frozen=True):
     Where it `is_complete` not yet, the engine still computes the prompt and owns the blocks: they will have its first
     `num_tokens` tokens once the kernels before this step are through, and this step computes those up to
     `ahead_tokens`. The same is ordered again with more tokens, or by the worker with more layers, see
-    `session.watermark`. `error`, of a worker's check: the blocks cannot be read, and readers hear so.
+    `session.watermark`. `error`, of a worker's check: the blocks cannot be read, and readers are refused.
     """
 
     transfer_id: str

@@ -132,7 +132,7 @@ class ProducerSession:
         return commands
 
     def _grow(self, lease: Lease, event: HoldRequest, now: float) -> list[Command]:
-        """Let consumers read what the lease has by now, and tell its followers."""
+        """Let consumers read what the lease has, and report it to its followers."""
         target = LeaseState.FILLING
         if lease.is_complete:
             target = LeaseState.READING if lease.sends else LeaseState.HELD

@@ -9,9 +9,9 @@ from kvconnector.session.orders import HoldRequest
 from kvconnector.wire.messages import Progress
 
 MIN_PIECE_BYTES = 2 << 20
-"""Layers of a step that is still computed are told, and read, at least so many bytes at a time."""
+"""The least that is reported, and read, at a time of a step that is still computed."""
 MAX_PIECES = 8
-"""In which a step is told at most: each costs a few messages and a read."""
+"""Pieces in which a step is reported at most: each costs a few messages and a read."""
 MAX_AHEAD_TOKENS, MAX_AHEAD_LAYERS = 1 << 21, 1 << 10
 """The lease board has no room for more: what is beyond is told when its step is over."""
 
