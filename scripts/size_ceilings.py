@@ -41,7 +41,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/integrations": Size(2860, target=2810),
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
-    "kvconnector/runtime": Size(4230, target=2800),
+    "kvconnector/runtime": Size(4240, target=2800),
     "kvconnector/session": Size(3890, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2830, target=1930),
@@ -80,9 +80,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31860, target=27400),
+    ("kvconnector",): Size(31900, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29360, target=24800),
+    ("tests",): Size(29400, target=24800),
 }
 
 

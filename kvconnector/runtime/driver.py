@@ -94,6 +94,7 @@ class Driver:
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
         self._late_at = 0.0
+        self._deadline: tuple[float | None] | None = None
         self._actions = actions
         self._intake = intake
 
@@ -210,10 +211,15 @@ class Driver:
         return timeout_s if deadline is None else min(timeout_s, max(0.0, deadline - self.clock()))
 
     def _next_deadline(self) -> float | None:
-        """The first of the sessions'."""
-        sessions = [session for session in (self.producer, self.consumer) if session is not None]
-        deadlines = [session.next_deadline() for session in sessions]
-        return min((at for at in deadlines if at is not None), default=None)
+        """The first of the sessions', who change it when they handle an event."""
+        if self._deadline is None:
+            soonest = None
+            for session in (self.producer, self.consumer):
+                at = None if session is None else session.next_deadline()
+                if at is not None and (soonest is None or at < soonest):
+                    soonest = at
+            self._deadline = (soonest,)
+        return self._deadline[0]
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
         """Take what greetings say beside what sessions see, from a channel that has proved who the peer is."""
@@ -248,6 +254,7 @@ class Driver:
     def _handle(self, event: object) -> None:
         """Tell the sessions that the event is for, and queue what they command."""
         now = self.clock()
+        self._deadline = None  # it may change
         kind = type(event)
         link: LinkId | None = getattr(event, "link", None)
         is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0
