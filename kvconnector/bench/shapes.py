@@ -15,6 +15,7 @@ from kvconnector.cache.specs import (
     CrossAttentionSpec,
     DType,
     FullAttentionSpec,
+    KVCacheSpec,
     MambaSpec,
     SlidingWindowSpec,
 )
@@ -41,7 +42,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     kind: str
     layers: tuple[int, ...]
-    spec: AttentionSpec | MambaSpec
+    spec: KVCacheSpec
     encoder_tokens: int = 0
 
     def missing(self, tokens: range) -> range:
@@ -65,6 +66,10 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
             return tuple(
                 (f"state{number}", shape[0], prod(shape[1:]), dtype.item_size_bytes)
                 for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
+            )
+        if not isinstance(spec, AttentionSpec):
+            raise ConfigError(
+                "layers of this kind cache nothing that could be planned", kind=self.kind
             )
         names = ("latent",) if spec.use_mla else ("k", "v")
         sizes = (spec.num_kv_heads, spec.head_size, spec.dtype.item_size_bytes)

@@ -82,3 +82,8 @@ def test_ranks_take_turns_on_the_gpus_named_for_them(monkeypatch, gpus, first_gp
             spec.devices()
     else:
         assert spec.devices() == [f"cuda:{index}" for index in expected]
+
+
+def test_an_engines_cut_and_pools_reach_its_processes_as_json():
+    sent = msgspec.json.encode((SPEC, 0))
+    assert msgspec.json.decode(sent, type=tuple[EngineSpec, int]) == (SPEC, 0)
