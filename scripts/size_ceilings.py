@@ -67,7 +67,7 @@ ROOMS: dict[str, Size] = {
     "tests/support": Size(2730),
     "tests/transport": Size(1240),
     "tests/unit": Size(1600),
-    "tests/unit/bench": Size(740),
+    "tests/unit/bench": Size(750),
     "tests/unit/cache": Size(1220),
     "tests/unit/cli": Size(930),
     "tests/unit/control": Size(130),
