@@ -62,7 +62,7 @@ ROOMS: dict[str, Size] = {
     "tests/golden": Size(60),
     "tests/hosts": Size(1080),
     "tests/integration": Size(1520),
-    "tests/kernels": Size(1890),
+    "tests/kernels": Size(1900),
     "tests/property": Size(3160),
     "tests/support": Size(2730),
     "tests/transport": Size(1240),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector_kernels.relayout import cpu, relayout_cpu, relayout_triton
+from kvconnector_kernels.relayout import TokenRuns, cpu, relayout_cpu, relayout_triton
 from kvconnector_kernels.relayout.runs import ADJACENT
 from tests.kernels.relayout.pools import (
     ORDERS,
@@ -51,6 +51,17 @@ def test_a_first_tile_that_begins_before_the_copy(copy, device, orders, starts):
     src, dst = (Window(pool, 0, start) for pool, start in zip(pools, starts, strict=True))
     src.pool.fill_random()
     check_copy_equals_naive(copy, src, dst, num_parts=2, num_heads=4, num_tokens=26)
+
+
+@implementations
+@pytest.mark.parametrize("run, step, block_size", [(8, 24, 8), (16, 32, 16), (16, 48, 32)])
+def test_runs_that_fill_tiles(copy, device, run, step, block_size):
+    """No tile leaves a run or a block, so its tokens are found from its first one."""
+    runs = TokenRuns(run, step, 0)
+    pool = Pool("HND", block_size, num_blocks=runs.offset(40) // block_size + 1, device=device)
+    src = Window(pool.fill_random(), runs=runs)
+    dst = Window(Pool("NHD", 8, device=device))
+    check_copy_equals_naive(copy, src, dst, num_parts=2, num_heads=4, num_tokens=40)
 
 
 @implementations
