@@ -62,6 +62,10 @@ def _of_fields(act: Callable[..., None]) -> Callable[[Any], None]:
     return lambda command: act(*msgspec.structs.astuple(command))
 
 
+def _log_engine(engine_id: str, summary: str) -> None:
+    logger.info("engine %s is met; here over there: %s", engine_id, summary)
+
+
 class Executor:
     """Carries commands out on a worker's links and data path. What follows at once goes to `report`."""
 
@@ -108,6 +112,7 @@ class Executor:
             cmd.StartReceive: self._start_receive,
             cmd.StopReceive: _of_fields(datapath.stop_receive),
             cmd.DrainReceive: _of_fields(datapath.receives.drain),
+            cmd.LogEngine: _of_fields(_log_engine),
             cmd.OpenExport: self._open_export,
             cmd.PublishLease: lambda c: datapath.publish_lease(c.key, *c.watermark),
             cmd.RetractLease: _of_fields(datapath.retract_lease),

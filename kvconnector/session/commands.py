@@ -74,6 +74,13 @@ class ConnectBack(Command, msgspec.Struct, frozen=True):
     transport_address: bytes
 
 
+class LogEngine(Command, msgspec.Struct, frozen=True):
+    """Say in the log which producer engine is met, and how its caches differ from ours."""
+
+    engine_id: EngineId
+    summary: str
+
+
 class CloseEndpoint(Command, msgspec.Struct, frozen=True):
     """Close the data plane's endpoint of `link`; sends to it end."""
 

@@ -231,7 +231,11 @@ class RemoteEngines:
             engine.plan = plan_peer(self._topology, geometry)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
-        answers: list[Answer] = self._close(engine)
+        summary = self._topology.describe(geometry)
+        answers: list[Answer] = [
+            *self._close(engine),
+            cmd.LogEngine(engine.name.engine_id, summary),
+        ]
         if holders:
             engine.move(EngineState.HELLO)
             # greeting all of them may take longer than a lease lasts

@@ -148,6 +148,13 @@ def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
     assert h.finished(side.tell(empty)) == h.failed(RemoteProtocolError)
 
 
+def test_an_engine_that_is_met_is_logged_with_how_it_differs(side):
+    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
+    (met,) = h.of(side.tell(ev.FromPeer(opened.link, h.directory())), cmd.LogEngine)
+    same = "tp 1, pp 1, block size 1; blocks are copied as they are"
+    assert (met.engine_id, met.summary) == ("p", same)
+
+
 def test_a_worker_that_answers_like_a_directory_is_left(side):
     (link,) = h.connect(side)
     assert cmd.CloseLink(link) in side.tell(ev.FromPeer(link, h.directory()))
