@@ -64,7 +64,7 @@ ROOMS: dict[str, Size] = {
     "tests/integration": Size(1520),
     "tests/kernels": Size(1900),
     "tests/property": Size(3160),
-    "tests/support": Size(2730),
+    "tests/support": Size(2740),
     "tests/transport": Size(1240),
     "tests/unit": Size(1600),
     "tests/unit/bench": Size(750),

@@ -24,7 +24,11 @@ class LocalEngine:
         self.transfer = create_scheduler_transfer(config)
         self.scheduler = create_scheduler(config, self.transfer)
         self.rank = RankWorker(config, 0, run_dir)
-        self.transfer.start([self.rank.ready().connector])
+        try:
+            self.transfer.start([self.rank.ready().connector])
+        except BaseException:
+            self.close()
+            raise
         self.answers = {}
         self.params = {}
         self.steps = 0

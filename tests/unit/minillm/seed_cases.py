@@ -13,6 +13,7 @@ import json
 import pkgutil
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from types import FunctionType
@@ -135,13 +136,13 @@ def consumer_answers(producer, consumer, request):
         while not stop.is_set():
             producer.step()
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
-        return [token_ids(answer) for answer in consumer.run(request)]
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve)
+        try:
+            return [token_ids(answer) for answer in consumer.run(request)]
+        finally:
+            stop.set()
+            serving.result()  # what the producer raises fails the case, too
 
 
 def crowd(architecture, folder):
