@@ -47,6 +47,7 @@ REFUSED = [
     (lambda t: t.append_row([[1]], 1), GeometryError, "num_groups=2"),
     (lambda t: t.add_row([[1], [2], [3]], 1), GeometryError, "num_groups=2"),
     (lambda t: t.append_row([[1], [1]], 4), GeometryError, "no such row"),
+    (lambda t: t.add_row([[1], [1]], -1), GeometryError, "no such row"),
     (lambda t: t.move_row(0, -1), GeometryError, "no such row"),
     (lambda t: t.swap_row(4, 0), GeometryError, "no such row"),
     (lambda t: t.clear_row(4), GeometryError, "no such row"),
