@@ -66,7 +66,7 @@ ROOMS: dict[str, Size] = {
     "tests/property": Size(3160),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
-    "tests/unit": Size(1600),
+    "tests/unit": Size(1610),
     "tests/unit/bench": Size(750),
     "tests/unit/cache": Size(1220),
     "tests/unit/cli": Size(930),

@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
         """Logical axes in physical order, slowest first; with a leading layers axis if asked. A backend that raises
-        NotImplementedError, or has no such method, stores its cache as the shape says.
+        NotImplementedError or AttributeError, or has no such method, stores its cache as the shape says.
         """
 
 
@@ -133,9 +133,8 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
 
 def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) -> tuple[int, ...]:
     order = tuple(range(num_axes))
-    if hasattr(backend, "get_kv_cache_stride_order"):
-        with suppress(NotImplementedError):
-            order = tuple(backend.get_kv_cache_stride_order(cross_layers))
+    with suppress(AttributeError, NotImplementedError):
+        order = tuple(backend.get_kv_cache_stride_order(cross_layers))
     if sorted(order) != list(range(num_axes)):
         raise GeometryError(
             "a stride order names every axis once", stride_order=order, num_axes=num_axes

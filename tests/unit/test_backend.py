@@ -146,11 +146,16 @@ class NoOpinion(FlashAttentionBackend):
         raise NotImplementedError
 
 
+class HalfAnOpinion(FlashAttentionBackend):
+    def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
+        return self.order_that_its_base_class_lacks
+
+
 class ShapeOnly:
     get_kv_cache_shape = FlashAttentionBackend.get_kv_cache_shape
 
 
-@pytest.mark.parametrize("backend", [NoOpinion(), ShapeOnly()])
+@pytest.mark.parametrize("backend", [NoOpinion(), HalfAnOpinion(), ShapeOnly()])
 def test_a_backend_without_an_opinion_stores_in_the_order_of_its_shape(backend):
     assert probe_layout(backend) == probe_layout(BACKENDS["FlashAttention NHD"])
 

@@ -181,7 +181,8 @@ class WorkerHalf:
         return order
 
     def _refuse(self, order: Order, error: KVConnectorError) -> None:
-        logger.error("request %s is refused", order.request_id, exc_info=error)
+        # the scheduler half logs the reason, once for all ranks
+        logger.debug("request %s is refused", order.request_id, exc_info=error)
         self._registered().refuse((order,), error)
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
