@@ -74,7 +74,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1580),
     "tests/unit/runtime": Size(1880),
-    "tests/unit/session": Size(1290),
+    "tests/unit/session": Size(1340),
     "tests/vllm": Size(5400),
 }
 # the rooms in and below these folders
@@ -82,7 +82,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
     ("kvconnector",): Size(31900, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29400, target=24800),
+    ("tests",): Size(29450, target=24800),
 }
 
 

@@ -9,11 +9,11 @@ from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from tests.support.examples import examples
-from tests.unit.session import harness as h
+from tests.unit.session import harness
 
 NAMES = st.sampled_from(["a", "b", "c"])
 LINKS = st.sampled_from([-1, -2])
-READERS = h.engine("d", tp_size=2)
+READERS = harness.engine("d", tp_size=2)
 
 
 class Leases(RuleBasedStateMachine):
@@ -23,7 +23,7 @@ class Leases(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.side = h.producer(h.EXPORT)
+        self.side = harness.producer(harness.EXPORT)
         self.links = {}
         self.numbers = iter(range(1, 1 << 30))
         self.held, self.sends, self.published = {}, {}, set()
@@ -33,7 +33,7 @@ class Leases(RuleBasedStateMachine):
 
     def _greet(self, link):
         self.links[link] = next(self.numbers) * -2 + (link == -2)
-        self._tell(ev.FromPeer(self.links[link], h.hello(READERS, tp_rank=-1 - link)))
+        self._tell(ev.FromPeer(self.links[link], harness.hello(READERS, tp_rank=-1 - link)))
         self._tell(ev.EndpointOpened(self.links[link]))
 
     def _tell(self, event):
@@ -65,26 +65,26 @@ class Leases(RuleBasedStateMachine):
     @rule(name=NAMES)
     def grant(self, name):
         if name not in self.held and name not in self.sends.values():
-            self.held[name], self.confirmed[name] = self.side.now + h.LEASE_S, set()
+            self.held[name], self.confirmed[name] = self.side.now + harness.LEASE_S, set()
             secret = next(self.numbers)
             self.released[name] = f"{secret:032}"
-            self._tell(HoldRequest(name, name, self.released[name], h.BLOCKS, 12))
+            self._tell(HoldRequest(name, name, self.released[name], harness.BLOCKS, 12))
 
     def _key(self, name, *, is_right=True):
-        secret = self.released.get(name, h.SECRET) if is_right else h.OTHER_SECRET
+        secret = self.released.get(name, harness.SECRET) if is_right else harness.OTHER_SECRET
         return m.TransferKey(transfer_id=name, secret=secret)
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans(), tp_rank=st.integers(0, 1))
     def read(self, link, name, is_right, tp_rank):
-        asked = h.read(next(self.numbers), self._key(name, is_right=is_right))
+        asked = harness.read(next(self.numbers), self._key(name, is_right=is_right))
         if name in self.held or not is_right:
             self._tell(ev.FromPeer(self.links[link], asked))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans())
     def renew(self, link, name, is_right):
         if is_right and name in self.held:
-            self.held[name] = max(self.held[name], self.side.now + h.LEASE_S)
-        self._tell(h.heartbeat(self.links[link], self._key(name, is_right=is_right)))
+            self.held[name] = max(self.held[name], self.side.now + harness.LEASE_S)
+        self._tell(harness.heartbeat(self.links[link], self._key(name, is_right=is_right)))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans(), is_abort=st.booleans())
     def end(self, link, name, is_right, is_abort):
@@ -92,7 +92,7 @@ class Leases(RuleBasedStateMachine):
             return  # it would be kept for the next lease
         if is_right:
             self.confirmed[name].add("abort" if is_abort else -1 - link)
-        event = h.given_up if is_abort else h.done
+        event = harness.given_up if is_abort else harness.done
         self._tell(event(self.links[link], self._key(name, is_right=is_right)))
 
     @rule(name=NAMES)

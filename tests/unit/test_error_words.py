@@ -26,7 +26,7 @@ from tests.support.loopback import LoopbackFaults, LoopbackNetwork
 from tests.support.transport_suite import HostMemory
 from tests.support.world import World
 from tests.unit.runtime.test_scheduler import PARAMS, consumer_scheduler
-from tests.unit.session import harness as h
+from tests.unit.session import harness
 
 MODEL = attention_model()
 QUICK = {
@@ -156,8 +156,8 @@ def a_cancelled_receive():
 
 
 def an_event_out_of_order():
-    side = h.producer()
-    h.welcome(side)
+    side = harness.producer()
+    harness.welcome(side)
     return calling(side.tell, ev.EndpointOpened(-1))()
 
 

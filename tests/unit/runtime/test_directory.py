@@ -8,15 +8,15 @@ from msgspec.structs import replace
 
 from kvconnector.runtime.directory import MAX_UNASKED, answer_to
 from kvconnector.wire import messages as m
-from tests.unit.session import harness as h
+from tests.unit.session import harness
 
-ENTRY = h.directory().workers[0]
+ENTRY = harness.directory().workers[0]
 SIZES = st.integers(1, 3 * MAX_UNASKED)
 
 
 def directory_of(size):
     workers = tuple(replace(ENTRY, tp_rank=rank) for rank in range(size))
-    return replace(h.directory(), workers=workers)
+    return replace(harness.directory(), workers=workers)
 
 
 @given(size=SIZES, theirs=SIZES, ranks=st.lists(st.integers(0, 4 * MAX_UNASKED)))

@@ -17,58 +17,62 @@ from kvconnector.session.lease import lease_key
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
-from tests.unit.session import harness as h
+from tests.unit.session import harness
 
 IDS = (3, 1, 2)
-KEY_OF_FOLLOWERS = lease_key("t", h.SECRET, ())
+KEY_OF_FOLLOWERS = lease_key("t", harness.SECRET, ())
 
 
 def _granted(num_tokens, *, is_complete=False, ids=IDS):
-    blocks = (h.GroupBlocks.of(ids[: -(-num_tokens // 4)]),)
-    return HoldRequest("r", "t", h.SECRET, blocks, num_tokens, is_complete=is_complete)
+    blocks = (harness.GroupBlocks.of(ids[: -(-num_tokens // 4)]),)
+    return HoldRequest("r", "t", harness.SECRET, blocks, num_tokens, is_complete=is_complete)
 
 
 def _filling(export=None):
     """A producer that computes a prompt which one consumer follows."""
-    side = h.producer(export)
-    h.welcome(side)
-    side.tell(_granted(0), h.followed())
+    side = harness.producer(export)
+    harness.welcome(side)
+    side.tell(_granted(0), harness.followed())
     return side
 
 
 def _told(commands):
-    return [(said.num_tokens, said.is_complete) for said in h.messages(commands, m.Progress)]
+    return [(said.num_tokens, said.is_complete) for said in harness.messages(commands, m.Progress)]
 
 
 def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known():
-    side = h.producer()
-    h.welcome(side)
-    h.welcome(side, -2)
-    assert _told(side.tell(h.followed())) == []
+    side = harness.producer()
+    harness.welcome(side)
+    harness.welcome(side, -2)
+    assert _told(side.tell(harness.followed())) == []
     assert _told(side.tell(_granted(0))) == [(0, False)]
     assert _told(side.tell(_granted(5))) == [(5, False)]
-    assert _told(side.tell(h.followed(-2))) == [(5, False)]
-    (first, _) = h.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
+    assert _told(side.tell(harness.followed(-2))) == [(5, False)]
+    (first, _) = harness.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
     assert (first.num_tokens, first.is_complete) == (12, True)
-    assert first.blocks == h.read().blocks
-    assert _told(side.tell(h.heartbeat())) == []  # nothing is reported twice
+    assert first.blocks == harness.read().blocks
+    assert _told(side.tell(harness.heartbeat())) == []  # nothing is reported twice
 
 
 def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
     side = _filling()
-    assert not h.of(side.tell(_granted(8)), cmd.ExpectReads)
-    (expected,) = h.of(side.tell(_granted(12, is_complete=True)), cmd.ExpectReads)
-    asked = ev.FromPeer(-1, h.read(1, tokens=range(12), blocks=()))
-    (started,) = h.of(side.tell(asked), cmd.StartSend)
+    assert not harness.of(side.tell(_granted(8)), cmd.ExpectReads)
+    (expected,) = harness.of(side.tell(_granted(12, is_complete=True)), cmd.ExpectReads)
+    asked = ev.FromPeer(-1, harness.read(1, tokens=range(12), blocks=()))
+    (started,) = harness.of(side.tell(asked), cmd.StartSend)
     assert started.blocks is expected.blocks
 
 
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     side = _filling()
     side.tell(_granted(8))
-    assert h.of(side.tell(ev.FromPeer(-1, h.read(1, tokens=range(8), blocks=()))), cmd.StartSend)
-    beyond = side.tell(ev.FromPeer(-1, h.read(2, tokens=range(9), blocks=())))
-    assert [each.refusal for each in h.messages(beyond, m.ReadRefused)] == [Refusal.INVALID_READ]
+    assert harness.of(
+        side.tell(ev.FromPeer(-1, harness.read(1, tokens=range(8), blocks=()))), cmd.StartSend
+    )
+    beyond = side.tell(ev.FromPeer(-1, harness.read(2, tokens=range(9), blocks=())))
+    assert [each.refusal for each in harness.messages(beyond, m.ReadRefused)] == [
+        Refusal.INVALID_READ
+    ]
 
 
 def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards():
@@ -77,78 +81,85 @@ def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards(
     side.tick(1e5)
     assert side.num_leases == 1
     side.tell(_granted(12, is_complete=True))
-    assert h.released(side.tick(h.LEASE_S)) == [("r", "expired")]
+    assert harness.released(side.tick(harness.LEASE_S)) == [("r", "expired")]
 
 
 @pytest.mark.parametrize("how", ["preempted", "elsewhere"])
 def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
-    side = _filling(h.EXPORT)
+    side = _filling(harness.EXPORT)
     side.tell(_granted(8))
     event = WithdrawRequest("r") if how == "preempted" else _granted(12, ids=(9, 1, 2))
     commands = side.tell(event)
-    assert [said.refusal for said in h.messages(commands, m.Progress)] == [Refusal.ABORTED]
-    assert h.of(commands, cmd.RetractLease) == [cmd.RetractLease(KEY_OF_FOLLOWERS)]
-    assert not h.of(commands, cmd.ReleaseBlocks)  # they are the engine's own
-    late = side.tell(h.followed())
-    assert [said.refusal for said in h.messages(late, m.Progress)] == [Refusal.ABORTED]
+    assert [said.refusal for said in harness.messages(commands, m.Progress)] == [Refusal.ABORTED]
+    assert harness.of(commands, cmd.RetractLease) == [cmd.RetractLease(KEY_OF_FOLLOWERS)]
+    assert not harness.of(commands, cmd.ReleaseBlocks)  # they are the engine's own
+    late = side.tell(harness.followed())
+    assert [said.refusal for said in harness.messages(late, m.Progress)] == [Refusal.ABORTED]
     assert side.tell(_granted(12)) == []
-    assert h.released(side.tell(_granted(12, is_complete=True))) == [("r", "aborted")]
+    assert harness.released(side.tell(_granted(12, is_complete=True))) == [("r", "aborted")]
 
 
 def _refused(commands):
     return [
         (report.transfer_id, report.refusal, report.text)
-        for report in h.messages(commands, m.Progress)
+        for report in harness.messages(commands, m.Progress)
     ]
 
 
 def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
     side = _filling()
-    wrong = m.TransferKey(transfer_id="t", secret=h.OTHER_SECRET)
-    unknown = m.TransferKey(transfer_id="u", secret=h.SECRET)
-    refused = _refused(side.tell(h.followed(-1, wrong)))
+    wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
+    unknown = m.TransferKey(transfer_id="u", secret=harness.SECRET)
+    refused = _refused(side.tell(harness.followed(-1, wrong)))
     assert refused == [("t", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
-    assert _refused(side.tell(h.followed(-1, unknown))) == []
+    assert _refused(side.tell(harness.followed(-1, unknown))) == []
     for _ in range(20):
         side.session.heard(-1, side.now)
-        refused += _refused(side.tick(h.LEASE.early_follow_s / 20))
-        refused += _refused(side.tell(h.followed(-1, unknown)))  # which does not begin anew
+        refused += _refused(side.tick(harness.LEASE.early_follow_s / 20))
+        refused += _refused(side.tell(harness.followed(-1, unknown)))  # which does not begin anew
     assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
 
 def test_a_stranger_that_follows_is_told_nothing():
     side = _filling()
-    assert h.messages(side.tell(h.followed(-9)), m.Progress) == []
+    assert harness.messages(side.tell(harness.followed(-9)), m.Progress) == []
 
 
 def test_three_thousand_followers_before_their_leases_are_all_served():
-    side = h.producer()
-    h.welcome(side)
-    keys = [m.TransferKey(transfer_id=f"t{i}", secret=h.SECRET) for i in range(3000)]
-    assert _told(side.tell(*[h.followed(-1, key) for key in keys])) == []
+    side = harness.producer()
+    harness.welcome(side)
+    keys = [m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET) for i in range(3000)]
+    assert _told(side.tell(*[harness.followed(-1, key) for key in keys])) == []
     for _ in range(
         8
     ):  # the prompts wait at the producer's front end, for longer than a lease lasts
         side.session.heard(-1, side.now)
-        side.tick(h.PEER_S - 1)
+        side.tick(harness.PEER_S - 1)
     for key in keys:
         granted = HoldRequest(
-            f"r{key.transfer_id}", key.transfer_id, h.SECRET, h.BLOCKS, 12, is_complete=False
+            f"r{key.transfer_id}",
+            key.transfer_id,
+            harness.SECRET,
+            harness.BLOCKS,
+            12,
+            is_complete=False,
         )
         assert _told(side.tell(granted)) == [(12, False)]
 
 
 def test_who_follows_more_than_there_is_room_for_is_refused_and_nobody_else():
-    side = h.producer()
-    h.welcome(side)
+    side = harness.producer()
+    harness.welcome(side)
     num_kept = MAX_EARLY_BYTES // EVENT_BYTES
     for i in range(num_kept):
-        key = m.TransferKey(transfer_id=f"t{i}", secret=h.SECRET)
-        assert side.tell(h.followed(-1, key))[1:] == []
-    one_more = m.TransferKey(transfer_id="u", secret=h.SECRET)
-    ((name, refusal, _),) = _refused(side.tell(h.followed(-1, one_more)))
+        key = m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET)
+        assert side.tell(harness.followed(-1, key))[1:] == []
+    one_more = m.TransferKey(transfer_id="u", secret=harness.SECRET)
+    ((name, refusal, _),) = _refused(side.tell(harness.followed(-1, one_more)))
     assert (name, refusal) == ("u", Refusal.INTERNAL)
-    assert _told(side.tell(HoldRequest("r", "t0", h.SECRET, h.BLOCKS, 12, is_complete=False)))
+    assert _told(
+        side.tell(HoldRequest("r", "t0", harness.SECRET, harness.BLOCKS, 12, is_complete=False))
+    )
 
 
 def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
@@ -159,15 +170,15 @@ def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
 
 def _following(tokens=(0, 12), geometry=None, **settings):
     """A consumer that has asked for a load of what a producer computes, and its links."""
-    side = h.consumer(**settings)
-    links = h.connect(side, geometry, is_followed=True)
+    side = harness.consumer(**settings)
+    links = harness.connect(side, geometry, is_followed=True)
     if tokens is not None:
-        side.tell(h.load_asked(tokens=tokens))
+        side.tell(harness.load_asked(tokens=tokens))
     return side, links
 
 
 def _begun(commands):
-    return [command.request_id for command in h.of(commands, cmd.NotifyPrefillStarted)]
+    return [command.request_id for command in harness.of(commands, cmd.NotifyPrefillStarted)]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -183,78 +194,84 @@ def _begun(commands):
 )
 def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_asked):
     """Of one that was not asked for yet, the engine is told to ask."""
-    patient = h.PeerConfig(progress_timeout_s=60.0)
+    patient = harness.PeerConfig(progress_timeout_s=60.0)
     side, (link,) = _following((0, 12) if is_asked else None, peer=patient)
     if event is None:
         commands = []
         for _ in range(12):  # it lives, and says nothing
-            side.tell(h.beat(link))
-            commands += side.tick(h.HEARTBEAT_S)
+            side.tell(harness.beat(link))
+            commands += side.tick(harness.HEARTBEAT_S)
     elif isinstance(event, m.Progress):
         commands = side.tell(ev.FromPeer(link, event))
     else:
         commands = side.tell(ev.LinkLost(link, event))
     if not is_asked:
         assert _begun(commands) == ["w"]
-        commands = side.tell(h.load_asked())
-    assert [type(each.error) for each in h.of(commands, cmd.FinishLoad)] == [error]
+        commands = side.tell(harness.load_asked())
+    assert [type(each.error) for each in harness.of(commands, cmd.FinishLoad)] == [error]
     assert side.num_loads == 0
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
     """Its chunks are lost, or all that another rank of the producer says."""
-    side, links = _following(geometry=h.engine(tp_size=tp_size))
+    side, links = _following(geometry=harness.engine(tp_size=tp_size))
     complete = ev.FromPeer(links[0], _said(12, is_complete=True))
     commands = side.tell(complete)
-    for started in h.of(commands, cmd.StartReceive):
+    for started in harness.of(commands, cmd.StartReceive):
         side.tell(ev.ReceivePosted(started.read_id, 1, 1))
     for _ in range(12):
-        side.tell(*[h.beat(link) for link in links], complete)
-        commands += side.tick(h.HEARTBEAT_S)
-    for stopped in h.of(commands, cmd.StopReceive):
+        side.tell(*[harness.beat(link) for link in links], complete)
+        commands += side.tick(harness.HEARTBEAT_S)
+    for stopped in harness.of(commands, cmd.StopReceive):
         commands += side.tell(ev.ReceiveStopped(stopped.read_id))
-    (ended,) = h.of(commands, cmd.FinishLoad)
+    (ended,) = harness.of(commands, cmd.FinishLoad)
     assert isinstance(ended.error, TransferTimeoutError)
 
 
 def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     side, (link,) = _following()
-    (started,) = h.of(side.tell(ev.FromPeer(link, _said(8, is_complete=True))), cmd.StartReceive)
-    (ended,) = h.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
+    (started,) = harness.of(
+        side.tell(ev.FromPeer(link, _said(8, is_complete=True))), cmd.StartReceive
+    )
+    (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
     assert isinstance(ended.error, RemoteProtocolError)
 
 
 def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
     side, (link,) = _following(None)
     for _ in range(30):
-        side.tell(h.beat(link), ev.FromPeer(link, _said(0)))
-        assert _begun(side.tick(h.HEARTBEAT_S)) == []
+        side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
+        assert _begun(side.tick(harness.HEARTBEAT_S)) == []
 
 
 def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
     """A new token extends the wait, and what was reported before does not."""
-    side, (link,) = _following(peer=h.PeerConfig(transfer_timeout_s=3.0, progress_timeout_s=60.0))
+    side, (link,) = _following(
+        peer=harness.PeerConfig(transfer_timeout_s=3.0, progress_timeout_s=60.0)
+    )
     commands = []
     for _ in range(11):
-        side.tell(h.beat(link))
-        commands += side.tick(h.HEARTBEAT_S)
+        side.tell(harness.beat(link))
+        commands += side.tick(harness.HEARTBEAT_S)
     commands += side.tell(ev.FromPeer(link, _said(0)))
     for _ in range(11):
-        side.tell(h.beat(link), ev.FromPeer(link, _said(0)))
-        commands += side.tick(h.HEARTBEAT_S)
-    assert h.of(commands, cmd.FinishLoad) == []
-    (ended,) = h.of(side.tell(h.beat(link)) + side.tick(h.HEARTBEAT_S), cmd.FinishLoad)
+        side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
+        commands += side.tick(harness.HEARTBEAT_S)
+    assert harness.of(commands, cmd.FinishLoad) == []
+    (ended,) = harness.of(
+        side.tell(harness.beat(link)) + side.tick(harness.HEARTBEAT_S), cmd.FinishLoad
+    )
     assert "did not go on with the prompt" in str(ended.error)
     assert "reported_tokens=[0]" in str(ended.error)
 
 
 def test_a_prompt_is_asked_for_until_every_worker_has_answered():
-    side = h.consumer()
-    links = h.connect(side, h.engine(tp_size=2), is_followed=True)
-    asked = h.messages(side.tick(), m.Heartbeat)
+    side = harness.consumer()
+    links = harness.connect(side, harness.engine(tp_size=2), is_followed=True)
+    asked = harness.messages(side.tick(), m.Heartbeat)
     for link in links:
         assert [len(each.followed) for each in asked] == [1, 1]
         side.tell(ev.FromPeer(link, _said(0)))
-        asked = h.messages(side.tick(h.HEARTBEAT_S), m.Heartbeat)
+        asked = harness.messages(side.tick(harness.HEARTBEAT_S), m.Heartbeat)
     assert [(len(each.followed), len(each.transfers)) for each in asked] == [(0, 1), (0, 1)]
