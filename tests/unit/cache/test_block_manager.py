@@ -320,6 +320,8 @@ def test_a_block_that_two_steps_complete_can_be_found():
     for count, found in ((3, 0), (2, 4), (2, 4), (1, 8)):
         manager.mark_blocks_as_computed(group, count)
         assert manager.find_cached_tokens(Sequence(2, range(10))) == found
+    with pytest.raises(SequenceError, match="room=2"):
+        manager.mark_blocks_as_computed(group, 3)
 
 
 def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each():
