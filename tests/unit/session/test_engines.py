@@ -154,8 +154,8 @@ def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
 
 
 def test_an_engine_that_is_met_is_logged_with_how_it_differs(side):
-    (opened,) = h.of(side.tell(h.wanted(), h.load_asked()), cmd.OpenLink)
-    (met,) = h.of(side.tell(ev.FromPeer(opened.link, h.directory())), cmd.LogEngine)
+    (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), cmd.OpenLink)
+    (met,) = harness.of(side.tell(ev.FromPeer(opened.link, harness.directory())), cmd.LogEngine)
     same = "tp 1, pp 1, block size 1; blocks are copied as they are"
     assert (met.engine_id, met.summary) == ("p", same)
 
