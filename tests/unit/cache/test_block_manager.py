@@ -342,8 +342,8 @@ def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
     manager.can_allocate(group_of(range(9), 9))
     start(manager, 2, range(9))  # 2 of 2
-    start(manager, 3, range(17))  # 2 of 4
-    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 4 / 8
+    start(manager, 3, range(16))  # 2 of 3: the block with the last token is not looked up
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 4 / 7
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
 
 
