@@ -55,4 +55,4 @@ class Sleeper:
             torch.cuda._sleep(self._random.randrange(MAX_SLEEP_CYCLES))
             event = torch.cuda.Event()
             event.record(self._stream)
-        worker.datapath.copies.order_after(event)
+        worker.datapath.copies.order_after(event, None)
