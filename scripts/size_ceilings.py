@@ -53,7 +53,7 @@ ROOMS: dict[str, Size] = {
     "examples": Size(60),
     "examples/launchers": Size(40),
     "examples/monitoring": Size(100),
-    "examples/minillm": Size(6200),
+    "examples/minillm": Size(6260),
     "examples/vllm_1p1d": Size(560),
     "scripts": Size(920),
     "tests": Size(100),
@@ -72,7 +72,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(930),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
-    "tests/unit/minillm": Size(1580),
+    "tests/unit/minillm": Size(1710),
     "tests/unit/runtime": Size(1880),
     "tests/unit/session": Size(1340),
     "tests/vllm": Size(5400),
@@ -82,7 +82,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
     ("kvconnector",): Size(31900, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29450, target=24800),
+    ("tests",): Size(29580, target=24800),
 }
 
 

@@ -28,6 +28,11 @@ def stored_event(item: SequenceInput) -> str:
     return f"{item.request_id}:{item.start + len(item.token_ids)}"
 
 
+def block_number(group: int, block_id: int, num_groups: int) -> int:
+    """A block of a cache group as one number, unlike those of the other groups' blocks."""
+    return block_id * num_groups + group
+
+
 class NewRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request whose block tables the ranks do not have."""
 

@@ -17,7 +17,7 @@ from kvconnector.cache.block_manager import Sequence as TokenSequence
 from kvconnector.errors import UnknownRequestError
 from kvconnector.planning import KeepsAll
 from minillm.cache_groups import LayerGroup, PoolSizes
-from minillm.messages import BlockMove, MoveKind
+from minillm.messages import BlockMove, MoveKind, block_number
 from minillm.request_books import BlockOffer, LoadTarget, RequestBooks, forgetting
 
 
@@ -77,6 +77,12 @@ class RequestBlocks:
                 random.Random(scatter_seed).shuffle(places)
         self._seq_ids = itertools.count()
         self._books: dict[str, RequestBooks] = {}
+        self._invalid: set[int] = set()
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        """Returns True if a request has all its tokens' blocks until it ends."""
+        return all(self._keep_all)
 
     @property
     def has_states(self) -> bool:
@@ -227,6 +233,26 @@ class RequestBlocks:
         for pool in self._pools:
             added = num_computed - pool.get_num_computed_tokens(books.tokens)
             pool.mark_blocks_as_computed(books.group, added)
+
+    def mark_invalid(self, blocks: Iterable[int]) -> None:
+        """Loads that have not ended on all ranks will not fill these blocks, given by `block_number`."""
+        self._invalid.update(blocks)
+
+    def take_valid_tokens(self, request_id: str, num_tokens: int) -> int:
+        """Tokens before the first invalid block of a request whose load ended. Its blocks are unmarked."""
+        if not self._invalid:
+            return num_tokens
+        books = self._get(request_id)
+        for index, (group, table) in enumerate(zip(self.groups, self._tables(books), strict=True)):
+            is_cross = group.kind == "cross"
+            first = 0 if is_cross else self._pools[group.pool].get_first_block(books.tokens)
+            for place, block_id in enumerate(table[first:], first):
+                number = block_number(index, block_id, len(self.groups))
+                if number in self._invalid:
+                    self._invalid.discard(number)
+                    # every token of the decoder depends on the encoder's output
+                    num_tokens = min(num_tokens, 0 if is_cross else place * group.block_size)
+        return num_tokens
 
     def touch(self, request_id: str, now: float) -> None:
         """The request's blocks are used at `now`, which decides what is evicted first."""

@@ -189,6 +189,7 @@ class Scheduler:
         for request_id in events.finished_sending:
             if request := self.requests.get(request_id):
                 self._forget(request)
+        self.blocks.mark_invalid(events.invalid_blocks)
         for request_id in events.finished_recving:
             updates.extend(self._book_load(request_id, events.failed_recving.get(request_id)))
         return updates
@@ -350,23 +351,25 @@ class Scheduler:
         return params
 
     def _book_load(self, request_id: str, error: str | None) -> list[RequestUpdate]:
-        """A load ended: run on behind the loaded tokens, or by the failure policy from the start or not at all."""
+        """A load ended: run on after the tokens that are valid, unless it failed and the policy is to fail, too."""
+        loading = (RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING)
         request = self.requests.get(request_id)
-        if request is None:
+        if request is None or request.state not in loading:
             return []
+        num_valid = self.blocks.take_valid_tokens(request_id, request.num_computed)
         if request.state is RequestState.DRAINING:
             self._forget(request)
-            return []
-        if request.state is not RequestState.WAITING_FOR_REMOTE_KV:
             return []
         if error is not None and self.failure_policy == "fail":
             self.transfer.abort(request_id)
             self._forget(request)
             return [RequestUpdate(request_id=request_id, finish_reason="error", error=error)]
-        if error is not None:
-            # groups may have found more than all of them together: what is computed now would go into cached blocks
+        if num_valid < request.num_computed and not self.blocks.keeps_all_tokens:
+            # groups that forget have not what the first invalid token needs, or found more than the others: what is
+            # computed now would go into cached blocks
             self._recompute(request)
             return []
+        request.num_computed = num_valid
         self.blocks.mark_computed(request_id, request.num_computed)
         request.state = RequestState.RUNNING
         self._running.append(request)

@@ -182,6 +182,7 @@ class ConnectorTransfer:
             finished_sending=output.finished_sending,
             finished_recving=output.finished_recving,
             failed_recving=output.failed_recving,
+            invalid_blocks=output.invalid_block_ids,
             stored=frozenset(output.kv_cache_events),
         )
 

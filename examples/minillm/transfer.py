@@ -23,12 +23,14 @@ Params = dict[str, Any] | None
 class TransferEvents:
     """What the connector finished on all ranks since the last step. `failed_recving` is part of `finished_recving`.
 
-    `stored` are the cache events that all ranks have reported, see `stored_event`; None where none are counted.
+    `invalid_blocks` are those that a failed load should have filled, by `block_number`; reported when the first rank
+    fails. `stored` are the cache events that all ranks have reported, see `stored_event`; None where none are counted.
     """
 
     finished_sending: frozenset[str] = frozenset()
     finished_recving: frozenset[str] = frozenset()
     failed_recving: Mapping[str, str] = field(default_factory=dict)
+    invalid_blocks: frozenset[int] = frozenset()
     stored: frozenset[str] | None = None
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from minillm.config import ITEM_SIZE_BYTES, CacheKind, EngineConfig, ModelConfig
-from minillm.messages import EMPTY
+from minillm.messages import EMPTY, block_number
 from minillm.transfer import connector_config
 
 if TYPE_CHECKING:
     from kvconnector.runtime import CacheGroup, Worker
+    from kvconnector.session.orders import LoadRequest
     from kvconnector.topology import PartGeometry
     from minillm.paged_cache import PagedCache
     from minillm.partition import RankShare
@@ -74,8 +76,11 @@ class NoWorkerTransfer:
 class ConnectorWorkerTransfer:
     """A rank whose cache is served or filled by a kvconnector worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, block_tokens: Sequence[int]) -> None:
         self.worker = worker
+        self._block_tokens = block_tokens
+        """Of each cache group, tokens of one block to the connector."""
+        self._loads: dict[str, LoadRequest] = {}
 
     def handshake(self) -> msgspec.Raw:
         """The worker's handshake metadata."""
@@ -84,8 +89,12 @@ class ConnectorWorkerTransfer:
     def start_step(self, metadata: msgspec.Raw) -> None:
         """Decode and hand over the step's metadata."""
         from kvconnector.runtime import StepMetadata
+        from kvconnector.session.orders import LoadRequest
 
-        self.worker.start_step(msgspec.msgpack.decode(metadata, type=StepMetadata))
+        step = msgspec.msgpack.decode(metadata, type=StepMetadata)
+        loads = (order for order in step.orders if isinstance(order, LoadRequest))
+        self._loads.update((load.request_id, load) for load in loads)
+        self.worker.start_step(step)
 
     def layer_written(self, layer: int) -> None:
         """Let consumers read the layer."""
@@ -96,15 +105,30 @@ class ConnectorWorkerTransfer:
         self.worker.wait(timeout_s)
 
     def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """The worker's output, encoded; idle steps mostly have none."""
+        """The worker's output, encoded, with the blocks of failed loads; idle steps mostly have none."""
         output = self.worker.poll()
-        if stored:
-            output = msgspec.structs.replace(output, kv_cache_events=stored)
+        ended = [self._loads.pop(request_id, None) for request_id in output.finished_recving]
+        failed = [load for load in ended if load and load.request_id in output.failed_recving]
+        if stored or failed:
+            invalid = (block for load in failed for block in blocks_of(load, self._block_tokens))
+            output = msgspec.structs.replace(
+                output, kv_cache_events=stored, invalid_block_ids=frozenset(invalid)
+            )
         return EMPTY if output.is_empty else msgspec.Raw(msgspec.msgpack.encode(output))
 
     def close(self) -> None:
         """Close the worker."""
         self.worker.close()
+
+
+def blocks_of(load: LoadRequest, block_tokens: Sequence[int]) -> Iterator[int]:
+    """The blocks that a load writes, by `block_number`. One that failed may have left anything in any of them."""
+    groups = zip(block_tokens, load.local_blocks, load.token_ranges, strict=True)
+    for group, (size, blocks, (start, stop)) in enumerate(groups):
+        if start < stop:
+            first, last = start // size - blocks.first_block, -(-stop // size) - blocks.first_block
+            for block_id in blocks.block_ids[first:last]:
+                yield block_number(group, int(block_id), len(block_tokens))
 
 
 def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> list[CacheGroup]:
@@ -173,8 +197,11 @@ def create_worker_transfer(
     )
     worker = Worker(connector_config(config), rank=share.rank, model=model)
     try:
-        worker.register(cache_groups(config, share, cache))
+        groups = cache_groups(config, share, cache)
+        worker.register(groups)
     except BaseException:
         worker.close()
         raise
-    return ConnectorWorkerTransfer(worker)
+    return ConnectorWorkerTransfer(
+        worker, [group.geometry.virtual_block_tokens for group in groups]
+    )

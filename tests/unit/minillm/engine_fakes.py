@@ -5,7 +5,7 @@ import zlib
 from kvconnector.cache.engine_step import yield_req_data
 from minillm.cache_groups import PoolSizes, layer_groups
 from minillm.config import CacheConfig, MixerConfig, ModelConfig
-from minillm.messages import SampledToken
+from minillm.messages import SampledToken, block_number
 from minillm.request import Request
 from minillm.request_blocks import RequestBlocks
 from minillm.scheduler import Scheduler
@@ -185,19 +185,33 @@ class FakeRanks:
             slot = 0 if self.groups[index].kind == "state" else offset
             pool.setdefault(ids[block], {})[slot] = tuple(tokens[: position + 1])
 
-    def load(self, request, target, *, fails):
-        """What a connector does: each group's missing tokens, into its blocks. One that fails leaves something else."""
+    def load(self, request, target, num_valid):
+        """What a connector does: each group's missing tokens, into its blocks. Something else from `num_valid` on."""
         stop = request.num_computed
-        tokens = [-1] * stop if fails else request.prompt
+        tokens = request.prompt[: min(num_valid, stop)]
+        tokens += [-1] * (stop - len(tokens))
         for index, group in enumerate(self.groups):
             ids = target.block_ids[index]
             missing = group.retention.missing(target.computed_tokens[index], stop)
             if group.kind == "state" and missing:
                 assert len(ids) == 1
-                self.device[index].setdefault(ids[0], {})[0] = tuple(tokens)[:stop]
+                self.device[index].setdefault(ids[0], {})[0] = tuple(tokens)
             elif missing:
                 unknown = [-1] * target.first_blocks[index]
                 self.write(index, unknown + ids, tokens, missing)
+
+    def invalid_blocks(self, request, target, num_valid):
+        """Blocks in which such a load leaves something else, by their numbers."""
+        found = set()
+        for index, group in enumerate(self.groups):
+            ids, first = target.block_ids[index], target.first_blocks[index]
+            missing = group.retention.missing(target.computed_tokens[index], request.num_computed)
+            if group.kind == "state" and missing and num_valid < missing.stop:
+                found.add(block_number(index, ids[0], len(self.groups)))
+            elif group.kind != "state":
+                lost = {position // BLOCK_SIZE for position in missing if position >= num_valid}
+                found |= {block_number(index, ids[i - first], len(self.groups)) for i in lost}
+        return frozenset(found)
 
     def check_offer(self, prompt, offer, num_tokens):
         """A consumer finds all but the last token, as far as it needs them, in the connector's terms."""

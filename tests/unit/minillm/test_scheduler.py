@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import LocalError
+from kvconnector.session.completion import KVOutputAggregator, WorkerOutput
 from minillm.request import Request, RequestState, RequestUpdate
 from minillm.transfer import TransferEvents
 from tests.support.examples import examples
@@ -82,20 +83,85 @@ def random_requests(rng):
     return requests
 
 
-def random_events(rng, ranks, transfer, requests):
-    """Some loads end, well or badly; some held requests were read, which all still can be."""
+class Loads:
+    """Loads of two ranks, each of which gets some first tokens of its own."""
+
+    def __init__(self, ranks, transfer):
+        self.ranks, self.transfer = ranks, transfer
+        self.aggregator = KVOutputAggregator(2)
+        self.num_valid = {}
+
+    def report(self, request, *num_valid):
+        """One rank's load ends with so many first tokens, or that of both: the engine's events."""
+        target, _ = self.transfer.loads[request.request_id]
+        outputs = [None, None]
+        known = self.num_valid.setdefault(request.request_id, [])
+        for count in num_valid:
+            invalid = self.ranks.invalid_blocks(request, target, count)
+            outputs[len(known)] = WorkerOutput(
+                finished_recving=frozenset({request.request_id}),
+                failed_recving={request.request_id: "lost"} if invalid else {},
+                invalid_block_ids=invalid,
+            )
+            known.append(count)
+        if len(known) == 2:
+            self.ranks.load(request, target, min(self.num_valid.pop(request.request_id)))
+        return self.aggregator.aggregate([each or WorkerOutput() for each in outputs])
+
+
+@pytest.mark.parametrize("num_valid", [(18, 6), (6, 18), (18, 13), (18, 18), (10, 6), (0, 18)])
+@pytest.mark.parametrize("together", [True, False])
+def test_a_load_that_failed_is_computed_again_from_its_first_invalid_block_on(num_valid, together):
+    """Four tokens of it were here before. No rank's invalid blocks may get lost, whichever rank is the last."""
+    scheduler, transfer = make()
+    ranks = FakeRanks(scheduler)
+    loads = Loads(ranks, transfer)
+    load = Request("load", list(range(19)), 3, kv_transfer_params=REMOTE)
+    scheduler.add(Request("prefix", [*range(4), 99], 1))
+    step = scheduler.schedule()
+    scheduler.update(step.inputs, ranks.run(step), TransferEvents())
+    scheduler.add(load)
+    assert not scheduler.schedule().inputs
+    held = scheduler.blocks.tables("load")
+    for ended in [num_valid] if together else [[each] for each in num_valid]:
+        output = loads.report(load, *ended)
+        events = TransferEvents(
+            finished_recving=output.finished_recving,
+            failed_recving=output.failed_recving,
+            invalid_blocks=output.invalid_block_ids,
+        )
+        assert scheduler.update([], {}, events) == []
+    step = scheduler.schedule()
+    (item,) = step.inputs
+    assert item.start == max(4, min(num_valid) // 4 * 4 if min(num_valid) < 18 else 18)
+    assert scheduler.blocks.tables("load") == held
+    outputs = []
+    while scheduler.has_requests:
+        tokens = ranks.run(step)
+        outputs += scheduler.update(step.inputs, tokens, TransferEvents())
+        step = scheduler.schedule()
+    assert [each.token.token_id for each in outputs] == continuation(load)
+
+
+def random_events(rng, loads, requests):
+    """Ranks end some loads, well or badly; some held requests were read, which all still can be."""
+    ranks, transfer = loads.ranks, loads.transfer
     known = ranks.scheduler.requests
     loading = {RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING}
-    done = [name for name, item in known.items() if item.state in loading and rng.random() < 0.5]
-    failed = {name: "lost" for name in done if rng.random() < 0.3}
-    for name in done:
-        ranks.load(requests[name], transfer.loads[name][0], fails=name in failed)
+    output = WorkerOutput()
+    for name, item in known.items():
+        if item.state in loading:
+            ended = rng.choice([0, 1, 2 - len(loads.num_valid.get(name, ()))])
+            counts = [rng.choice([99, rng.randint(0, item.num_computed)]) for _ in range(ended)]
+            output = output.merged(loads.report(requests[name], *counts))
     held = [name for name, item in known.items() if item.state is RequestState.HELD]
     for name in held:
         offer, num_tokens = transfer.offers[name]
         ranks.check_offer(requests[name].prompt, offer, num_tokens)
     sent = [name for name in held if rng.random() < 0.3]
-    return TransferEvents(frozenset(sent), frozenset(done), failed)
+    return TransferEvents(
+        frozenset(sent), output.finished_recving, output.failed_recving, output.invalid_block_ids
+    )
 
 
 @examples(150)
@@ -126,6 +192,7 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
         lookahead=lookahead,
     )
     ranks = FakeRanks(scheduler)
+    loads = Loads(ranks, transfer)
     num_free = scheduler.blocks.get_num_free_gpu_blocks()
     requests = random_requests(rng)
     expected = {
@@ -146,7 +213,7 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
             name = rng.choice(sorted(requests))
             aborted.add(name)
             scheduler.abort(name)
-        events = random_events(rng, ranks, transfer, requests)
+        events = random_events(rng, loads, requests)
         for update in scheduler.update(step.inputs, tokens, events):
             outputs[update.request_id, update.answer].append(update.token.token_id)
     assert not scheduler.has_requests
