@@ -75,8 +75,8 @@ class ConsumerSession:
         kind = ev.kind_of(event)
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
-        handler = self._HANDLERS.get(kind)
-        if handler is not None:
+            commands += self._fail_if_lost(self._reads[event.read_id], now)
+        if (handler := self._HANDLERS.get(kind)) is not None:
             commands += handler(self, event, now)
         if kind in ENGINE_EVENTS:
             commands += self._tell_engines(event, now)
@@ -99,10 +99,9 @@ class ConsumerSession:
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
+        rank, asked = str(self._rank), list(self._loads.asked.values())
         return tuple(
-            each
-            for load in list(self._loads.values())
-            for each in load.trace.in_flight(load.request_id, str(self._rank), now)
+            each for load in asked for each in load.trace.in_flight(load.request_id, rank, now)
         )
 
     def _give_until(self, load: Load, deadline: float) -> None:
@@ -202,7 +201,7 @@ class ConsumerSession:
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
         read = self._reads[event.read_id]
-        if read.is_stopped or read.is_peer_over:  # the peer will never know of this read
+        if read.is_stopped:  # the peer will never know of this read
             return [cmd.DrainReceive(event.read_id, None if read.is_peer_over else 0)]
         load = self._loads[read.request_id]
         load.accept(event, now)
@@ -224,6 +223,7 @@ class ConsumerSession:
             # this worker was paused for so long that the producer may have given it up and reused its slots
             lost = PeerLostError("this worker was silent too long")
             commands += self._tell_engines(ev.LinkLost(read.link, lost), now)
+            commands += self._fail_if_lost(read, now)
         load = self._loads[self._reads.close(event.read_id).request_id]
         load.accept(event, now)
         load.trace.finished(event, read.link)
@@ -237,7 +237,7 @@ class ConsumerSession:
         read = self._reads[event.read_id]
         load = self._loads[read.request_id]
         load.accept(event, now)
-        commands = [] if read.is_stopped else self._reads.stop(read, now)
+        commands = self._reads.stop(read, now)
         del load.reads[event.read_id]
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
             event.error.context["rank"] = str(read.source.source)
@@ -258,11 +258,6 @@ class ConsumerSession:
         engine = self._engines.ready(load.engine)
         assert engine is not None  # its loss would be the load's error
         return self._advance(load, engine, now)
-
-    def _waits_for_slots(self, load: Load) -> bool:
-        """Returns True if other reads have all slots: that is no failure as long as any of them makes progress."""
-        is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
-        return load.state is LoadState.READING and not is_asking
 
     def _read_cut_short(
         self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float
@@ -288,12 +283,24 @@ class ConsumerSession:
     def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
         """Fail what depends on the engine, and nothing else."""
         commands: list[Command] = []
-        for read in self._reads.of_engine(event.engine):
-            if read.is_asked:
-                commands += self._reads.peer_over(read, None, now)
+        reads = self._reads.of_engine(event.engine)
+        for read in reads:
             read.is_peer_over = True
         self._backlog.add(event, self._loads.take_depending(event.engine))
+        for read in reads:
+            if read.is_asked:  # no more than there are slots
+                commands += self._fail_if_lost(read, now)
+                commands += self._reads.peer_over(read, None, now)
         return commands + self._work_off(now)
+
+    def _fail_if_lost(self, read: cmd.StartReceive, now: float) -> list[Command]:
+        """Fail a load before its turn whose engine was lost, since something happens to its read."""
+        lost = self._backlog.loss_of(read.engine)
+        if lost is None or read.is_stopped or not read.is_peer_over:
+            return []
+        load = self._loads[read.request_id]
+        load.accept(lost, now)
+        return self._fail(load, lost.error, now)
 
     def _work_off(self, now: float) -> list[Command]:
         """Begin or fail some of the loads whose engine is ready, or lost: there may be thousands of them."""
@@ -324,22 +331,19 @@ class ConsumerSession:
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
         commands = self._work_off(now)
-        for read_id in self._reads.agenda.due(now):
-            read = self._reads[read_id]
-            if read.deadline <= now:
-                why = "a producer rank did not end a read that was cancelled"
-                commands += self._tell_engines(ev.LinkLost(read.link, PeerLostError(why)), now)
-                commands += self._reads.peer_over(read, None, now)
-            else:
-                self._reads.agenda.plan(read_id, read.deadline)
+        for read in self._reads.take_late(now):
+            why = "a producer rank did not end a read that was cancelled"
+            commands += self._tell_engines(ev.LinkLost(read.link, PeerLostError(why)), now)
+            commands += self._reads.peer_over(read, None, now)
         for load in self._agenda.due(now):
             commands += self._load_due(load, event, now)
         return commands
 
     def _load_due(self, load: Load, event: ev.Tick, now: float) -> list[Command]:
         """Give a load up whose deadline has passed."""
-        is_waiting = load.deadline <= now and self._waits_for_slots(load)
-        if is_waiting:
+        is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
+        is_waiting = load.state is LoadState.READING and load.deadline <= now and not is_asking
+        if is_waiting:  # other reads have all slots: no failure while any of them makes progress
             load.deadline = self._progress_at + self._timeout_s
         if load.deadline > now:
             self._give_until(load, load.deadline)
@@ -356,12 +360,8 @@ class ConsumerSession:
         self._loads.give_up(load)
         if load.asked is None:
             return self._notify_prefill_started(load)
-        commands = [
-            command
-            for read_id in load.reads
-            if not self._reads[read_id].is_stopped
-            for command in self._reads.stop(self._reads[read_id], now)
-        ]
+        reads = [self._reads[read_id] for read_id in load.reads]
+        commands = [command for read in reads for command in self._reads.stop(read, now)]
         if not load.reads:
             return commands + self._close(load, ending_of(error), error, now)
         load.move(LoadState.DRAINING)

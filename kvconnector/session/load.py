@@ -61,6 +61,7 @@ LOAD_TABLE: Table[LoadState] = Table(
         _S.CONNECTING: {
             ev.EngineReady: frozenset({_S.FOLLOWING, _S.READING, _S.DONE, _S.FAILED}),
             ev.EngineLost: frozenset({_S.FAILED}),
+            m.Progress: frozenset({_S.CONNECTING, _S.FAILED, _S.ABORTED}),
             DropRequest: frozenset({_S.ABORTED}),
             ev.Tick: frozenset({_S.FAILED}),
         },

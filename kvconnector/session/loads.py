@@ -39,6 +39,11 @@ class Backlog:
         """These loads are to know of the event. Nobody may change the collection any more."""
         self._queue.append((event, iter(loads)))
 
+    def loss_of(self, engine: EngineAddress) -> ev.EngineLost | None:
+        """The latest loss of an engine of which some of these loads do not know yet."""
+        lost = (event for event, _ in reversed(self._queue) if isinstance(event, ev.EngineLost))
+        return next((event for event in lost if event.engine == engine), None)
+
     def take(self) -> Iterator[tuple[OfEngine, Load]]:
         """The next ones. They may have ended since."""
         left = MAX_AT_ONCE
@@ -70,10 +75,14 @@ class _OfEngine:
 
 
 class Loads(dict[str, Load]):
-    """All loads by their requests' ids. No method but `start_over` takes longer where more loads are open."""
+    """All loads by their requests' ids. Those of them that were `asked` for have blocks.
+
+    No method but `start_over` takes longer where more loads are open.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.asked: dict[str, Load] = {}
         self._engines: dict[EngineAddress, _OfEngine] = {}
 
     def add(self, load: Load) -> None:
@@ -90,6 +99,7 @@ class Loads(dict[str, Load]):
 
     def depend(self, load: Load, *, is_connecting: bool) -> None:
         """The load was asked for: the loss of its engine ends it. One that `is_connecting` begins with the engine."""
+        self.asked[load.request_id] = load
         engine = self._engines[load.engine]
         engine.depending[load.request_id] = load
         if is_connecting:
@@ -111,6 +121,7 @@ class Loads(dict[str, Load]):
     def close(self, load: Load) -> None:
         """The load is over."""
         self.give_up(load)
+        self.asked.pop(load.request_id, None)
         del self[load.request_id]
 
     def of_transfer(self, engine: EngineAddress, transfer_id: str) -> Sequence[Load]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from itertools import count
 
 from kvconnector.ids import EngineAddress
@@ -17,7 +17,7 @@ from kvconnector.wire import messages as m
 
 
 class OpenReads(dict[int, StartReceive]):
-    """All reads that hold or wait for receive slots, by their ids. `agenda` has the ids of those with a deadline."""
+    """All reads that hold or wait for receive slots, by their ids."""
 
     def __init__(self, *, drain_timeout_s: float) -> None:
         super().__init__()
@@ -73,7 +73,9 @@ class OpenReads(dict[int, StartReceive]):
         return read
 
     def stop(self, read: StartReceive, now: float) -> list[Command]:
-        """Write no more for a read, and tell its peer if that is still sending."""
+        """Write no more for a read, and tell its peer if that is still sending. Idempotent."""
+        if read.is_stopped:
+            return []
         read.is_stopped = True
         commands: list[Command] = [cmd.StopReceive(read.read_id)]
         if read.is_asked and not read.is_peer_over:
@@ -89,6 +91,15 @@ class OpenReads(dict[int, StartReceive]):
         else:
             self._await_end(read, now)
         return [cmd.DrainReceive(read.read_id, sent_chunks)]
+
+    def take_late(self, now: float) -> Iterator[StartReceive]:
+        """Some of those whose peer did not end them in time."""
+        for read_id in self.agenda.due(now):
+            read = self[read_id]
+            if read.deadline <= now:
+                yield read
+            else:
+                self.agenda.plan(read_id, read.deadline)
 
     def _await_end(self, read: StartReceive, now: float) -> None:
         read.deadline = now + self._drain_timeout_s

@@ -107,11 +107,86 @@ def test_a_read_that_gets_its_slots_between_the_loss_and_its_end_keeps_none():
     names = _want(side, MANY)
     reads = [started.read_id for started in harness.of(_asked_for(side, names), cmd.StartReceive)]
     side.tell(ev.LinkLost(link, PeerLostError("gone")))
-    assert side.tell(ev.ReceivePosted(reads[-1], 2, 1 << 20)) == [cmd.DrainReceive(reads[-1], None)]
-    assert cmd.StopReceive(reads[-1]) in [c for piece in _until_it_rests(side) for c in piece]
+    stopped = [cmd.StopReceive(reads[-1]), cmd.DrainReceive(reads[-1], None)]
+    assert side.tell(ev.ReceivePosted(reads[-1], 2, 1 << 20)) == stopped
+    assert cmd.StopReceive(reads[-1]) not in [c for piece in _until_it_rests(side) for c in piece]
     assert harness.finished(side.tell(ev.ReceiveStopped(reads[-1]))) == [(names[-1], PeerLostError)]
     side.tell(ev.ReceiveDrained(reads[-1]))
     assert reads[-1] not in side.session._reads
+
+
+def _the_last_is_read(side, link, *, is_followed):
+    """The last of many requests, and its read."""
+    names = _want(side, MANY, is_followed=is_followed)
+    begun = m.Progress(transfer_id=f"t{MANY - 1}", num_tokens=4, blocks=harness.BLOCKS)
+    side.tell(ev.FromPeer(link, begun))
+    *_, read = harness.of(_asked_for(side, names), cmd.StartReceive)
+    assert read.request_id == names[-1]
+    return names[-1], read.read_id
+
+
+def test_a_read_of_a_lost_engine_is_stopped_before_its_slots_are_drained():
+    side = harness.consumer()
+    (link,) = harness.connect(side)
+    name, read = _the_last_is_read(side, link, is_followed=True)
+    side.tell(ev.ReceivePosted(read, 2, 1 << 20))
+    commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    ended = [c for c in commands if isinstance(c, cmd.StopReceive | cmd.DrainReceive)]
+    assert ended == [cmd.StopReceive(read), cmd.DrainReceive(read, None)]
+    ended = side.tell(ev.ReceiveStopped(read), ev.ReceiveDrained(read))
+    assert harness.finished(ended) == [(name, PeerLostError)]
+    later = [each for piece in _until_it_rests(side) for each in harness.finished(piece)]
+    assert name not in [request_id for request_id, _ in later]
+
+
+@pytest.mark.parametrize("path", [ev.PACKED_PATH, ev.DIRECT_PATH])
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_what_is_complete_after_its_engine_was_lost_does_not_count(path, is_followed):
+    side = harness.consumer()
+    (link,) = harness.connect(side)
+    name, read = _the_last_is_read(side, link, is_followed=is_followed)
+    if path == ev.PACKED_PATH:
+        side.tell(ev.ReceivePosted(read, 2, 1 << 20))
+    commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
+    commands += side.tell(ev.ReceiveFinished(read, seconds=1.0, path=path))
+    assert (name, PeerLostError) in harness.finished(commands)
+
+
+def test_a_worker_that_was_paused_believes_none_of_its_reads():
+    side = harness.consumer()
+    (link,) = harness.connect(side)
+    name, read = _the_last_is_read(side, link, is_followed=True)
+    side.now += harness.PEER_S
+    ended = side.tell(ev.ReceiveFinished(read, seconds=1.0, path=ev.DIRECT_PATH))
+    assert (name, PeerLostError) in harness.finished(ended)
+
+
+def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
+    side = harness.consumer()
+    (opened,) = harness.resolve(side)
+    names = _want(side, MANY, is_followed=True)
+    _asked_for(side, names)
+    side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")), ev.WarmedUp(opened.link))
+    key = {"transfer_id": f"t{MANY - 1}"}
+    complete = m.Progress(num_tokens=12, blocks=harness.BLOCKS, is_complete=True, **key)
+    refused = m.Progress(refusal=m.Refusal.ABORTED, transfer_id=f"t{MANY - 2}")
+    ended = side.tell(ev.FromPeer(opened.link, complete), ev.FromPeer(opened.link, refused))
+    assert harness.finished(ended) == [(names[-2], TransferAbortedError)]
+    started = [c for piece in _until_it_rests(side) for c in harness.of(piece, cmd.StartReceive)]
+    assert [each.request_id for each in started] == [names[-1]]
+
+
+def test_how_far_loads_are_is_asked_of_those_that_have_blocks():
+    side = harness.consumer()
+    harness.connect(side)
+    names = _want(side, MANY)
+    _asked_for(side, names[:3])
+    assert [load.request_id for load in side.session.in_flight(side.now)] == names[:3]
+    assert len(side.session._loads.asked) == 3
+    side.tell(*map(DropRequest, names))
+    for read in [*side.session._reads]:
+        side.tell(ev.ReceiveStopped(read))
+    assert not side.session._loads.asked
 
 
 def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_piece():
