@@ -21,27 +21,34 @@ class Agenda(Generic[ThingT]):
     """Things with a time at which they are to be looked at.
 
     A thing whose deadline moves away stays where it is: it is found too early, and planned again by whoever looks. So
-    a deadline that is extended with every message costs nothing.
+    a deadline that is extended with every message costs nothing. What is forgotten leaves two numbers until its time,
+    and is not kept itself: a request may end minutes before its deadline.
     """
 
     def __init__(self) -> None:
-        self._planned: dict[ThingT, float] = {}
-        self._heap: list[tuple[float, int, ThingT]] = []
+        self._planned: dict[ThingT, tuple[float, int]] = {}
+        self._things: dict[int, ThingT] = {}
+        self._heap: list[tuple[float, int]] = []
         self._numbers = count()
 
     def plan(self, thing: ThingT, at: float) -> None:
         """Look at `thing` no later than `at`."""
-        if at < self._planned.get(thing, NEVER):
-            self._planned[thing] = at
-            heappush(self._heap, (at, next(self._numbers), thing))
+        if at < self._planned.get(thing, (NEVER,))[0]:
+            self.forget(thing)
+            number = next(self._numbers)
+            self._planned[thing] = at, number
+            self._things[number] = thing
+            heappush(self._heap, (at, number))
 
     def forget(self, thing: ThingT) -> None:
         """Do not look at `thing` any more."""
-        self._planned.pop(thing, None)
+        _, number = self._planned.pop(thing, (NEVER, None))
+        if number is not None:
+            del self._things[number]
 
     def next_deadline(self) -> float:
         """The time of the first look; infinite if there is none."""
-        while self._heap and self._planned.get(self._heap[0][2]) != self._heap[0][0]:
+        while self._heap and self._heap[0][1] not in self._things:
             heappop(self._heap)  # forgotten, or planned for an earlier time since
         return self._heap[0][0] if self._heap else NEVER
 
@@ -50,6 +57,7 @@ class Agenda(Generic[ThingT]):
         for _ in range(MAX_AT_ONCE):
             if self.next_deadline() > now:
                 return
-            _, _, thing = heappop(self._heap)
+            _, number = heappop(self._heap)
+            thing = self._things.pop(number)
             del self._planned[thing]
             yield thing

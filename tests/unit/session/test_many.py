@@ -1,5 +1,8 @@
 """Thousands of requests at once: each is served or ends in its time, and no event is about all of them."""
 
+import gc
+import weakref
+
 import pytest
 from msgspec import structs
 
@@ -174,6 +177,17 @@ def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
     assert harness.finished(ended) == [(names[-2], TransferAbortedError)]
     started = [c for piece in _until_it_rests(side) for c in harness.of(piece, cmd.StartReceive)]
     assert [each.request_id for each in started] == [names[-1]]
+
+
+def test_a_request_that_is_over_is_not_kept_until_its_deadline():
+    side = harness.consumer()
+    harness.connect(side)
+    names = _want(side, 3, is_followed=True)
+    _asked_for(side, names)
+    kept = [weakref.ref(side.session._loads[name]) for name in names]
+    side.tell(*map(DropRequest, names))
+    gc.collect()
+    assert [each() for each in kept] == [None, None, None]
 
 
 def test_how_far_loads_are_is_asked_of_those_that_have_blocks():
