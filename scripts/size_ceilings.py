@@ -41,7 +41,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/integrations": Size(2860, target=2810),
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
-    "kvconnector/runtime": Size(4240, target=2800),
+    "kvconnector/runtime": Size(4270, target=2800),
     "kvconnector/session": Size(3930, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2830, target=1930),
@@ -73,16 +73,16 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1710),
-    "tests/unit/runtime": Size(1880),
+    "tests/unit/runtime": Size(1960),
     "tests/unit/session": Size(1430),
     "tests/vllm": Size(5400),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31930, target=27400),
+    ("kvconnector",): Size(31960, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29680, target=24800),
+    ("tests",): Size(29780, target=24800),
 }
 
 

@@ -95,6 +95,7 @@ class Driver:
         self._is_enough: Callable[[], bool] = _never
         self._late_at = 0.0
         self._deadline: tuple[float | None] | None = None
+        self._is_ticking = False
         self._actions = actions
         self._intake = intake
 
@@ -154,11 +155,13 @@ class Driver:
         if not (self._carry_out(inline) or self._is_late()):
             return
         self.datapath.machine.lock.clear_pending()
-        for link, payload, is_proved in self.links.poll():
-            messages = self._take_messages(link, payload)
-            if is_proved:
-                self._greet(link, messages)
+        if len(self._events) < MAX_QUEUED_EVENTS:
+            for link, payload, is_proved in self.links.poll():
+                messages = self._take_messages(link, payload)
+                if is_proved:
+                    self._greet(link, messages)
         self._intake(self)
+        self._tick_if_due()  # also where what peers send takes all of every turn
         self.work(inline=inline)
 
     def work(self, *, inline: bool = False) -> None:
@@ -169,11 +172,16 @@ class Driver:
             if not self._carry_out(inline):
                 break
             self._events.extend(self.datapath.step())
-            deadline = self._next_deadline()
-            if deadline is not None and deadline <= self.clock():
-                self._events.append(ev.Tick())
+            self._tick_if_due()
             if not self._events:
                 break
+
+    def _tick_if_due(self) -> None:
+        """Queue a tick, after what came before the deadline, unless one is queued."""
+        deadline = self._next_deadline()
+        if deadline is not None and deadline <= self.clock() and not self._is_ticking:
+            self._is_ticking = True
+            self._events.append(ev.Tick())
 
     def _is_late(self) -> bool:
         return self.clock() > self._late_at
@@ -256,6 +264,8 @@ class Driver:
         now = self.clock()
         self._deadline = None  # it may change
         kind = type(event)
+        if kind is ev.Tick:
+            self._is_ticking = False
         link: LinkId | None = getattr(event, "link", None)
         is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0
         for_producer = self.producer if is_producers or kind is ev.Tick else None

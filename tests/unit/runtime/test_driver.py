@@ -5,10 +5,16 @@ from contextlib import closing
 
 import pytest
 
+from kvconnector.config import LeaseConfig
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
+from kvconnector.runtime.driver import MAX_QUEUED_EVENTS
+from kvconnector.runtime.links import Link
 from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
+from kvconnector.wire import encode, encode_batch
+from kvconnector.wire import messages as m
 from tests.support.fakes import FakeClock, FakeEngine, attention_model
 from tests.support.world import World
 
@@ -134,3 +140,28 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
         while driver.num_queued:
             driver.turn(0.0)
         assert len(driver.consumer._loads) == 1000
+
+
+@pytest.mark.parametrize("way", ["transport", "control channel"])
+def test_deadlines_pass_and_no_more_is_queued_while_a_peer_sends_without_end(monkeypatch, way):
+    with closing(World()) as world:
+        producer = world.start(FakeEngine("p", MODEL), role="producer")
+        (worker,) = producer.workers
+        driver = worker.driver
+        producer.grant("r", [[1, 2]], 8)
+        driver.turn(0.0)
+        driver.clock = Slow(driver.clock())
+        link = Link(LinkId(-9), None)
+        beats = encode_batch([encode(m.Heartbeat(transfers=()))] * 100)
+        sent = {
+            "transport": ("receive", lambda: [(link, beats)]),
+            "control channel": ("poll", lambda: [(link, beats, True)]),
+        }
+        monkeypatch.setattr(driver.links, *sent[way])
+        for _ in range(100):
+            driver.turn(0.0)
+        assert MAX_QUEUED_EVENTS <= driver.num_queued < MAX_QUEUED_EVENTS + 200
+        driver.clock.advance(LeaseConfig().duration_s)
+        for _ in range(500):
+            driver.turn(0.0)
+        assert worker.poll().finished_sending == {"r"}
