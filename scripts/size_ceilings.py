@@ -72,7 +72,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(930),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
-    "tests/unit/minillm": Size(1710),
+    "tests/unit/minillm": Size(1770),
     "tests/unit/runtime": Size(1960),
     "tests/unit/session": Size(1430),
     "tests/vllm": Size(5400),
@@ -82,7 +82,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
     ("kvconnector",): Size(31960, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29780, target=24800),
+    ("tests",): Size(29840, target=24800),
 }
 
 

@@ -1,10 +1,17 @@
-"""A rank's part of swapping and of copy on write: whole blocks between its pools, one launch a move."""
+"""A rank's part of swapping and of copy on write: whole blocks between its pools, one launch a move.
+
+In host memory blocks may be smaller than on the device, or stored in another order: they are laid out anew on the way,
+by the transform for just that difference.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from minillm.messages import BlockMove, MoveKind
 from minillm.paged_cache import PagedCache
@@ -12,6 +19,10 @@ from minillm.paged_cache import PagedCache
 if TYPE_CHECKING:
     from kvconnector.cache.host_copy import Direction, KVPool
     from kvconnector.layout import KVView
+    from kvconnector_kernels.relayout.receive import ReceiveTransform
+
+IdArray: TypeAlias = npt.NDArray[np.int32]
+NO_IDS = np.empty(0, np.int32)
 
 
 class BlockMover:
@@ -19,8 +30,9 @@ class BlockMover:
 
     def __init__(self, cache: PagedCache, host: PagedCache | None) -> None:
         self._cache = cache
-        self._host = host
+        self.host = host
         self._pools: dict[tuple[int, bool], list[KVPool]] = {}
+        self._transforms: dict[tuple[KVPool, KVPool], ReceiveTransform | None] = {}
 
     def run(self, moves: Sequence[BlockMove]) -> None:
         """Carry the moves out in their order. On a GPU they are in its stream on return, not done."""
@@ -41,9 +53,22 @@ class BlockMover:
         sources = self._parts(pool, on_host=kind == "in")
         targets = self._parts(pool, on_host=kind == "out")
         direction = self._direction(kind)
+        source_ids, target_ids = zip(*pairs, strict=True)
         for source, target in zip(sources, targets, strict=True):
-            ids = list(zip(*pairs, strict=True))
-            copy_kv_blocks(source, target, ids[0], ids[1], direction)
+            if (source, target) not in self._transforms:
+                found = transform_between(source, target, self._cache.device)
+                self._transforms[source, target] = found
+            if (transform := self._transforms[source, target]) is None:
+                copy_kv_blocks(source, target, source_ids, target_ids, direction)
+                continue
+            size = max(source.view.block_size, target.view.block_size)
+            transform(
+                source.side(_stored_ids(source_ids, source, size), self._cache.device),
+                target.side(_stored_ids(target_ids, target, size), self._cache.device),
+                num_parts=source.token_shape[0],
+                num_heads=source.view.num_heads,
+                num_tokens=len(pairs) * size,
+            )
 
     def _direction(self, kind: MoveKind) -> Direction:
         if self._cache.device == "cpu":
@@ -55,7 +80,7 @@ class BlockMover:
         """What a pool's blocks hold on one side, together for all parts of one shape."""
         from kvconnector.cache.host_copy import KVPool
 
-        cache = self._host if on_host else self._cache
+        cache = self.host if on_host else self._cache
         if cache is None:
             raise ValueError("blocks are swapped in an engine without host blocks")
         if (pool, on_host) not in self._pools:
@@ -63,6 +88,34 @@ class BlockMover:
                 KVPool(views, cache.device) for views in _views_by_shape(cache, pool)
             ]
         return self._pools[pool, on_host]
+
+
+def transform_between(source: KVPool, target: KVPool, device: str) -> ReceiveTransform | None:
+    """What lays blocks of one pool out as those of another. None where they differ neither in size nor in order."""
+    from kvconnector_kernels.relayout import (
+        receive_block_size,
+        receive_block_size_and_layout,
+        receive_layout,
+    )
+
+    forms = [(pool.view.shape[1:], pool.view.strides_bytes[1:]) for pool in (source, target)]
+    if forms[0] == forms[1]:
+        return None  # and the parts of one pool may differ in their order
+    received, local = (pool.side(NO_IDS, device).table for pool in (source, target))
+    transforms = {
+        (False, True): receive_block_size,
+        (True, False): receive_layout,
+        (False, False): receive_block_size_and_layout,
+    }
+    is_same = (received.block_size == local.block_size, received.order == local.order)
+    return transforms.get(is_same)
+
+
+def _stored_ids(block_ids: Sequence[int], pool: KVPool, block_size: int) -> IdArray:
+    """The pool's own blocks that hold blocks of `block_size` tokens, one after another."""
+    ratio = block_size // pool.view.block_size
+    stored: IdArray = np.add.outer(np.asarray(block_ids) * ratio, np.arange(ratio)).astype(np.int32)
+    return stored.reshape(-1)
 
 
 def _views_by_shape(cache: PagedCache, pool: int) -> Iterator[list[KVView]]:

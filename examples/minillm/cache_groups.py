@@ -6,9 +6,11 @@ its own but cross-attention: its blocks are the decoder's, each id used for one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from msgspec.structs import replace
 
 from kvconnector.cache.specs import (
     AttentionSpec,
@@ -230,6 +232,29 @@ def cache_limits(config: EngineConfig) -> CacheLimits:
         decode_context_parallel_size=config.parallel.dcp_size,
         max_num_encoder_tokens=model.mixer.max_encoder_len if model.is_encoder_decoder else 0,
     )
+
+
+def host_config(config: EngineConfig) -> EngineConfig:
+    """The engine as its caches in host memory are stored."""
+    cache = replace(
+        config.cache,
+        layout=config.cache.host_layout or config.cache.layout,
+        block_size=config.cache.resolved_host_block_size,
+        kernel_block_size=0,
+    )
+    return replace(config, cache=cache)
+
+
+def num_stored_host_blocks(config: EngineConfig, sizes: Sequence[PoolSizes]) -> list[int]:
+    """By pool, the blocks that host memory is made of: several for one block id where they are smaller than on the
+    device. A block of states is whole.
+    """
+    cache, groups = config.cache, layer_groups(config.model, config.cache)
+    states = {group.pool for group in groups if group.kind == "state"}
+    ratio = cache.block_size // cache.resolved_host_block_size
+    return [
+        size.num_host_blocks * (1 if pool in states else ratio) for pool, size in enumerate(sizes)
+    ]
 
 
 def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:

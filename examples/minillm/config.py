@@ -184,6 +184,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
     they are recomputed."""
+    host_layout: Layout | None = None
+    """Of the blocks in host memory; None: as on the device."""
+    host_block_size: int = 0
+    """Tokens of a block in host memory, a divisor of `block_size`; 0: the same."""
     prefix_caching: bool = True
     """Find the blocks of a prompt's beginning again."""
     state_interval: int = 64
@@ -208,6 +212,23 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.state_interval < 1:
             raise ValueError(f"states={self.state_interval} must be at least 1")
+        self._check_host()
+
+    def _check_host(self) -> None:
+        size = self.resolved_host_block_size
+        if size < 1 or self.block_size % size:
+            raise ValueError(f"host_block={size} must divide block={self.block_size}")
+        layouts = {self.layout, self.host_layout or self.layout}
+        if "HDN" in layouts and (len(layouts) > 1 or size != self.block_size):
+            raise ValueError(
+                "blocks in host memory are as on the device where either has the layout HDN, whose K and V are stored "
+                f"in different orders: layout={self.layout}, host_layout={self.host_layout}, host_block={size}"
+            )
+
+    @property
+    def resolved_host_block_size(self) -> int:
+        """As configured, else as on the device."""
+        return self.host_block_size or self.block_size
 
     @property
     def state_block_size(self) -> int:
@@ -243,9 +264,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.parallel.dcp_size == 1:
             return
-        if self.cache.block_size % self.parallel.interleave_tokens:
+        # which divides that of the device
+        size = self.cache.resolved_host_block_size
+        if size % self.parallel.interleave_tokens:
             raise ValueError(
-                f"interleave={self.parallel.interleave_tokens} must divide block={self.cache.block_size}"
+                f"interleave={self.parallel.interleave_tokens} must divide block={size}"
             )
         if set(self.model.layer_kinds) != {"full"}:
             raise ValueError(
@@ -285,7 +308,8 @@ def parse_engine_options(text: str) -> dict[str, str]:
 
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
     """Parallelism and cache from `tp, pp, dcp, interleave, layers (5+3), block, kernel, layout, blocks, memory, host,
-    prefix, states, lookahead`; others are refused. Without `tp` there are as many tensor ranks as share tokens.
+    host_layout, host_block, prefix, states, lookahead`; others are refused. Without `tp` there are as many tensor ranks
+    as share tokens.
     """
     known = {"tp", "pp", "dcp", "interleave", "layers"}
     known |= {
@@ -295,15 +319,18 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
         "blocks",
         "memory",
         "host",
+        "host_layout",
+        "host_block",
         "prefix",
         "states",
         "lookahead",
     }
     if unknown := set(options) - known:
         raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
-    layout = options["layout"].upper() if "layout" in options else None
-    if layout not in {None, *get_args(Layout)}:
-        raise ValueError(f"layout must be one of {get_args(Layout)}, not {layout!r}")
+    layouts = {name: options[name].upper() for name in ("layout", "host_layout") if name in options}
+    for name, layout in layouts.items():
+        if layout not in get_args(Layout):
+            raise ValueError(f"{name} must be one of {get_args(Layout)}, not {layout!r}")
     prefix = options.get("prefix", "on")
     if prefix not in {"on", "off"}:
         raise ValueError(f"prefix must be on or off, not {prefix!r}")
@@ -321,10 +348,11 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
             "block_size": int(options.get("block", 16)),
             "num_blocks": int(options.get("blocks", 0)),
             "memory_mib": int(options.get("memory", 0)),
-            "layout": layout,
+            **layouts,
             "kernel_block_size": int(options.get("kernel", 0)),
             "lookahead": int(options.get("lookahead", 0)),
             "num_host_blocks": int(options["host"]) if "host" in options else None,
+            "host_block_size": int(options.get("host_block", 0)),
             "prefix_caching": prefix == "on",
             "state_interval": int(options.get("states", CacheConfig().state_interval)),
         },

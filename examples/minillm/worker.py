@@ -23,7 +23,9 @@ from minillm.batch import Batch
 from minillm.block_moves import BlockMover
 from minillm.cache_groups import (
     cache_limits,
+    host_config,
     layer_groups,
+    num_stored_host_blocks,
     pool_sizes,
     rank_pool,
     uniform_specs,
@@ -90,16 +92,19 @@ class RankWorker:
         groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         sizes = pool_sizes(config)
 
-        def cache_of(counts: Sequence[int], device: str, *, pinned: bool = False) -> PagedCache:
+        def cache_of(
+            config: EngineConfig, counts: Sequence[int], device: str, *, pinned: bool = False
+        ) -> PagedCache:
+            groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
             pools = [rank_pool(config, share, *each) for each in enumerate(counts)]
             layout = config.resolved_layout
             return PagedCache(share, groups, pools, layout=layout, device=device, pinned=pinned)
 
-        self.cache = cache_of([size.num_blocks for size in sizes], self.device)
-        host_blocks = [size.num_host_blocks for size in sizes]
+        self.cache = cache_of(config, [size.num_blocks for size in sizes], self.device)
+        host_blocks = num_stored_host_blocks(config, sizes)
         host = None
         if any(host_blocks):
-            host = cache_of(host_blocks, "cpu", pinned=config.device == "cuda")
+            host = cache_of(host_config(config), host_blocks, "cpu", pinned=config.device == "cuda")
         for pool, size in enumerate(sizes):
             for kind in uniform_specs(config, share, pool):
                 what = f"{size.num_blocks} blocks" if kind.is_cached else "nothing"

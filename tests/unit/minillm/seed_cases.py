@@ -1,5 +1,5 @@
-"""The demo's engines in one process, and what they call of the cache, the layouts, the topology and the aggregator: a
-program, one case a process.
+"""The demo's engines in one process, and what they call of the cache, the layouts, the topology, the aggregator and
+the receive transforms: a program, one case a process.
 
 `python -m tests.unit.minillm.seed_cases CASE FOLDER` writes the names of the public functions that the case calls into
 `FOLDER/called`. With a name after it that function raises.
@@ -22,6 +22,7 @@ import msgspec
 
 from kvconnector import cache, layout, topology
 from kvconnector.session import completion
+from kvconnector_kernels.relayout import receive
 from minillm.config import CacheConfig, EngineConfig, MixerConfig, ModelConfig
 from minillm.request import Request
 from tests.support.local_engines import (
@@ -145,10 +146,10 @@ def consumer_answers(producer, consumer, request):
             serving.result()  # what the producer raises fails the case, too
 
 
-def crowd(architecture, folder):
+def crowd(architecture, folder, **host):
     """More requests than blocks, prompts longer than a step, swapping, prefix hits."""
     prompts = [prompt_of(60 + 9 * index, index % 2) for index in range(6)]
-    config = config_of(architecture, block_size=8, num_blocks=26, num_host_blocks=40)
+    config = config_of(architecture, block_size=8, num_blocks=26, num_host_blocks=40, **host)
     with engines(folder, config) as (engine,):
         answers = engine.run(
             *(Request(f"r{i}", prompt, MAX_TOKENS) for i, prompt in enumerate(prompts))
@@ -177,7 +178,9 @@ def plan(folder):
 CASES = {
     "plan": plan,
     "demo: llama crowd": lambda folder: crowd("llama", folder),
-    "demo: hybrid crowd": lambda folder: crowd("hybrid", folder),
+    "demo: hybrid crowd, laid out anew": lambda folder: crowd(
+        "hybrid", folder, host_layout="HND", host_block_size=4
+    ),
     "demo: llama handed over": lambda folder: hand_over("llama", folder),
     "demo: chunks handed over": lambda folder: hand_over("chunked-local", folder),
     "demo: encoder handed over": lambda folder: hand_over("encoder-decoder", folder),
@@ -188,14 +191,14 @@ CASES = {
 
 
 def public_functions():
-    """All public functions, methods and properties of these rooms but oracles, by name."""
+    """All public functions, methods, properties and calls of objects of these rooms but oracles, by name."""
     found = {}
     modules = [
         importlib.import_module(info.name)
         for package in (cache, layout, topology)
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ]
-    for module in (*modules, completion):
+    for module in (*modules, completion, receive):
         for name, owner in vars(module).items():
             if getattr(owner, "__module__", None) == module.__name__ and not name.startswith("_"):
                 found.update(_functions_of(owner, module.__name__))
@@ -209,7 +212,9 @@ def _functions_of(owner, module):
     for member in (owner, *(vars(owner).values() if inspect.isclass(owner) else ())):
         function = getattr(member, "fget", None) or getattr(member, "__func__", member)
         function = getattr(function, "func", getattr(function, "__wrapped__", function))
-        if not inspect.isfunction(function) or function.__name__.startswith(("_", "naive_")):
+        if not inspect.isfunction(function):
+            continue
+        if function.__name__.startswith(("_", "naive_")) and function.__name__ != "__call__":
             continue
         if not getattr(function, "__isabstractmethod__", False):
             found[f"{module.removeprefix('kvconnector.')}.{function.__qualname__}"] = function

@@ -55,7 +55,8 @@ def test_only_what_keeps_every_token_in_blocks_of_whole_turns_can_be_shared():
 
 
 BAD = """tp tp=2,tp=3 tq=2 tp=0 tp=x layout=XYZ block=0 host=-1 prefix=maybe tp=3,dcp=2 dcp=0
-    dcp=2,interleave=0 pp=2,layers=8 pp=2,layers=8+0"""
+    dcp=2,interleave=0 pp=2,layers=8 pp=2,layers=8+0 host_layout=XYZ host_block=5 host_block=32 host_block=-1
+    host_layout=HDN layout=HDN,host_layout=NHD layout=HDN,host_block=8"""
 
 
 @pytest.mark.parametrize("text", BAD.split())

@@ -1,5 +1,5 @@
-"""Every public function of the cache, the layouts, the topology and the aggregator has a user: where it raises, the
-demo's engines or `kvconnector plan` fail.
+"""Every public function of the cache, the layouts, the topology, the aggregator and the receive transforms has a user:
+where it raises, the demo's engines or `kvconnector plan` fail.
 
 The cases are in `seed_cases`. Each runs once as it is and notes what the program under test calls, not what the test
 does; then each function raises in the quickest case that calls it.
