@@ -53,7 +53,7 @@ ROOMS: dict[str, Size] = {
     "examples": Size(60),
     "examples/launchers": Size(40),
     "examples/monitoring": Size(100),
-    "examples/minillm": Size(6260),
+    "examples/minillm": Size(6375),
     "examples/vllm_1p1d": Size(560),
     "scripts": Size(920),
     "tests": Size(100),

@@ -1,7 +1,8 @@
 """The three transforms of a received cache, by name. Each is a case of `relayout` that checks what it is called for.
 
-They are for a consumer whose transport wrote the sender's blocks as they were, into another pool or into the local one:
-kvconnector itself re-lays out while it copies.
+They are for a consumer whose transport wrote the sender's blocks as they were, into another pool or into the local one,
+and for swapping to host memory of another form (as `examples/minillm` does): kvconnector itself re-lays out while it
+copies.
 """
 
 from __future__ import annotations
