@@ -20,7 +20,13 @@ from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tensors import cache_groups
 from kvconnector.session import WorkerOutput
-from kvconnector.session.orders import Order, StepMetadata
+from kvconnector.session.orders import (
+    DropRequest,
+    LoadRequest,
+    Order,
+    StepMetadata,
+    WithdrawRequest,
+)
 from kvconnector.topology import EngineGeometry, ModelDescription, RankGeometry
 
 if TYPE_CHECKING:
@@ -184,6 +190,7 @@ class Worker:
             return
         if self._is_quiet:
             self.refuse(step.orders, LocalError("the engine sleeps: its caches have no memory"))
+            self._end(step.orders)
             return
         if self._engine is None:
             if step.engine is None:
@@ -300,6 +307,17 @@ class Worker:
             self._thread = None
         if self._finalizer is not None:
             self._finalizer.detach()
+
+    def _end(self, orders: Sequence[Order]) -> None:
+        """End what was ordered before of these requests: else heartbeats would keep a producer's leases for ever."""
+        endings = [
+            DropRequest(order.request_id) if isinstance(order, LoadRequest) else order
+            for order in orders
+            if isinstance(order, LoadRequest | DropRequest | WithdrawRequest)
+        ]
+        if endings and self._engine is not None:
+            self._outbox.expect(endings)
+            self._registered().put(endings)
 
     def _taken(self) -> WorkerOutput:
         output = self._outbox.take()

@@ -3,6 +3,7 @@
 import gc
 import subprocess
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -37,6 +38,13 @@ def _caches():
     return {layer: (torch.zeros(SHAPE), torch.zeros(SHAPE)) for layer in range(2)}
 
 
+def until(is_so):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+
+
 def _worker():
     return kvc.Worker(CONFIG, rank=(0, 0), model="m")
 
@@ -54,6 +62,28 @@ def test_the_caches_are_held_until_the_worker_is_closed(as_group):
     worker.close()
     gc.collect()
     assert all(tensor() is None for tensor in tensors)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["aborted", "loaded"])
+def test_a_request_that_ends_while_the_engine_sleeps_keeps_no_lease(is_loaded):
+    with _worker() as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+            offered = scheduler.offer("r", blocks=[[1]], num_tokens=3)
+            scheduler.on_new_request("w", {**offered, "remote_port": 9})
+            worker.start_step(scheduler.build_step())
+            loads = worker._thread._driver.consumer._loads
+            until(lambda: "w" in loads)
+            worker.quiesce(DEADLINE_S)
+            if is_loaded:
+                assert scheduler.matched_tokens("w", 4, 0) == (3, True)
+                scheduler.load("w", blocks=[[2]], num_tokens=3)
+            else:
+                scheduler.finish("w")
+            worker.start_step(scheduler.build_step())
+            until(lambda: "w" not in loads)
+            assert worker.poll().failed_recving.keys() == ({"w"} if is_loaded else set())
 
 
 @pytest.mark.ucx
