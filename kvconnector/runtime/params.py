@@ -155,8 +155,12 @@ ParamsT = TypeVar("ParamsT", TransferParams, StreamRequest)
 
 def _converted(params: Mapping[str, Any], kind: type[ParamsT]) -> ParamsT:
     try:
-        return msgspec.convert(dict(params), kind)
-    except msgspec.ValidationError as error:
+        converted = msgspec.convert(dict(params), kind)
+        for text in msgspec.structs.astuple(converted):
+            if isinstance(text, str):
+                text.encode()  # JSON has text that no message can carry: half of a surrogate pair
+        return converted
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         named = {name: params.get(name) for name in _NAMED}
         raise RemoteProtocolError(f"kv_transfer_params cannot be used: {error}", **named) from error
 

@@ -3,7 +3,9 @@ import json
 import pytest
 from msgspec import structs, to_builtins
 
+from kvconnector.errors import RemoteProtocolError
 from kvconnector.runtime import TransferParams
+from kvconnector.runtime.params import StreamRequest
 
 OFFER = TransferParams(
     remote_engine_id="p",
@@ -38,3 +40,13 @@ def test_keys_of_their_own_are_read_as_well_and_go_first():
     assert (plain.remote_request_id, plain.transfer_secret) == ("r", OFFER.transfer_secret)
     folded = TransferParams.from_mapping({**params, "remote_request_id": f"r|{'6' * 32}||1"})
     assert folded == plain
+
+
+@pytest.mark.parametrize("name", ["remote_engine_id", "remote_request_id", "remote_host"])
+def test_text_that_no_message_can_carry_is_refused(name):
+    params = json.loads(json.dumps(to_builtins(OFFER) | {name: "half a pair: \ud800"}))
+    with pytest.raises(RemoteProtocolError, match="surrogates"):
+        TransferParams.from_mapping(params)
+    asked = {"do_remote_decode": True, "transfer_id": params[name], "transfer_secret": "5" * 32}
+    with pytest.raises(RemoteProtocolError, match="surrogates"):
+        StreamRequest.from_mapping(asked)
