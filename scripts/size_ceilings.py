@@ -72,7 +72,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(930),
     "tests/unit/control": Size(130),
     "tests/unit/datapath": Size(2070),
-    "tests/unit/minillm": Size(1770),
+    "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(1960),
     "tests/unit/session": Size(1430),
     "tests/vllm": Size(5400),

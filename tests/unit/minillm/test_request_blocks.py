@@ -1,6 +1,7 @@
 """Blocks of requests over several cache groups: hits, windows, states, offers, pools that are too small."""
 
-from tests.unit.minillm.engine_fakes import make_blocks
+from minillm.messages import block_number
+from tests.unit.minillm.engine_fakes import BLOCK_SIZE, make_blocks
 
 
 def start(blocks, name, tokens, salt=""):
@@ -37,3 +38,18 @@ def test_a_window_that_moved_on_is_not_offered():
         assert blocks.grow("a", computed, computed + 1) == []
         blocks.mark_computed("a", computed + 1)
     assert blocks.offer("a", 10) is None
+
+
+def test_what_stands_for_a_block_that_a_window_left_is_not_an_invalid_one():
+    """It may be the id of a block that another request loads into."""
+    blocks = make_blocks(16, architecture="hybrid")
+    start(blocks, "other", range(9), salt="other")
+    blocks.add("r", range(17))
+    target = blocks.allocate("r", 16)
+    first = target.first_blocks[1]
+    assert first > 0
+    blocks.mark_invalid(block_number(1, each, 2) for each in blocks.tables("r")[1][:first])
+    assert blocks.take_valid_tokens("r", 16) == 16
+    blocks.mark_invalid([block_number(1, target.block_ids[1][0], 2)])
+    assert blocks.take_valid_tokens("r", 16) == first * BLOCK_SIZE
+    assert blocks.take_valid_tokens("r", 16) == 16
