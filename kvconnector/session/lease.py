@@ -223,14 +223,17 @@ class EndedLeases:
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
-        self._ended.pop(lease.transfer_id, None)  # the newest are the last
-        self._ended[lease.transfer_id] = (lease.secret, lease.state)
+        self._remember(lease.transfer_id, lease.secret, lease.state)
+
+    def pass_on(self, transfer_id: str, other: EndedLeases) -> None:
+        """Let `other` remember it instead."""
+        other._remember(transfer_id, *self._ended.pop(transfer_id))
+
+    def _remember(self, transfer_id: str, secret: str, state: LeaseState) -> None:
+        self._ended.pop(transfer_id, None)  # the newest are the last
+        self._ended[transfer_id] = secret, state
         if len(self._ended) > self._limit:
             del self._ended[next(iter(self._ended))]
-
-    def forget(self, transfer_id: str) -> None:
-        """Nobody will ask for this one any more."""
-        self._ended.pop(transfer_id, None)
 
     def find(self, transfer_id: str, secret: str) -> LeaseState | None:
         """How the lease of this id and secret ended, if it is still remembered."""

@@ -113,7 +113,7 @@ class ProducerSession:
             if self._given_up.find(event.transfer_id, event.secret) is not None:
                 if not event.is_complete:
                     return []
-                self._given_up.forget(event.transfer_id)
+                self._given_up.pass_on(event.transfer_id, self._ended)
                 return [cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))]
             lease = self._leases[event.transfer_id] = Lease(event, now)
             self._by_request[event.request_id] = event.transfer_id

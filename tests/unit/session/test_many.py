@@ -330,3 +330,6 @@ def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks(
     for number in range(10_000):
         computed = side.tell(harness.granted(f"r{number}", f"t{number}"))
         assert harness.released(computed) == [(f"r{number}", "aborted")]
+    # another rank of the consumer, that was greeted late, need not wait
+    (late,) = harness.messages(side.tell(harness.followed(key=_key(number))), m.Progress)
+    assert late.refusal is m.Refusal.ABORTED
