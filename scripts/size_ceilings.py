@@ -70,7 +70,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/bench": Size(750),
     "tests/unit/cache": Size(1220),
     "tests/unit/cli": Size(930),
-    "tests/unit/control": Size(130),
+    "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(1960),

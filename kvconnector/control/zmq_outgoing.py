@@ -6,7 +6,7 @@ import errno
 import ipaddress
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import zmq
 
@@ -43,30 +43,37 @@ SHORT_MESSAGE_BYTES = 64 << 10
 
 class _Probe:
     """A plain connection to a peer that closed another one: does anybody still listen there? Never blocks, so a host
-    that has a name is not asked.
+    that has a name is not asked, and none is while no descriptor is free.
     """
 
     def __init__(self, target: HostPort) -> None:
-        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._socket: socket.socket | None = None
         self._is_named = False
         try:
             ipaddress.ip_address(target.host)
-            self._socket.connect_ex((target.host, target.port))
         except ValueError:
             self._is_named = True
+            return
+        family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
+        with suppress(OSError):
+            self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            self._socket.connect_ex((target.host, target.port))
 
     def result(self) -> type[AuthenticationError | PeerLostError]:
         """Return what the peer's silence means, as far as that shows by now."""
-        if not self._is_named:
-            try:
-                self._socket.getpeername()
-            except OSError:
-                return PeerLostError
+        if self._is_named:
+            return AuthenticationError
+        if self._socket is None:
+            return PeerLostError
+        try:
+            self._socket.getpeername()
+        except OSError:
+            return PeerLostError
         return AuthenticationError
 
     def close(self) -> None:
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
 
 class OutgoingConnection:
