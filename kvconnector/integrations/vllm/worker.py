@@ -278,6 +278,10 @@ class ReplicaHalf(WorkerHalf):
             if isinstance(order, HoldRequest) and order.is_complete
         )
 
+    def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
+        """What the others hold, at once: an idle rank without transfers has nothing to wait for."""
+        return super().finished()
+
     def _collect(self) -> None:
         """There is no one to ask."""
 
