@@ -42,7 +42,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(4280, target=2800),
-    "kvconnector/session": Size(3930, target=2900),
+    "kvconnector/session": Size(3940, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2830, target=1930),
     "kvconnector/wire": Size(560, target=500),
@@ -74,15 +74,15 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(1960),
-    "tests/unit/session": Size(1430),
+    "tests/unit/session": Size(1440),
     "tests/vllm": Size(5400),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31960, target=27400),
+    ("kvconnector",): Size(31970, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29840, target=24800),
+    ("tests",): Size(29880, target=24800),
 }
 
 

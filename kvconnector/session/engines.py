@@ -273,7 +273,7 @@ class RemoteEngines:
             reply = event.message
             if reply.refusal is not None:
                 return self._lose(engine, event, error_of(reply.refusal, reply.text), now)
-            worker.greeted_by(reply)
+            worker.greeted_by(reply, now)
             if reply.transport_address:
                 answers.append(cmd.ConnectBack(worker.link, reply.transport_address))
             if reply.export is not None:
@@ -322,7 +322,7 @@ class RemoteEngines:
             return []
         engine.accept(event, now)
         for rank, worker in engine.workers.items():
-            if worker.deadline <= now:
+            if worker.silent_at <= now:
                 lost = PeerLostError(
                     "a producer rank went silent",
                     engine=engine.name.engine_id,

@@ -79,6 +79,7 @@ class Worker:
     timeout_s: float
     segments: tuple[m.ReadSegment, ...] = ()
     answered: bool = False
+    greeted_at: float = 0.0
     warm: bool = False
     incarnation: str = ""
     max_chunk_bytes: int = 0
@@ -86,9 +87,10 @@ class Worker:
     num_heartbeats: int = 0
     unanswered: deque[tuple[int, float]] = field(default_factory=deque)
 
-    def greeted_by(self, reply: m.HelloReply) -> None:
+    def greeted_by(self, reply: m.HelloReply, now: float) -> None:
         """It takes us as a consumer."""
         self.answered = True
+        self.greeted_at = now
         self.incarnation = reply.incarnation
         self.max_chunk_bytes = reply.max_chunk_bytes
         self.timeout_s = m.shorter_timeout_s(self.timeout_s, reply.timeout_ms)
@@ -96,8 +98,13 @@ class Worker:
 
     @property
     def deadline(self) -> float:
-        """When it is given up, unless it answers before; until then it has not given us up."""
+        """Until then it has not given us up."""
         return self.vouched_at + self.timeout_s
+
+    @property
+    def silent_at(self) -> float:
+        """When it is given up, unless it answers before. Its greeting may have taken longer than its timeout."""
+        return max(self.vouched_at, self.greeted_at) + self.timeout_s
 
     def heartbeat_sent(self, now: float) -> int:
         """The number of the next heartbeat."""
@@ -196,7 +203,11 @@ class RemoteEngine(Tracked[EngineState]):
         if self.unsent_endings:
             return 0.0  # more of them are sent at once
         return min(
-            [self.heartbeat_at, self.ask_at, *[worker.deadline for worker in self.workers.values()]]
+            [
+                self.heartbeat_at,
+                self.ask_at,
+                *[worker.silent_at for worker in self.workers.values()],
+            ]
         )
 
     def chunk_bytes(self, ours: int) -> int:

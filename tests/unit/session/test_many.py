@@ -305,6 +305,17 @@ def test_leases_are_kept_alive_while_the_engine_is_still_being_greeted():
     assert harness.of(side.tell(harness.load_asked()), cmd.StartReceive)
 
 
+def test_an_engine_whose_greeting_took_longer_than_its_timeout_is_not_lost_with_it():
+    side = harness.consumer()
+    (opened,) = harness.resolve(side)
+    for _ in range(4):
+        side.tick(harness.HEARTBEAT_S)  # it is about to answer
+    side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")), ev.WarmedUp(opened.link))
+    assert not harness.of(side.tick(), cmd.CloseLink)
+    assert not harness.of(side.tick(harness.PEER_S - 0.1), cmd.CloseLink)
+    assert harness.of(side.tick(0.1), cmd.CloseLink) == [cmd.CloseLink(opened.link)]
+
+
 def test_requests_dropped_in_mid_greeting_are_no_errors():
     side = harness.consumer()
     (opened,) = harness.resolve(side)
