@@ -61,15 +61,10 @@ class _Probe:
 
     def result(self) -> type[AuthenticationError | PeerLostError]:
         """Return what the peer's silence means, as far as that shows by now."""
-        if self._is_named:
-            return AuthenticationError
-        if self._socket is None:
-            return PeerLostError
-        try:
-            self._socket.getpeername()
-        except OSError:
-            return PeerLostError
-        return AuthenticationError
+        with suppress(OSError):
+            if self._is_named or (self._socket is not None and self._socket.getpeername()):
+                return AuthenticationError
+        return PeerLostError
 
     def close(self) -> None:
         if self._socket is not None:
