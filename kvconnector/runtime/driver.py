@@ -152,7 +152,7 @@ class Driver:
             for link, payload in self.links.receive():
                 self._take_messages(link, payload)
         self._events.extend(self.datapath.step())
-        if not (self._carry_out(inline) or self._is_late()):
+        if not (self._carry_out(inline) or self.clock() > self._late_at):
             return
         self.datapath.machine.lock.clear_pending()
         if len(self._events) < MAX_QUEUED_EVENTS:
@@ -183,30 +183,31 @@ class Driver:
             self._is_ticking = True
             self._events.append(ev.Tick())
 
-    def _is_late(self) -> bool:
-        return self.clock() > self._late_at
-
     def _carry_out(self, inline: bool) -> bool:
         """Handle what is queued, and send what is to be said. Returns True if that was all, and is not enough."""
+        if not (self._commands or self._events):
+            return True  # only commands say something
         is_all = self._carry_out_queued(inline)
         self.links.outgoing.flush()
         return is_all
 
     def _carry_out_queued(self, inline: bool) -> bool:
-        while self._commands or self._events:
-            if self._is_late():
+        commands, events = self._commands, self._events
+        while commands or events:
+            now = self.clock()
+            if now > self._late_at:
                 return False
-            if not self._commands:
-                self._handle(self._events.popleft())
+            if not commands:
+                self._handle(events.popleft(), now)
                 continue
-            if inline and type(self._commands[0]) in _SLOW:
+            if inline and type(commands[0]) in _SLOW:
                 return False
-            command = self._commands.popleft()
+            command = commands.popleft()
             self._actions[type(command)](command)
             if type(command) in _ENDINGS and self._is_enough():
                 if not self.num_queued:
                     # the loop tells only once of what ends: queued, the driver's thread takes it at once
-                    self._events.extend(self.datapath.step())
+                    events.extend(self.datapath.step())
                 return False
         return True
 
@@ -259,9 +260,8 @@ class Driver:
                 return ()
         return messages
 
-    def _handle(self, event: object) -> None:
+    def _handle(self, event: object, now: float) -> None:
         """Tell the sessions that the event is for, and queue what they command."""
-        now = self.clock()
         self._deadline = None  # it may change
         kind = type(event)
         if kind is ev.Tick:

@@ -29,15 +29,18 @@ class InlineProgress:
 
     def run(self, driver: Driver, limit_s: float, drive: Callable[[Driver], None]) -> bool:
         """Call `drive` as the owner of the data path. Returns False if it could not be acquired within `limit_s`."""
+        machine = self._datapath.machine
         try:
             try:
-                if not self._datapath.machine.try_acquire(limit_s):
+                if not machine.try_acquire(limit_s):
                     return False
                 self._drive(driver, drive)
             finally:
-                self._give_back(driver)
+                if machine.lock.is_ours:
+                    self._give_back(driver)
         finally:
-            self._give_back(driver)  # an interrupt may have come just before, or within
+            if machine.lock.is_ours:  # an interrupt came just before, or within
+                self._give_back(driver)
         return True
 
     def _drive(self, driver: Driver, drive: Callable[[Driver], None]) -> None:
@@ -55,8 +58,6 @@ class InlineProgress:
             raise
 
     def _give_back(self, driver: Driver) -> None:
-        if not self._datapath.machine.lock.is_ours:
-            return
         try:
             driver.end_inline()
         except Exception as error:

@@ -282,7 +282,9 @@ class Links:
         self.has_more = len(arrived) >= MAX_CONTROL_PER_CALL
         for event in arrived:
             if isinstance(event, ControlMessage):
-                yield from self._open(event)
+                opened = self._open(event)
+                if opened is not None:
+                    yield opened
             elif isinstance(event, ControlFailed):
                 for link in self:
                     if link.endpoint == event.endpoint:
@@ -316,19 +318,18 @@ class Links:
         if not link.is_lost:
             self._end(link, arrival.error)
 
-    def _open(self, message: ControlMessage) -> Iterator[Arrived]:
+    def _open(self, message: ControlMessage) -> Arrived | None:
         link = self._by_tag.get(message.tag)
         if link is None or link.is_lost:
-            return  # it ended with a message before this one
+            return None  # it ended with a message before this one
         assert link.opener is not None  # made with the tag
         try:
-            payload = link.opener.open(message.payload)
+            return link, link.opener.open(message.payload)
         except ForgedMessageError as error:
             self.refusals.note("a message over UCX", "forged", str(error))
         except PeerLostError as error:
             self.lose(link, error)
-        else:
-            yield link, payload
+        return None
 
     def _post(self, number: LinkId, payload: bytes) -> None:
         """Send a message, or a batch, by the way that the link's messages take by now."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvconnector.session.commands import LinkId
 from kvconnector.wire import encode_batch
@@ -11,12 +10,6 @@ from kvconnector.wire.messages import MAX_BATCH_MESSAGES
 
 MAX_BATCH_BYTES = 32 << 10
 """Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
-
-
-@dataclass(slots=True)
-class _Queue:
-    payloads: list[bytes] = field(default_factory=list)
-    nbytes: int = 0
 
 
 class Outgoing:
@@ -27,21 +20,21 @@ class Outgoing:
 
     def __init__(self, send: Callable[[LinkId, bytes], None]) -> None:
         self._send = send
-        self._queues: dict[LinkId, _Queue] = {}
+        self._queues: dict[LinkId, list[bytes]] = {}
+        self._nbytes: dict[LinkId, int] = {}
+        """Of each queue."""
 
     def add(self, link: LinkId, payload: bytes) -> None:
         """Queue a message."""
         queue = self._queues.get(link)
-        if queue is None:
-            queue = self._queues[link] = _Queue()
-        elif (
-            queue.nbytes + len(payload) > MAX_BATCH_BYTES
-            or len(queue.payloads) >= MAX_BATCH_MESSAGES
-        ):
+        if queue is not None:
+            nbytes = self._nbytes[link] + len(payload)
+            if nbytes <= MAX_BATCH_BYTES and len(queue) < MAX_BATCH_MESSAGES:
+                queue.append(payload)
+                self._nbytes[link] = nbytes
+                return
             self.flush_link(link)
-            queue = self._queues[link] = _Queue()
-        queue.payloads.append(payload)
-        queue.nbytes += len(payload)
+        self._queues[link], self._nbytes[link] = [payload], len(payload)
 
     def flush(self) -> None:
         """Send what is queued."""
@@ -52,8 +45,10 @@ class Outgoing:
         """Send what is queued for a link, before it closes or changes its way."""
         queue = self._queues.pop(link, None)
         if queue is not None:
-            self._send(link, encode_batch(queue.payloads))
+            del self._nbytes[link]
+            self._send(link, encode_batch(queue))
 
     def forget(self, link: LinkId) -> None:
         """The link is gone."""
         self._queues.pop(link, None)
+        self._nbytes.pop(link, None)

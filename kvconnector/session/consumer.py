@@ -93,8 +93,8 @@ class ConsumerSession:
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest. May be early where a deadline has moved away since the last."""
-        agendas = self._backlog, self._engines, self._agenda, self._reads.agenda
-        soonest = min(agenda.next_deadline() for agenda in agendas)
+        soonest = min(self._backlog.next_deadline(), self._engines.agenda.next_deadline())
+        soonest = min(soonest, self._agenda.next_deadline(), self._reads.agenda.next_deadline())
         return None if soonest == NEVER else soonest
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
@@ -295,8 +295,8 @@ class ConsumerSession:
 
     def _fail_if_lost(self, read: cmd.StartReceive, now: float) -> list[Command]:
         """Fail a load before its turn whose engine was lost, since something happens to its read."""
-        lost = self._backlog.loss_of(read.engine)
-        if lost is None or read.is_stopped or not read.is_peer_over:
+        lost = self._backlog.loss_of(read.engine) if read.is_peer_over else None
+        if lost is None or read.is_stopped:
             return []
         load = self._loads[read.request_id]
         load.accept(lost, now)

@@ -28,7 +28,8 @@ class EarlyEvents:
         self._by_transfer: dict[str, dict[int, None]] = {}
         self._by_link: dict[LinkId, dict[int, None]] = {}
         self._singular: dict[object, int] = {}
-        self._agenda: Agenda[int] = Agenda()
+        self.agenda: Agenda[int] = Agenda()
+        """When the time of each is over."""
         self._numbers = count()
         self._nbytes = 0
 
@@ -50,7 +51,7 @@ class EarlyEvents:
         self._by_link.setdefault(event.link, {})[number] = None
         if name is not None:
             self._singular[name] = number
-        self._agenda.plan(number, until)
+        self.agenda.plan(number, until)
         return True
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
@@ -71,16 +72,12 @@ class EarlyEvents:
 
     def take_late(self, now: float) -> list[EarlyEvent]:
         """Some of those whose time is over."""
-        return [self._remove(number) for number in self._agenda.due(now)]
-
-    def next_deadline(self) -> float:
-        """When the first one's time is over."""
-        return self._agenda.next_deadline()
+        return [self._remove(number) for number in self.agenda.due(now)]
 
     def _remove(self, number: int) -> EarlyEvent:
         event = self._kept.pop(number)
         self._nbytes -= _nbytes(event)
-        self._agenda.forget(number)
+        self.agenda.forget(number)
         name = _singular(event)
         if name is not None:
             del self._singular[name]

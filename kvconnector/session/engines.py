@@ -81,7 +81,7 @@ class RemoteEngines:
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
         self._link_numbers = count(1)
-        self._agenda: Agenda[RemoteEngine] = Agenda()
+        self.agenda: Agenda[RemoteEngine] = Agenda()
         self._met: set[EngineAddress] = set()
 
     def ready(self, name: EngineAddress) -> RemoteEngine | None:
@@ -126,7 +126,7 @@ class RemoteEngines:
             name, rank = self._by_link[link]
             engine = self._engines[name]
             answers = self._of_link(engine, rank, event, now)
-        self._agenda.plan(engine, engine.deadline)
+        self.agenda.plan(engine, engine.deadline)
         return answers
 
     def _of_link(
@@ -151,10 +151,10 @@ class RemoteEngines:
     def _tick_due(self, event: ev.Tick, now: float) -> list[Answer]:
         """Look at those engines whose time it is: there may be hundreds that it is not."""
         answers: list[Answer] = []
-        due = [*self._agenda.due(now)]  # first: an engine that has more to say is due again at once
+        due = [*self.agenda.due(now)]  # first: an engine that has more to say is due again at once
         for engine in due:
             answers += self._tick(engine, event, now)
-            self._agenda.plan(engine, engine.deadline)
+            self.agenda.plan(engine, engine.deadline)
         return answers
 
     def end_transfer(
@@ -170,10 +170,6 @@ class RemoteEngines:
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
         return []
-
-    def next_deadline(self) -> float:
-        """When to send the next `Tick`, at the latest; infinite if nothing is due ever. May be early."""
-        return self._agenda.next_deadline()
 
     def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Answer]:
         if engine.state is EngineState.READY and event.is_followed:
@@ -383,7 +379,7 @@ class RemoteEngines:
         """Nobody wants the engine: the next request greets it as any other."""
         engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
-        self._agenda.forget(engine)
+        self.agenda.forget(engine)
         return self._close(engine)
 
     def _close(self, engine: RemoteEngine) -> list[Answer]:

@@ -96,8 +96,11 @@ class ProducerSession:
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest. May be early where leases were renewed since the last one."""
-        agendas = self._early, self._peers, self._agenda
-        soonest = min(agenda.next_deadline() for agenda in agendas)
+        soonest = min(
+            self._early.agenda.next_deadline(),
+            self._peers.next_deadline(),
+            self._agenda.next_deadline(),
+        )
         return None if soonest == NEVER else soonest
 
     def _granted(self, event: HoldRequest, now: float) -> list[Command]:
