@@ -75,7 +75,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(1960),
     "tests/unit/session": Size(1440),
-    "tests/vllm": Size(5400),
+    "tests/vllm": Size(5410),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {

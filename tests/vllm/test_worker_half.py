@@ -187,6 +187,17 @@ def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
     assert worker.waits == 1
 
 
+def test_why_a_lease_failed_reaches_the_scheduler_half_in_a_step_without_other_reports():
+    worker, reasons = TakingWorker(), {"p": "LeaseExpiredError: the lease ended"}
+    worker.output = WorkerOutput(finished_sending=frozenset(reasons), failed_sending=reasons)
+    connector = object.__new__(integration.KVConnector)
+    connector._worker_half = worker_half(worker)
+    assert connector.build_connector_worker_meta() is None
+    assert connector._worker_half.finished().finished_sending == {"p"}
+    assert connector.build_connector_worker_meta().unsent == reasons
+    assert connector.build_connector_worker_meta() is None
+
+
 @pytest.mark.parametrize("end", ["begun", "dropped"])
 def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end):
     worker = TakingWorker()

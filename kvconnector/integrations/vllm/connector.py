@@ -144,7 +144,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report = self._worker.take_report()
-        return report if report.begun or report.traces else None
+        return None if report == WorkerReport() else report
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._worker_half is None:
