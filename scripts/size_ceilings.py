@@ -73,16 +73,16 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2070),
     "tests/unit/minillm": Size(1785),
-    "tests/unit/runtime": Size(1960),
+    "tests/unit/runtime": Size(1980),
     "tests/unit/session": Size(1440),
     "tests/vllm": Size(5410),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31970, target=27400),
+    ("kvconnector",): Size(31980, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29880, target=24800),
+    ("tests",): Size(29910, target=24800),
 }
 
 

@@ -43,6 +43,8 @@ class Outbox:
         self._filling: dict[str, HoldRequest] = {}
         """Leases on prompts that the engine still computes, whose end is not reported."""
         self._given_up: set[str] = set()
+        self._stuck: set[str] = set()
+        """Requests whose copies the driver could not end. They never end."""
         self._outputs: list[WorkerOutput] = []
 
     def __repr__(self) -> str:
@@ -107,7 +109,7 @@ class Outbox:
         """Requests whose blocks may still be read or written."""
         with self._lock:
             loads = [request_id for request_id, is_asked in self._open_loads.items() if is_asked]
-            return sorted([*loads, *self._open_holds])
+            return sorted({*loads, *self._open_holds, *self._stuck})
 
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on.
@@ -117,15 +119,19 @@ class Outbox:
         """
         with self._lock:
             self._failure = failure
-            loads, holds = list(self._open_loads.items()), list(self._open_holds)
             if may_write:
-                kept = [*holds, *(request_id for request_id, is_asked in loads if is_asked)]
-                loads, holds = [each for each in loads if not each[1]], []
-                self._open_loads, self._open_holds = dict(loads), set()
-        if may_write and kept:
+                asked = [
+                    request_id for request_id, is_asked in self._open_loads.items() if is_asked
+                ]
+                self._stuck |= {*asked, *self._open_holds, *self._filling}
+                self._open_loads = dict.fromkeys(self._open_loads.keys() - asked, False)
+            self._filling.clear()  # nobody else would end them if they were given up
+            self._open_holds -= self._stuck
+            loads, holds = list(self._open_loads.items()), list(self._open_holds)
+        if may_write and self._stuck:
             logger.error(
                 "the blocks of these requests may still be read and written, so they never end: %s",
-                sorted(kept),
+                sorted(self._stuck),
             )
         for request_id, is_asked in loads:
             if is_asked:

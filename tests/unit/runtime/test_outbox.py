@@ -51,6 +51,31 @@ def test_a_broken_driver_whose_copies_go_on_ends_only_what_has_no_blocks():
     assert output.begun == {"f"}
 
 
+def test_blocks_whose_copies_go_on_are_never_reported_as_free():
+    outbox = Outbox()
+    outbox.expect([load("a"), hold("r"), replace(hold("g"), is_complete=False), follow("f")])
+    outbox.break_off(KVConnectorError("broken"), may_write=True)
+    assert outbox.awaited() == ["a", "g", "r"]
+    outbox.take()
+    # the engine has computed the rest of a prompt whose lease the driver had
+    outbox.expect([hold("g")])
+    outbox.give_up()
+    assert outbox.take().is_empty
+    assert outbox.awaited() == ["a", "g", "r"]
+
+
+def test_a_broken_driver_is_not_waited_for_to_end_growing_leases():
+    outbox = Outbox()
+    growing = [replace(hold(name), is_complete=False) for name in ("g", "late")]
+    outbox.expect(growing[:1])
+    outbox.break_off(KVConnectorError("broken"))
+    outbox.expect(growing[1:])
+    assert outbox.give_up() == []
+    assert outbox.awaited() == []
+    outbox.expect([hold("g")])
+    assert outbox.take().finished_sending == {"g"}
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 100])
 def test_everything_since_the_last_call_is_taken_at_once(count):
     outbox = Outbox()
