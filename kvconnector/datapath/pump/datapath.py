@@ -275,7 +275,7 @@ class DataPath:
         if not self._closed:
             self._closed = True
             with ExitStack() as stack:
-                stack.callback(self.machine.lock.close)
+                stack.callback(self.machine.close)
                 stack.callback(self._transport.close)
                 stack.callback(self._release)
 

@@ -250,6 +250,11 @@ class Machine:
             copies.digests.attach(state)
         self._warm_up()
 
+    def close(self) -> None:
+        """Release what wakes the driver, whose last run is over; `notify` then wakes nobody. Idempotent."""
+        self._calls.forget_wake_fd()
+        self.lock.close()
+
     def _warm_up(self) -> None:
         """Compile what an engine's thread would have to wait for in its first request."""
         self.notify()

@@ -208,6 +208,10 @@ class Calls:
         for owner in (r.DRIVER, r.INLINE):
             self.watch(owner, ())
 
+    def forget_wake_fd(self) -> None:
+        """Write to it no more: once it is closed its number may be anybody's."""
+        self._wake_fds["fd"] = -1
+
     def set_limit(self, owner: int, limit_ns: int) -> None:
         """How long an owner's next run may take; below 0: one look at everything."""
         self._run_numbers[owner * (r.RUN.itemsize // 8) + _LIMIT] = limit_ns

@@ -1,5 +1,6 @@
 """The pumped data path over real UCX: bytes, slots, stops, failures, and how often it comes back to Python."""
 
+import os
 import sys
 import threading
 import time
@@ -198,3 +199,20 @@ def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
         sys.setswitchinterval(before)
         thread.join(60.0)
         path.release(0.0)
+
+
+def test_who_notifies_a_closed_data_path_writes_to_no_descriptor_of_others(make_pair):
+    pair = make_pair()
+    machine = pair.d.path.machine
+    number = machine.lock.wake_fd
+    pair.close()
+    others = os.eventfd(0, os.EFD_NONBLOCK)
+    try:
+        os.dup2(others, number)
+        machine.notify()
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(others)
+    finally:
+        os.close(number)
+        if others != number:
+            os.close(others)
