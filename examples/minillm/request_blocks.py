@@ -102,7 +102,7 @@ class RequestBlocks:
         return self._pools[0].get_prefix_cache_hit_rate(Device.GPU)
 
     def can_ever_hold(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """Returns True if a request of so many tokens fits into pools that hold nothing else."""
+        """Returns True if a request of `num_tokens` tokens fits into pools that hold nothing else."""
         num_slots = num_tokens + self._lookahead
         return all(pool.fits_alone(num_slots, num_encoder_tokens) for pool in self._pools)
 

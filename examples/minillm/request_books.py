@@ -62,7 +62,7 @@ class RequestBooks:
             seq.status = status
 
     def first_stop(self, resume_at: int) -> int | None:
-        """Where a step that begins at `resume_at` must end: in front of a token that replaces kept states."""
+        """Where a step that begins at `resume_at` must end: before a token that replaces kept states."""
         if self.keep_state_at is None or self.keep_state_at <= resume_at:
             return None
         return self.keep_state_at

@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-Two threads, one driver. The driver's thread turns until it is told to stop. An engine's thread leaves orders in the
+Two threads, one driver. The driver's thread turns until it is asked to stop. An engine's thread leaves orders in the
 inbox (`put`), takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL:
 in `put`, in `progress_inline` (called by `poll`) and in `wait`. Who drives holds the driver lock; see
 `kvconnector_kernels.pump.driver_lock`.

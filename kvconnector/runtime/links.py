@@ -7,8 +7,8 @@ producer when the first message of the consumer has come, so no message can over
 
 Four things end a link: the control channel reports it, a message cannot be sent, messages were lost or make no sense,
 the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits for its
-`CloseLink`; one that the peer opened is forgotten, and the peer told, since only the side that connected can close a
-control connection.
+`CloseLink`; one that the peer opened is forgotten, and the peer notified, since only the side that connected can close
+a control connection.
 """
 
 from __future__ import annotations

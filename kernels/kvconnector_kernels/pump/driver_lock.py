@@ -7,7 +7,7 @@ progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange 
 
 When it is free. The driver's thread owns it while it works. It gives it up in three places, all inside the compiled
 loop: while it sleeps on descriptors, while it pauses between two looks, and from its last look until it has the GIL
-back. The last is the point of the lock: a thread that waits for the GIL behind a busy engine would otherwise keep the
+back. The last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the
 engine from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few.
 
 GIL. `try_acquire`, `release_inline` and `notify` keep the GIL: they take microseconds, and no other Python thread runs

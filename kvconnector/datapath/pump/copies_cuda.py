@@ -116,7 +116,7 @@ class CudaCopies(Copies):
         self.function, self.read_function = int(copy.address), int(read.address)
         self._kept = copy, read, context_of_functions
         self.begin = (function_address(self._cuda, "cuCtxSetCurrent"), context.value)
-        # after all that `order_after` was told of
+        # after every event given to `order_after`
         self.open_writer = partial(StreamWriter, self.streams.board.cuda_stream, context.value)
 
     def order_after(self, event: object, requests: Requests | None) -> None:

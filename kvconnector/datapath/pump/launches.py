@@ -50,7 +50,7 @@ class Launches:
             words: of all chunks of a program, `[chunk, word]`.
             span: what is copied.
             stream: the handle that it is copied on.
-            max_uncapped_bytes: a job of so many bytes and fewer may have any number of programs.
+            max_uncapped_bytes: a job of at most this size may have any number of programs.
 
         Raises:
             RelayoutError: see `prepare_launch`.
