@@ -42,7 +42,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(4280, target=2800),
-    "kvconnector/session": Size(3940, target=2900),
+    "kvconnector/session": Size(3955, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2830, target=1930),
     "kvconnector/wire": Size(560, target=500),
@@ -80,9 +80,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6200, target=5360),
-    ("kvconnector",): Size(31980, target=27400),
+    ("kvconnector",): Size(31995, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29910, target=24800),
+    ("tests",): Size(29912, target=24800),
 }
 
 

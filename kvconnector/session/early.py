@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import count
+from itertools import count, islice
 from typing import TypeAlias, TypeVar
 
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import Agenda
+from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import LinkId
 from kvconnector.wire import messages as m
 
@@ -27,8 +27,10 @@ class EarlyEvents:
         self._kept: dict[int, EarlyEvent] = {}
         self._by_transfer: dict[str, dict[int, None]] = {}
         self._by_link: dict[LinkId, dict[int, None]] = {}
+        self._lost: dict[LinkId, None] = {}
+        """Links that are gone and whose events are still to be removed, some at each tick."""
         self._singular: dict[object, int] = {}
-        self.agenda: Agenda[int] = Agenda()
+        self._agenda: Agenda[int] = Agenda()
         """When the time of each is over."""
         self._numbers = count()
         self._nbytes = 0
@@ -51,12 +53,13 @@ class EarlyEvents:
         self._by_link.setdefault(event.link, {})[number] = None
         if name is not None:
             self._singular[name] = number
-        self.agenda.plan(number, until)
+        self._agenda.plan(number, until)
         return True
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
         """Those of a transfer whose lease is here."""
-        return [self._remove(number) for number in [*self._by_transfer.get(transfer_id, ())]]
+        taken = [self._remove(number) for number in [*self._by_transfer.get(transfer_id, ())]]
+        return [event for event in taken if event.link not in self._lost]
 
     def cancel_read(self, link: LinkId, read_id: int) -> bool:
         """Forget a read. Returns False if it was not among them."""
@@ -66,18 +69,30 @@ class EarlyEvents:
         return number is not None
 
     def drop_link(self, link: LinkId) -> None:
-        """The peer is gone."""
-        for number in [*self._by_link.get(link, ())]:
-            self._remove(number)
+        """The peer is gone. Its events are never taken; `take_late` removes them."""
+        if link in self._by_link:
+            self._lost[link] = None
+
+    def next_deadline(self) -> float:
+        """The time of the next `take_late`; infinite if there is none."""
+        return 0.0 if self._lost else self._agenda.next_deadline()
 
     def take_late(self, now: float) -> list[EarlyEvent]:
-        """Some of those whose time is over."""
-        return [self._remove(number) for number in self.agenda.due(now)]
+        """Some of those whose time is over. Also removes some of those of links that are gone."""
+        late = [self._remove(number) for number in self._agenda.due(now)]
+        kept = [event for event in late if event.link not in self._lost]
+        if self._lost:
+            link = next(iter(self._lost))
+            for number in [*islice(self._by_link.get(link, ()), MAX_AT_ONCE)]:
+                self._remove(number)
+            if link not in self._by_link:
+                del self._lost[link]
+        return kept
 
     def _remove(self, number: int) -> EarlyEvent:
         event = self._kept.pop(number)
         self._nbytes -= _nbytes(event)
-        self.agenda.forget(number)
+        self._agenda.forget(number)
         name = _singular(event)
         if name is not None:
             del self._singular[name]

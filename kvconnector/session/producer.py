@@ -97,7 +97,7 @@ class ProducerSession:
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest. May be early where leases were renewed since the last one."""
         soonest = min(
-            self._early.agenda.next_deadline(),
+            self._early.next_deadline(),
             self._peers.next_deadline(),
             self._agenda.next_deadline(),
         )

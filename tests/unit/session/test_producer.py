@@ -121,7 +121,9 @@ def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served
     side.tell(ev.LinkLost(-2, PeerLostError("gone")))
     refused = harness.messages(side.tick(harness.EARLY_S), m.ReadRefused)
     assert [(reply.read_id, reply.refusal) for reply in refused] == [(3, Refusal.UNKNOWN_TRANSFER)]
-    side.tell(ev.FromPeer(-3, harness.read(4)))
+    for link, read_id in ((-1, 5), (-3, 4)):
+        side.tell(ev.FromPeer(link, harness.read(read_id)))
+    side.tell(ev.LinkLost(-1, PeerLostError("gone")))
     sent = harness.of(side.tell(harness.granted()), cmd.StartSend)
     assert [command.read.read_id for command in sent] == [4]
 
