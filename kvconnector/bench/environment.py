@@ -119,16 +119,6 @@ def gpus() -> tuple[Gpu, ...]:
     )
 
 
-def loaded_libraries(prefix: str) -> list[str]:
-    """Paths of the shared libraries in this process whose names start so."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return []
-    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/" in line}
-    return sorted(path for path in paths if os.path.basename(path).startswith(prefix))
-
-
 def installed_version(name: str) -> str:
     """A distribution's version, empty if it is not there."""
     try:

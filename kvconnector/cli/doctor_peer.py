@@ -10,11 +10,26 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.bench.shapes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
+from kvconnector.cli.peer_greeting import (
+    PROBE_MESSAGES,
+    PeerGreeting,
+    RankCheck,
+    resolve,
+    whole_engine,
+    why_silent,
+)
 from kvconnector.config import ConnectorConfig
+from kvconnector.control.address import parse_address
 from kvconnector.datapath.staging import WARM_UP_BYTES
-from kvconnector.errors import IncompatiblePeerError, PeerUnreachableError
+from kvconnector.errors import (
+    AuthenticationError,
+    IncompatiblePeerError,
+    KVConnectorError,
+    PeerLostError,
+    PeerUnreachableError,
+    RemoteProtocolError,
+)
 from kvconnector.runtime.channels import ucx_options
-from kvconnector.runtime.peer_check import PROBE_MESSAGES, PeerCheck, RankCheck, whole_engine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.ports import active_rdma_ports
@@ -33,18 +48,41 @@ def examine_peer(
 ) -> Iterator[Finding]:
     """Compare the engine at `peer`, HOST:PORT[,KEY], with `local`. Raises KVConnectorError: it cannot be reached."""
     address, _, key = peer.partition(",")
-    with PeerCheck(config, device, f"tcp://{address}", key) as check:
-        directory = check.ask()
+    if why := resolve(parse_address(f"tcp://{address}").host):
+        text = f"the host's name does not resolve ({why}): see its spelling and DNS, or give its IP address"
+        yield Finding("peer", "FAIL", f"{address}: {text}")
+        return
+    with PeerGreeting(config, device, f"tcp://{address}", key) as greeting:
+        try:
+            directory = greeting.ask()
+        except (
+            AuthenticationError,
+            PeerLostError,
+            PeerUnreachableError,
+            RemoteProtocolError,
+        ) as error:
+            yield Finding("peer", "FAIL", f"{address}: {_why_no_answer(error, address)}")
+            return
         theirs = directory.geometry.unpack()
         yield from _engine(address, directory, theirs, config)
         yield from _differences(theirs, config, local)
         try:
-            ranks = check.greet(directory)
+            ranks = greeting.greet(directory)
         except PeerUnreachableError as error:
             hint = "an engine that was never asked for anything greets nobody: send it a request"
-            raise PeerUnreachableError(f"{error.message}; {hint}", **error.context) from error
+            yield Finding("peer", "FAIL", f"{error.statement}; {hint}")
+            return
         for rank in ranks:
             yield from _rank(rank, config, device)
+
+
+def _why_no_answer(error: KVConnectorError, address: str) -> str:
+    """What keeps the directory service from answering, and what to do about just that."""
+    if isinstance(error, AuthenticationError):
+        return f"not authorised: {error}, or give its key, as in --peer {address},KEY"
+    if isinstance(error, PeerUnreachableError):
+        return why_silent(f"tcp://{address}")
+    return f"{error.statement}: see whether that port is its directory service's, and its log"
 
 
 def _engine(

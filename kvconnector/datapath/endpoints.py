@@ -31,20 +31,21 @@ class WarmUps:
     def __init__(self, transport: Transport, events: EventQueue) -> None:
         self._transport = transport
         self._events = events
-        self._by_link: dict[LinkId, int] = {}
+        self._by_link: dict[LinkId, set[int]] = {}
         self._by_ticket: dict[int, LinkId] = {}
 
-    def expect(self, link: LinkId, buffer: Buffer) -> tuple[int, int]:
-        """See `DataPath.expect_warm_up`. `buffer` is for bytes without meaning."""
+    def expect(self, link: LinkId, buffer: Buffer, count: int = 1) -> tuple[int, int]:
+        """See `DataPath.expect_warm_up`. `buffer` is for bytes without meaning, of `count` messages with tags from the
+        one returned on: `WarmedUp` follows the last of them.
+        """
         tag = new_tags()
-        ticket = self._transport.recv(tag, buffer)
-        self._by_link[link] = ticket
-        self._by_ticket[ticket] = link
+        tickets = {self._transport.recv(tag + index, buffer) for index in range(count)}
+        self._by_link[link] = tickets
+        self._by_ticket |= dict.fromkeys(tickets, link)
         return tag, buffer.nbytes
 
     def forget(self, link: LinkId) -> None:
-        ticket = self._by_link.pop(link, None)
-        if ticket is not None:
+        for ticket in self._by_link.pop(link, ()):
             self._transport.cancel(ticket)
 
     def forget_all(self) -> None:
@@ -59,9 +60,12 @@ class WarmUps:
             return False
         # a producer with smaller slots sends a shorter message, which warms the lanes as well
         error = None if isinstance(completion.error, MessageSizeError) else completion.error
-        if self._by_link.get(link) == completion.ticket:
-            del self._by_link[link]
-            self._events.append(ev.WarmedUp(link, error))
+        awaited = self._by_link.get(link, set())
+        if completion.ticket in awaited:
+            awaited.remove(completion.ticket)
+            if error is not None or not awaited:
+                del self._by_link[link]
+                self._events.append(ev.WarmedUp(link, error))
         return True
 
     @property
