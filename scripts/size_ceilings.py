@@ -39,6 +39,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4660, target=4050),
     "kvconnector/integrations": Size(2860, target=2810),
+    "kvconnector/integrations/sglang": Size(1470, target=900),
     "kvconnector/layout": Size(560, target=520),
     "kvconnector/planning": Size(420, target=560),
     "kvconnector/runtime": Size(4020, target=2800),
@@ -80,7 +81,7 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6483, target=5360),
-    ("kvconnector",): Size(32084, target=27400),
+    ("kvconnector",): Size(33550, target=27400),
     ("kernels",): Size(4250, target=3650),
     ("tests",): Size(29929, target=24800),
 }

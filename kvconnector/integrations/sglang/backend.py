@@ -1,0 +1,375 @@
+"""What SGLang asks a transfer backend for, and calls of it: the only file that follows its protocol.
+
+What happens to a request is in `transfers.py`. On the prefill side SGLang waits in `poll` for a decode engine before it
+computes a prompt. This backend does not let it wait: a decode engine reads whenever it is ready. Nor is it told how
+long a prefix the decode engine has: what is not needed is not read. `send` comes after each chunk with its pages,
+and with the last one hands over states and the row of metadata.
+
+The decode side learns the prompt's length and the window by a hook, since `send_metadata` has neither: it names pages.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.disaggregation.base.conn import (
+    BaseKVBootstrapServer,
+    BaseKVManager,
+    BaseKVReceiver,
+    BaseKVSender,
+    KVArgs,
+    KVTransferMetric,
+)
+from sglang.srt.distributed.utils import get_pp_indices
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+
+from kvconnector.errors import LocalError
+from kvconnector.ids import Rank
+from kvconnector.integrations.sglang.caches import (
+    Heads,
+    Shape,
+    metadata_group,
+    registered_groups,
+)
+from kvconnector.integrations.sglang.gather import gather
+from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.requests import Layout
+from kvconnector.integrations.sglang.settings import (
+    connector_config,
+    prefill_address,
+    refuse_unsupported,
+)
+from kvconnector.integrations.sglang.transfers import LoadedPrompt, RankTransfers, SentPrompt, Stage
+from kvconnector.topology import ModelDescription
+
+logger = logging.getLogger(__name__)
+
+SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
+BOOTSTRAPPING = 1
+QUIESCE_S = 30.0
+
+
+class PrefillInfo:
+    """What SGLang's decode side asks of a prefill engine."""
+
+    dp_size = 1
+    follow_bootstrap_room = True
+    enable_rl_rebootstrap = False
+
+
+class KVManager(BaseKVManager):
+    """One rank's caches and transfers. Raises KVConnectorError: what cannot be transferred, or a wrong setting."""
+
+    def __init__(
+        self, args: KVArgs, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
+    ) -> None:
+        self.kv_args = args
+        self.is_prefill = disaggregation_mode.value == "prefill"
+        self.enable_all_cp_ranks_for_transfer = self.is_dummy_cp_rank = False
+        self.transfer_infos: dict[int, object] = {}
+        self.req_to_decode_prefix_len: dict[int, int] = {}
+        self.prefill_info_table: dict[str, PrefillInfo] = {}
+        self.enable_staging = self.defer_decode_allocation = False
+        refuse_unsupported(_facts(server_args))
+        shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=self.is_prefill)
+        self.rows = MetadataRows(
+            args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, shape.device
+        )
+        groups, names = registered_groups(args, shape)
+        self.layout = Layout(tuple(names), args.page_size)
+        rows = metadata_group(self.rows.address, self.rows.num_rows, self.rows.row_bytes, shape)
+        group = get_parallel().world_group.cpu_group
+        own = [secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port]
+        token, port = json.loads(gather(json.dumps(own).encode(), group)[0])
+        config = connector_config(
+            is_prefill=self.is_prefill,
+            host=get_serving().host,
+            bootstrap_port=port,
+            unique_name=f"sglang-decode-{token}",
+            environ=os.environ,
+        )
+        self.transfers = RankTransfers(
+            config,
+            rank=Rank(shape.pp_rank, shape.tp_rank),
+            groups=[*groups, rows],
+            model=ModelDescription(
+                model=server_args.served_model_name or server_args.model_path,
+                dtype=shape.dtype,
+                num_layers=shape.num_layers,
+            ),
+            gather=lambda payload: gather(payload, group),
+        )
+        self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
+        if not self.is_prefill:
+            HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+            HookRegistry.apply_hooks()
+        logger.info(
+            "kvconnector moves %s of %s as engine %s",
+            names,
+            Rank(shape.pp_rank, shape.tp_rank),
+            config.engine_id,
+        )
+
+    @contextmanager
+    def after(self, *events: Any) -> Iterator[None]:
+        """On a GPU, order what is inside after the current stream and these events or streams, and nothing after it."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        for event in events:
+            if isinstance(event, torch.cuda.Stream):
+                self._stream.wait_stream(event)
+            elif event is not None:
+                self._stream.wait_event(event)
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def register_to_bootstrap(self) -> None:
+        """The directory service was started with rank 0's worker."""
+
+    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
+        """Whoever is there is met, and compared, when the first request is wanted."""
+        self.prefill_info_table.setdefault(bootstrap_addr, PrefillInfo())
+        return True
+
+    def submit_prefill_recompute(self, *_: object) -> NoReturn:
+        """Raises LocalError."""
+        raise LocalError(
+            "kvconnector does not have prompts computed again after a retraction with new weights"
+        )
+
+    def deregister_buffer_to_engine(self) -> None:
+        """The pools' memory goes away. Raises MemoryInUseError: a transfer did not end in time."""
+        self.transfers.quiesce(QUIESCE_S)
+
+    def register_buffer_to_engine(self) -> None:
+        """It is back, at the same addresses."""
+        self.transfers.resume()
+
+    def teardown(self) -> None:
+        """Stop."""
+        self.transfers.close()
+
+
+class KVSender(BaseKVSender):
+    """A request of the prefill side."""
+
+    def __init__(
+        self,
+        mgr: KVManager,
+        bootstrap_addr: str,
+        bootstrap_room: int,
+        req_has_disagg_prefill_dp_rank: bool = False,
+    ) -> None:
+        self.kv_mgr = mgr
+        self._early_send_wait_event: Any = None
+        self._row = 0
+        self._num_pages = 0
+        self._transfer = SentPrompt(mgr.transfers, bootstrap_room)
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        self._row = aux_index or 0
+
+    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
+        return num_pages > 0 or last_chunk
+
+    def send(
+        self,
+        kv_indices: Any,
+        state_indices: Sequence[Any] | None = None,
+        num_kv_tokens: int | None = None,
+    ) -> None:
+        layout, transfer = self.kv_mgr.layout, self._transfer
+        if transfer.stage is not Stage.WAITING:
+            return
+        early, self._early_send_wait_event = self._early_send_wait_event, None
+        pages = [int(page) for page in kv_indices]
+        self._num_pages += len(pages)
+        tokens = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
+        with self.kv_mgr.after(early):
+            transfer.grow(pages, tokens, page_groups=layout.kv_groups)
+            if state_indices is None:
+                transfer.publish()
+                return
+            self.kv_mgr.rows.fill(self._row)
+            transfer.complete(layout.last_blocks(state_indices, self._row, transfer.num_tokens))
+
+    def poll(self) -> int:
+        return int(self._transfer.poll())
+
+    poll_pp_consensus = poll
+
+    def get_transfer_metric(self) -> KVTransferMetric:
+        nbytes = self._num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
+        return KVTransferMetric(transfer_total_bytes=nbytes)
+
+    def mark_prefill_complete(self) -> None:
+        """Decode engines are not kept from allocating before."""
+
+    def failure_exception(self) -> NoReturn:
+        raise self._transfer.settle()
+
+    def clear(self) -> None:
+        self._transfer.abort()
+
+    def abort(self) -> None:
+        self._transfer.abort()
+
+
+class KVReceiver(BaseKVReceiver):
+    """A request of the decode side. `num_tokens`, `window_tokens` and `stream` are noted by `note_length`."""
+
+    require_staging = False
+    abort_notified = False
+
+    def __init__(
+        self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int | None = None
+    ) -> None:
+        self.kv_mgr = mgr
+        self.bootstrap_infos: list[object] = []
+        self.num_tokens = 0
+        self.window_tokens: int | None = None
+        self.stream: Any = None
+        self._address = bootstrap_addr
+        self._row = -1
+        self._is_met = False
+        self._transfer = LoadedPrompt(mgr.transfers, bootstrap_room or 0)
+
+    @property
+    def conclude_state(self) -> int | None:
+        """How it ended, if it has."""
+        stage = self._transfer.stage
+        return int(stage) if stage in {Stage.DONE, Stage.FAILED} else None
+
+    def init(self, prefill_dp_rank: int) -> None:
+        self._is_met = True
+        if self._transfer.stage is Stage.WAITING:
+            self._transfer.want(prefill_address(self._address, self.kv_mgr.transfers.config))
+
+    def send_metadata(
+        self,
+        kv_indices: Any,
+        aux_index: int | None = None,
+        state_indices: Sequence[Any] | None = None,
+        decode_prefix_len: int | None = None,
+        **_: object,
+    ) -> None:
+        self._row = aux_index or 0
+        ranges, blocks = self.kv_mgr.layout.to_load(
+            [int(page) for page in kv_indices],
+            state_indices or (),
+            self._row,
+            prefix_tokens=decode_prefix_len or 0,
+            num_tokens=self.num_tokens,
+            window_tokens=self.window_tokens,
+        )
+        with self.kv_mgr.after(self.stream):
+            self._transfer.load(ranges, blocks)
+
+    def poll(self) -> int:
+        stage = self._transfer.poll()
+        if stage is Stage.WAITING and not self._is_met:
+            return BOOTSTRAPPING
+        if stage is Stage.DONE and self._row >= 0:
+            with self.kv_mgr.after():
+                self.kv_mgr.rows.spread(self._row)
+            self._row = -1
+        return int(stage)
+
+    def failure_exception(self) -> NoReturn:
+        raise self._transfer.settle()
+
+    def clear(self) -> None:
+        self._transfer.abort()
+
+    def abort(self) -> None:
+        self._transfer.abort()
+
+    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
+        """`failure_exception` has ended the load, and waited for that."""
+
+
+class BootstrapServer(BaseKVBootstrapServer):
+    """Nothing: rank 0 answers at the bootstrap port, with the directory service."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address = (host, port)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+CLASSES = {
+    "kvargs": KVArgs,
+    "manager": KVManager,
+    "sender": KVSender,
+    "receiver": KVReceiver,
+    "bootstrap_server": BootstrapServer,
+}
+"""By the values of SGLang's `KVClassType`."""
+
+
+def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
+    """Hook before `DecodePreallocQueue._send_kv_metadata`: `kv_indices` are one for each token past the prefix."""
+    receiver, scheduler = decode_req.kv_receiver, queue.scheduler
+    receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
+    receiver.window_tokens = scheduler.sliding_window_size
+    # what overlapped scheduling still computes may write to blocks that were freed meanwhile
+    receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
+
+
+def _facts(server_args: Any) -> dict[str, object]:
+    parallel, disagg = get_parallel(), get_disagg()
+    environ = ("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
+    return {
+        "dp_size": parallel.dp_size,
+        "attention dp_size": parallel.attn_dp_size,
+        "attn_cp_size": parallel.attn_cp_size,
+        "dcp_size": parallel.attn_dcp_size,
+        "enable_kv_cache_sharding": parallel.enable_kv_cache_sharding,
+        "enable_pd_role_switch": disagg.enable_pd_role_switch,
+        "enable_hisparse": server_args.enable_hisparse,
+        **{name: os.environ.get(name, "").replace("0", "") for name in environ},
+    }
+
+
+def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool) -> Shape:
+    parallel = get_parallel()
+    model = ModelConfig.from_server_args(server_args)
+    tp_rank, tp_size = args.engine_rank, parallel.attn_tp_size
+    pp_rank, pp_size = args.pp_rank, parallel.pp_size
+    num_layers = model.num_hidden_layers
+    stage = range(*get_pp_indices(num_layers, pp_rank, pp_size))
+    has_latent = has_latent or args.is_hybrid_mla_backend
+    windows: set[int] = set()
+    if "swa" in args.state_types:
+        windows = {*(model.swa_attention_layer_ids or ())}
+    dtype = args.kv_cache_dtype_str
+    dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
+    heads = Heads.of(1 if has_latent else model.get_total_num_kv_heads(), tp_rank, tp_size)
+    device = server_args.device
+    return Shape(
+        tp_rank=tp_rank,
+        tp_size=tp_size,
+        pp_rank=pp_rank,
+        pp_size=pp_size,
+        is_prefill=is_prefill,
+        num_layers=num_layers,
+        kv_heads=heads,
+        window_heads=Heads.of(model.get_swa_num_kv_heads(1), tp_rank, tp_size),
+        kv_layers=[layer for layer in stage if layer not in windows],
+        window_layers=[layer for layer in stage if layer in windows],
+        has_latent=has_latent,
+        device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
+        dtype=f"{dtype}/{args.kv_layout}" if args.kv_layout else dtype,
+    )

@@ -1,0 +1,148 @@
+"""SGLang's arguments in kvconnector's terms, and the deployments that are refused at start."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
+from kvconnector.errors import AuthenticationError, ConfigError
+from kvconnector.ids import EngineAddress, EngineId
+from kvconnector.runtime.channels import security_of
+
+WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - named to be replaced by an address
+KEY_FILES = ("CONTROL_SECRET_KEY_FILE", "CONTROL_AUTHORIZED_CLIENTS_FILE")
+
+
+def prefill_engine_id(bootstrap_port: int) -> str:
+    """The name of the prefill engine at this port: a decode engine knows no more of it than its host and port."""
+    return f"sglang-prefill-{bootstrap_port}"
+
+
+def connector_config(
+    *,
+    is_prefill: bool,
+    host: str,
+    bootstrap_port: int,
+    unique_name: str,
+    environ: Mapping[str, str],
+) -> ConnectorConfig:
+    """The settings of one engine: `KVCONNECTOR_*` over what follows from SGLang's arguments.
+
+    Args:
+        is_prefill: Whether this is the prefill engine.
+        host: `--host`; its address is bound unless `control.host` names another.
+        bootstrap_port: `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
+        unique_name: A decode engine's name, the same in all its ranks.
+        environ: The environment.
+
+    Raises:
+        ConfigError: a setting is malformed, or contradicts SGLang's arguments.
+    """
+    bound = environ.get(f"{ENV_PREFIX}CONTROL_HOST") or _address(host)
+    control: dict[str, Any] = {"host": bound}
+    if bound in WILDCARDS:
+        control["advertise_host"] = _own_address(bound)
+    has_keys = any(environ.get(ENV_PREFIX + name) for name in KEY_FILES)
+    if is_loopback(bound) and not has_keys:
+        control["insecure"] = True
+    if is_prefill:
+        control["port"] = bootstrap_port
+    name = prefill_engine_id(bootstrap_port) if is_prefill else unique_name
+    role = "producer" if is_prefill else "consumer"
+    base = {"engine_id": name, "role": role, "control": control}
+    config = ConnectorConfig.from_env(environ, base)
+    fixed: dict[str, tuple[object, object]] = {"role": (config.role, role)}
+    if is_prefill:
+        fixed["engine_id"] = (config.engine_id, name)
+        fixed["control.port"] = (config.control.port, bootstrap_port)
+    for setting, (found, wanted) in fixed.items():
+        if found != wanted:
+            raise ConfigError(
+                f"{setting} follows from SGLang's arguments: remove the variable that sets it",
+                found=found,
+                follows=wanted,
+            )
+    return config
+
+
+def prefill_address(bootstrap_addr: str, config: ConnectorConfig) -> EngineAddress:
+    """Where a prefill engine's directory service is, and its public key where keys are used.
+
+    The key is that of the line in `control.authorized_clients_file` that has `bootstrap_addr` after the key. Without
+    such a line it is the only key there besides our own, or our own, where all engines share one.
+
+    Args:
+        bootstrap_addr: `host:port`, as the router names it.
+        config: This engine's settings.
+
+    Raises:
+        ConfigError: no port.
+        AuthenticationError: several keys, and none of them has this address.
+    """
+    host, _, port = bootstrap_addr.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError("a bootstrap address is host:port", address=bootstrap_addr)
+    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return EngineAddress(
+        EngineId(prefill_engine_id(int(port))),
+        f"tcp://{shown}:{port}",
+        _key_of(bootstrap_addr, config),
+    )
+
+
+def _key_of(bootstrap_addr: str, config: ConnectorConfig) -> str:
+    security = security_of(config)
+    if security is None:
+        return ""
+    text = Path(config.control.authorized_clients_file).read_text(encoding="utf-8")
+    for line in text.splitlines():
+        key, *comment = line.split()[:2] or [""]
+        if comment == [bootstrap_addr] and key in security.authorized_clients:
+            return key
+    others = security.authorized_clients - {security.public_key} or security.authorized_clients
+    if len(others) > 1:
+        raise AuthenticationError(
+            "which key is this prefill engine's? Write its bootstrap address after its key in the file that"
+            " control.authorized_clients_file names",
+            address=bootstrap_addr,
+            keys=len(others),
+        )
+    return next(iter(others))
+
+
+def _address(host: str) -> str:
+    """The address of a name; ZMQ binds no names."""
+    try:
+        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError("--host has no address", host=host, reason=str(error)) from error
+
+
+def _own_address(wildcard: str) -> str:
+    """The address that this host uses towards others; nothing is sent."""
+    family, remote = (
+        (socket.AF_INET6, "2001:db8::1") if ":" in wildcard else (socket.AF_INET, "192.0.2.1")
+    )
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((remote, 9))
+        except OSError:
+            return WILDCARDS[wildcard]
+        return str(probe.getsockname()[0])
+
+
+def refuse_unsupported(facts: Mapping[str, object]) -> None:
+    """Refuse what is not transferred, before anything is allocated.
+
+    Args:
+        facts: SGLang's arguments by name, each of which must be absent: false, None, 0, 1 or empty.
+
+    Raises:
+        ConfigError: some are not; the text names all.
+    """
+    found = {name: value for name, value in facts.items() if value not in (None, False, 0, 1, "")}
+    if found:
+        raise ConfigError("kvconnector does not transfer the caches of SGLang with", **found)
