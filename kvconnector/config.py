@@ -114,6 +114,10 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A consumer reads its producer's pools itself: `auto` wherever it can, which takes one host; `always` the
     same with a warning where it cannot. `never` also keeps this worker's pools from its consumers.
     """
+    shared_folder: str = ""
+    """A folder that engines in other containers of this node see as well, such as a volume of both pods: by it a
+    consumer reads caches in CPU memory directly. Both engines name it, where it is mounted in each, and have one user.
+    """
 
 
 class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

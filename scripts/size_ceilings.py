@@ -37,7 +37,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2446),
     "kvconnector/control": Size(1420, target=1330),
-    "kvconnector/datapath": Size(4660, target=4050),
+    "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2860, target=2810),
     "kvconnector/integrations/sglang": Size(1470, target=900),
     "kvconnector/layout": Size(560, target=520),
@@ -61,7 +61,7 @@ ROOMS: dict[str, Size] = {
     "tests/control": Size(440),
     "tests/docs": Size(440),
     "tests/golden": Size(60),
-    "tests/hosts": Size(1080),
+    "tests/hosts": Size(1248),
     "tests/integration": Size(1540),
     "tests/kernels": Size(1900),
     "tests/property": Size(3160),
@@ -72,7 +72,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(924),
     "tests/unit/control": Size(150),
-    "tests/unit/datapath": Size(2070),
+    "tests/unit/datapath": Size(2168),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(1980),
     "tests/unit/session": Size(1440),
@@ -81,9 +81,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6483, target=5360),
-    ("kvconnector",): Size(33550, target=27400),
+    ("kvconnector",): Size(33741, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(29929, target=24800),
+    ("tests",): Size(30220, target=24800),
 }
 
 

@@ -304,7 +304,7 @@ class PeerGreeting(ExitStack):
         check.device = command.export.device
         try:
             check_export(command.export, command.theirs)
-            RemotePools(command.export, self._device).close()
+            RemotePools(command.export, self._device, self._config.paths.shared_folder).close()
             check.not_direct = ""
         except KVConnectorError as error:
             check.not_direct = error.statement

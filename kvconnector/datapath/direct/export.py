@@ -20,14 +20,16 @@ from kvconnector.wire.export import (
 
 class PoolExporter:
     """What consumers are told of `pools` and `board`. On the CPU it moves the pools into the memory that the board is
-    in: nobody may write them meanwhile. `message` is valid until the board is closed.
+    in: nobody may write them meanwhile. `message` is valid until the board is closed. Consumers in other containers get
+    the memory by `shared_folder`, if it is named.
 
     Raises:
+        ConfigError: `shared_folder` is not there, or this process may not write it.
         TransportError: pools that are too large to be told, that cannot be shared (see `SharedMemory.share`), or CUDA
             memory that has no IPC handle.
     """
 
-    def __init__(self, pools: Pools, board: LeaseBoard) -> None:
+    def __init__(self, pools: Pools, board: LeaseBoard, shared_folder: str = "") -> None:
         self.board = board
         is_cuda = pools.device.startswith("cuda")
         tables = _tables_of(pools)
@@ -43,6 +45,8 @@ class PoolExporter:
             allocations=_allocations_of(pools) if is_cuda else (),
         )
         board.memory.seal()
+        if shared_folder and not is_cuda:
+            board.memory.serve(shared_folder)
 
 
 def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:

@@ -8,22 +8,32 @@ import os
 
 import numpy as np
 
+from kvconnector.datapath.direct.descriptor_socket import fetch_descriptor
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport
+
+_OR_ELSEWHERE = (
+    ", or in another container: caches in CPU memory need paths.shared_folder on both sides, those on GPUs one pid and"
+    " ipc namespace (hostPID and hostIPC)"
+)
+_ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
 
 
 class PeerMemory:
     """The file that `export` names, as bytes in `array`; `places` are its ranges: address there, bytes, what to add for
-    the address here.
+    the address here. That of a CPU is looked for in `shared_folder` alone, if one is named.
 
     Raises:
-        TransportError: another host or pid namespace, no permission, or a file that is not what a producer shares.
+        TransportError: another host or container, no permission, or a file that is not what a producer shares.
         PeerLostError: there is no such process any more.
     """
 
-    def __init__(self, export: PoolExport) -> None:
+    def __init__(self, export: PoolExport, shared_folder: str = "") -> None:
         self._pid, self._statm = export.pid, -1
-        fd = _open(export, f"fd/{export.fd}")
+        if shared_folder and export.device == "cpu":
+            fd = fetch_descriptor(shared_folder, export.nonce)
+        else:
+            fd = _open(export, f"fd/{export.fd}")
         try:
             nbytes = _checked_nbytes(fd, export)
             self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
@@ -36,9 +46,7 @@ class PeerMemory:
         self.array = np.frombuffer(self._memory, np.uint8)
         if self.array[:NONCE_BYTES].tobytes() != export.nonce:
             self.close()
-            raise TransportError(
-                "the producer's process id is another process here", pid=export.pid
-            )
+            raise TransportError(_ANOTHER, pid=export.pid)
         if export.device == "cuda":
             self._statm = _open(export, "statm")
         here = self.array.ctypes.data
@@ -76,10 +84,10 @@ def _open(export: PoolExport, name: str) -> int:
         ) from error
     except OSError as error:
         if not os.path.exists(f"/proc/{export.pid}"):
-            raise PeerLostError("the producer's process is gone", pid=export.pid) from error
-        raise TransportError(
-            "the producer's process id is another process here", pid=export.pid, reason=str(error)
-        ) from error
+            raise PeerLostError(
+                f"the producer's process is gone{_OR_ELSEWHERE}", pid=export.pid
+            ) from error
+        raise TransportError(_ANOTHER, pid=export.pid, reason=str(error)) from error
 
 
 def _checked_nbytes(fd: int, export: PoolExport) -> int:

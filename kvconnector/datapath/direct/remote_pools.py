@@ -24,21 +24,21 @@ Place = tuple[int, int, int]
 
 class RemotePools:
     """An export, opened: part tables with the addresses that kernels on `device` read, and the lease board. `export`
-    must have passed `check_export`.
+    must have passed `check_export`. `shared_folder`: see `PeerMemory`.
 
     Raises:
-        TransportError: another host or pid namespace, no permission, other devices, or memory that cannot be mapped.
+        TransportError: another host or container, no permission, other devices, or memory that cannot be mapped.
         PeerLostError: the producer's process is gone.
     """
 
-    def __init__(self, export: PoolExport, device: str) -> None:
+    def __init__(self, export: PoolExport, device: str, shared_folder: str = "") -> None:
         kind = device.partition(":")[0]
         if export.device != kind:
             raise TransportError(
                 "pools of another kind of device", theirs=export.device, ours=device
             )
         self._num_buckets = export.num_buckets
-        self._memory = PeerMemory(export)
+        self._memory = PeerMemory(export, shared_folder)
         self._board_address = self._memory.array.ctypes.data + BOARD_OFFSET
         self._mappings: Mappings | None = None
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kvconnector.datapath.direct.descriptor_socket import DescriptorServer
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import BOARD_OFFSET, NONCE_BYTES, SharedRange
 
@@ -48,6 +49,7 @@ class SharedMemory:
         nbytes += BOARD_OFFSET
         self._nbytes = nbytes + -nbytes % PAGE_BYTES
         self._places: list[SharedRange] = []
+        self._server: DescriptorServer | None = None
         try:
             self.fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, self._nbytes)
@@ -93,8 +95,15 @@ class SharedMemory:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
+    def serve(self, folder: str) -> None:
+        """Let processes in other containers that see `folder` open it, too. Raises ConfigError: it cannot be used."""
+        self._server = DescriptorServer(folder, self.fd, self.nonce)
+
     def close(self) -> None:
         """Let nobody open it any more. It stays where it is mapped. Idempotent."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
         fd, self.fd = self.fd, -1
         _open.discard(self)
         if fd >= 0:

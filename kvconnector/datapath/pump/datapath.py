@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+from kvconnector.config import PathsConfig
 from kvconnector.datapath.base import DataEvent, DirectRead, EventQueue, Program
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
@@ -69,7 +70,7 @@ class DataPath:
     calls it.
 
     `share` lets consumers read this worker's pools; None where that is not possible, or nobody's wish. `reads_directly`
-    lets it read those of others. `always_direct`: see `DirectReads`.
+    lets it read those of others. `paths`: see `DirectReads`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class DataPath:
         *,
         share: PoolExporter | None = None,
         reads_directly: bool = False,
-        always_direct: bool = False,
+        paths: PathsConfig,
         device: str,
         send_slots: SlotPool | None,
         recv_slots: SlotPool | None,
@@ -123,7 +124,7 @@ class DataPath:
             is_enabled=reads_directly,
             device=device,
             fall_back=self.receives.submit,
-            always=always_direct,
+            paths=paths,
             clock=clock,
         )
         self._share = share

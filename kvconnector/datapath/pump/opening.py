@@ -49,7 +49,8 @@ def open_datapath(
         clock: the loop's, in seconds.
 
     Raises:
-        ConfigError: one token of one part of some layer does not fit a chunk, or what checks chunks is not installed.
+        ConfigError: one token of one part of some layer does not fit a chunk, what checks chunks is not installed, or
+            `paths.shared_folder` cannot be used.
         TransportError: the device lacks what copies need.
     """
     device, is_checked = pools.device, config.verify == "checksum"
@@ -67,9 +68,11 @@ def open_datapath(
         transport,
         network,
         copies,
-        share=_share(pools, copies) if is_direct and send_slots else None,
+        share=_share(pools, copies, config.paths.shared_folder)
+        if is_direct and send_slots
+        else None,
         reads_directly=bool(is_direct and recv_slots) and _can_read(copies),
-        always_direct=config.paths.direct == "always",
+        paths=config.paths,
         device=device,
         send_slots=send_slots,
         recv_slots=recv_slots,
@@ -124,15 +127,17 @@ def _open_copies(
         raise as_connector_error(error) from error
 
 
-def _share(pools: Pools, copies: Copies) -> PoolExporter | None:
-    """This worker's pools for consumers, or None; the log says why not."""
+def _share(pools: Pools, copies: Copies, shared_folder: str) -> PoolExporter | None:
+    """This worker's pools for consumers, or None; the log says why not. Raises ConfigError: see `PoolExporter`."""
     try:
         with ExitStack() as stack:
             board = LeaseBoard(copies.open_writer)
             stack.callback(board.close)
-            share = PoolExporter(pools, board)
+            share = PoolExporter(pools, board, shared_folder)
             stack.pop_all()
             return share
+    except ConfigError:
+        raise
     except KVConnectorError as error:
         logger.info("no consumer can read these pools directly: %s", error)
         return None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from kvconnector.config import PathsConfig
 from kvconnector.datapath.base import DirectRead, EventQueue, Program
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
@@ -60,8 +61,8 @@ class _Read(msgspec.Struct, eq=False):
 class DirectReads:
     """All direct reads of one worker, unless it has no direct path. What becomes of them goes to `report`.
 
-    `fall_back` takes the reads that their producer is to send. `always`: where a producer's pools cannot be read, the
-    log warns of it.
+    `fall_back` takes the reads that their producer is to send. `paths` says where pools are found, and whether the log
+    warns if they cannot be read.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class DirectReads:
         is_enabled: bool,
         device: str,
         fall_back: Callable[[int, Program], None],
-        always: bool = False,
+        paths: PathsConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._machine = machine
@@ -81,7 +82,7 @@ class DirectReads:
         self._report = report
         self._device = device
         self._fall_back = fall_back
-        self._always = always
+        self._paths = paths
         self._clock = clock
         self._waiting: list[_Read] = []
         self._sources: dict[LinkId, _Source] = {}
@@ -102,13 +103,13 @@ class DirectReads:
         try:
             self._sources[link] = _Source(self._open(export))
         except KVConnectorError:
-            if self._always:
+            if self._paths.direct == "always":
                 logger.warning("paths.direct is always, but a producer's pools cannot be read")
             raise
         return self._copies.means
 
     def _open(self, export: PoolExport) -> RemotePools:
-        remote = RemotePools(export, self._device)
+        remote = RemotePools(export, self._device, self._paths.shared_folder)
         try:
             self._copies.prepare(remote)
         except BaseException:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from kvconnector.config import PathsConfig
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
@@ -21,6 +22,7 @@ from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 DEADLINE_S = 30.0
 QUARANTINE_S = 60.0
 PACE = Pace(spin_s=20e-6, look_s=20e-6, pause_s=0.0)
+PATHS = PathsConfig()
 TO_D, TO_P = LinkId(-1), LinkId(1)
 
 
@@ -37,7 +39,7 @@ class Side(Caches):
         min_streamed_bytes=1 << 20,
         clock=time.monotonic,
         direct=False,
-        always_direct=False,
+        paths=PATHS,
         is_checked=False,
         **transport,
     ):
@@ -52,7 +54,7 @@ class Side(Caches):
             copies,
             share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
             reads_directly=direct,
-            always_direct=always_direct,
+            paths=paths,
             device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnector.config import PathsConfig
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.reads import MAX_PATIENCE_S
 from kvconnector.errors import PeerLostError, TransportError
@@ -215,7 +216,7 @@ def test_exports_that_are_not_what_they_say(pair, tmp_path):
 
 
 def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(caplog):
-    with closing(DirectPair.connect(always_direct=True)) as pair:
+    with closing(DirectPair.connect(paths=PathsConfig(direct="always"))) as pair:
         pair.d.path.reads.close(TO_P)
         elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))
         with pytest.raises(TransportError, match="another process"):

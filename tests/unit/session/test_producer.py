@@ -124,8 +124,10 @@ def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served
     for link, read_id in ((-1, 5), (-3, 4)):
         side.tell(ev.FromPeer(link, harness.read(read_id)))
     side.tell(ev.LinkLost(-1, PeerLostError("gone")))
-    sent = harness.of(side.tell(harness.granted()), cmd.StartSend)
+    commands = side.tell(harness.granted())
+    sent = harness.of(commands, cmd.StartSend)
     assert [command.read.read_id for command in sent] == [4]
+    assert not harness.messages(commands, m.ReadRefused)
 
 
 @pytest.mark.parametrize("is_reading", [True, False])

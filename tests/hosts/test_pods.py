@@ -1,0 +1,64 @@
+"""Engines of one node whose pods have no namespace in common read directly through a volume, or say why not."""
+
+import os
+import signal
+from contextlib import ExitStack
+
+import pytest
+
+from kvconnector.errors import ConfigError
+from tests.hosts.network import descendants
+from tests.hosts.pods import SOURCE, TARGET, TOKENS, Pods, begin_load, load
+from tests.integration.runtime_pair import same, until
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.ucx,
+    pytest.mark.slow,
+    pytest.mark.timeout(170),
+]
+
+
+@pytest.fixture
+def pods(network, tmp_path):
+    with ExitStack() as stack:
+        yield Pods(network, tmp_path, stack)
+
+
+@pytest.mark.parametrize(
+    "theirs, path",
+    [
+        ({}, "direct"),
+        ({"folder": ""}, "packed"),
+        ({"mounts": False}, "packed"),
+    ],
+    ids=["one volume", "the producer names none", "another volume"],
+)
+def test_pods_of_one_node_read_directly_by_a_volume_of_both(pods, theirs, path):
+    p, d = pods.start("p", "producer", **theirs), pods.start("d", "consumer")
+    assert load(p, d, "r") == {path}
+    assert len(list(pods.volume.iterdir())) == (path == "direct")
+
+
+def test_a_pod_is_killed_in_mid_read_and_another_takes_its_place(pods):
+    """What is mapped outlives its producer, and the lease was never taken back. The next one removes its socket."""
+    p, d = pods.start("p", "producer", seed=1), pods.start("d", "consumer")
+    expected = p.dense(SOURCE, TOKENS)
+    assert load(p, d, "v") == {"direct"}
+    begin_load(p, d, "w", is_held=True)
+    for pid in descendants(p.child.pid):
+        os.kill(pid, signal.SIGKILL)
+    p.kill()
+    d.go_on()
+    until(lambda: d.receives("w"))
+    assert d.call("failed") == {}
+    assert same(expected, d.dense(TARGET, TOKENS))
+    (stale,) = pods.volume.iterdir()
+    assert load(pods.start("p", "producer", seed=2), d, "x") == {"direct"}
+    (current,) = pods.volume.iterdir()
+    assert current != stale
+
+
+def test_a_volume_that_is_missing_ends_the_start(pods):
+    with pytest.raises(ConfigError, match=r"paths.shared_folder must be a folder .*No such file"):
+        pods.start("p", "producer", folder="/run/nowhere")

@@ -1,0 +1,114 @@
+"""A descriptor handed over by a socket in a folder: to this user, who knows the nonce, while its owner lives."""
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import closing, contextmanager
+
+import pytest
+
+from kvconnector.datapath.direct import descriptor_socket
+from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, fetch_descriptor
+from kvconnector.errors import ConfigError, PeerLostError, TransportError
+
+NONCE = bytes(range(16))
+
+
+@contextmanager
+def server_of(folder, text=b"pools"):
+    fd = os.memfd_create("test")
+    os.write(fd, text)
+    server = DescriptorServer(str(folder), fd, NONCE)
+    try:
+        yield
+    finally:
+        server.close()
+        os.close(fd)
+
+
+def fetched(folder):
+    fd = fetch_descriptor(str(folder), NONCE)
+    try:
+        return os.pread(fd, 100, 0)
+    finally:
+        os.close(fd)
+
+
+def test_who_knows_the_nonce_gets_it_until_it_is_closed(tmp_path):
+    """Also where the folder's name is longer than a socket's address may be."""
+    folder = tmp_path / ("f" * 120)
+    folder.mkdir()
+    with server_of(folder):
+        (path,) = folder.iterdir()
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert NONCE.hex()[:16] not in path.name
+        # what says nothing, or something else, gets nothing, and is in nobody's way
+        link = tmp_path / "short"
+        link.symlink_to(path)
+        with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as other:
+            other.connect(str(link))
+            other.sendall(bytes(16))
+            assert socket.recv_fds(other, 1, 1)[:2] == (b"", [])
+            silent.connect(str(link))
+            silent.shutdown(socket.SHUT_WR)
+            assert fetched(folder) == b"pools"
+    assert list(folder.iterdir()) == []
+    with pytest.raises(TransportError, match="not in paths"):
+        fetched(folder)
+
+
+def in_another_process(folder, program):
+    """Run a program in an interpreter of its own, where `t` is this module."""
+    program = f"import os, tests.unit.datapath.test_descriptor_socket as t\n{program}"
+    command = [sys.executable, "-c", program, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)
+
+
+DIE = "import sys\nwith t.server_of(sys.argv[1]): os._exit(0)"
+SERVE = """import sys
+sys.stdin.readline()
+os.setuid(12345)
+with t.server_of(sys.argv[1]):
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_next_producer_removes_what_a_dead_one_left_and_nothing_else(tmp_path):
+    with in_another_process(tmp_path, DIE) as dead:
+        dead.wait(60)
+    (stale,) = tmp_path.iterdir()
+    with pytest.raises(PeerLostError, match="gone"):
+        fetched(tmp_path)
+    (tmp_path / "kvconnector-file.sock").touch()
+    with closing(DescriptorServer(str(tmp_path), 0, bytes(16))):
+        assert not stale.exists()
+        with server_of(tmp_path):
+            assert fetched(tmp_path) == b"pools"
+            assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+def test_another_user_gets_nothing_and_is_not_believed(monkeypatch):
+    with tempfile.TemporaryDirectory() as name, in_another_process(name, SERVE) as theirs:
+        os.chmod(name, 0o777)
+        theirs.stdin.write(b"go\n")
+        theirs.stdin.flush()
+        theirs.stdout.readline()
+        with pytest.raises(TransportError, match="belongs to another user"):
+            fetched(name)
+        monkeypatch.setattr(descriptor_socket, "_is_same_user", lambda server: True)
+        with pytest.raises(TransportError, match="gives its memory to nobody"):
+            fetched(name)
+        theirs.stdin.close()
+
+
+def test_a_folder_that_cannot_be_used_is_a_setting_that_is_wrong(tmp_path):
+    (tmp_path / "file").touch()
+    for name, reason in (("nowhere", "No such file"), ("file", "Not a directory")):
+        with pytest.raises(ConfigError, match=rf"a folder that this process may write.*{reason}"):
+            DescriptorServer(str(tmp_path / name), 0, NONCE)
+        with pytest.raises(TransportError):
+            fetched(tmp_path / name)
