@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 from typing import NamedTuple, NewType
 
+import msgspec
+
 EngineId = NewType("EngineId", str)
 """The operator's or the engine's name for one engine (all its ranks). Stable over restarts."""
 
@@ -26,7 +28,7 @@ class Rank(NamedTuple):
         return f"pp{self.pp_rank}tp{self.tp_rank}"
 
 
-class EngineAddress(NamedTuple):
+class EngineAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A producer engine as a request names it. One id at two addresses is two engines: an address came through a
     router, and a wrong one must not harm the right engine.
     """

@@ -74,7 +74,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2168),
     "tests/unit/minillm": Size(1785),
-    "tests/unit/runtime": Size(1980),
+    "tests/unit/runtime": Size(2002),
     "tests/unit/session": Size(1440),
     "tests/vllm": Size(5410),
 }
@@ -83,7 +83,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6483, target=5360),
     ("kvconnector",): Size(33741, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30220, target=24800),
+    ("tests",): Size(30256, target=24800),
 }
 
 

@@ -235,7 +235,7 @@ class PeerGreeting(ExitStack):
         """
         deadline_s = time.monotonic() + limit_s
         while not is_enough() and time.monotonic() < deadline_s:
-            self._links.outgoing.flush()
+            self._links.flush()
             for completion in self._transport.progress():
                 self._warm_ups.complete(completion)
             arrived = [(link, payload) for link, payload, _ in self._links.poll()]

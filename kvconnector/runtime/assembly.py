@@ -19,7 +19,6 @@ from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.executor import Executor, hello_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.traces import Traces
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport import Transport
@@ -77,7 +76,7 @@ def build_driver(
         hello=hello_of(engine, rank, incarnation, config, transport),
         transport=transport,
         security=security_of(config),
-        traces=Traces(config.slow_load_s),
+        slow_load_s=config.slow_load_s,
         report=events.append,
         clock=clock,
     )

@@ -18,7 +18,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.links import Link, Links, Route
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.traces import Traces
+from kvconnector.runtime.traces import ended_lease, finished_load
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -62,10 +62,6 @@ def _of_fields(act: Callable[..., None]) -> Callable[[Any], None]:
     return lambda command: act(*msgspec.structs.astuple(command))
 
 
-def _log_engine(engine_id: str, summary: str) -> None:
-    logger.info("engine %s is met; here over there: %s", engine_id, summary)
-
-
 class Executor:
     """Carries commands out on a worker's links and data path. What follows at once goes to `report`."""
 
@@ -79,7 +75,7 @@ class Executor:
         hello: m.Hello,
         transport: Transport,
         security: Security,
-        traces: Traces,
+        slow_load_s: float,
         report: Callable[[object], None],
         clock: Callable[[], float],
     ) -> None:
@@ -90,7 +86,7 @@ class Executor:
         self._hello = hello
         self._transport = transport
         self._security = security
-        self._traces = traces
+        self._slow_load_s = slow_load_s
         self._report = report
         self._clock = clock
 
@@ -112,7 +108,9 @@ class Executor:
             cmd.StartReceive: self._start_receive,
             cmd.StopReceive: _of_fields(datapath.stop_receive),
             cmd.DrainReceive: _of_fields(datapath.receives.drain),
-            cmd.LogEngine: _of_fields(_log_engine),
+            cmd.LogEngine: _of_fields(
+                partial(logger.info, "engine %s is met; here over there: %s")
+            ),
             cmd.OpenExport: self._open_export,
             cmd.PublishLease: lambda c: datapath.publish_lease(c.key, *c.watermark),
             cmd.RetractLease: _of_fields(datapath.retract_lease),
@@ -171,7 +169,8 @@ class Executor:
             self._datapath.reads.close(link.number, partial(self._links.close, link))
 
     def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
-        self._links.change_back(command.link)
+        if (link := self._links.get(command.link)) is not None:
+            self._links.change_back(link)
         self._datapath.sends.close_endpoint(command.link)
 
     def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
@@ -260,17 +259,15 @@ class Executor:
         )
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
-        stats = self._traces.release(command, self._clock())
-        self._outbox.released(command.request_id, command.outcome, stats)
+        trace = ended_lease(command, self._clock())
+        self._outbox.released(command.request_id, command.outcome, trace)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
-        stats = self._traces.finish_load(command, self._clock(), self._is_tcp_fallback)
+        ended = finished_load(command, self._clock(), self._slow_load_s, self._is_tcp_fallback)
         if command.error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", command.request_id, command.error)
-            self._outbox.failed(command.request_id, command.error, stats)
-            return
-        self._outbox.loaded(command.request_id, stats)
+        self._outbox.load_ended(command.request_id, command.error, *ended)
 
     def _is_tcp_fallback(self, number: LinkId) -> bool:
         link = self._links.get(number)

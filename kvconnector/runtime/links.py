@@ -17,9 +17,8 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
-from typing import TypeAlias
 
 from kvconnector.control.base import (
     ControlChannel,
@@ -32,7 +31,6 @@ from kvconnector.control.refusals import Refusals
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
 from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import KVConnectorError, PeerLostError
-from kvconnector.runtime.outgoing import Outgoing
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import RankGeometry
@@ -43,13 +41,15 @@ from kvconnector.transport.base import (
     ControlFailed,
     ControlMessage,
 )
-from kvconnector.wire import encode
+from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
 
 MAX_CLOSED_INBOXES = 4096
 """Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
+MAX_BATCH_BYTES = 32 << 10
+"""Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,10 @@ class Link:
     negative numbers.
 
     `handle` is its control connection, None once that has ended. `endpoint` is the transport's for our messages, 0
-    while they travel on the control connection; one that `answers_only` waits until the peer has written to its inbox,
-    whose messages `opener` checks. `consumer` names one that may have mapped this worker's CUDA memory. `export` is
-    what a producer holds whose pools can be read from here.
+    while they travel on the control connection; one that the link does not own, the peer's for its reads, is used once
+    the peer has written to its inbox, whose messages `opener` checks. `consumer` names one that may have mapped this
+    worker's CUDA memory. `export` is what a producer holds whose pools can be read from here. `unsent` are messages of
+    this turn, in their order.
     """
 
     number: LinkId
@@ -81,11 +82,12 @@ class Link:
     sealer: Sealer | None = None
     endpoint: int = 0
     owns_endpoint: bool = False
-    answers_only: bool = False
     is_tcp_fallback: bool = False
     consumer: str = ""
     export: RankGeometry | None = None
     route: Route | None = None
+    unsent: list[bytes] = field(default_factory=list)
+    unsent_bytes: int = 0
 
     def __repr__(self) -> str:
         way = "transport" if self.uses_transport else "control channel"
@@ -96,11 +98,9 @@ class Link:
     @property
     def uses_transport(self) -> bool:
         """Returns True if our messages travel over the transport by now."""
-        may_write = not self.answers_only or (self.opener is not None and self.opener.has_opened)
-        return bool(self.endpoint) and self.sealer is not None and may_write
-
-
-Arrived: TypeAlias = tuple[Link, bytes]
+        if not self.endpoint or self.sealer is None:
+            return False
+        return self.owns_endpoint or (self.opener is not None and self.opener.has_opened)
 
 
 class Links:
@@ -131,7 +131,7 @@ class Links:
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
         self._gone: set[PeerHandle] = set()
         self._incoming = count(1)
-        self.outgoing = Outgoing(self._post)
+        self._with_unsent: deque[Link] = deque()
         self.refusals = Refusals(logger)
         self.has_more = False
 
@@ -149,10 +149,6 @@ class Links:
     def get(self, number: LinkId) -> Link | None:
         """Return the link of this number, unless it was forgotten."""
         return self._by_number.get(number)
-
-    def at(self, handle: PeerHandle) -> Link | None:
-        """Return the link of a control connection."""
-        return self._by_handle.get(handle)
 
     def peer_of(self, number: LinkId) -> str:
         """Return the address of the peer at a link, for texts."""
@@ -172,11 +168,12 @@ class Links:
     def close(self, link: Link) -> None:
         """Forget a link, and end its connections after what was sent on them. Idempotent."""
         self.leave_transport(link)
-        self.outgoing.forget(link.number)
+        link.unsent.clear()
         if self._by_number.pop(link.number, None) is not None and link.handle is not None:
             del self._by_handle[link.handle]
             self.control.disconnect(link.handle)
             self._gone.add(link.handle)
+            link.handle = None
 
     def lose(self, link: Link, error: KVConnectorError, *, has_left: bool = False) -> None:
         """End a link whose peer misbehaved, was lost, or `has_left` with a goodbye."""
@@ -204,8 +201,8 @@ class Links:
         goodbye = encode(m.Bye(text="the worker is closing"))
         for link in self:
             if link.number < 0:
-                self.outgoing.add(link.number, goodbye)
-        self.outgoing.flush()
+                self.queue(link, goodbye)
+        self.flush()
 
     def _add(self, number: LinkId, handle: PeerHandle) -> Link:
         link = self._by_number[number] = self._by_handle[handle] = Link(number, handle)
@@ -242,24 +239,22 @@ class Links:
         """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by `endpoint`."""
         if link.peer is None or endpoint is None:
             return None
-        link.endpoint, link.answers_only = endpoint, True
+        link.endpoint = endpoint
         return self.open_inbox(link)
 
     def change_over(self, link: Link, endpoint: int) -> None:
         """From now on write to the peer by `endpoint`, which ends with the link, if both have named an inbox."""
-        self.outgoing.flush_link(link.number)
-        link.endpoint, link.owns_endpoint, link.answers_only = endpoint, True, False
+        self._send_unsent(link)
+        link.endpoint, link.owns_endpoint = endpoint, True
 
-    def change_back(self, number: LinkId) -> None:
-        """Write nothing more over the transport: the endpoint of a link is about to close."""
-        self.outgoing.flush_link(number)
-        link = self._by_number.get(number)
-        if link is not None:
-            link.endpoint = 0
+    def change_back(self, link: Link) -> None:
+        """Write nothing more over the transport: the endpoint of the link is about to close."""
+        self._send_unsent(link)
+        link.endpoint = 0
 
     def leave_transport(self, link: Link) -> None:
         """Send what is queued, then neither read nor write over the transport. Idempotent."""
-        self.outgoing.flush_link(link.number)
+        self._send_unsent(link)
         if link.tag:
             del self._by_tag[link.tag], self._limits[link.tag]
             self._closed.append(link.tag)
@@ -271,10 +266,32 @@ class Links:
     # -- messages --
 
     def send(self, link: Link, message: m.Message) -> None:
-        """Send a message with the others of this turn. No effect on a link that is lost."""
-        self.outgoing.add(link.number, encode(message))
+        """As `queue`, of a message."""
+        self.queue(link, encode(message))
 
-    def receive(self, *, progress: bool = False) -> Iterator[Arrived]:
+    def flush(self) -> None:
+        """Send what is queued, one batch a link, or several where that would be too long."""
+        while self._with_unsent:
+            self._send_unsent(self._with_unsent.popleft())
+
+    def queue(self, link: Link, payload: bytes) -> None:
+        """Send an encoded message with the others of this turn. No effect on a link that is lost."""
+        is_full = link.unsent_bytes + len(payload) > MAX_BATCH_BYTES
+        if is_full or len(link.unsent) >= m.MAX_BATCH_MESSAGES:
+            self._send_unsent(link)
+        if not link.unsent:
+            self._with_unsent.append(link)
+            link.unsent_bytes = 0
+        link.unsent.append(payload)
+        link.unsent_bytes += len(payload)
+
+    def _send_unsent(self, link: Link) -> None:
+        """Send what is queued for a link, before it closes or changes its way."""
+        if link.unsent:
+            unsent, link.unsent = link.unsent, []
+            self._post(link, encode_batch(unsent))
+
+    def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
         """Yield what came over the transport, in order. Ask again while it `has_more`. `progress`: see
         `Transport.receive_control`.
         """
@@ -318,7 +335,7 @@ class Links:
         if not link.is_lost:
             self._end(link, arrival.error)
 
-    def _open(self, message: ControlMessage) -> Arrived | None:
+    def _open(self, message: ControlMessage) -> tuple[Link, bytes] | None:
         link = self._by_tag.get(message.tag)
         if link is None or link.is_lost:
             return None  # it ended with a message before this one
@@ -331,10 +348,9 @@ class Links:
             self.lose(link, error)
         return None
 
-    def _post(self, number: LinkId, payload: bytes) -> None:
+    def _post(self, link: Link, payload: bytes) -> None:
         """Send a message, or a batch, by the way that the link's messages take by now."""
-        link = self._by_number.get(number)
-        if link is None or link.handle is None or link.is_lost:
+        if link.handle is None or link.is_lost:
             return  # the sessions know, or will
         try:
             if link.uses_transport:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable
-from itertools import zip_longest
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
 from kvconnector.runtime.doorbell import Doorbell
-from kvconnector.session import WorkerOutput, WorkerStats
+from kvconnector.session import RequestTrace, TransferStats, WorkerOutput, WorkerStats
 from kvconnector.session.orders import (
     DropRequest,
     HoldRequest,
@@ -23,7 +24,36 @@ from kvconnector.session.orders import (
 
 logger = logging.getLogger(__name__)
 
-NOTHING = WorkerStats()
+
+@dataclass(slots=True, eq=False)
+class _Unreported:
+    """What ended since the engine's last step: a step may end thousands of requests."""
+
+    sent: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    begun: set[str] = field(default_factory=set)
+    failed_sending: dict[str, str] = field(default_factory=dict)
+    failed_recving: dict[str, str] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    leases_expired: int = 0
+    transfers: list[TransferStats] = field(default_factory=list)
+    traces: list[RequestTrace] = field(default_factory=list)
+
+    def output(self) -> WorkerOutput:
+        stats = WorkerStats(
+            transfers=tuple(self.transfers),
+            failures=dict(self.failures),
+            leases_expired=self.leases_expired,
+            traces=tuple(self.traces),
+        )
+        return WorkerOutput(
+            finished_sending=frozenset(self.sent),
+            finished_recving=frozenset(self.received),
+            failed_recving=self.failed_recving,
+            stats=stats,
+            failed_sending=self.failed_sending,
+            begun=frozenset(self.begun),
+        )
 
 
 class Outbox:
@@ -45,12 +75,13 @@ class Outbox:
         self._given_up: set[str] = set()
         self._stuck: set[str] = set()
         """Requests whose copies the driver could not end. They never end."""
-        self._outputs: list[WorkerOutput] = []
+        self._unreported = _Unreported()
 
     def __repr__(self) -> str:
         state = ", broken" if self._failure else ""
         waits = f"{len(self._open_loads)} loads, {len(self._open_holds)} leases awaited"
-        return f"<Outbox {len(self._outputs)} outputs, {waits}{state}>"
+        filled = "filled" if self.is_filled() else "empty"
+        return f"<Outbox {filled}, {waits}{state}>"
 
     def expect(self, events: Iterable[object]) -> None:
         """The engine waits for these from now on. A refused lease is reported with its reason."""
@@ -83,7 +114,7 @@ class Outbox:
         """End the requests of orders that nobody carries out, as far as the engine waits for them."""
         for order in orders:
             if isinstance(order, LoadRequest):
-                self.failed(order.request_id, error)
+                self.load_ended(order.request_id, error)
             elif isinstance(order, HoldRequest) and order.is_complete:
                 with self._lock:
                     self._refused_holds[order.request_id] = error
@@ -135,55 +166,65 @@ class Outbox:
             )
         for request_id, is_asked in loads:
             if is_asked:
-                self.failed(request_id, failure)
+                self.load_ended(request_id, failure)
             else:
                 self.begun(request_id)
         for request_id in holds:
             self.released(request_id, "aborted")
 
-    def released(self, request_id: str, outcome: str, stats: WorkerStats = NOTHING) -> None:
-        """The producer's blocks of a request are free."""
+    def released(self, request_id: str, outcome: str, trace: RequestTrace | None = None) -> None:
+        """The producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`."""
         with self._lock:
             self._open_holds.discard(request_id)
             error = self._refused_holds.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
                 return  # the engine still computes it
-        stats = replace(stats, leases_expired=int(outcome == "expired"), failures=_count(error))
-        if outcome == "expired":
-            error = LeaseExpiredError(
-                "the lease ended before every consumer had confirmed its read"
-            )
-        reasons = {} if error is None else {request_id: _text(error)}
-        names = frozenset({request_id})
-        self._put(WorkerOutput(finished_sending=names, failed_sending=reasons, stats=stats))
+            ended = self._unreported
+            if error is not None:
+                ended.failures[type(error).__name__] += 1
+            if outcome == "expired":
+                ended.leases_expired += 1
+                error = LeaseExpiredError(
+                    "the lease ended before every consumer had confirmed its read"
+                )
+            if error is not None:
+                ended.failed_sending[request_id] = _text(error)
+            if trace is not None:
+                ended.traces.append(trace)
+            ended.sent.add(request_id)
+        self._filled.ring()
 
     def begun(self, request_id: str) -> None:
         """The producer has begun with a request, or never will: it is time to ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
-        self._put(WorkerOutput(begun=frozenset({request_id})))
+            self._unreported.begun.add(request_id)
+        self._filled.ring()
 
-    def loaded(self, request_id: str, stats: WorkerStats = NOTHING) -> None:
-        """The consumer's blocks of a request are filled."""
-        with self._lock:
-            self._open_loads.pop(request_id, None)
-            is_given_up = request_id in self._given_up
-        if is_given_up:
-            self.failed(request_id, TransferAbortedError("the engine gave up its loads"), stats)
-            return
-        self._put(WorkerOutput(finished_recving=frozenset({request_id}), stats=stats))
-
-    def failed(
-        self, request_id: str, error: KVConnectorError, stats: WorkerStats = NOTHING
+    def load_ended(
+        self,
+        request_id: str,
+        error: KVConnectorError | None = None,
+        trace: RequestTrace | None = None,
+        moved: TransferStats | None = None,
     ) -> None:
-        """The consumer's blocks of a request will not be filled; nothing writes them."""
+        """The consumer's blocks of a request are filled; or will not be, for an `error`, and nothing writes them."""
         with self._lock:
             self._open_loads.pop(request_id, None)
-            self._given_up.discard(request_id)
-        reasons, names = {request_id: _text(error)}, frozenset({request_id})
-        stats = replace(stats, failures=_count(error))
-        self._put(WorkerOutput(finished_recving=names, failed_recving=reasons, stats=stats))
+            if request_id in self._given_up:
+                self._given_up.discard(request_id)
+                error = error or TransferAbortedError("the engine gave up its loads")
+            ended = self._unreported
+            if error is not None:
+                ended.failed_recving[request_id] = _text(error)
+                ended.failures[type(error).__name__] += 1
+            if trace is not None:
+                ended.traces.append(trace)
+            if moved is not None:
+                ended.transfers.append(moved)
+            ended.received.add(request_id)
+        self._filled.ring()
 
     def is_filled(self) -> bool:
         """Returns True if there is something to take."""
@@ -195,31 +236,16 @@ class Outbox:
 
     def take(self) -> WorkerOutput:
         """Everything since the last call."""
+        if not self._filled.is_rung:
+            return WorkerOutput()
         with self._lock:
             self._filled.clear()
-            outputs, self._outputs = self._outputs, []
-        return _merged(outputs)
-
-    def _put(self, output: WorkerOutput) -> None:
-        with self._lock:
-            self._outputs.append(output)
-        self._filled.ring()
+            ended, self._unreported = self._unreported, _Unreported()
+        return ended.output()
 
     def _forget_unasked(self, request_id: str) -> None:
         if not self._open_loads.get(request_id, True):
             del self._open_loads[request_id]
-
-
-def _merged(outputs: list[WorkerOutput]) -> WorkerOutput:
-    """All of these as one, in pairs of pairs: one after the other, thousands would take seconds."""
-    while len(outputs) > 1:
-        pairs = zip_longest(outputs[::2], outputs[1::2], fillvalue=WorkerOutput())
-        outputs = [first.merged(second) for first, second in pairs]
-    return outputs[0] if outputs else WorkerOutput()
-
-
-def _count(error: KVConnectorError | None) -> dict[str, int]:
-    return {} if error is None else {type(error).__name__: 1}
 
 
 def _text(error: KVConnectorError) -> str:

@@ -53,21 +53,21 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
         return _converted(params, cls)
 
 
-class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
+class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A producer's offer. `remote_block_ids` has one list a cache group, for the first `remote_num_tokens` tokens;
     there are none while the producer computes the prompt, and then its workers tell them.
     """
 
     remote_engine_id: Id
     remote_request_id: Id
-    remote_block_ids: list[list[BlockId]]
+    remote_block_ids: tuple[tuple[BlockId, ...], ...]
     remote_host: Text
     remote_port: Annotated[int, Meta(ge=1, le=65535)]
     remote_num_tokens: Annotated[int, Meta(ge=0, lt=1 << 31)]
     transfer_secret: Secret128
     tp_size: Annotated[int, Meta(ge=1)] = 1
     pp_size: Annotated[int, Meta(ge=1)] = 1
-    remote_first_blocks: list[BlockId] = []
+    remote_first_blocks: tuple[BlockId, ...] = ()
     remote_public_key: Annotated[str, Meta(max_length=40)] = ""
     do_remote_prefill: bool = True
     do_remote_decode: bool = False
@@ -78,18 +78,18 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     ) -> TransferParams:
         """Return the offer of a request that is held, whose directory service listens at `address` with this key."""
         place = urlsplit(address)
-        firsts = [group.first_block for group in hold.blocks]
+        firsts = tuple([group.first_block for group in hold.blocks])
         return cls(
             remote_engine_id=engine.engine_id,
             remote_request_id=hold.transfer_id,
-            remote_block_ids=[group.block_ids.tolist() for group in hold.blocks],
+            remote_block_ids=tuple([tuple(group.block_ids.tolist()) for group in hold.blocks]),
             remote_host=str(place.hostname),
             remote_port=int(place.port or 0),
             remote_num_tokens=num_tokens,
             transfer_secret=hold.secret,
             tp_size=engine.tp_size,
             pp_size=engine.pp_size,
-            remote_first_blocks=firsts if any(firsts) else [],
+            remote_first_blocks=firsts if any(firsts) else (),
             remote_public_key=key,
         )
 
@@ -119,6 +119,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True):
     def to_mapping(self) -> dict[str, Any]:
         """As JSON carries it."""
         mapping: dict[str, Any] = msgspec.to_builtins(self)
+        mapping["remote_block_ids"] = [list(ids) for ids in self.remote_block_ids]
         secret, key, firsts = (mapping.pop(name) for name in FOLDED)
         folded = (self.remote_request_id, secret, key, ",".join(map(str, firsts)))
         return mapping | {"remote_request_id": "|".join(folded)}

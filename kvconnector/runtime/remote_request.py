@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from kvconnector.errors import BlockIdError
 from kvconnector.layout import GroupBlocks
@@ -54,8 +55,7 @@ def tokens_to_load(
     return kept.missing(num_computed_tokens, stop)
 
 
-@dataclass(slots=True)
-class RemoteRequest:
+class RemoteRequest(msgspec.Struct, eq=False, gc=False):
     """`is_finished`: the engine has done with it, and only the load is still to end. One that is followed waits until
     the producer `has_begun`.
     """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+
+import msgspec
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.ids import new_secret
@@ -13,9 +14,11 @@ from kvconnector.session.orders import HoldRequest, Order, WithdrawRequest
 from kvconnector.topology import EngineGeometry
 
 
-@dataclass(slots=True)
-class Stream:
-    """`has_begun`: the engine gave the request blocks. `is_void`: it took them back."""
+class Stream(msgspec.Struct, eq=False, gc=False):
+    """`has_begun`: the engine gave the request blocks. `is_void`: it took them back.
+
+    `known` are the blocks of each cache group, as ids and as they travel; there are none before the engine gave some.
+    """
 
     transfer_id: str
     secret: str
@@ -23,10 +26,10 @@ class Stream:
     ahead_tokens: int = 0
     has_begun: bool = False
     is_void: bool = False
-    _known: dict[int, tuple[list[int], GroupBlocks]] = field(default_factory=dict)
+    known: tuple[tuple[list[int], GroupBlocks], ...] = ()
 
     def blocks(
-        self, ids_by_group: Sequence[Sequence[int]], first_blocks: Iterable[int]
+        self, ids_by_group: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> tuple[GroupBlocks, ...]:
         """The request's blocks by now. Only ids are converted that it had not before: long prompts have thousands, and
         grow in every step.
@@ -34,20 +37,24 @@ class Stream:
         Raises:
             BlockIdError: block ids that no pool has.
         """
-        groups = enumerate(zip(ids_by_group, first_blocks, strict=True))
-        return tuple([self._blocks(group, list(ids), first) for group, (ids, first) in groups])
-
-    def _blocks(self, group: int, ids: list[int], first_block: int) -> GroupBlocks:
-        before, blocks = self._known.get(group, _NOTHING)
-        if ids[: len(before)] == before and blocks.first_block == first_block:
-            blocks = blocks.extended(ids[len(before) :])
-        else:
-            blocks = GroupBlocks.of(ids, first_block)
-        self._known[group] = ids, blocks
-        return blocks
+        before = self.known or (_NOTHING,) * len(ids_by_group)
+        groups = zip(before, map(list, ids_by_group), first_blocks, strict=True)
+        self.known = tuple([_continued(*group) for group in groups])
+        return tuple([blocks for _, blocks in self.known])
 
 
-_NOTHING = list[int](), GroupBlocks.of(())
+def _continued(
+    before: tuple[list[int], GroupBlocks], ids: list[int], first_block: int
+) -> tuple[list[int], GroupBlocks]:
+    """Return a group's blocks, converted as far as they are others than `before`."""
+    known, blocks = before
+    if ids[: len(known)] == known and blocks.first_block == first_block:
+        return ids, blocks.extended(ids[len(known) :])
+    return ids, GroupBlocks.of(ids, first_block)
+
+
+_NO_BLOCKS = GroupBlocks.of(())
+_NOTHING = list[int](), _NO_BLOCKS
 
 
 class Streams:
@@ -59,6 +66,7 @@ class Streams:
             group.virtual_block_tokens if isinstance(retention, KeepsAll) else None
             for group, retention in zip(engine.ranks[0].groups, retentions, strict=True)
         ]
+        self._no_blocks = (_NO_BLOCKS,) * engine.num_groups
         self._streams: dict[str, Stream] = {}
         self._names: set[str] = set()
 
@@ -83,7 +91,7 @@ class Streams:
         self.close(request_id)
         stream = self._streams[request_id] = Stream(asked.transfer_id, asked.transfer_secret)
         self._names.add(asked.transfer_id)
-        return self._order(request_id, stream, [()] * len(self._block_tokens))
+        return _order(request_id, stream, self._no_blocks)
 
     def grow(
         self, request_id: str, blocks: Sequence[Sequence[int]], num_tokens: int, ahead_tokens: int
@@ -107,7 +115,7 @@ class Streams:
             () if block_tokens is None else ids[: -(-stop // block_tokens)]
             for block_tokens, ids in zip(self._block_tokens, blocks, strict=True)
         ]
-        return [self._order(request_id, stream, known)]
+        return [_order(request_id, stream, stream.blocks(known, [0] * len(known)))]
 
     def withdraw(self, request_id: str) -> list[Order]:
         """See `Scheduler.withdraw`."""
@@ -127,15 +135,14 @@ class Streams:
         if stream is not None:
             self._names.discard(stream.transfer_id)
 
-    def _order(
-        self, request_id: str, stream: Stream, blocks: Sequence[Sequence[int]]
-    ) -> HoldRequest:
-        return HoldRequest(
-            request_id=request_id,
-            transfer_id=stream.transfer_id,
-            secret=stream.secret,
-            blocks=stream.blocks(blocks, [0] * len(blocks)),
-            num_tokens=stream.num_tokens,
-            is_complete=False,
-            ahead_tokens=stream.ahead_tokens,
-        )
+
+def _order(request_id: str, stream: Stream, blocks: tuple[GroupBlocks, ...]) -> HoldRequest:
+    return HoldRequest(
+        request_id=request_id,
+        transfer_id=stream.transfer_id,
+        secret=stream.secret,
+        blocks=blocks,
+        num_tokens=stream.num_tokens,
+        is_complete=False,
+        ahead_tokens=stream.ahead_tokens,
+    )

@@ -15,7 +15,7 @@ from kvconnector.wire import messages as m
 MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 
 
-class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True):
+class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, gc=False):
     """The worker, or the directory service, at `link` says something. Tables name it by its message's type."""
 
     link: LinkId

@@ -134,12 +134,12 @@ class Lease(Tracked[LeaseState]):
         self.transfer_id: str = granted.transfer_id
         self.secret: str = granted.secret
         self.blocks: tuple[GroupBlocks, ...] = ()
-        self.watermark = Watermark()
+        self.watermark = _NO_TOKENS
         self.is_streamed = not granted.is_complete
         self.is_complete = False
         self.expires_at = NEVER
-        self.keys: list[bytes] = []
-        self.followers: set[LinkId] = set()
+        self.keys: tuple[bytes, ...] = ()
+        self.followers: tuple[LinkId, ...] = ()
         self.confirmed: dict[EngineId, set[Rank]] = {}
         self.sends: dict[tuple[LinkId, int], float] = {}
         self.trace = HoldTrace(now, now)
@@ -161,14 +161,16 @@ class Lease(Tracked[LeaseState]):
             is_same = old.first_block == new.first_block and new.wire_ids.startswith(old.wire_ids)
             if old.wire_ids and not is_same:
                 return False
-        self.blocks, self.watermark = granted.blocks, watermark
+        self.blocks = granted.blocks
+        if watermark != self.watermark:
+            self.watermark = watermark
         return True
 
-    def names(self) -> list[bytes]:
+    def names(self) -> tuple[bytes, ...]:
         """What consumers look it up under: those that follow it know no blocks when they make the key."""
         known_blocks: list[tuple[GroupBlocks, ...]] = [()] if self.is_streamed else []
         known_blocks += [self.blocks] if self.is_complete else []
-        return [lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks]
+        return tuple([lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks])
 
     def progress(self) -> m.Progress:
         """What its followers are to know."""
@@ -196,6 +198,8 @@ def ended_progress(transfer_id: str, state: LeaseState) -> m.Progress:
     refusal, text = REFUSAL_OF[state]
     return m.Progress(transfer_id=transfer_id, refusal=refusal, text=text)
 
+
+_NO_TOKENS = Watermark()
 
 LEASE_KEY_BYTES = 16
 

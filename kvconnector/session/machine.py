@@ -70,7 +70,8 @@ class Tracked(Generic[StateT]):
         self._table = table
         self._label = label
         self.state = table.start
-        self._cause: tuple[float, type] | None = None
+        self._now = 0.0
+        self._kind: type | None = None
         self._steps: deque[tuple[float, StateT, StateT, type]] | None = None
 
     @property
@@ -94,16 +95,16 @@ class Tracked(Generic[StateT]):
                 subject=self._label,
                 story=self.story,
             )
-        self._cause = now, kind
+        self._now, self._kind = now, kind
 
     def move(self, target: StateT) -> None:
         """Go to `target`."""
         # our own invariants: handlers and table are written together
-        assert self._cause is not None, self._label
-        now, kind = self._cause
+        kind = self._kind
+        assert kind is not None, self._label
         assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
         if target is not self.state:
             if self._steps is None:  # thousands that are queued have made no step yet
                 self._steps = deque(maxlen=STORY_LENGTH)
-            self._steps.append((now, self.state, target, kind))
+            self._steps.append((self._now, self.state, target, kind))
         self.state = target

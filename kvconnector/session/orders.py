@@ -12,8 +12,8 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.topology import EngineGeometry
 
 
-class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """What every worker is to do about one request."""
+class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """What every worker is to do about one request. Thousands are queued, so the garbage collector passes them over."""
 
     request_id: str
 

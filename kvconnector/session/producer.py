@@ -157,7 +157,7 @@ class ProducerSession:
         lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event, now)
-            lease.followers.add(event.link)
+            lease.followers = tuple(sorted({*lease.followers, event.link}))
             return [cmd.SendMessage(event.link, lease.progress())]
         ended = self._find_ended(follow)
         if ended is not None:
@@ -322,14 +322,14 @@ class ProducerSession:
 
     def _tell_followers(self, lease: Lease) -> list[Command]:
         """Report how far a prompt is to all that follow it, and forget those that are gone."""
-        lease.followers = {link for link in lease.followers if self._peers.ready(link) is not None}
+        lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
         progress = lease.progress()
-        return [cmd.SendMessage(link, progress) for link in sorted(lease.followers)]
+        return [cmd.SendMessage(link, progress) for link in lease.followers]
 
     def _end(self, lease: Lease, outcome: LeaseState) -> list[Command]:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""
         commands: list[Command] = [cmd.RetractLease(key) for key in lease.keys]
-        lease.keys = []
+        lease.keys = ()
         self._agenda.forget(lease)
         is_filling = lease.state is LeaseState.FILLING
         lease.outcome = lease.outcome or outcome

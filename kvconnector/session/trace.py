@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from kvconnector.session.completion import LoadInFlight, Phase
 
@@ -11,8 +12,7 @@ if TYPE_CHECKING:
     from kvconnector.session import events as ev
 
 
-@dataclass(slots=True, eq=False)
-class LoadTrace:
+class LoadTrace(msgspec.Struct, eq=False, gc=False):
     """A load. A time is None until it is reached. `arriving` are the bytes of each read, and which share of them is
     here; `paths` how bytes came, and over which links; `parts` the phases that its packed reads had.
     """
@@ -27,9 +27,9 @@ class LoadTrace:
     total_bytes: int = 0
     is_packed: bool = False
     seconds: float = 0.0
-    arriving: dict[int, tuple[int, float]] = field(default_factory=dict)
-    paths: set[tuple[str, int]] = field(default_factory=set)
-    parts: dict[str, Phase] = field(default_factory=dict)
+    arriving: dict[int, tuple[int, float]] = {}
+    paths: frozenset[tuple[str, int]] = frozenset()
+    parts: dict[str, Phase] = {}
 
     def began(self, read_id: int, nbytes: int, now: float) -> None:
         """A read of so many bytes begins."""
@@ -46,7 +46,7 @@ class LoadTrace:
         """A read brought its bytes. The same phase of all reads is one."""
         self.nbytes += self.arriving.pop(event.read_id)[0]
         self.seconds = max(self.seconds, event.seconds)
-        self.paths.add((event.path, link))
+        self.paths |= {(event.path, link)}
         for new in event.phases:
             old = self.parts.setdefault(new.name, new)
             if old is not new:
@@ -81,13 +81,12 @@ class LoadTrace:
         return (load,)
 
 
-@dataclass(slots=True, eq=False)
-class HoldTrace:
+class HoldTrace(msgspec.Struct, eq=False, gc=False):
     """A lease: it fills while its prompt is computed, and then waits for its consumers."""
 
     granted_s: float
     complete_s: float
-    sends: list[Phase] = field(default_factory=list)
+    sends: tuple[Phase, ...] = ()
 
     def phases(self, now: float) -> tuple[Phase, ...]:
         """All that it went through by now."""

@@ -47,8 +47,8 @@ class Refusal(StrEnum):
     INTERNAL = "internal"
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Base of all messages: encoded as arrays, in the order of the fields."""
+class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
+    """Base of all messages: encoded as arrays, in the order of the fields. None is part of a reference cycle."""
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):

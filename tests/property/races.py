@@ -285,9 +285,9 @@ class Races:
         """The producer drops the link to `d`, and does not tell it."""
         driver, channel = self.p.workers[0].driver, self.d.workers[0].control
         with self.unheard():
-            for end in channel.ends():
-                link = driver.links.at(end.other.handle) if end.other else None
-                if link is not None:
+            handles = {end.other.handle for end in channel.ends() if end.other}
+            for link in driver.links:
+                if link.handle in handles:
                     driver.links.lose(link, PeerLostError("a race"))
             self._turn(2)
 

@@ -15,6 +15,7 @@ from tests.support.world import Offer, World
 MANY = 10_000
 NUM_BLOCKS = 64
 NUM_SERVED = 256
+NO_BLOCKS = (GroupBlocks.of(()),)
 
 
 class LongQueue:
@@ -36,18 +37,21 @@ class LongQueue:
             for some in batched(orders, 100):
                 worker.start_step(StepMetadata(orders=some))
 
-    def want(self):
+    def wants(self):
         address = EngineAddress(EngineId("p"), self.p.directory.address)
-        self.order(self.d, [WantRequest(n, n, self.secret, address, True) for n in self.names])
+        return [WantRequest(n, n, self.secret, address, True) for n in self.names]
+
+    def want(self):
+        self.order(self.d, self.wants())
 
     def hold(self, name, block=None):
         """The producer has the request in its queue; or, in a block, all of it."""
-        ids = GroupBlocks.of(() if block is None else (block,))
+        blocks = NO_BLOCKS if block is None else (GroupBlocks.of((block,)),)
         return HoldRequest(
             name,
             name,
             self.secret,
-            (ids,),
+            blocks,
             0 if block is None else 4,
             is_complete=block is not None,
         )

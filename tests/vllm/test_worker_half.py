@@ -117,7 +117,7 @@ class TakingWorker:
     def poll(self):
         output, self.output = self.output, WorkerOutput()
         for request_id in output.finished_recving:
-            self._outbox.loaded(request_id)
+            self._outbox.load_ended(request_id)
         for request_id in output.begun:
             self._outbox.begun(request_id)
         return output.merged(self._outbox.take())

@@ -6,10 +6,10 @@ import pytest
 
 from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
-from kvconnector.runtime.links import Links
+from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.base import CONTROL_TAG_BIT
-from kvconnector.wire import decode
+from kvconnector.wire import decode, decode_batch, encode
 from kvconnector.wire import messages as m
 from tests.support.inproc_control import ControlHub
 from tests.support.loopback import LoopbackNetwork
@@ -35,15 +35,15 @@ class Side:
 
     @property
     def link(self):
-        """The only one."""
-        (link,) = self.links
+        """The first one."""
+        link, *_ = self.links
         return link
 
     def send(self, payload):
         """Send; returns True if that went over the transport."""
         uses_transport = self.link.uses_transport
-        self.links.outgoing.add(self.link.number, payload)
-        self.links.outgoing.flush()
+        self.links.queue(self.link, payload)
+        self.links.flush()
         return uses_transport
 
     def receive(self):
@@ -130,6 +130,39 @@ def test_messages_to_a_closed_link_are_nobodys_and_no_alarm(pair, caplog):
     assert not pair.p.links.refusals.counts
     assert not caplog.records
     assert list(pair.p.links) == []
+
+
+def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
+    pair = Pair(consumer={"max_message_bytes": 1 << 20}, producer={"max_message_bytes": 1 << 20})
+    pair.greet()
+    sent = [m.HeartbeatReply(number=number) for number in range(10_000)]
+    sent[5000:5000] = [m.Bye(text="x" * 4096)] * 9
+    for message in sent:
+        pair.d.links.send(pair.d.link, message)
+    pair.d.links.flush()
+    batches = pair.p.receive()
+    assert [each for batch in batches for each in decode_batch(batch)] == sent
+    assert max(map(len, batches)) < 2 * MAX_BATCH_BYTES
+
+
+def test_one_message_travels_as_it_is_and_links_do_not_mix(pair):
+    one, other = m.HeartbeatReply(number=1), m.HeartbeatReply(number=2)
+    second = pair.d.links.open(LinkId(2), pair.p.control.address, "")
+    pair.d.links.send(second, other)
+    pair.d.links.send(pair.d.link, one)
+    pair.d.links.flush()
+    assert pair.p.receive() == [encode(one)]
+    assert pair.p.poll() == [encode(other)]
+
+
+def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
+    link = pair.d.link
+    pair.d.links.send(link, m.HeartbeatReply(number=1))
+    pair.d.links.close(link)
+    pair.d.links.send(link, m.HeartbeatReply(number=2))
+    pair.d.links.flush()
+    assert pair.p.receive() == [encode(m.HeartbeatReply(number=1))]
+    assert pair.d.lost == []
 
 
 ERROR = PeerLostError("control messages were lost")

@@ -29,7 +29,7 @@ def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), follow("f"), follow("g")])
     outbox.expect([DropRequest("g")])
-    outbox.loaded("a")
+    outbox.load_ended("a")
     outbox.take()
     outbox.break_off(KVConnectorError("broken"))
     outbox.expect([load("late"), hold("s")])
@@ -80,7 +80,7 @@ def test_a_broken_driver_is_not_waited_for_to_end_growing_leases():
 def test_everything_since_the_last_call_is_taken_at_once(count):
     outbox = Outbox()
     for number in range(count):
-        outbox.failed(f"w{number}", KVConnectorError(f"reason {number}"))
+        outbox.load_ended(f"w{number}", KVConnectorError(f"reason {number}"))
         outbox.released(f"r{number}", "expired")
     output = outbox.take()
     assert output.finished_recving == {f"w{number}" for number in range(count)}
@@ -110,14 +110,14 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     outbox = Outbox()
     growing = replace(hold("g"), is_complete=False)
     outbox.expect([load("a"), load("b"), hold("r"), growing, follow("f"), load("over")])
-    outbox.loaded("over")
+    outbox.load_ended("over")
     orders = outbox.give_up()
     assert orders[:3] == [DropRequest("a"), DropRequest("b"), WithdrawRequest("r")]
     # the session says nothing of the end of a lease that is not complete
     assert orders[3:] == [hold("g"), WithdrawRequest("g")]
     assert outbox.awaited() == ["a", "b", "g", "r"]
-    outbox.loaded("a")
-    outbox.failed("b", KVConnectorError("dropped"))
+    outbox.load_ended("a")
+    outbox.load_ended("b", KVConnectorError("dropped"))
     outbox.released("r", "aborted")
     outbox.released("g", "aborted")
     assert outbox.awaited() == []
@@ -128,7 +128,7 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     assert output.finished_sending == {"r"}
     # names may be used again
     outbox.expect([load("a"), hold("g")])
-    outbox.loaded("a")
+    outbox.load_ended("a")
     outbox.released("g", "released")
     output = outbox.take()
     assert (output.finished_recving, output.failed_recving) == ({"a"}, {})

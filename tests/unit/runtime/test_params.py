@@ -10,7 +10,7 @@ from kvconnector.runtime.params import StreamRequest
 OFFER = TransferParams(
     remote_engine_id="p",
     remote_request_id="r",
-    remote_block_ids=[[1, 2], [3]],
+    remote_block_ids=((1, 2), (3,)),
     remote_host="h",
     remote_port=5,
     remote_num_tokens=8,
@@ -25,7 +25,7 @@ NIXL_KEYS = {
 
 @pytest.mark.parametrize("name", ["r", "cmpl-1|2", "a|b|c|d"])
 @pytest.mark.parametrize(
-    "more", [{}, {"remote_first_blocks": [0, 7], "remote_public_key": "*-+/{}%$#" * 4}]
+    "more", [{}, {"remote_first_blocks": (0, 7), "remote_public_key": "*-+/{}%$#" * 4}]
 )
 def test_a_router_that_passes_on_only_what_it_knows_loses_nothing(name, more):
     params = structs.replace(OFFER, remote_request_id=name, **more)
@@ -35,7 +35,7 @@ def test_a_router_that_passes_on_only_what_it_knows_loses_nothing(name, more):
 
 
 def test_keys_of_their_own_are_read_as_well_and_go_first():
-    params = to_builtins(structs.replace(OFFER, remote_first_blocks=[3, 0]))
+    params = to_builtins(structs.replace(OFFER, remote_first_blocks=(3, 0)))
     plain = TransferParams.from_mapping(params)
     assert (plain.remote_request_id, plain.transfer_secret) == ("r", OFFER.transfer_secret)
     folded = TransferParams.from_mapping({**params, "remote_request_id": f"r|{'6' * 32}||1"})
