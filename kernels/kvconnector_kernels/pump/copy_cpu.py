@@ -17,7 +17,7 @@ from kvconnector_kernels.pump.native import record_at, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper, window_of
-from kvconnector_kernels.relayout.cpu_kernel import copy_span
+from kvconnector_kernels.relayout.cpu_kernel import copy_part, end_stream
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PackedSide, Side
 
@@ -61,16 +61,19 @@ def _copy_units(address, slot, start, end):
     """The units of a job from `start` to `end`; a chunk is in `slot`."""
     job = record_at(address, JOB)
     src_window, dst_window = _window_of(address, job, job.src), _window_of(address, job, job.dst)
-    item = (job.head_dim, job.item_bytes)
+    item, is_streamed = (job.head_dim, job.item_bytes), job.is_streamed != 0
     while start < end:
         part = start // job.num_tokens
         first = start - part * job.num_tokens
         last = min(end - part * job.num_tokens, job.num_tokens)
         job.slot = slot + part * job.part_stride
         src, dst = _rows_of(address, job.src, part), _rows_of(address, job.dst, part)
-        counts = (job.num_heads, job.num_tokens, item, job.is_streamed != 0)
-        copy_span(dst, dst_window, src, src_window, *counts, first, last)
+        span = (first, last)
+        copy_part(dst, dst_window, src, src_window, job.num_heads, span, item, is_streamed)
         start += last - first
+    if is_streamed:
+        # once for all parts: it waits until every streamed line is in memory
+        end_stream()
 
 
 @helper
@@ -93,18 +96,18 @@ def _copy_piece(read_address):
 
 
 def _make(sources_hash):
-    def copy(context, job, slot, fence, fence_value):
+    def copy(context, job, slot, flag, flag_value):
         _ = sources_hash
         fields = record_at(job, JOB)
         _copy_units(job, slot, 0, fields.num_parts * fields.num_tokens)
-        store_flag(fence, fence_value)
+        store_flag(flag, flag_value)
         return 0
 
-    def read(context, read, fence, fence_value):
+    def read(context, read, flag, flag_value):
         _ = sources_hash
         status = _copy_piece(read)
         if status != MORE:
-            store_flag(fence, fence_value)
+            store_flag(flag, flag_value)
         return status
 
     return copy, read

@@ -77,7 +77,7 @@ def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
 
 
 @intrinsic
-def _fence(typingctx: Any) -> Any:
+def end_stream(typingctx: Any) -> Any:
     """Streamed lines are ordered by a fence only: without it another thread might not see them after a flag."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -220,8 +220,8 @@ def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, i
 
 
 @njit(nogil=True, cache=True)
-def _copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
-    """The tokens `span[0]` to `span[1]` of one part; for windows see `copy_span`."""
+def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
+    """The tokens `span[0]` to `span[1]` of one part; for windows see `copy_span`. `end_stream` follows if they were streamed."""
     zero = np.int64(0)
     dst_block = _load(dst_row + 8, zero)
     src_block = _load(src_row + 8, zero)
@@ -275,7 +275,7 @@ def copy_span(
         part = unit // num_tokens
         first = unit - part * num_tokens
         last = min(unit_end - part * num_tokens, num_tokens)
-        _copy_part(
+        copy_part(
             dst_rows + part * _ROW_BYTES,
             dst_window,
             src_rows + part * _ROW_BYTES,
@@ -287,4 +287,4 @@ def copy_span(
         )
         unit += last - first
     if is_streamed:
-        _fence()
+        end_stream()
