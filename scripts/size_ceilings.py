@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(4037),
+    "kvconnector/bench": Size(4023),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(2446),
+    "kvconnector/cli": Size(2705),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2860, target=2810),
@@ -70,7 +70,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit": Size(1610),
     "tests/unit/bench": Size(743),
     "tests/unit/cache": Size(1219),
-    "tests/unit/cli": Size(924),
+    "tests/unit/cli": Size(963),
     "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2168),
     "tests/unit/minillm": Size(1785),
@@ -80,10 +80,10 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6483, target=5360),
-    ("kvconnector",): Size(33741, target=27400),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6728, target=5360),
+    ("kvconnector",): Size(33989, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30256, target=24800),
+    ("tests",): Size(30296, target=24800),
 }
 
 

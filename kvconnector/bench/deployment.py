@@ -41,8 +41,7 @@ class Deployment:
     @classmethod
     def of(cls, options: BenchOptions, tokens: Sequence[int], *, in_flight: int = 1) -> Deployment:
         """As the options cut the engines; `in_flight` longest requests fit their pools at once, and as many more."""
-        prefill, decode = options.prefill or EngineShape(), options.decode or EngineShape()
-        return cls(options, prefill, decode, tuple(tokens), in_flight)
+        return cls(options, options.prefill, options.decode, tuple(tokens), in_flight)
 
     def __str__(self) -> str:
         return f"{self.prefill} to {self.decode}"

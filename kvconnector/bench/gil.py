@@ -20,11 +20,9 @@ from kvconnector.bench.engines import EnginePair, request_seconds
 from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.rank_process import Driven, RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.runtime import StepMetadata, WorkerOutput
 
-DEFAULT_TOKENS = (2048,)
-DEFAULT_ITERATIONS = 20
 TURN_S = 0.9 * PREFILL_STEP_S
 """A turn of P at its pace, which ends with the step that is under way then."""
 ALONE_TURNS = 20
@@ -50,13 +48,13 @@ Steps: TypeAlias = list[tuple[str, StepMetadata]]
 """As `RankProcess.drive` takes them."""
 
 
-def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
+def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """A case for each request size, rhythm and load of the engines."""
-    deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS)
+    deployment = Deployment.of(options, options.tokens)
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:
-            transfers = deployment.transfers(num_tokens, options.iterations or DEFAULT_ITERATIONS)
+            transfers = deployment.transfers(num_tokens, options.iterations)
             for (rhythm, at_pace), (loads, beside) in product(RHYTHMS.items(), BESIDE.items()):
                 if options.device == "cpu" and {"decode", "prefill"} & {*loads}:
                     continue

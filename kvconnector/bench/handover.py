@@ -20,12 +20,10 @@ from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
 
-DEFAULT_TOKENS = (1024, 4096, 16384, 32768)
-ITERATIONS = 10
 MAX_TURNS = 4
 """Prompts of one case have at most so many sets of blocks, lest short ones are read from a processor's cache."""
 SEQUENCE_EVERY = 3
@@ -33,11 +31,11 @@ SEQUENCE_EVERY = 3
 STREAMED, IN_SEQUENCE = "streamed", "one after the other"
 
 
-def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
+def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Prompts of every length, both ways in turns; what arrives is checked before the first and after the last. Of
     several numbers of prompts at once, those are left out that are more than the longest with the smallest number.
     """
-    deployment, compute = Deployment.of(options, options.tokens or DEFAULT_TOKENS), options.compute
+    deployment, compute = Deployment.of(options, options.tokens), options.compute
     unit = math.lcm(
         *(each.virtual_block_tokens for each in (deployment.prefill, deployment.decode))
     )
@@ -58,7 +56,7 @@ def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
         for count, num_tokens in sizes:
             if count * num_tokens <= most:
                 case = f"{deployment.case_name(num_tokens)}, {count} at once"
-                progress(case)
+                progress(case, sizes.index((count, num_tokens)) / len(sizes))
                 yield _case(case, handover, _prompts(pools, count, num_tokens))
 
 
@@ -66,9 +64,7 @@ def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transf
     """Prompts that are computed at once, in turns that have blocks of their own as far as there are some."""
     shapes, whole = (pools.prefill, pools.decode), pools.transfer(max(pools.tokens))
     fill = not any(num_tokens % each.virtual_block_tokens for each in shapes)
-    num_turns = min(
-        pools.options.iterations or ITERATIONS, MAX_TURNS, whole.num_tokens // (count * num_tokens)
-    )
+    num_turns = min(pools.options.iterations, MAX_TURNS, whole.num_tokens // (count * num_tokens))
     theirs, ours = (each.num_blocks(num_tokens) for each in shapes)
     prompts = [
         Transfer(
@@ -94,7 +90,7 @@ def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -
         for prompts in warmed:
             handover.measure(prompts, share, way)
         pair.check(pools.transfer(len(warmed) * count * num_tokens))
-    for turn in range(pools.options.iterations or ITERATIONS):
+    for turn in range(pools.options.iterations):
         for way in samples if turn % SEQUENCE_EVERY == 0 else (STREAMED,):
             exposed_s, seconds = handover.measure(turns[turn % len(turns)], share, way)
             samples[way] += exposed_s

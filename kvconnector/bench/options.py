@@ -21,6 +21,7 @@ TIMEOUT_S = 120.0
 """For one transfer, and for a peer that is stopped while others are timed."""
 TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
 """Environment variables that a benchmark heeds, as an engine does."""
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Settings: TypeAlias = Mapping[str, Mapping[str, object]]
 """Of `ConnectorConfig`, by section."""
@@ -43,7 +44,7 @@ class Compute(NamedTuple):
 
 
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The command line's options. Empty or zero leaves the choice to the benchmark.
+    """The command line's options; a benchmark uses some of them.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
@@ -51,15 +52,15 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: ModelShape
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[int, ...] = (2048,)
     scattered: bool = True
-    prefill: EngineShape | None = None
-    decode: EngineShape | None = None
+    prefill: EngineShape = EngineShape()
+    decode: EngineShape = EngineShape()
     device: str = "cpu"
     gpus: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     tls: str = ""
     peer: str = ""
-    iterations: int = 0
+    iterations: int = 10
     minutes: float = 1.0
     compute: Compute = Compute()
     connect: str = ""

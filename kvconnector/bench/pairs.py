@@ -21,11 +21,9 @@ from kvconnector.bench.engines import Engine
 from kvconnector.bench.options import WARMUP, BenchOptions, control_settings
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.results import Progress
+from kvconnector.bench.results import ShowProgress
 from kvconnector.errors import ConfigError, KVConnectorError
 
-DEFAULT_TOKENS = 512
-DEFAULT_ITERATIONS = 5
 PEER = {"timeout_s": 20.0, "transfer_timeout_s": 20.0}
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -69,10 +67,10 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
         return table
 
 
-def run(options: BenchOptions, progress: Progress) -> Matrix:
+def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     """The matrix, in each rank. Raises ConfigError: no torchrun, or no torch. ResultMismatchError: wrong bytes."""
     store, rank, size = _join()
-    num_tokens = (options.tokens or (DEFAULT_TOKENS,))[0]
+    num_tokens = options.tokens[0]
     deployment = Deployment.of(options, (num_tokens,))
     spec = msgspec.structs.replace(
         deployment.spec("decode"),
@@ -82,9 +80,7 @@ def run(options: BenchOptions, progress: Progress) -> Matrix:
     # ranks of one host share its environment, and not its ports
     control = {**msgspec.to_builtins(control_settings()), "port": 0}
     config = options.config(spec.engine_id, "both", {"control": control, "peer": PEER})
-    requests = [deployment.transfer(num_tokens)] * (
-        WARMUP + (options.iterations or DEFAULT_ITERATIONS)
-    )
+    requests = [deployment.transfer(num_tokens)] * (WARMUP + options.iterations)
     with Engine(EngineProcesses(spec), config) as engine:
         engine.await_started()
         store.set(f"host/{rank}", socket.gethostname())

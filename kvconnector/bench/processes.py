@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvconnector.bench.options import THREAD_VARIABLES
 from kvconnector.bench.rank_process import (
     EngineSpec,
     RankProcess,
@@ -28,7 +29,6 @@ LOG_TAIL_BYTES = 3000
 ANSWER_TIMEOUT_S = 300.0
 """The first start of all compiles kernels."""
 STOP_TIMEOUT_S = 10.0
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Result = TypeVar("Result")
 

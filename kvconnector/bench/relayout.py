@@ -13,28 +13,24 @@ from kvconnector.bench.deployment import SPARE_FACTOR
 from kvconnector.bench.limits import host_copy, repeat
 from kvconnector.bench.options import SEED, WARMUP, BenchOptions
 from kvconnector.bench.pools import RankPools, choose_blocks
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape, format_bytes
 from kvconnector.datapath import Pools
 from kvconnector.ids import Rank
 from kvconnector_kernels.relayout import PagedSide, relayout, upload_block_ids
 
-DEFAULT_TOKENS = (2048,)
-DEFAULT_ITERATIONS = 20
 
-
-def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
+def run(options: BenchOptions, progress: ShowProgress) -> Sequence[CaseResult]:
     """Every request size in turn, as if each engine had one rank."""
-    prefill = options.prefill or EngineShape(block=16, layout="HND")
-    decode = options.decode or EngineShape(block=64, layout="NHD")
-    unit = math.lcm(prefill.block, decode.block)
-    sizes = [-(-tokens // unit) * unit for tokens in options.tokens or DEFAULT_TOKENS]
-    shapes = [EngineShape(block=each.block, layout=each.layout) for each in (prefill, decode)]
+    engines = options.prefill, options.decode
+    unit = math.lcm(*(each.block for each in engines))
+    sizes = [-(-tokens // unit) * unit for tokens in options.tokens]
+    shapes = [EngineShape(block=each.block, layout=each.layout) for each in engines]
     return [_measure(options, shapes, tokens, progress) for tokens in sizes]
 
 
 def _measure(
-    options: BenchOptions, shapes: Sequence[EngineShape], tokens: int, progress: Progress
+    options: BenchOptions, shapes: Sequence[EngineShape], tokens: int, progress: ShowProgress
 ) -> CaseResult:
     device, nbytes = options.device, options.model.token_bytes * tokens
     device += ":0" * (device == "cuda")
@@ -64,15 +60,14 @@ def _measure(
     fused()
     if wrong := pools[1].mismatch(SEED, block_ids[1], tokens):
         raise ResultMismatchError(f"relayout, one fused copy: {wrong}", case=case)
-    iterations = options.iterations or DEFAULT_ITERATIONS
     times = repeat if device == "cpu" else partial(_gpu_times, device)
     limit = _plain_copy(nbytes, device)
     plain = "plain copy, one thread" if device == "cpu" else "plain device copy"
     return CaseResult(
         case,
         (
-            Measurement("one fused copy", "ours", times(fused, iterations), nbytes),
-            Measurement(plain, "limit", times(limit, iterations), nbytes),
+            Measurement("one fused copy", "ours", times(fused, options.iterations), nbytes),
+            Measurement(plain, "limit", times(limit, options.iterations), nbytes),
         ),
     )
 

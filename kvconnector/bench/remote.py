@@ -24,8 +24,8 @@ from kvconnector.bench.rank_process import (
     decode_answer,
     encode_call,
 )
-from kvconnector.bench.results import Progress
-from kvconnector.config import ConnectorConfig, ControlConfig
+from kvconnector.bench.results import ShowProgress
+from kvconnector.config import ConnectorConfig, ControlConfig, is_loopback
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
 from kvconnector.errors import ConfigError
@@ -71,7 +71,7 @@ class _Server:
         self.engines[self._asking] = EngineProcesses(spec, variables)
 
 
-def serve(progress: Progress) -> None:
+def serve(progress: ShowProgress) -> None:
     """Answer until interrupted. Raises ConfigError: the environment's address or keys cannot be used."""
     control = control_settings()
     server = _Server(control)
@@ -80,7 +80,10 @@ def serve(progress: Progress) -> None:
         exits.callback(channel.close)
         key = f",{channel.server_key}" if channel.server_key else ""
         address = channel.address.removeprefix("tcp://")
-        progress(f"on the other host: kvconnector bench transfer --connect {address}{key}")
+        where = "on the other host"
+        if is_loopback(parse_address(channel.address).host):
+            where = "on this host (KVCONNECTOR_CONTROL_HOST, and keys, let others in)"
+        progress(f"{where}: kvconnector bench transfer --connect {address}{key}")
         try:
             while True:
                 for event in channel.poll(POLL_S):

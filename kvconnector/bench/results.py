@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -14,9 +13,13 @@ from kvconnector.bench.environment import Environment
 from kvconnector.bench.options import BenchOptions
 
 ContenderKind = Literal["ours", "variant", "peer", "naive", "limit"]
-Progress: TypeAlias = Callable[[str], None]
-"""Told in a few words what a benchmark does next."""
 PERCENTILES = (50, 90, 99)
+
+
+class ShowProgress(Protocol):
+    """Takes what a benchmark does next in a few words, and the share of all that is done, if that is known."""
+
+    def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
 
 class Measurement(msgspec.Struct, frozen=True):

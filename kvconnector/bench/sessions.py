@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.config import ConnectorConfig
 from kvconnector.ids import EngineAddress, EngineId
@@ -29,8 +29,6 @@ from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 COUNTS = (100, 1_000, 10_000, 100_000)
-NUM_SERVED = 200
-"""Requests that are computed and loaded in the middle of the queue, unless `--iterations` says how many."""
 NUM_TOKENS = 256
 CHUNK_BYTES = 2 << 20
 SECRET = "5" * 32
@@ -39,7 +37,7 @@ ADDRESS = EngineAddress(EngineId("p"), "tcp://p")
 DIRECTORY, TO_PRODUCER, TO_CONSUMER = LinkId(1), LinkId(2), LinkId(-1)
 
 
-def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
+def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Every number of requests, offered one after the other and streamed."""
     for is_streamed in (False, True):
         for count in COUNTS:
@@ -51,7 +49,7 @@ def run(options: BenchOptions, progress: Progress) -> Iterator[CaseResult]:
             case = f"{count} requests, {how}"
             progress(case)
             pair = _Pair(options.model, count, is_streamed=is_streamed)
-            yield CaseResult(case, (pair.measure(options.iterations or NUM_SERVED),))
+            yield CaseResult(case, (pair.measure(options.iterations),))
 
 
 class _Pair:

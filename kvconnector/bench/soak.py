@@ -13,11 +13,10 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import TURN_S, EnginePair
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape
 from kvconnector.runtime import WorkerOutput
 
-DEFAULT_TOKENS = (16, 100, 512)
 IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
 """In each step, of one request."""
@@ -54,7 +53,7 @@ class _Side:
 class Soak:
     """One run. The schedulers, the block managers and the router are this process."""
 
-    def __init__(self, pair: EnginePair, options: BenchOptions, progress: Progress) -> None:
+    def __init__(self, pair: EnginePair, options: BenchOptions, progress: ShowProgress) -> None:
         deployment = pair.deployment
         self._pair = pair
         self._progress = progress
@@ -84,12 +83,12 @@ class Soak:
             if restarts and elapsed_s > restarts[0]:
                 restarts.pop(0)
                 self._restart("prefill" if len(restarts) % 2 else "decode")
-                self._progress(f"{elapsed_s:.0f} s, {self.counts['requests']} requests")
             if not before and elapsed_s > half_s * 1.1:
                 before = self._usage("half_way")
             self._start_requests()
             self._abort_some()
             self._step()
+            self._progress("requests, aborts and restarts", elapsed_s / (2 * half_s))
         deadline = time.monotonic() + DRAIN_S
         while any(side.held for side in self._sides.values()) and time.monotonic() < deadline:
             self._step()
@@ -178,9 +177,9 @@ class Soak:
         }
 
 
-def run(options: BenchOptions, progress: Progress) -> Sequence[CaseResult]:
+def run(options: BenchOptions, progress: ShowProgress) -> Sequence[CaseResult]:
     """One case. Raises ResultMismatchError if blocks leaked, or bytes are wrong after all of it."""
-    deployment = Deployment.of(options, options.tokens or DEFAULT_TOKENS, in_flight=IN_FLIGHT // 8)
+    deployment = Deployment.of(options, options.tokens, in_flight=IN_FLIGHT // 8)
     progress(f"{options.minutes:g} minutes, {deployment}")
     with EnginePair(deployment, SETTINGS) as pair:
         soak = Soak(pair, options, progress)

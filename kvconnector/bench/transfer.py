@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, NixlPair, Runner
 from kvconnector.bench.limits import limits_of
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import WARMUP, BenchOptions
-from kvconnector.bench.results import CaseResult, Measurement, Progress
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.errors import ConfigError, KVConnectorError
 
 BACK_TO_BACK = 2
 """Requests of a contender's turn that follow its first one at once."""
 
 
-def run(
-    options: BenchOptions, progress: Progress, *, tokens: tuple[int, ...], iterations: int
-) -> Iterator[CaseResult]:
-    """Every request size between our engines, and with a peer between its own; `tokens` and `iterations` are defaults.
+def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
+    """Every request size between our engines, and with a peer between its own.
 
     The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
     finds its memory in a cache that the others do not. The processes of all but one are stopped: idle threads differ.
     A turn's first request is one case, those that follow it at once another.
     """
-    deployment = Deployment.of(options, options.tokens or tokens)
-    iterations = options.iterations or iterations
+    deployment = Deployment.of(options, options.tokens)
     if options.peer:
         _refuse_what_nixl_cannot(deployment)
     with ExitStack() as exits:
@@ -38,12 +36,11 @@ def run(
         pair.pause()
         for num_tokens in deployment.tokens:
             case = deployment.case_name(num_tokens)
-            progress(case)
-            transfers = deployment.transfers(num_tokens, iterations)
+            transfers = deployment.transfers(num_tokens, options.iterations)
             lengths = [each.num_tokens for each in transfers]
             with limits_of(pair, max(lengths)) as limits:
                 runners = [*contenders, *limits]
-                taken = _take_turns(runners, transfers)
+                taken = _take_turns(runners, transfers, partial(progress, case))
             mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
             for how, samples in taken.items():
@@ -56,7 +53,7 @@ def run(
 
 
 def _start_peers(
-    exits: ExitStack, deployment: Deployment, notes: list[str], progress: Progress
+    exits: ExitStack, deployment: Deployment, notes: list[str], progress: ShowProgress
 ) -> list[NixlPair]:
     """NIXL's engines in each of its settings, stopped."""
     contenders = []
@@ -75,7 +72,7 @@ def _start_peers(
 
 
 def _take_turns(
-    runners: Sequence[Runner], transfers: Sequence[Transfer]
+    runners: Sequence[Runner], transfers: Sequence[Transfer], progress: Callable[[float], None]
 ) -> dict[str, list[list[float]]]:
     """Each runner's seconds: in turns of one length, and of the `BACK_TO_BACK` next ones that follow at once."""
     longest = max(transfers, key=lambda each: each.num_tokens)
@@ -83,6 +80,7 @@ def _take_turns(
         how: [[] for _ in runners] for how in ("in turns", "back to back")
     }
     for turn in range(-1, len(transfers) + 1):
+        progress((turn + 1) / (len(transfers) + 2))
         for runner, first_s, following_s in zip(runners, *taken.values(), strict=True):
             runner.resume()
             if turn in (-1, len(transfers)):

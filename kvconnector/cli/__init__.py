@@ -1,16 +1,23 @@
-"""The command line: `kvconnector plan`, `doctor`, `bench`, `keygen` and `version`. It needs the extra `cli`."""
+"""The command line: `kvconnector plan`, `simulate`, `doctor`, `bench`, `top` and `keygen`. It needs the extra `cli`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-EXIT_ERROR = 2
+EXIT_FAULT, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
+PLAIN: dict[str, Any] = {
+    "pretty_exceptions_enable": False,
+    "rich_markup_mode": None,
+    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
+}
+"""How typer makes a command: help as text that is not cut off."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status. 0: well; 1: a benchmark's result was wrong, or doctor found a fault; 2: an error
-    that the text names.
+    """Run a command; its exit status. 0: well; 1: a benchmark's result was wrong, or a fault was found; 2: wrong usage,
+    or an error that the text names; 130: interrupted.
     """
     try:
         from kvconnector.cli.app import run
@@ -18,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in ("rich", "typer"):
+        if package not in ("matplotlib", "rich", "typer"):
             raise
         sys.stderr.write(
             f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"

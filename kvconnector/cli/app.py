@@ -1,84 +1,99 @@
-"""All commands. Each lives in a module of its own; what it raises becomes one line and an exit status here."""
+"""All commands, each in a module that is imported when it is called. What they raise becomes a line and a status."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvconnector import __version__
-from kvconnector.bench import ResultMismatchError
-from kvconnector.cli import EXIT_ERROR
-from kvconnector.control.security import (
-    AUTHORIZED_CLIENTS_FILE,
-    PUBLIC_KEY_FILE,
-    SECRET_KEY_FILE,
-    generate_keys,
-)
+from kvconnector.cli import EXIT_ERROR, EXIT_FAULT, EXIT_INTERRUPTED, PLAIN
 from kvconnector.errors import KVConnectorError
 
-EXIT_MISMATCH = 1
-MODULES = ("plan", "simulate", "doctor", "bench", "top")
-"""Commands in a module of their name. Only the one that is called is imported, so that `plan` needs no torch."""
+COMMANDS = {
+    "plan": "Print which rank reads what from which, and draw it.",
+    "simulate": "Simulate growing clusters in virtual time.",
+    "doctor": "Say what this host, or this host and a running engine, can do.",
+    "bench": "Measure transfers, beside the limits of this machine.",
+    "top": "Show engines' transfers as they happen.",
+    "keygen": "Make a CURVE key pair for the control channel.",
+}
+"""Each is the function, or the `typer.Typer`, of its name in the module of its name."""
+STATUSES = (
+    "Exit status: 0 well; 1 a fault was found, or a result was wrong; 2 wrong usage, or an error that the text names;"
+    " 130 interrupted."
+)
 
 
-def keygen(
-    directory: Annotated[Path, typer.Argument(help="Where the key files go; made if need be.")],
+class _Commands(TyperGroup):
+    """Knows every command's name, and imports the one that is called: `plan` needs no torch, and help nothing."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        if name in COMMANDS:
+            self.commands[name] = _load(name)
+        return super().resolve_command(ctx, args)
+
+
+def _load(name: str) -> Any:
+    found = getattr(import_module(f"kvconnector.cli.{name}"), name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, **PLAIN)
+    alone.command(name)(found)
+    return typer.main.get_command(alone)
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"kvconnector {__version__}")
+        raise typer.Exit
+
+
+def _main(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
 ) -> None:
-    """Make a CURVE key pair for the control channel. Existing keys are never overwritten."""
-    keys = generate_keys(directory)
-    typer.echo(f"public key: {keys.public_key}")
-    typer.echo(f"KVCONNECTOR_CONTROL_SECRET_KEY_FILE={directory / SECRET_KEY_FILE}")
-    typer.echo(f"KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE={directory / AUTHORIZED_CLIENTS_FILE}")
-    typer.echo(
-        f"Give {PUBLIC_KEY_FILE} to the engines that talk to this one, and add theirs to"
-        f" {AUTHORIZED_CLIENTS_FILE}, one a line."
-    )
+    """KV-cache transfer between prefill and decode engines that are cut differently."""
 
 
-def version() -> None:
-    """Print the version."""
-    typer.echo(__version__)
-
-
-def _app(arguments: Sequence[str]) -> typer.Typer:
+def make_app() -> typer.Typer:
+    """The command line, whose commands are not imported yet."""
     app = typer.Typer(
         name="kvconnector",
-        help="KV-cache transfer between prefill and decode engines that are cut differently.",
+        cls=_Commands,
         no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
+        **PLAIN,
     )
-    called = arguments[0] if arguments else ""
-    for name in MODULES:
-        if called == name or called not in (*MODULES, "keygen", "version"):
-            app.command()(getattr(import_module(f"kvconnector.cli.{name}"), name))
-    app.command()(keygen)
-    app.command()(version)
+    app.callback(epilog=STATUSES)(_main)
+    for name, text in COMMANDS.items():
+        app.command(name, help=text)(lambda: None)
     return app
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status, see `kvconnector.cli.main`."""
+    """Run a command; its exit status, see `STATUSES`."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        _app(arguments)(args=arguments, prog_name="kvconnector")
-    except ResultMismatchError as error:
-        typer.echo(f"kvconnector: wrong result, so no figures: {_one_line(error)}", err=True)
-        return EXIT_MISMATCH
+        make_app()(args=arguments, prog_name="kvconnector")
     except KVConnectorError as error:
-        typer.echo(f"kvconnector: {_one_line(error)}", err=True)
-        return EXIT_ERROR
+        is_wrong = type(error).__name__ == "ResultMismatchError"
+        prefix = "wrong result, so no figures: " if is_wrong else ""
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        typer.echo(f"kvconnector: {prefix}{text}", err=True)
+        return EXIT_FAULT if is_wrong else EXIT_ERROR
     except SystemExit as ended:
+        if ended.code == EXIT_INTERRUPTED:
+            typer.echo("kvconnector: interrupted", err=True)
         if not isinstance(ended.code, int):
             return EXIT_ERROR if ended.code else 0
         return ended.code
     return 0
-
-
-def _one_line(error: KVConnectorError) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -1,143 +1,187 @@
-"""`kvconnector bench`: run a benchmark and report it."""
+"""`kvconnector bench`: a command for each benchmark, with the options that it takes."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib import import_module
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
 
-from kvconnector.bench import gil, handover, pairs, relayout, sessions, soak, transfer
-from kvconnector.bench.environment import record_environment
-from kvconnector.bench.options import BenchOptions, Compute
-from kvconnector.bench.processes import THREAD_VARIABLES
-from kvconnector.bench.remote import serve
-from kvconnector.bench.results import BenchReport, CaseResult, Measurement, Progress
+from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
-from kvconnector.cli import EXIT_ERROR
-from kvconnector.cli.console import finish_loglog, picture, print_json, terminal
+from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED, PLAIN
+from kvconnector.cli.console import (
+    JsonFlag,
+    PictureOption,
+    finish_loglog,
+    picture,
+    print_json,
+    progress_bar,
+    terminal,
+)
 from kvconnector.errors import ConfigError
 
-BENCHMARKS: dict[str, Callable[[BenchOptions, Progress], Iterable[CaseResult]]] = {
-    "transfer": partial(transfer.run, tokens=(2048,), iterations=10),
-    "request": partial(transfer.run, tokens=(16, 128, 512), iterations=100),
-    "handover": handover.run,
-    "relayout": relayout.run,
-    "gil": gil.run,
-    "soak": soak.run,
-    "sessions": sessions.run,
-}
-HAVE_PEERS = ("transfer", "request")
-_HELP = (
-    "transfer: long requests between two engines' processes; request: short ones;"
-    " handover: from a prompt's last step to its cache at the consumer; relayout: one fused copy;"
-    " gil: transfers beside engines at work; soak: mixed load, aborts, restarts;"
-    " sessions: an event while 100 to 100,000 requests are queued;"
-    " serve: be the producer for another host's --connect; pairs: all pairs of a torchrun job."
-)
+if TYPE_CHECKING:
+    from kvconnector.bench.results import BenchReport, CaseResult, Measurement, ShowProgress
 
 
-def bench(
-    benchmark: Annotated[str, typer.Argument(help=_HELP)],
-    *,
-    model: Annotated[
-        str, typer.Option(help=f"Cache shape: {', '.join(MODELS)}; also MODEL,layers=4.")
-    ] = "llama-3.1-8b",
-    tokens: Annotated[str, typer.Option(help="Request sizes: 2048 or 16,128,2048.")] = "",
-    scattered: Annotated[
-        bool, typer.Option("--scattered/--contiguous", help="Blocks at random, or in one run.")
-    ] = True,
-    prefill: Annotated[str, typer.Option(help="Producer: tp=2,dcp=2,block=16,layout=HND.")] = "",
-    decode: Annotated[str, typer.Option(help="Consumer: tp=1,pp=2,block=64,layout=NHD.")] = "",
-    device: Annotated[
-        str, typer.Option(help="cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.")
-    ] = "cpu",
-    tls: Annotated[str, typer.Option(help="UCX_TLS, ours and the peer's.")] = "",
-    peer: Annotated[str, typer.Option(help="Compare with: nixl.")] = "",
-    iterations: Annotated[int, typer.Option(help="Timed repetitions.", min=0)] = 0,
-    minutes: Annotated[float, typer.Option(help="How long a soak runs.", min=1e-3)] = 1.0,
-    compute: Annotated[
-        str, typer.Option(help="handover: P's tokens/s, tokens a step, prompts at once (1,8).")
-    ] = "8000,2048,1",
-    connect: Annotated[
-        str, typer.Option(help="Producer's host: HOST:PORT[,KEY] of a `bench serve` there.")
-    ] = "",
-    json: Annotated[Path | None, typer.Option(help="Write the report here; - prints it.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="handover: draw the times here.")] = None,
-) -> None:
-    """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
-
-    The connector's own settings come from the environment, as in an engine: KVCONNECTOR_PATHS_DIRECT=never.
-    """
-    kind, _, gpus = device.partition(":")
+def _parse_device(text: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """From "cpu", "cuda" or "cuda:0,1:2,3": the kind, and both engines' GPUs."""
+    kind, _, gpus = text.partition(":")
     producers, _, consumers = gpus.partition(":")
-    options = BenchOptions(
-        model=ModelShape.parse(model),
-        tokens=parse_tokens(tokens) if tokens else (),
-        scattered=scattered,
-        prefill=EngineShape.parse(prefill) if prefill else None,
-        decode=EngineShape.parse(decode) if decode else None,
-        device=kind,
-        gpus=(parse_numbers(producers), parse_numbers(consumers)),
-        tls=tls,
-        peer=peer,
-        iterations=iterations,
-        minutes=minutes,
-        compute=Compute.parse(compute),
-        connect=connect,
-    )
-    if svg is not None and benchmark != "handover":
-        raise ConfigError("only a handover is drawn", benchmark=benchmark)
-    if benchmark == "serve":
-        serve(_tell)
-    elif benchmark == "pairs":
-        _pairs(options, json)
-    else:
-        _run(benchmark, options, json, svg)
+    return kind, (parse_numbers(producers), parse_numbers(consumers))
 
 
-def _pairs(options: BenchOptions, json: Path | None) -> None:
-    """Rank 0 of the job reports for all."""
-    is_first = os.environ.get("RANK") == "0"
-    matrix = pairs.run(options, _tell)
-    found = {**msgspec.to_builtins(matrix), "gigabytes_per_s": matrix.gigabytes_per_s()}
-    found["environment"] = msgspec.to_builtins(record_environment())
-    if is_first and not _is_told(found, json):
-        terminal().print(matrix.table())
-        terminal().print(str(record_environment()), soft_wrap=True)
-    for each in matrix.pairs if is_first else ():
-        if each.error:
-            _tell(f"from rank {each.producer} to rank {each.consumer}: {each.error}")
-    if any(each.error for each in matrix.pairs):
-        raise typer.Exit(EXIT_ERROR)
+def _option(kind: Any, default: object, text: str, **more: Any) -> tuple[Any, object]:
+    return Annotated[kind, typer.Option(help=text, **more)], default
 
 
-def _tell(text: str) -> None:
-    typer.echo(text, err=True)
+def _parsed(parser: Callable[[str], Any], default: str, metavar: str, text: str) -> Any:
+    return _option(Any, default, text, parser=parser, metavar=metavar)
 
 
-def _run(name: str, options: BenchOptions, json: Path | None, svg: Path | None) -> None:
-    """With a single thread for the libraries' pools; each case is printed when it is known."""
+_SHAPE = EngineShape.parse, "block=16", "SHAPE"
+OPTIONS: dict[str, tuple[Any, object]] = {
+    "model": _parsed(
+        ModelShape.parse, "llama-3.1-8b", "MODEL", f"{', '.join(MODELS)}; also MODEL,layers=4."
+    ),
+    "tokens": _parsed(parse_tokens, "2048", "N,N,...", "Request sizes."),
+    "iterations": _option(int, 10, "Timed repetitions.", min=1),
+    "minutes": _option(float, 1.0, "How long it runs.", min=1e-3),
+    "scattered": (
+        Annotated[
+            bool, typer.Option("--scattered/--contiguous", help="Blocks at random, or in one run.")
+        ],
+        True,
+    ),
+    "prefill": _parsed(*_SHAPE, "Producer: tp=2,dcp=2,block=16,layout=HND."),
+    "decode": _parsed(*_SHAPE, "Consumer: tp=1,pp=2,block=64,layout=NHD."),
+    "device": _parsed(
+        _parse_device,
+        "cpu",
+        "DEVICE",
+        "cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
+    ),
+    "tls": _option(str, "", "UCX_TLS, ours and the peer's."),
+    "peer": _option(str, "", "Compare with: nixl."),
+    "connect": _option(str, "", "Producer's host: HOST:PORT[,KEY] of a `bench serve` there."),
+    "compute": _parsed(
+        Compute.parse,
+        "8000,2048,1",
+        "RATE,STEP,N,...",
+        "P's tokens/s, tokens a step, prompts at once.",
+    ),
+    "svg": (PictureOption, None),
+    "output": _option(Path | None, None, "Write the report here, as JSON."),
+    "json": (JsonFlag, False),
+}
+"""Every option's type and default; benchmarks have some of them."""
+_PAIR = ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device", "tls")
+_REPORT = ("output", "json")
+
+
+class Benchmark(NamedTuple):
+    """What runs in `kvconnector.bench`, and the names of its options; `defaults` are those that differ."""
+
+    module: str
+    text: str
+    example: str
+    options: Sequence[str]
+    defaults: dict[str, object]
+
+    def run(self, options: BenchOptions, progress: ShowProgress) -> Iterable[CaseResult]:
+        """Each case when it is known."""
+        found: Iterable[CaseResult] = import_module(f"kvconnector.bench.{self.module}").run(
+            options, progress
+        )
+        return found
+
+
+BENCHMARKS = {
+    "transfer": Benchmark(
+        "transfer",
+        "Long requests between the processes of two engines, beside the machine's limits.",
+        "transfer --device cuda --tokens 512,2048 --decode tp=2,block=64",
+        (*_PAIR, "peer", "connect"),
+        {},
+    ),
+    "request": Benchmark(
+        "transfer",
+        "Short requests between the processes of two engines, beside the machine's limits.",
+        "request --tokens 16 --tls tcp",
+        (*_PAIR, "peer", "connect"),
+        {"tokens": "16,128,512", "iterations": 100},
+    ),
+    "handover": Benchmark(
+        "handover",
+        "From a prompt's last step to its cache at the consumer: streamed, and one engine after the other.",
+        "handover --compute 8000,2048,1,8 --svg handover.svg",
+        (*_PAIR, "compute", "connect", "svg"),
+        {"tokens": "1024,4096,16384,32768"},
+    ),
+    "relayout": Benchmark(
+        "relayout",
+        "One fused copy, from an engine's blocks to another's.",
+        "relayout --prefill block=16,layout=HND --decode block=64,layout=NHD",
+        ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device"),
+        {"iterations": 20, "prefill": "block=16,layout=HND", "decode": "block=64"},
+    ),
+    "gil": Benchmark(
+        "gil",
+        "Transfers beside engines at work, and what either takes from the other.",
+        "gil --device cuda --tokens 8192",
+        _PAIR,
+        {"iterations": 20},
+    ),
+    "soak": Benchmark(
+        "soak",
+        "Mixed load with aborts and restarts: errors by cause, leaked blocks, memory, descriptors.",
+        "soak --minutes 30",
+        ("model", "tokens", "minutes", "prefill", "decode", "device", "tls"),
+        {"tokens": "16,100,512"},
+    ),
+    "sessions": Benchmark(
+        "sessions",
+        "What an event costs a worker while 100 to 100,000 requests are queued.",
+        "sessions --model llama-3.1-8b",
+        ("model", "iterations"),
+        {"iterations": 200},
+    ),
+}
+
+
+def _run(name: str, given: dict[str, Any]) -> None:
+    """Print each case when it is known; libraries' pools have a single thread.
+
+    Raises:
+        ConfigError: the report or the picture cannot be written.
+        typer.Exit: it was interrupted.
+    """
+    from kvconnector.bench.environment import record_environment
+    from kvconnector.bench.results import BenchReport, CaseResult
+
+    output, svg, as_json = (given.pop(each, None) for each in ("output", "svg", "json"))
+    options = _options(given)
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
-    if name not in BENCHMARKS:
-        raise ConfigError("no such benchmark", benchmark=name, known=list(BENCHMARKS))
-    if options.peer and name not in HAVE_PEERS:
-        raise ConfigError("no peer does this", benchmark=name, peer=options.peer)
-    if options.connect and name not in (*HAVE_PEERS, "handover"):
-        raise ConfigError("this is measured on one host", benchmark=name, connect=options.connect)
-    environment = record_environment()
-    cases = []
-    for case in BENCHMARKS[name](options, lambda text: _tell(f"{name}: {text}")):
-        cases.append(case)
-        if str(json) != "-":
-            case.print_to(terminal())
+    environment, cases = record_environment(), list[CaseResult]()
+    is_interrupted = False
+    with progress_bar(name) as progress:
+        try:
+            for case in BENCHMARKS[name].run(options, progress):
+                cases.append(case)
+                if not as_json:
+                    case.print_to(terminal())
+        except KeyboardInterrupt:
+            is_interrupted = True
     report = BenchReport(
         benchmark=name,
         command=shlex.join(["kvconnector", *sys.argv[1:]]),
@@ -145,25 +189,123 @@ def _run(name: str, options: BenchOptions, json: Path | None, svg: Path | None) 
         environment=environment,
         cases=tuple(cases),
     )
-    if not _is_told(report.to_json(), json):
+    _publish(report.to_json(), output, as_json=as_json)
+    if not as_json:
         terminal().print(str(environment), soft_wrap=True)
-    if svg is not None:
+    if svg is not None and cases:
         draw(report, svg)
+    if is_interrupted:
+        kept = f"saved in {output}" if output else "printed"
+        typer.echo(f"interrupted: {len(cases)} finished cases are {kept}", err=True)
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _is_told(report: dict[str, Any], path: Path | None) -> bool:
-    """Print a report, or write it. Whether nothing else is to be printed."""
-    if path is None:
-        return False
-    if str(path) == "-":
+def _options(given: dict[str, Any]) -> BenchOptions:
+    if "device" in given:
+        given["device"], given["gpus"] = given["device"]
+    return BenchOptions(**given)
+
+
+def _publish(report: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
+    if as_json:
         print_json(report)
-        return True
-    encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
-    try:
-        path.write_bytes(encoded + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write the report: {error}", path=str(path)) from error
-    return False
+    if output is not None:
+        encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
+        try:
+            output.write_bytes(encoded + b"\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write the report: {error}", path=str(output)) from error
+
+
+def _serve(_: dict[str, Any]) -> None:
+    from kvconnector.bench.remote import serve
+
+    with progress_bar("serve") as progress:
+        serve(progress)
+
+
+def _pairs(given: dict[str, Any]) -> None:
+    """Rank 0 of the job reports for all."""
+    from kvconnector.bench import pairs
+    from kvconnector.bench.environment import record_environment
+
+    output, as_json = given.pop("output"), given.pop("json")
+    is_first = os.environ.get("RANK") == "0"
+    with progress_bar("pairs") as progress:
+        matrix = pairs.run(_options(given), progress)
+    environment = record_environment()
+    if is_first:
+        found = {**msgspec.to_builtins(matrix), "gigabytes_per_s": matrix.gigabytes_per_s()}
+        found["environment"] = msgspec.to_builtins(environment)
+        _publish(found, output, as_json=as_json)
+    if is_first and not as_json:
+        terminal().print(matrix.table())
+        terminal().print(str(environment), soft_wrap=True)
+    failed = [each for each in matrix.pairs if each.error]
+    for each in failed if is_first else ():
+        typer.echo(f"from rank {each.producer} to rank {each.consumer}: {each.error}", err=True)
+    if failed:
+        raise typer.Exit(EXIT_ERROR)
+
+
+_JOB = Benchmark(
+    "pairs",
+    "All ordered pairs of a torchrun job's ranks, as a matrix.",
+    "pairs --device cuda, by torchrun --nproc-per-node 8 -m kvconnector.cli",
+    ("model", "tokens", "iterations", "scattered", "decode", "device", "tls", *_REPORT),
+    {"tokens": "512", "iterations": 5},
+)
+_SERVER = Benchmark(
+    "serve", "Be the producer for another host's --connect, until interrupted.", "serve", (), {}
+)
+
+
+def _command(benchmark: Benchmark, call: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
+    """A function with the benchmark's options as its parameters, which is what typer reads."""
+
+    def command(**given: Any) -> None:
+        call(given)
+
+    taken = {name: OPTIONS[name] for name in benchmark.options}
+    command.__annotations__ = {name: kind for name, (kind, _) in taken.items()}
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(
+                name,
+                Parameter.KEYWORD_ONLY,
+                annotation=kind,
+                default=benchmark.defaults.get(name, default),
+            )
+            for name, (kind, default) in taken.items()
+        ]
+    )
+    return command
+
+
+def _make_commands() -> typer.Typer:
+    app = typer.Typer(
+        name="bench",
+        help="Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.\n\n"
+        "The connector's own settings come from the environment, as in an engine: KVCONNECTOR_PATHS_DIRECT=never.",
+        no_args_is_help=True,
+        add_completion=False,
+        **PLAIN,
+    )
+    commands: dict[str, tuple[Benchmark, Callable[[dict[str, Any]], None]]] = {
+        name: (
+            each._replace(options=(*each.options, *_REPORT)),
+            partial(_run, name),
+        )
+        for name, each in BENCHMARKS.items()
+    }
+    commands |= {"serve": (_SERVER, _serve), "pairs": (_JOB, _pairs)}
+    for name, (each, call) in commands.items():
+        example = f"Example: kvconnector bench {each.example}"
+        app.command(name, help=each.text, epilog=example)(_command(each, call))
+    return app
+
+
+bench = _make_commands()
 
 
 def draw(report: BenchReport, path: Path) -> None:

@@ -1,32 +1,79 @@
-"""Tables, JSON, `doctor`'s findings and pictures; matplotlib is imported only where one is drawn."""
+"""Tables, JSON, progress and `doctor`'s findings on a terminal; and pictures. Imports what draws them on first use."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import typer
-from rich.console import Console
-from rich.table import Column
 
 from kvconnector.errors import ConfigError, KVConnectorError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Column
+
+    from kvconnector.bench.results import ShowProgress
+
 MIN_WIDTH = 100
+REFRESH_S = 0.25
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PictureOption = Annotated[
+    Path | None, typer.Option("--svg", help="Draw it into this file, .svg or .png.")
+]
 
 
 def terminal() -> Console:
     """A console for tables; wide enough for them where the output is no terminal."""
+    from rich.console import Console
+
     width = None if sys.stdout.isatty() else max(MIN_WIDTH, shutil.get_terminal_size().columns)
     return Console(width=width, soft_wrap=False, highlight=False)
 
 
+@contextmanager
+def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
+    """Show what is done on stderr: a bar with the time since its start on a terminal, elsewhere a line for each text.
+
+    The bar is drawn at most every `REFRESH_S`, within the call: nothing disturbs what is measured between two calls.
+    """
+    from rich import console as consoles
+    from rich import progress as bars
+
+    console = consoles.Console(stderr=True)
+    columns = bars.TimeElapsedColumn(), bars.BarColumn(20), bars.TextColumn("{task.description}")
+    bar = bars.Progress(*columns, console=console, auto_refresh=False, transient=True)
+    drawn_s, last = 0.0, ""
+
+    def show(text: str, share: float | None = None, /) -> None:
+        nonlocal drawn_s, last
+        if console.is_terminal:
+            bar.update(task, description=text, completed=share or 0.0, total=share and 1.0)
+            if text != last or time.monotonic() > drawn_s + REFRESH_S:
+                drawn_s = time.monotonic()
+                bar.refresh()
+        elif text != last:
+            typer.echo(f"{subject}: {text}", err=True)
+        last = text
+
+    task = bar.add_task("", total=None)
+    if not console.is_terminal:
+        yield show
+        return
+    with bar:
+        yield show
+
+
 def right_aligned(*names: str) -> list[Column]:
     """Columns of figures."""
+    from rich.table import Column
+
     return [Column(name, justify="right") for name in names]
 
 
@@ -59,12 +106,14 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 @contextmanager
 def picture(path: Path, width_inches: float, height_inches: float) -> Iterator[Any]:
-    """An empty figure that is written to `path`. Raises ConfigError: no matplotlib, or the file cannot be written."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("pictures need matplotlib: install kvconnector[bench]") from error
+    """An empty figure that is written to `path`, in the format of its ending.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(width_inches, height_inches))
     FigureCanvasAgg(figure)
     yield figure

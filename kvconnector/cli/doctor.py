@@ -14,13 +14,10 @@ import msgspec
 import typer
 
 from kvconnector import __version__
-from kvconnector.bench.deployment import Deployment
-from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.environment import cpu_name, gpus, installed_version
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry, format_bytes
-from kvconnector.cli.console import Finding, Verdict, attempt, print_json
-from kvconnector.cli.doctor_peer import examine_peer
+from kvconnector.cli.console import Finding, JsonFlag, Verdict, attempt, print_json
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
@@ -73,7 +70,7 @@ def doctor(
         str,
         typer.Option(help="With --model: what this engine calls it; left out, names may differ."),
     ] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: JsonFlag = False,
 ) -> None:
     """Say what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
 
@@ -83,6 +80,8 @@ def doctor(
     found = examine(keys=keys, device=device, tls=tls)
     if peer:
         local = _local_engine(model, dtype, decode, name) if model else None
+        from kvconnector.cli.doctor_peer import examine_peer
+
         found = attempt("peer", lambda: examine_peer(peer, _config(keys, tls), device, local))
     findings = []
     for finding in found:
@@ -317,6 +316,9 @@ class SelfTestResult:
 
 def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
     """One request between two processes of other block sizes and layouts. Raises KVConnectorError: it failed."""
+    from kvconnector.bench.deployment import Deployment
+    from kvconnector.bench.engines import EnginePair
+
     kind, _, index = device.partition(":")
     gpus = (int(index or 0),) if kind == "cuda" else ()
     options = BenchOptions(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -21,7 +20,7 @@ from kvconnector.bench.shapes import (
     format_bytes,
     parse_bytes,
 )
-from kvconnector.cli.console import print_json, right_aligned, terminal
+from kvconnector.cli.console import JsonFlag, PictureOption, print_json, right_aligned, terminal
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
@@ -123,9 +122,8 @@ def plan(
     link: Annotated[
         float | None, typer.Option(help="Gbit/s of each rank's link, for a predicted time.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the plan into this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    svg: PictureOption = None,
+    json: JsonFlag = False,
 ) -> None:
     """Print which producer rank each consumer rank reads from: layers, heads, tokens, chunks, bytes."""
     if tokens < 1 or start < 0:
@@ -143,8 +141,8 @@ def plan(
         chunk_bytes=parse_bytes(chunk),
         link_gbits=link,
     )
-    for path in filter(None, (svg, png)):
-        draw_plan(report, path)
+    if svg is not None:
+        draw_plan(report, svg)
     if json:
         print_json(report)
     else:

@@ -14,7 +14,16 @@ from rich.table import Table
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
-from kvconnector.cli.console import finish_loglog, picture, print_json, right_aligned, terminal
+from kvconnector.cli.console import (
+    JsonFlag,
+    PictureOption,
+    finish_loglog,
+    picture,
+    print_json,
+    progress_bar,
+    right_aligned,
+    terminal,
+)
 from kvconnector.config import PeerConfig
 from kvconnector.errors import ConfigError
 
@@ -52,9 +61,8 @@ def simulate(
         float, typer.Option(help="Seconds until idle engines disconnect.", min=PEER.timeout_s)
     ] = PEER.idle_timeout_s,
     seed: Annotated[int, typer.Option(help="Of arrivals, lengths and the router's choices.")] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the figures into this file.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    svg: PictureOption = None,
+    json: JsonFlag = False,
 ) -> None:
     """Simulate growing clusters: greetings, control messages, staging slots, times to completion. Nothing is sent."""
     costs = Costs(latency_s=latency_us / 1e6, bytes_per_s=link * 1e9 / 8)
@@ -79,12 +87,12 @@ def simulate(
     if not all(runs):
         text = "no request arrives in this time: give more --seconds, a higher --rate or another --seed"
         raise ConfigError(text, engines=engines, seconds=seconds, rate=rate, seed=seed)
-    for size, rng, arrivals in zip(sizes, rngs, runs, strict=True):
-        report.rows.append(_run(report, size, rng, arrivals))
-        if not json:
-            typer.echo(f"{size} engines: {report.rows[-1].requests} requests", err=True)
-    for path in filter(None, (svg, png)):
-        _draw(report, path)
+    with progress_bar("simulate") as show:
+        for size, rng, arrivals in zip(sizes, rngs, runs, strict=True):
+            show(f"{size} engines, {len(arrivals)} requests", len(report.rows) / len(sizes))
+            report.rows.append(_run(report, size, rng, arrivals))
+    if svg is not None:
+        _draw(report, svg)
     if json:
         print_json(report)
     else:

@@ -6,8 +6,9 @@ import tomllib
 from types import SimpleNamespace
 
 import typer
+from typer.core import TyperGroup
 
-from kvconnector.cli.app import _app
+from kvconnector.cli.app import make_app
 from kvconnector.config import SECTIONS, ConnectorConfig
 from kvconnector.integrations.vllm.settings import ROLES, Settings
 from minillm.demo import parse_arguments
@@ -43,11 +44,12 @@ def check(command):
 
 def check_cli(arguments, *, is_whole=True):
     """`kvconnector`, by its own parser."""
-    name, *rest = arguments
-    commands = typer.main.get_command(_app([]))
-    assert name in commands.commands, name
+    command, rest = typer.main.get_command(make_app()), arguments
+    context = command.make_context("kvconnector", list(rest), resilient_parsing=True)
+    while rest and isinstance(command, TyperGroup) and not rest[0].startswith("-"):
+        _, command, rest = command.resolve_command(context, list(rest))
     if is_whole or rest:
-        commands.commands[name].make_context(name, rest)
+        command.make_context("kvconnector", list(rest))
 
 
 def check_settings(variables):

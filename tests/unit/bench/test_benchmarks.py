@@ -25,7 +25,7 @@ def _options(**fields):
 
 def _run(name, **fields):
     lines = []
-    cases = list(BENCHMARKS[name](_options(**fields), lines.append))
+    cases = list(BENCHMARKS[name].run(_options(**fields), lambda *told: lines.append(told)))
     assert lines
     for case in cases:
         assert all(sample > 0 for each in case.measurements for sample in each.samples_s)
@@ -46,7 +46,8 @@ def test_the_documentation_names_every_benchmark():
 @pytest.mark.parametrize("scattered", [True, False])
 @pytest.mark.parametrize("model", [MODEL, MLA], ids=lambda model: model.name)
 def test_relayout(model, scattered):
-    (case,) = _run("relayout", model=model, scattered=scattered)
+    shapes = {"prefill": EngineShape(layout="HND"), "decode": EngineShape(block=64)}
+    (case,) = _run("relayout", model=model, scattered=scattered, **shapes)
     assert _kinds(case) == {"ours", "limit"}
     # rounded up to whole blocks of both sides
     assert case.ours.nbytes == 128 * model.token_bytes

@@ -16,7 +16,7 @@ def _run(name, **fields):
     options = BenchOptions(
         **{"model": MODEL, "device": "cuda", "tokens": (200,), "iterations": 2, **fields}
     )
-    return list(BENCHMARKS[name](options, lambda _: None))
+    return list(BENCHMARKS[name].run(options, lambda *_: None))
 
 
 @pytest.mark.ucx

@@ -13,7 +13,7 @@ from tests.hosts.network import Network, missing
 from tests.integration.runtime_pair import keyed_controls
 from tests.support.forked import environment
 
-SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json -"
+SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json"
 BENCH = [sys.executable, "-m", "kvconnector.cli", "bench"]
 
 
@@ -105,7 +105,6 @@ def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "line,named",
     [
-        ("relayout --connect 127.0.0.1:1", "relayout"),
         ("transfer --connect nowhere", "tcp://nowhere"),
         ("pairs", "torchrun"),
     ],
@@ -147,7 +146,7 @@ def test_the_ranks_of_a_torchrun_job_measure_every_pair(tmp_path):
     pytest.importorskip("torch.distributed.run")
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
-    arguments = [*BENCH[2:], "pairs", *SIZE.split()[:-1], str(report)]
+    arguments = [*BENCH[2:], "pairs", *SIZE.split()[:-1], "--output", str(report)]
     done = subprocess.run(
         [*command, "-m", *arguments],
         env=environment(),

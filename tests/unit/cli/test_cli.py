@@ -1,5 +1,6 @@
 import json
 import stat
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -10,13 +11,15 @@ from packaging.requirements import Requirement
 from kvconnector import __version__
 from kvconnector.bench import relayout
 from kvconnector.cli import main
+from kvconnector.cli.bench import BENCHMARKS
 from kvconnector.control.security import CurveKeys
+from tests.docs import commands
 
 ISSUE = (
     "plan --prefill tp=2,pp=1,block=16 --decode tp=1,pp=2,block=64 --layers 32 --kv-heads 8"
     " --head-dim 128 --dtype bfloat16 --tokens 2000 --start 0 --chunk 2MiB"
 )
-BENCH = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --json"
+BENCH = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --output"
 
 
 @pytest.fixture
@@ -41,16 +44,16 @@ def test_torch_2_11_is_enough_and_the_command_line_is_an_extra():
     assert needed == {"msgspec", "numba", "numpy", "pyzmq"}
 
 
-@pytest.mark.parametrize("package", ["rich", "typer"])
+@pytest.mark.parametrize("package", ["matplotlib", "rich", "typer"])
 def test_without_its_packages_the_command_line_says_what_to_install(
-    kvconnector, monkeypatch, package
+    kvconnector, monkeypatch, tmp_path, package
 ):
     for name in list(sys.modules):
         if name.startswith(("kvconnector.cli.", "kvconnector.bench.results")):
             monkeypatch.delitem(sys.modules, name)
-    for name in (package, f"{package}.console", f"{package}.table"):
+    for name in [package, *(each for each in sys.modules if each.startswith(f"{package}."))]:
         monkeypatch.setitem(sys.modules, name, None)
-    status, out, err = kvconnector("plan")
+    status, out, err = kvconnector("plan", "--svg", tmp_path / "plan.svg")
     assert (status, out) == (2, "")
     assert err == f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
 
@@ -100,9 +103,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("plan --tokens 0", "tokens=0"),
         ("plan --mla --kv-heads 2", "num_kv_heads=2"),
         ("plan --dtype bfloat17", "'bfloat17'"),
-        ("bench speed", "'speed'"),
-        ("bench relayout --peer moon", "'moon'"),
-        ("bench relayout --peer nixl", "'relayout'"),
+        ("bench transfer --peer moon", "'moon'"),
         ("bench relayout --device tpu", "'tpu'"),
         ("bench transfer --device cuda:0,x:1", "'0,x'"),
     ],
@@ -116,7 +117,9 @@ def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, lin
     assert named in lines[0]
 
 
-@pytest.mark.parametrize("line", ["nonsense", "plan --nonsense", "bench"])
+@pytest.mark.parametrize(
+    "line", ["nonsense", "plan --nonsense", "bench speed", "bench relayout --peer nixl"]
+)
 def test_wrong_usage_is_status_2(kvconnector, line):
     status, _, err = kvconnector(line)
     assert status == 2
@@ -164,7 +167,43 @@ def test_a_wrong_result_prints_no_figure_and_is_status_1(kvconnector, monkeypatc
 
 
 def test_version(kvconnector):
-    assert kvconnector("version") == (0, f"{__version__}\n", "")
+    assert kvconnector("--version") == (0, f"kvconnector {__version__}\n", "")
+
+
+def test_each_benchmark_has_options_of_its_own_and_an_example_that_runs(kvconnector):
+    assert list(BENCHMARKS) == [name for name in BENCHMARKS if name in kvconnector("bench -h")[1]]
+    for name, each in BENCHMARKS.items():
+        status, out, _ = kvconnector(f"bench {name} --help")
+        assert status == 0
+        assert ("--compute" in out) == (name == "handover")
+        assert ("--minutes" in out) == (name == "soak")
+        example = "".join(out.partition("Example: kvconnector ")[2].split("\n"))
+        assert example.split() == ["bench", *each.example.split()]
+        commands.check_cli(["bench", *each.example.split()])
+
+
+def test_help_of_all_commands_imports_none_of_them():
+    line = "import sys; from kvconnector.cli import main; main(['--help']); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True, check=True)
+    assert not {"numpy", "zmq", "rich.console", "numba", "torch"} & {*run.stdout.split()}
+
+
+@pytest.mark.parametrize("form", ["json", "output"])
+def test_an_interrupted_benchmark_keeps_the_cases_that_are_finished(
+    kvconnector, monkeypatch, tmp_path, form
+):
+    run = relayout.run
+
+    def interrupted(options, progress):
+        yield from run(options, progress)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(relayout, "run", interrupted)
+    report = tmp_path / "report.json"
+    status, out, err = kvconnector(BENCH, report, *["--json"][: form == "json"])
+    assert status == 130
+    assert len(json.loads(out if form == "json" else report.read_text())["cases"]) == 1
+    assert f"1 finished cases are saved in {report}" in err
 
 
 def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):

@@ -124,9 +124,9 @@ def test_a_picture_names_every_rank_and_draws_a_ribbon_for_each_read(capsys, tmp
 
 
 def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
-    assert main(["plan", "--png", str(tmp_path / "no" / "plan.png")]) == 2
+    assert main(["plan", "--svg", str(tmp_path / "no" / "plan.png")]) == 2
     assert "cannot write the picture" in capsys.readouterr().err
-    assert main(["plan", "--png", str(tmp_path / "plan.unknown")]) == 2
+    assert main(["plan", "--svg", str(tmp_path / "plan.unknown")]) == 2
 
 
 def test_a_missing_configuration_file_is_named(tmp_path):
