@@ -33,17 +33,17 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(4023),
+    "kvconnector/bench": Size(4028),
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2705),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
-    "kvconnector/integrations": Size(2860, target=2810),
+    "kvconnector/integrations": Size(2790, target=2810),
     "kvconnector/integrations/sglang": Size(1470, target=900),
-    "kvconnector/layout": Size(560, target=520),
+    "kvconnector/layout": Size(608, target=520),
     "kvconnector/planning": Size(420, target=560),
-    "kvconnector/runtime": Size(4020, target=2800),
-    "kvconnector/session": Size(3955, target=2900),
+    "kvconnector/runtime": Size(4026, target=2800),
+    "kvconnector/session": Size(3920, target=2900),
     "kvconnector/topology": Size(890, target=980),
     "kvconnector/transport": Size(2830, target=1930),
     "kvconnector/wire": Size(560, target=500),
@@ -64,7 +64,7 @@ ROOMS: dict[str, Size] = {
     "tests/hosts": Size(1248),
     "tests/integration": Size(1540),
     "tests/kernels": Size(1900),
-    "tests/property": Size(3160),
+    "tests/property": Size(3161),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
     "tests/unit": Size(1610),
@@ -72,18 +72,18 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(963),
     "tests/unit/control": Size(150),
-    "tests/unit/datapath": Size(2168),
+    "tests/unit/datapath": Size(2172),
     "tests/unit/minillm": Size(1785),
-    "tests/unit/runtime": Size(2002),
+    "tests/unit/runtime": Size(2008),
     "tests/unit/session": Size(1440),
     "tests/vllm": Size(5410),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6728, target=5360),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6733, target=5360),
     ("kvconnector",): Size(33989, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30296, target=24800),
+    ("tests",): Size(30307, target=24800),
 }
 
 

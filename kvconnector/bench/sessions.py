@@ -18,12 +18,18 @@ from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.config import ConnectorConfig
 from kvconnector.ids import EngineAddress, EngineId
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.session.orders import DropRequest, HoldRequest, LoadRequest, WantRequest
+from kvconnector.session.orders import (
+    DropRequest,
+    GrowRequest,
+    HoldRequest,
+    LoadRequest,
+    WantRequest,
+)
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -146,12 +152,13 @@ class _Pair:
         for name in self._names:
             want = WantRequest(name, name, SECRET, ADDRESS, self._is_streamed)
             self._queue.append((self.consumer, want))
-            self._queue.append((self.producer, self._hold(name, is_complete=not self._is_streamed)))
+            begun = GrowRequest(name, name, SECRET, (GroupBlocks.of(()),), NO_TOKENS)
+            self._queue.append((self.producer, begun if self._is_streamed else self._held(name)))
         self._settle()
 
     def _serve(self, name: str) -> None:
         if self._is_streamed:
-            self._queue.append((self.producer, self._hold(name, is_complete=True)))
+            self._queue.append((self.producer, self._held(name)))
             self._settle()
         remote = () if self._is_streamed else self._blocks
         load = LoadRequest(name, ((0, NUM_TOKENS),), self._blocks, remote)
@@ -165,10 +172,8 @@ class _Pair:
             self._settle()
         self._now = until
 
-    def _hold(self, name: str, *, is_complete: bool) -> HoldRequest:
-        blocks = self._blocks if is_complete else (GroupBlocks.of(()),)
-        num_tokens = NUM_TOKENS if is_complete else 0
-        return HoldRequest(name, name, SECRET, blocks, num_tokens, is_complete=is_complete)
+    def _held(self, name: str) -> HoldRequest:
+        return HoldRequest(name, name, SECRET, self._blocks, NUM_TOKENS)
 
     def _next_deadline(self) -> float:
         deadlines = self.producer.next_deadline(), self.consumer.next_deadline()

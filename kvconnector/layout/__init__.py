@@ -20,3 +20,6 @@ from kvconnector.layout.views import KVView as KVView
 from kvconnector.layout.views import check_block_ids as check_block_ids
 from kvconnector.layout.views import memory_orders as memory_orders
 from kvconnector.layout.views import part_table as part_table
+from kvconnector.layout.watermark import ALL_LAYERS as ALL_LAYERS
+from kvconnector.layout.watermark import NO_TOKENS as NO_TOKENS
+from kvconnector.layout.watermark import Watermark as Watermark

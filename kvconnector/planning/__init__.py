@@ -1,9 +1,9 @@
 """What moves where: a request's token ranges become chunks, one read per producer rank."""
 
+from kvconnector.layout import ALL_LAYERS as ALL_LAYERS
 from kvconnector.layout import GroupBlocks as GroupBlocks
 from kvconnector.planning.naive import naive_plan as naive_plan
 from kvconnector.planning.naive import plan_items as plan_items
-from kvconnector.planning.plan import ALL_LAYERS as ALL_LAYERS
 from kvconnector.planning.plan import CHUNK_DTYPE as CHUNK_DTYPE
 from kvconnector.planning.plan import PeerPlan as PeerPlan
 from kvconnector.planning.plan import SourceRead as SourceRead

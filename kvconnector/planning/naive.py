@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning.plan import ALL_LAYERS, SourceRead
+from kvconnector.layout import ALL_LAYERS
+from kvconnector.planning.plan import SourceRead
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 
 

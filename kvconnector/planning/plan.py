@@ -23,9 +23,8 @@ import numpy.typing as npt
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.layout import Stripe
+from kvconnector.layout import ALL_LAYERS, Stripe
 from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, TpKVTopology
-from kvconnector.topology.geometry import MAX_LAYERS
 
 CHUNK_DTYPE = np.dtype(
     [
@@ -42,9 +41,6 @@ the members of the segment's stripe."""
 SHORT_CHUNK_BYTES = 16 << 20
 """Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are halved down to
 about this, as far as they have rows. Not further: while a GPU computes, each piece waits for its turn there."""
-
-ALL_LAYERS = range(MAX_LAYERS)
-"""By their global indices."""
 
 MAX_TOKENS = int(np.iinfo(np.int32).max)
 """Longest sequence, by the width of a chunk's fields."""

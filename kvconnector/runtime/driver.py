@@ -43,7 +43,7 @@ from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.session.orders import HoldRequest, LoadRequest, WithdrawRequest
+from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import decode_batch
 from kvconnector.wire import messages as m
@@ -288,7 +288,7 @@ class Driver:
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
             self._commands.append(cmd.FinishLoad(event.request_id, error))
-        elif isinstance(event, HoldRequest) and event.is_complete:
+        elif isinstance(event, HoldRequest):
             self._release_refused(event)
 
     def _release_refused(self, hold: HoldRequest) -> None:
@@ -312,6 +312,6 @@ def _is_cuda(export: PoolExport | None) -> bool:
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})
 """What tells the engine something of a request."""
-_PRODUCER_ORDERS = frozenset({HoldRequest, WithdrawRequest})
+_PRODUCER_ORDERS = frozenset({GrowRequest, HoldRequest, WithdrawRequest})
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
 """What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""

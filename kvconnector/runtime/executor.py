@@ -112,7 +112,7 @@ class Executor:
                 partial(logger.info, "engine %s is met; here over there: %s")
             ),
             cmd.OpenExport: self._open_export,
-            cmd.PublishLease: lambda c: datapath.publish_lease(c.key, *c.watermark),
+            cmd.PublishLease: lambda c: datapath.publish_lease(c.key, c.watermark),
             cmd.RetractLease: _of_fields(datapath.retract_lease),
             cmd.ReleaseBlocks: self._release,
             cmd.NotifyPrefillStarted: _of_fields(self._outbox.begun),

@@ -13,7 +13,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import (
-    HoldRequest,
+    LeaseOrder,
     LoadRequest,
     Order,
     StepMetadata,
@@ -33,7 +33,7 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
         LocalError: an order for a role that this worker does not have.
     """
     for order in step.orders:
-        is_for_producer = isinstance(order, HoldRequest | WithdrawRequest)
+        is_for_producer = isinstance(order, LeaseOrder | WithdrawRequest)
         if role == ("consumer" if is_for_producer else "producer"):
             raise LocalError(
                 f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
@@ -43,7 +43,7 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
 
 def blocks_of(orders: Sequence[object]) -> list[Blocks]:
     """The blocks of each lease and each load among these that is not refused."""
-    leases = [each.blocks for each in orders if isinstance(each, HoldRequest) and not each.error]
+    leases = [each.blocks for each in orders if isinstance(each, LeaseOrder) and not each.error]
     loads = [
         each.local_blocks for each in orders if isinstance(each, LoadRequest) and not each.error
     ]
@@ -53,12 +53,12 @@ def blocks_of(orders: Sequence[object]) -> list[Blocks]:
 def _checked(order: Order, pools: Pools) -> Order:
     what = f"the blocks of request {order.request_id}"
     try:
-        if isinstance(order, HoldRequest):
+        if isinstance(order, LeaseOrder):
             pools.check_blocks(order.blocks, what)
         elif isinstance(order, LoadRequest):
             _check_load(order, pools, what)
     except KVConnectorError as error:
-        if isinstance(order, HoldRequest):
+        if isinstance(order, LeaseOrder):
             logger.debug("the lease of request %s is refused: %s", order.request_id, error)
         return replace(order, error=error)
     return order

@@ -7,49 +7,58 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from kvconnector.datapath.pools import Pools
-from kvconnector.session.orders import HoldRequest
-from kvconnector.session.watermark import (
-    MAX_AHEAD_LAYERS,
-    MAX_AHEAD_TOKENS,
-    MAX_PIECES,
-    MIN_PIECE_BYTES,
-)
+from kvconnector.layout.watermark import MAX_AHEAD_LAYERS, MAX_AHEAD_TOKENS, MIN_PIECE_BYTES
+from kvconnector.session.orders import GrowRequest, Order
+
+MAX_PIECES = 8
+"""Pieces in which a step is reported at most: each costs a few messages and a read."""
 
 
 class StepLayers:
-    """What one step computes of prompts that consumers follow. `events` are the step's orders.
+    """What one step computes of prompts that consumers follow.
 
     A step is reported in a few pieces of some megabytes; one that is smaller than two of them is reported as a whole.
+    Layers may come in any order: a piece is reported once all its layers, and those before it, are written.
+
+    Args:
+        orders: The step's. Those that grow a prompt beyond its whole steps are reported by layers.
+        pools: The caches of this rank.
     """
 
-    def __init__(self, events: Sequence[object], pools: Pools) -> None:
+    def __init__(self, orders: Sequence[Order], pools: Pools) -> None:
         self._prompts = [
-            event
-            for event in events
-            if isinstance(event, HoldRequest)
-            and event.error is None
-            and event.num_tokens < event.ahead_tokens < MAX_AHEAD_TOKENS
+            order
+            for order in orders
+            if isinstance(order, GrowRequest)
+            and order.error is None
+            and order.watermark.num_tokens < order.watermark.ahead_tokens < MAX_AHEAD_TOKENS
         ]
         layers: set[int] = set()
         nbytes = 0
         for prompt in self._prompts:
+            num_tokens = prompt.watermark.ahead_tokens - prompt.watermark.num_tokens
             for group, blocks in zip(pools.groups, prompt.blocks, strict=False):
                 if blocks.wire_ids:
                     held = group.geometry
                     layers |= {each for each in held.layers if each + 1 < MAX_AHEAD_LAYERS}
                     token_bytes = sum(part.token_bytes for part in held.parts) // held.dcp_size
-                    num_tokens = prompt.ahead_tokens - prompt.num_tokens
                     nbytes += num_tokens * len(held.layers) * token_bytes
-        ends = sorted(layers)
-        num_pieces = min(MAX_PIECES, nbytes // MIN_PIECE_BYTES, len(ends))
-        self._ends = set[int]()
-        """The last layer of each piece."""
-        if num_pieces > 1:
-            step = -(-len(ends) // num_pieces)
-            self._ends = {*ends[step - 1 :: step], ends[-1]}
+        num_pieces = min(MAX_PIECES, nbytes // MIN_PIECE_BYTES, len(layers))
+        size = -(-len(layers) // max(1, num_pieces))
+        cuts = range(0, len(layers), size) if num_pieces > 1 else ()
+        self._pieces = [sorted(layers)[cut : cut + size] for cut in cuts]
+        """Layers that are not reported yet, the lowest first."""
+        self._written = set[int]()
 
-    def written(self, layer: int) -> list[object]:
-        """Return the events of a layer that is written, as are those before it."""
-        if layer not in self._ends:
+    def written(self, layer: int) -> list[GrowRequest]:
+        """Take that a layer is written. Returns how far the prompts are, if that completes a piece."""
+        self._written.add(layer)
+        layer_stop = 0
+        while self._pieces and self._written.issuperset(self._pieces[0]):
+            layer_stop = self._pieces.pop(0)[-1] + 1
+        if not layer_stop:
             return []
-        return [replace(prompt, ahead_layers=layer + 1) for prompt in self._prompts]
+        return [
+            replace(prompt, watermark=replace(prompt.watermark, ahead_layers=layer_stop))
+            for prompt in self._prompts
+        ]

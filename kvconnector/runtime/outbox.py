@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
 from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import RequestTrace, TransferStats, WorkerOutput, WorkerStats
 from kvconnector.session.orders import (
     DropRequest,
+    GrowRequest,
     HoldRequest,
     LoadRequest,
     Order,
@@ -70,7 +69,7 @@ class Outbox:
         self._failure: KVConnectorError | None = None
         self._filled = Doorbell(spin_s)
         self._refused_holds: dict[str, KVConnectorError] = {}
-        self._filling: dict[str, HoldRequest] = {}
+        self._filling: dict[str, GrowRequest] = {}
         """Leases on prompts that the engine still computes, whose end is not reported."""
         self._given_up: set[str] = set()
         self._stuck: set[str] = set()
@@ -93,7 +92,7 @@ class Outbox:
                     self._open_loads[event.request_id] = False
                 elif isinstance(event, DropRequest):
                     self._forget_unasked(event.request_id)
-                elif isinstance(event, HoldRequest) and not event.is_complete:
+                elif isinstance(event, GrowRequest):
                     self._filling[event.request_id] = event
                 elif isinstance(event, HoldRequest | WithdrawRequest):
                     self._filling.pop(event.request_id, None)
@@ -115,7 +114,7 @@ class Outbox:
         for order in orders:
             if isinstance(order, LoadRequest):
                 self.load_ended(order.request_id, error)
-            elif isinstance(order, HoldRequest) and order.is_complete:
+            elif isinstance(order, HoldRequest):
                 with self._lock:
                     self._refused_holds[order.request_id] = error
                 self.released(order.request_id, "aborted")
@@ -128,9 +127,11 @@ class Outbox:
             loads = [request_id for request_id, is_asked in self._open_loads.items() if is_asked]
             orders: list[Order] = [DropRequest(request_id) for request_id in loads]
             orders += [WithdrawRequest(request_id) for request_id in self._open_holds]
-            for request_id, hold in self._filling.items():
-                # only of a complete lease there is word when nothing reads its blocks any more
-                orders += (replace(hold, is_complete=True), WithdrawRequest(request_id))
+            for request_id, grown in self._filling.items():
+                # only the end of a complete lease is reported, once nothing reads its blocks any more
+                names = request_id, grown.transfer_id, grown.secret
+                orders.append(HoldRequest(*names, grown.blocks, grown.watermark.num_tokens))
+                orders.append(WithdrawRequest(request_id))
             self._given_up |= {*loads, *self._filling}
             self._open_holds |= self._filling.keys()
             self._filling.clear()

@@ -8,9 +8,10 @@ import msgspec
 
 from kvconnector.errors import RemoteProtocolError
 from kvconnector.ids import new_secret
-from kvconnector.planning import GroupBlocks, KeepsAll, Retention
+from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
+from kvconnector.planning import KeepsAll, Retention
 from kvconnector.runtime.params import StreamRequest
-from kvconnector.session.orders import HoldRequest, Order, WithdrawRequest
+from kvconnector.session.orders import GrowRequest, Order, WithdrawRequest
 from kvconnector.topology import EngineGeometry
 
 
@@ -22,8 +23,7 @@ class Stream(msgspec.Struct, eq=False, gc=False):
 
     transfer_id: str
     secret: str
-    num_tokens: int = 0
-    ahead_tokens: int = 0
+    watermark: Watermark = NO_TOKENS
     has_begun: bool = False
     is_void: bool = False
     known: tuple[tuple[list[int], GroupBlocks], ...] = ()
@@ -73,7 +73,7 @@ class Streams:
     def __repr__(self) -> str:
         return f"<Streams {sorted(self._streams)}>"
 
-    def open(self, request_id: str, asked: StreamRequest, held: Container[str]) -> HoldRequest:
+    def open(self, request_id: str, asked: StreamRequest, held: Container[str]) -> GrowRequest:
         """A request was queued.
 
         Args:
@@ -100,17 +100,14 @@ class Streams:
         stream = self._streams.get(request_id)
         if stream is None or stream.is_void:
             return []
-        if num_tokens < stream.num_tokens:
+        if num_tokens < stream.watermark.num_tokens:
             return self.withdraw(request_id)
-        if stream.has_begun and (num_tokens, ahead_tokens) == (
-            stream.num_tokens,
-            stream.ahead_tokens,
-        ):
+        watermark = Watermark(num_tokens, ahead_tokens)
+        if stream.has_begun and watermark == stream.watermark:
             return []
-        stream.num_tokens, stream.ahead_tokens = num_tokens, ahead_tokens
-        stream.has_begun = True
-        # a block without tokens tells consumers that the engine begins
-        stop = max(1, num_tokens, ahead_tokens)
+        stream.watermark, stream.has_begun = watermark, True
+        # consumers take a block without tokens for the beginning
+        stop = max(1, watermark.step_stop)
         known = [
             () if block_tokens is None else ids[: -(-stop // block_tokens)]
             for block_tokens, ids in zip(self._block_tokens, blocks, strict=True)
@@ -136,13 +133,5 @@ class Streams:
             self._names.discard(stream.transfer_id)
 
 
-def _order(request_id: str, stream: Stream, blocks: tuple[GroupBlocks, ...]) -> HoldRequest:
-    return HoldRequest(
-        request_id=request_id,
-        transfer_id=stream.transfer_id,
-        secret=stream.secret,
-        blocks=blocks,
-        num_tokens=stream.num_tokens,
-        is_complete=False,
-        ahead_tokens=stream.ahead_tokens,
-    )
+def _order(request_id: str, stream: Stream, blocks: tuple[GroupBlocks, ...]) -> GrowRequest:
+    return GrowRequest(request_id, stream.transfer_id, stream.secret, blocks, stream.watermark)

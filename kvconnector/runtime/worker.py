@@ -252,9 +252,9 @@ class Worker:
         return self._outbox.is_waiting
 
     def layer_written(self, layer: int) -> None:
-        """Report that all that the step computes of a layer, and of this rank's layers before it, is in the caches
-        after the work queued on the current stream. Consumers that stream a prompt may read it while the next layers
-        are computed. Never blocks; engines that do not call it are read step by step.
+        """Report that all that the step computes of a layer is in the caches after the work queued on the current
+        stream. Consumers that stream a prompt read layers while the next ones are computed, once those before are
+        written too. Never blocks; engines that do not call it are read step by step.
 
         Args:
             layer: Its global index.

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
-from kvconnector.planning import GroupBlocks, SourceRead
+from kvconnector.layout import GroupBlocks, Watermark
+from kvconnector.planning import SourceRead
 from kvconnector.session.trace import HoldTrace, LoadTrace
-from kvconnector.session.watermark import Watermark
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Message, Probe, Read, ReadSegment, TransferKey

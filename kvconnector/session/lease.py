@@ -35,13 +35,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 
 from kvconnector.ids import EngineId, Rank
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
-from kvconnector.session.orders import HoldRequest, WithdrawRequest
+from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.trace import HoldTrace
-from kvconnector.session.watermark import Watermark
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
@@ -71,7 +70,8 @@ LEASE_TABLE: Table[LeaseState] = Table(
     _S.FILLING,
     {
         _S.FILLING: {
-            HoldRequest: frozenset({_S.FILLING, _S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
+            GrowRequest: frozenset({_S.FILLING, _S.DRAINING, _S.ABORTED}),
+            HoldRequest: frozenset({_S.HELD, _S.READING, _S.DRAINING, _S.ABORTED}),
             m.Done: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
             m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
             WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
@@ -99,6 +99,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             ev.SendStopped: _ENDED | {_S.DRAINING},
             **staying(
                 _S.DRAINING,
+                GrowRequest,
                 HoldRequest,
                 m.Follow,
                 m.Read,
@@ -128,14 +129,14 @@ class Lease(Tracked[LeaseState]):
     `followers` get a report whenever it grows, and the engine awaits its release only once it `is_complete`.
     """
 
-    def __init__(self, granted: HoldRequest, now: float) -> None:
+    def __init__(self, granted: LeaseOrder, now: float) -> None:
         super().__init__(LEASE_TABLE, f"request {granted.request_id}")
         self.request_id: str = granted.request_id
         self.transfer_id: str = granted.transfer_id
         self.secret: str = granted.secret
         self.blocks: tuple[GroupBlocks, ...] = ()
-        self.watermark = _NO_TOKENS
-        self.is_streamed = not granted.is_complete
+        self.watermark = NO_TOKENS
+        self.is_streamed = isinstance(granted, GrowRequest)
         self.is_complete = False
         self.expires_at = NEVER
         self.keys: tuple[bytes, ...] = ()
@@ -152,10 +153,10 @@ class Lease(Tracked[LeaseState]):
             f" until {self.expires_at}>"
         )
 
-    def grow(self, granted: HoldRequest) -> bool:
-        """Take what the engine says of its blocks; False if those that consumers know are others, or computed again."""
-        watermark = Watermark.of(granted)
-        if not (granted.is_complete or watermark.continues(self.watermark)):
+    def grow(self, granted: LeaseOrder) -> bool:
+        """Take the request's blocks. Returns False if those that consumers know are others, or are computed again."""
+        watermark = granted.watermark
+        if not (self.is_complete or watermark.continues(self.watermark)):
             return False
         for old, new in zip(self.blocks, granted.blocks, strict=False):
             is_same = old.first_block == new.first_block and new.wire_ids.startswith(old.wire_ids)
@@ -180,7 +181,7 @@ class Lease(Tracked[LeaseState]):
             transfer_id=self.transfer_id,
             blocks=self.blocks,
             is_complete=self.is_complete,
-            **self.watermark._asdict(),
+            watermark=self.watermark,
         )
 
     def opens_with(self, secret: str) -> bool:
@@ -198,8 +199,6 @@ def ended_progress(transfer_id: str, state: LeaseState) -> m.Progress:
     refusal, text = REFUSAL_OF[state]
     return m.Progress(transfer_id=transfer_id, refusal=refusal, text=text)
 
-
-_NO_TOKENS = Watermark()
 
 LEASE_KEY_BYTES = 16
 

@@ -13,13 +13,13 @@ from kvconnector.errors import (
     TransferTimeoutError,
 )
 from kvconnector.ids import Rank
-from kvconnector.planning import ALL_LAYERS, PeerPlan, SourceRead
+from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
+from kvconnector.planning import PeerPlan, SourceRead
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
-from kvconnector.session.watermark import MIN_PIECE_BYTES, Watermark
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
 
@@ -200,16 +200,16 @@ class Load(Tracked[LoadState]):
         if not sources:
             return Piece(self.left)
         reports = [self.progress.get(link, _NOTHING) for link in sources]
-        stop = min(each.num_tokens for each in reports)
+        stop = min(each.watermark.num_tokens for each in reports)
         if self.begun is not None:
             ranges, first = self.begun.token_ranges, self.begun.layers.stop
         else:
             ranges, first = self._up_to(stop, reports), 0
             if not any(ranges):
-                stop = min(Watermark.of(each).token_stop for each in reports)
+                stop = min(each.watermark.token_stop for each in reports)
                 ranges = self._up_to(stop, reports)
         stop = max((tokens.stop for tokens in ranges if tokens), default=0)
-        layer_stop = min(Watermark.of(each).layer_stop(stop) for each in reports)
+        layer_stop = min(each.watermark.layer_stop(stop) for each in reports)
         return Piece(ranges, range(first, layer_stop))
 
     def _up_to(self, stop: int, reports: Sequence[m.Progress]) -> tuple[range, ...]:
@@ -226,7 +226,9 @@ class Load(Tracked[LoadState]):
         if self.reads:
             context["waiting_for"] = [str(rank) for rank in self.reads.values()]
         elif self.is_followed:
-            context["reported_tokens"] = [each.num_tokens for each in self.progress.values()]
+            context["reported_tokens"] = [
+                each.watermark.num_tokens for each in self.progress.values()
+            ]
         return TransferTimeoutError(
             "the load got no slots before its deadline" if waits_for_slots else _LACKS[self.state],
             request=self.request_id,
@@ -255,12 +257,12 @@ _NOTHING = m.Progress(transfer_id="none")
 
 
 def _has_begun(reported: m.Progress) -> bool:
-    return reported.num_tokens > 0 or any(blocks.wire_ids for blocks in reported.blocks)
+    return reported.watermark.num_tokens > 0 or any(blocks.wire_ids for blocks in reported.blocks)
 
 
 def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
     """What grows from one report of a worker to the next."""
-    return reported.is_complete, Watermark.of(reported), _has_begun(reported)
+    return reported.is_complete, reported.watermark, _has_begun(reported)
 
 
 def _has(reported: m.Progress, group: int) -> bool:

@@ -8,7 +8,7 @@ import msgspec
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.topology import EngineGeometry
 
 
@@ -18,24 +18,35 @@ class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     request_id: str
 
 
-class HoldRequest(_Order, frozen=True):
-    """The producer finished a request: hold these blocks for a consumer. `lease_duration_s` above zero takes the place
-    of the configured duration until a consumer reads or renews.
-
-    Where it `is_complete` not yet, the engine still computes the prompt and owns the blocks: they will have its first
-    `num_tokens` tokens once the kernels before this step are through, and this step computes those up to
-    `ahead_tokens`. The same is ordered again with more tokens, or by the worker with more layers, see
-    `session.watermark`. `error`, of a worker's check: the blocks cannot be read, and readers are refused.
-    """
+class _Lease(_Order, frozen=True):
+    """Consumers may read these blocks. `error`, of a worker's check: they cannot be read, and readers are refused."""
 
     transfer_id: str
     secret: str
     blocks: tuple[GroupBlocks, ...]
+
+
+class HoldRequest(_Lease, frozen=True):
+    """The producer finished a request: keep these blocks for a consumer. They have its first `num_tokens` tokens.
+    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews.
+    """
+
     num_tokens: int
     lease_duration_s: float = 0.0
-    is_complete: bool = True
-    ahead_tokens: int = 0
-    ahead_layers: int = 0
+    error: KVConnectorError | None = None
+
+    @property
+    def watermark(self) -> Watermark:
+        return Watermark(self.num_tokens)
+
+
+class GrowRequest(_Lease, frozen=True):
+    """The producer computes a request's prompt and owns its blocks: consumers may read them up to the watermark. Its
+    whole steps are those before the one with this order. Ordered again with more tokens, and by the worker with more
+    layers.
+    """
+
+    watermark: Watermark
     error: KVConnectorError | None = None
 
 
@@ -69,7 +80,8 @@ class DropRequest(_Order, frozen=True):
     """The consumer gives a wanted or loading request up, or needs nothing of it."""
 
 
-Order: TypeAlias = HoldRequest | WithdrawRequest | WantRequest | LoadRequest | DropRequest
+LeaseOrder: TypeAlias = HoldRequest | GrowRequest
+Order: TypeAlias = LeaseOrder | WithdrawRequest | WantRequest | LoadRequest | DropRequest
 
 
 class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ from kvconnector.session.lease import (
     LeaseState,
     ended_progress,
 )
-from kvconnector.session.orders import HoldRequest, WithdrawRequest
+from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import Peers
 from kvconnector.session.read_check import ReadCheck
 from kvconnector.session.trace import HoldTrace
@@ -103,7 +103,7 @@ class ProducerSession:
         )
         return None if soonest == NEVER else soonest
 
-    def _granted(self, event: HoldRequest, now: float) -> list[Command]:
+    def _granted(self, event: LeaseOrder, now: float) -> list[Command]:
         lease = self._leases.get(event.transfer_id)
         known = self._by_request.get(event.request_id)
         if known != (lease and lease.transfer_id) or (lease and lease.is_complete):
@@ -114,16 +114,15 @@ class ProducerSession:
             )
         if lease is None:
             if self._given_up.find(event.transfer_id, event.secret) is not None:
-                if not event.is_complete:
+                if isinstance(event, GrowRequest):
                     return []
                 self._given_up.pass_on(event.transfer_id, self._ended)
                 return [cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))]
             lease = self._leases[event.transfer_id] = Lease(event, now)
             self._by_request[event.request_id] = event.transfer_id
         lease.accept(event, now)
-        lease.is_complete = event.is_complete
-        if lease.is_complete:
-            lease.trace.complete_s = now
+        if isinstance(event, HoldRequest):
+            lease.is_complete, lease.trace.complete_s = True, now
         if lease.state is LeaseState.DRAINING:
             return []
         if event.error is not None or not lease.grow(event):
@@ -134,10 +133,10 @@ class ProducerSession:
             commands += self._HANDLERS[type(early.message)](self, early, now)
         return commands
 
-    def _grow(self, lease: Lease, event: HoldRequest, now: float) -> list[Command]:
+    def _grow(self, lease: Lease, event: LeaseOrder, now: float) -> list[Command]:
         """Let consumers read what the lease has, and report it to its followers."""
         target = LeaseState.FILLING
-        if lease.is_complete:
+        if isinstance(event, HoldRequest):
             target = LeaseState.READING if lease.sends else LeaseState.HELD
             lease.expires_at = now + (event.lease_duration_s or self._config.duration_s)
             self._agenda.plan(lease, lease.expires_at)
@@ -351,6 +350,7 @@ class ProducerSession:
         return [released] if lease.is_complete else []
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
+        GrowRequest: _granted,
         HoldRequest: _granted,
         WithdrawRequest: _withdrawn,
         m.Follow: _followed,

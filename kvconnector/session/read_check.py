@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import RemoteProtocolError
-from kvconnector.layout import Stripe, is_held
-from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
-from kvconnector.session.watermark import Watermark
+from kvconnector.layout import GroupBlocks, Stripe, Watermark, is_held
+from kvconnector.planning import CHUNK_DTYPE
 from kvconnector.topology import GroupGeometry, RankGeometry
 from kvconnector.wire import messages as m
 

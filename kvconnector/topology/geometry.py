@@ -16,8 +16,8 @@ from msgspec import Meta
 from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.ids import Rank
 from kvconnector.layout import ContextParallel
+from kvconnector.layout.watermark import MAX_LAYERS
 
-MAX_LAYERS = 1 << 16
 MAX_BLOCK_SIZE = 1 << 20
 
 

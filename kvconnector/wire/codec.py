@@ -1,7 +1,7 @@
 """Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is decoded.
 
-Majors: 1, the first. 2: heartbeats say what is followed, and messages travel in batches. Within a major, fields are
-only ever appended.
+Majors: 1, the first. 2: heartbeats say what is followed, and messages travel in batches. 3: `Progress` has a watermark
+as one field. Within a major, fields are only ever appended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvconnector.errors import IncompatiblePeerError, KVConnectorError, RemotePr
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 
-WIRE_MAJOR = 2
+WIRE_MAJOR = 3
 MAGIC = b"KVCN"
 _ENVELOPE = struct.Struct("<4sHH")
 

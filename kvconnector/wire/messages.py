@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvconnector.layout import GroupBlocks, Stripe
+from kvconnector.layout import NO_TOKENS, GroupBlocks, Stripe, Watermark
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
@@ -238,20 +238,17 @@ class Follow(TransferKey, frozen=True, kw_only=True):
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """The first `num_tokens` tokens of a prompt are computed, and `blocks` hold them, by cache group; a group whose
-    blocks are still to come has none. Blocks without tokens say that the prompt is about to be computed. Of the step
-    that is computed now, the layers below the global index `ahead_layers` have the tokens up to `ahead_tokens`. Each
-    `Progress` repeats all that earlier ones said. One that `is_complete`, or has a refusal, is the last news.
+    """A prompt is computed up to the watermark, and `blocks` hold it, by cache group; a group whose blocks are still to
+    come has none. Blocks without tokens mean that the prompt is about to be computed. Each `Progress` repeats all that
+    earlier ones reported. One that `is_complete`, or has a refusal, is the last.
     """
 
     transfer_id: Id
-    num_tokens: Index = 0
+    watermark: Watermark = NO_TOKENS
     blocks: tuple[GroupBlocks, ...] = ()
     is_complete: bool = False
     refusal: Refusal | None = None
     text: Text = ""
-    ahead_tokens: Index = 0
-    ahead_layers: Index = 0
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

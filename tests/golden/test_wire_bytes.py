@@ -1,4 +1,4 @@
-"""The bytes of wire major 2, one file a message, and what each says, by its fields' names in `wire_2.json`.
+"""The bytes of wire major 3, one file a message, and what each says, by its fields' names in `wire_3.json`.
 
 They are what released peers send: never change them.
 
@@ -15,7 +15,7 @@ import pytest
 from kvconnector.wire import decode, encode
 from kvconnector.wire.codec import KINDS
 
-FOLDER = Path(__file__).parent / "wire_2"
+FOLDER = Path(__file__).parent / "wire_3"
 SAID = json.loads(FOLDER.with_suffix(".json").read_text())
 
 

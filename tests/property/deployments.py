@@ -101,7 +101,7 @@ class Held:
                 self.num_computed,
                 grown_from=self.offer,
                 is_complete=self.is_complete,
-                ahead_tokens=self.step_stop,
+                step_stop=self.step_stop,
             )
 
     def write(self):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvconnector.errors import LeaseExpiredError
+from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from tests.property.races import StaleBytesError
 from tests.unit.datapath.caches import BLOCKS, Shape
@@ -43,7 +44,7 @@ class Races:
         content, next_content = 1 + number % 250, 1 + (number + 1) % 250
         for array in p.arrays.values():
             array[...] = content
-        p.path.publish_lease(key, MANY_TOKENS)
+        p.path.publish_lease(key, Watermark(MANY_TOKENS))
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
         read = direct_read(number, theirs, program, TOKENS, lease_key=key)
         begins = threading.Event()

@@ -7,8 +7,14 @@ import numpy as np
 import pytest
 
 from kvconnector.ids import EngineAddress, EngineId, new_secret
-from kvconnector.layout import GroupBlocks
-from kvconnector.session.orders import DropRequest, HoldRequest, StepMetadata, WantRequest
+from kvconnector.layout import NO_TOKENS, GroupBlocks
+from kvconnector.session.orders import (
+    DropRequest,
+    GrowRequest,
+    HoldRequest,
+    StepMetadata,
+    WantRequest,
+)
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import Offer, World
 
@@ -46,15 +52,10 @@ class LongQueue:
 
     def hold(self, name, block=None):
         """The producer has the request in its queue; or, in a block, all of it."""
-        blocks = NO_BLOCKS if block is None else (GroupBlocks.of((block,)),)
-        return HoldRequest(
-            name,
-            name,
-            self.secret,
-            blocks,
-            0 if block is None else 4,
-            is_complete=block is not None,
-        )
+        names = name, name, self.secret
+        if block is None:
+            return GrowRequest(*names, NO_BLOCKS, NO_TOKENS)
+        return HoldRequest(*names, (GroupBlocks.of((block,)),), 4)
 
     def run(self, until, **how):
         def is_over():

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import RemoteProtocolError
+from kvconnector.layout import Watermark
 from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
 from kvconnector.session.read_check import ReadCheck
-from kvconnector.session.watermark import Watermark
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
 from kvconnector.wire import messages as m
 from tests.support.examples import examples

@@ -16,7 +16,7 @@ from kvconnector.datapath import Pools
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.ids import EngineAddress, new_incarnation, new_secret
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import WorkerMetadata, directory_of
@@ -25,6 +25,7 @@ from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session.orders import (
     DropRequest,
+    GrowRequest,
     HoldRequest,
     LoadRequest,
     StepMetadata,
@@ -140,7 +141,10 @@ class WorldEngine:
         """Hold a finished request's blocks for a consumer, or let it read what is complete of them."""
         blocks = tuple(GroupBlocks.of(ids) for ids in block_ids)
         secret = grown_from.secret if grown_from is not None else new_secret()
-        self._order(HoldRequest(request_id, request_id, secret, blocks, num_tokens, **how))
+        lease = request_id, request_id, secret, blocks
+        is_grown = not how.get("is_complete", True)
+        watermark = Watermark(num_tokens, how.get("step_stop", 0))
+        self._order(GrowRequest(*lease, watermark) if is_grown else HoldRequest(*lease, num_tokens))
         engine_id = self.shape.engine_id
         return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
 

@@ -134,7 +134,7 @@ class News:
         def of(kind):
             return [order for order in step.orders if isinstance(order, kind)]
 
-        self.holds, self.wants = of(orders.HoldRequest), of(orders.WantRequest)
+        self.holds, self.wants = of(orders.LeaseOrder), of(orders.WantRequest)
         self.loads = of(orders.LoadRequest)
         self.withdrawn = [order.request_id for order in of(orders.WithdrawRequest)]
         self.dropped = [order.request_id for order in of(orders.DropRequest)]

@@ -6,6 +6,7 @@ import pytest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.integrations.vllm.messages import WorkerReport
+from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention
 from tests.vllm.shared_tokens import Shape, SharedEngine, engines, prefilled, until
@@ -21,7 +22,8 @@ CHUNKS = {"max_num_batched_tokens": 48}
 def holds(news):
     """What the workers of a prefill engine get: tokens, blocks of the first group, and whether it is all."""
     return [
-        (hold.num_tokens, len(hold.blocks[0].block_ids), hold.is_complete) for hold in news.holds
+        (hold.watermark.step_stop, len(hold.blocks[0].block_ids), isinstance(hold, HoldRequest))
+        for hold in news.holds
     ]
 
 

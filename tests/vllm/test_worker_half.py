@@ -25,7 +25,7 @@ from kvconnector.integrations.vllm.messages import ConnectorStep
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
 from kvconnector.integrations.vllm.worker import WorkerHalf
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import TransferStats, WorkerOutput, WorkerStats, orders
@@ -73,7 +73,7 @@ def host_buffer(monkeypatch):
 
 def test_offered_blocks_are_copied_to_host_memory_first(host_buffer):
     device, mirror = host_buffer._caches[LAYER], host_buffer.mirrors[LAYER]
-    host_buffer.before_hold(hold(), host_buffer.groups)
+    host_buffer.before_lease(hold(), host_buffer.groups)
     assert torch.equal(mirror[2:6], device[2:6])
     assert not mirror[[0, 1, *range(6, 2 * c.BLOCKS)]].any()
 
@@ -145,23 +145,21 @@ def test_layers_are_told_in_order_and_before_the_step_is():
     worker, written = TakingWorker(), []
     worker.layer_written = written.append
     half = worker_half(worker)
-    half._prompts.heed([c.registered(c.attention())[0]])
-    first, second, third = (
-        replace(hold("s", ids), num_tokens=n, is_complete=False)
-        for ids, n in (((), 0), ((2, 1), 7), ((2, 1, 3), 9))
+    half._layers = {name: number for number, name in enumerate(c.NAMES)}
+    begun, grown = (
+        orders.GrowRequest("s", "s", "5" * 32, (GroupBlocks.of(ids),), Watermark(*tokens))
+        for ids, tokens in (((), ()), ((2, 1), (4, 7)))
     )
-    step = ConnectorStep.of(StepMetadata(orders=(first, second, orders.DropRequest("x"))))
-    for name in [*c.NAMES[::-1], "another.layer"]:
+    step = ConnectorStep.of(StepMetadata(orders=(begun, grown, orders.DropRequest("x"))))
+    for name in [*c.NAMES, "another.layer"]:
         half.layer_written(step, name)
-    assert worker.orders == [replace(second, num_tokens=0, ahead_tokens=7)]
-    assert written == [0, 1, 2]
+    assert (worker.orders, written) == ([grown], [0, 1, 2])
     half.start_step(step)
-    assert worker.orders[1:] == [second, orders.DropRequest("x")]
+    computed = replace(grown, watermark=Watermark(7))
+    assert worker.orders[1:] == [begun, computed, orders.DropRequest("x")]
     half.layer_written(step, LAYER)  # of a draft model's kernels
     half.layer_written(ConnectorStep.of(StepMetadata()), LAYER)
-    half.layer_written(ConnectorStep.of(StepMetadata(orders=(third,))), LAYER)
-    assert worker.orders[3:] == [replace(third, num_tokens=7, ahead_tokens=9)]
-    assert written == [0, 1, 2, 0]
+    assert len(worker.orders) == 4
 
 
 def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():

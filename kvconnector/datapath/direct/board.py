@@ -29,8 +29,7 @@ import numpy as np
 
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.shared_memory import SharedMemory
-from kvconnector.planning import ALL_LAYERS
-from kvconnector.session.watermark import MAX_AHEAD_LAYERS, Watermark
+from kvconnector.layout.watermark import ALL_LAYERS, MAX_AHEAD_LAYERS, Watermark
 from kvconnector.wire.export import BUCKET_BYTES
 from kvconnector_kernels.pump.board import (
     ENTRIES_PER_BUCKET,
@@ -109,13 +108,13 @@ class LeaseBoard:
         """Of the first byte; page aligned."""
         return self._entries.ctypes.data
 
-    def publish(
-        self, key: bytes, num_tokens: int, ahead_tokens: int = 0, ahead_layers: int = 0
-    ) -> bool:
-        """Let the blocks of a lease be read once they are complete; False if the key's bucket is full. They hold the
-        tokens of their sequence up to this `Watermark`; of a lease that is published already, by now.
+    def publish(self, key: bytes, watermark: Watermark) -> bool:
+        """Let the blocks of a lease be read up to its watermark, or now up to this one, once the kernels before have
+        filled them. Returns False if the key's bucket is full.
         """
-        ahead = ahead_tokens * MAX_AHEAD_LAYERS + ahead_layers if ahead_layers else 0
+        num_tokens, ahead = watermark.num_tokens, 0
+        if watermark.ahead_layers:
+            ahead = watermark.ahead_tokens * MAX_AHEAD_LAYERS + watermark.ahead_layers
         if key in self._published:
             self._write("num_tokens", self._published[key], num_tokens)
             self._write("ahead", self._published[key], ahead)

@@ -45,7 +45,7 @@ from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session.commands import LinkId
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
@@ -198,9 +198,9 @@ class DataPath:
         """What consumers need to read these pools themselves; None if they cannot. Always the same."""
         return None if self._share is None else self._share.message
 
-    def publish_lease(self, key: bytes, *watermark: int) -> None:
+    def publish_lease(self, key: bytes, watermark: Watermark) -> None:
         """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
-        if self._share is not None and not self._share.board.publish(key, *watermark):
+        if self._share is not None and not self._share.board.publish(key, watermark):
             logger.debug("a lease is not published: its bucket of the board is full")
 
     def retract_lease(self, key: bytes) -> None:

@@ -43,13 +43,14 @@ from kvconnector import errors
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import KVConnectorError, RemoteError, TransferAbortedError
 from kvconnector.ids import EngineAddress, Rank
-from kvconnector.layout import GroupBlocks
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import CacheGroup, Worker
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import WorkerMetadata, directory_of, engine_geometry
 from kvconnector.session.orders import (
     DropRequest,
+    GrowRequest,
     HoldRequest,
     LoadRequest,
     Order,
@@ -137,21 +138,14 @@ class SentPrompt(RoomTransfer):
 
     def __init__(self, rank: RankTransfers, room: int) -> None:
         super().__init__(rank, room)
-        name, secret = transfer_names(room)
-        self._hold = HoldRequest(
-            request_id=self.request_id,
-            transfer_id=name,
-            secret=secret,
-            blocks=(NO_BLOCKS,) * rank.num_groups,
-            num_tokens=0,
-            is_complete=False,
-        )
-        rank.order(self._hold)
+        self._names = self.request_id, *transfer_names(room)
+        self._grown = GrowRequest(*self._names, (NO_BLOCKS,) * rank.num_groups, Watermark())
+        rank.order(self._grown)
 
     @property
     def num_tokens(self) -> int:
         """Tokens that were published."""
-        return self._hold.num_tokens
+        return self._grown.watermark.num_tokens
 
     def grow(self, blocks: Sequence[int], num_tokens: int, *, page_groups: Sequence[int]) -> None:
         """Publish more of the prompt; consumers read what the current stream has written.
@@ -161,16 +155,16 @@ class SentPrompt(RoomTransfer):
             num_tokens: Tokens in them.
             page_groups: Groups that keep every token.
         """
-        grown = list(self._hold.blocks)
+        grown = list(self._grown.blocks)
         for group in page_groups:
             grown[group] = grown[group].extended(blocks)
-        stop = self._hold.num_tokens + num_tokens
-        self._hold = msgspec.structs.replace(self._hold, blocks=tuple(grown), num_tokens=stop)
+        stop = Watermark(self.num_tokens + num_tokens)
+        self._grown = GrowRequest(*self._names, tuple(grown), stop)
 
     def publish(self) -> None:
         """Report what has grown."""
         if self.stage is Stage.WAITING:
-            self.rank.order(self._hold)
+            self.rank.order(self._grown)
 
     def complete(self, others: dict[int, GroupBlocks]) -> None:
         """Publish the whole prompt: its blocks are the lease's now.
@@ -180,11 +174,10 @@ class SentPrompt(RoomTransfer):
         """
         if self.stage is not Stage.WAITING:
             return
-        blocks = tuple(others.get(n, known) for n, known in enumerate(self._hold.blocks))
-        self._hold = msgspec.structs.replace(self._hold, blocks=blocks, is_complete=True)
+        blocks = tuple(others.get(n, known) for n, known in enumerate(self._grown.blocks))
         self.stage, self.is_awaited = Stage.TRANSFERRING, True
         self.rank.await_end(self)
-        self.rank.order(self._hold)
+        self.rank.order(HoldRequest(*self._names, blocks, self.num_tokens))
 
     def end(self) -> Sequence[Order]:
         return (WithdrawRequest(self.request_id),)

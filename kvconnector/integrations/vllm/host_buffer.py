@@ -15,7 +15,7 @@ from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.blocks import whole_blocks
 from kvconnector.integrations.vllm.caches import RegisteredGroup
 from kvconnector.planning import GroupBlocks
-from kvconnector.session.orders import HoldRequest, LoadRequest
+from kvconnector.session.orders import GrowRequest, LeaseOrder, LoadRequest, WithdrawRequest
 
 CopyBlocks = Callable[
     [
@@ -41,18 +41,30 @@ class HostBuffer:
         }
         self.copy_blocks: CopyBlocks | None = None
         self._loads: dict[str, list[tuple[list[str], list[int]]]] = {}
+        self._grown: dict[str, tuple[GroupBlocks, ...]] = {}
+        """What the mirrors have of prompts that are still computed."""
 
-    def before_hold(
-        self,
-        hold: HoldRequest,
-        groups: Sequence[RegisteredGroup],
-        before: HoldRequest | None = None,
+    def before_lease(
+        self, order: LeaseOrder | WithdrawRequest, groups: Sequence[RegisteredGroup]
     ) -> None:
-        """Copy what is offered; of `before`, the last block has changed. Raises LocalError: vLLM cannot copy."""
-        for index, (group, blocks) in enumerate(zip(groups, hold.blocks, strict=True)):
-            known = before.blocks[index].block_ids if before is not None else ()
+        """Copy what consumers may read, and was not copied before; the last block of that has changed.
+
+        Raises:
+            LocalError: vLLM cannot copy.
+        """
+        copied = self._grown.pop(order.request_id, None)
+        if isinstance(order, WithdrawRequest):
+            return
+        for index, (group, blocks) in enumerate(zip(groups, order.blocks, strict=True)):
+            known = copied[index].block_ids if copied is not None else ()
             new = blocks.block_ids[max(0, len(known) - 1) :]
             self._copy(list(group.tensors), group.tensor_block_ids(new.tolist()), "d2h")
+        if isinstance(order, GrowRequest):
+            self._grown[order.request_id] = order.blocks
+
+    def forget_prompts(self) -> None:
+        """The caches lose what was copied of prompts that are still computed."""
+        self._grown.clear()
 
     def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
         """Remember where a load will land. Raises BlockIdError: its blocks do not hold its tokens."""

@@ -236,12 +236,14 @@ class SchedulerHalf:
         # with another connector's loads in the step, its orders are taken in front of it
         if num_scheduled is None or planned.has_sync_kv_loads:
             return
-        num_tokens = request.num_computed_tokens + (0 if self._has_drafts else num_scheduled)
+        computed = request.num_computed_tokens, request.num_computed_tokens + num_scheduled
+        num_tokens, step_stop = (min(each, request.num_prompt_tokens) for each in computed)
         tables = planned.kv_connector_block_state.get_block_ids(request_id)
         self._scheduler.grow(
             request_id,
             blocks=[kernel_block_ids(info, tables[info.vllm_group]) for info in self._groups],
-            num_tokens=min(num_tokens, request.num_prompt_tokens),
+            num_tokens=num_tokens,
+            ahead_tokens=0 if self._has_drafts else step_stop,
         )
 
     def update(self, output: KVConnectorOutput) -> None:

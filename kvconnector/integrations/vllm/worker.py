@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
-from kvconnector.integrations.vllm.caches import RegisteredGroup, register_groups
+from kvconnector.integrations.vllm.caches import RegisteredGroup, layer_number, register_groups
 from kvconnector.integrations.vllm.cores import parents_cores
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks, HostBuffer
 from kvconnector.integrations.vllm.messages import (
@@ -22,14 +22,16 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.integrations.vllm.placement import Placement
-from kvconnector.integrations.vllm.prompts import Prompts
 from kvconnector.integrations.vllm.settings import Settings, model_description, traces_endpoint
 from kvconnector.integrations.vllm.unwritten import clear_unwritten
+from kvconnector.layout import Watermark
 from kvconnector.runtime import StepMetadata, Worker
 from kvconnector.session import WorkerStats
 from kvconnector.session.orders import (
     DropRequest,
+    GrowRequest,
     HoldRequest,
+    LeaseOrder,
     LoadRequest,
     Order,
     WithdrawRequest,
@@ -70,7 +72,9 @@ class WorkerHalf:
         self._stats = WorkerStats()
         self._is_started = False
         self._is_asleep = False
-        self._prompts = Prompts()
+        self._layers: dict[str, int] = {}
+        """Global indices of the layers that are reported while a step is computed."""
+        self._begun: ConnectorStep | None = None
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -105,7 +109,9 @@ class WorkerHalf:
         self._worker = worker
         # a mirror gets a step's blocks when it is over, and of a step in two parts each calls for itself
         if self._host_buffer is None and not self._vllm_config.parallel_config.use_ubatching:
-            self._prompts.heed(self._groups)
+            self._layers = {
+                name: layer_number(name) for group in self._groups for name in group.tensors
+            }
 
     def set_copy_blocks(self, copy_blocks: CopyBlocks) -> None:
         """vLLM's operation that copies blocks between the device and its mirror."""
@@ -123,27 +129,18 @@ class WorkerHalf:
 
     def start_step(self, step: ConnectorStep) -> None:
         """Take a step's orders; never blocks. What cannot be taken fails alone, with its request."""
-        taken = step.decode()
+        self._begun, taken = step, step.decode()
         if taken.is_empty:
             return
         if self._is_asleep:
             self._take(taken)  # to be refused: the caches have no memory to prepare
             return
-        orders = tuple(map(self._prepared, self._prompts.end(step, taken.orders)))
+        orders = tuple(map(self._prepared, taken.orders))
         try:
             self._take(replace(taken, orders=orders))
         except KVConnectorError as error:
             for order in orders:
                 self._refuse(order, error)
-            return
-        for order in orders:
-            self._book(order)
-
-    def _book(self, order: Order) -> None:
-        if isinstance(order, HoldRequest) and not order.is_complete:
-            self._prompts.said[order.request_id] = order
-        elif isinstance(order, HoldRequest | WithdrawRequest):
-            self._prompts.said.pop(order.request_id, None)
 
     def _take(self, step: StepMetadata) -> None:
         with nullcontext() if self._is_started else parents_cores():
@@ -151,17 +148,21 @@ class WorkerHalf:
         self._is_started = True
 
     def layer_written(self, step: ConnectorStep, name: str) -> None:
-        """An attention layer of the step is written: consumers may read it before the step is over. Never blocks."""
-        if not step.payload or self._is_asleep:
+        """An attention layer of the step is written: consumers may read it before the step is over. Never blocks.
+
+        The first call of a step brings its prompts to the worker; `start_step`, after the kernels, all its orders.
+        """
+        if not step.payload or self._is_asleep or name not in self._layers:
             return
-        if orders := self._prompts.begin(step):
+        if step is not self._begun:
+            self._begun, taken = step, step.decode()
+            ahead = tuple(filter(_grows_ahead, taken.orders))
             try:
-                self._take(replace(step.decode(), orders=orders))
+                if ahead:
+                    self._take(replace(taken, orders=ahead))
             except KVConnectorError as error:
-                logger.debug("a step is told when it is over: %s", error)
-                self._prompts.end(step, ())
-        for layer in self._prompts.written(name):
-            self._registered().layer_written(layer)
+                logger.debug("a step is reported when it is over: %s", error)
+        self._registered().layer_written(self._layers[name])
 
     def _prepared(self, order: Order) -> Order:
         """The order, once the caches are ready for it; or that to give its request up."""
@@ -171,9 +172,10 @@ class WorkerHalf:
                     clear_unwritten(self._groups, order)
                 if self._host_buffer is not None:
                     self._host_buffer.before_load(order, self._groups)
-            elif isinstance(order, HoldRequest) and self._host_buffer is not None:
-                before = self._prompts.said.get(order.request_id)
-                self._host_buffer.before_hold(order, self._groups, before)
+            elif isinstance(order, GrowRequest):  # the step's kernels are launched
+                order = replace(order, watermark=Watermark(order.watermark.step_stop))
+            if self._host_buffer is not None and isinstance(order, LeaseOrder | WithdrawRequest):
+                self._host_buffer.before_lease(order, self._groups)
         except KVConnectorError as error:
             self._refuse(order, error)
             is_load = isinstance(order, LoadRequest)
@@ -223,7 +225,8 @@ class WorkerHalf:
             MemoryInUseError: a transfer did not end in time. The caches must keep their memory.
         """
         self._is_asleep = True
-        self._prompts.said = {}
+        if self._host_buffer is not None:
+            self._host_buffer.forget_prompts()
         self._registered().quiesce(self._settings.config.peer.transfer_timeout_s)
 
     def wake(self) -> None:
@@ -259,6 +262,11 @@ class WorkerHalf:
         return self._worker
 
 
+def _grows_ahead(order: Order) -> bool:
+    """Returns True if the step computes more of a prompt."""
+    return isinstance(order, GrowRequest) and order.watermark.step_stop > order.watermark.num_tokens
+
+
 class ReplicaHalf(WorkerHalf):
     """Of a rank whose cache is a copy of another's, as prefill context parallelism alone leaves it: takes no part in
     transfers. vLLM frees a request's blocks when every worker reports it sent, so this one reports at once what the
@@ -273,9 +281,7 @@ class ReplicaHalf(WorkerHalf):
 
     def start_step(self, step: ConnectorStep) -> None:
         self._unreported.finished_sending.update(
-            order.request_id
-            for order in step.decode().orders
-            if isinstance(order, HoldRequest) and order.is_complete
+            order.request_id for order in step.decode().orders if isinstance(order, HoldRequest)
         )
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:

@@ -5,6 +5,7 @@ import ctypes
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.layout import Watermark
 from tests.support.remote import RemoteObject
 from tests.unit.datapath.caches import Caches
 
@@ -35,7 +36,7 @@ class Exporting:
         self.message = self._share.message
 
     def publish(self, key, num_tokens):
-        self._board.publish(key, num_tokens)
+        self._board.publish(key, Watermark(num_tokens))
         self._synchronize()
 
     def retract(self, key):

@@ -14,6 +14,7 @@ from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.errors import TransportError
+from kvconnector.layout import Watermark
 from tests.unit.datapath.pump_pair import Pair
 
 OK, NOT_READY, ILLEGAL_ADDRESS = 0, 600, 700
@@ -46,7 +47,7 @@ def no_patience(monkeypatch):
 def board_over(cuda, monkeypatch):
     monkeypatch.setattr(cuda_driver, "load_libcuda", lambda *names: cuda)
     board = LeaseBoard(lambda *place: StreamWriter(STREAM, CONTEXT, *place))
-    assert board.publish(b"sixteen bytes it", 40)
+    assert board.publish(b"sixteen bytes it", Watermark(40))
     return board
 
 

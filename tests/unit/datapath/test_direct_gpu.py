@@ -8,6 +8,7 @@ import torch
 from kvconnector.datapath import device_memory
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.errors import TransportError
+from kvconnector.layout import Watermark
 from tests.support.gpu_flags import held_back
 from tests.unit.datapath.exporter import writer_on
 from tests.unit.datapath.test_lease_board import is_found
@@ -31,7 +32,7 @@ def board(stream):
 
 def test_a_lease_is_ready_once_the_kernels_before_it_are_through(stream, board):
     with closing(board), held_back(stream) as release:
-        board.publish(KEY, 5)
+        board.publish(KEY, Watermark(5))
         assert not is_found(board, KEY, 5)
         release()
         stream.synchronize()
@@ -40,7 +41,7 @@ def test_a_lease_is_ready_once_the_kernels_before_it_are_through(stream, board):
 
 def test_a_lease_that_ends_before_its_kernels_do_never_becomes_ready(stream, board):
     with closing(board), held_back(stream) as release:
-        board.publish(KEY, 5)
+        board.publish(KEY, Watermark(5))
         board.retract(KEY)
         release()
         stream.synchronize()
@@ -52,7 +53,7 @@ def test_a_board_that_closes_before_its_kernels_end_can_still_be_written(
 ):
     monkeypatch.setattr(device_memory, "RELEASE_S", 1e-3)
     with held_back(stream):
-        board.publish(KEY, 5)
+        board.publish(KEY, Watermark(5))
         with pytest.raises(TransportError, match="do not end"):
             board.close()
     assert stream.query()

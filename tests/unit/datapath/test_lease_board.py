@@ -10,6 +10,7 @@ from kvconnector.datapath.direct.board import (
     bucket_offset,
     is_valid,
 )
+from kvconnector.layout import Watermark
 from kvconnector.wire.export import BUCKET_BYTES
 from kvconnector_kernels.pump.board import ENTRIES_PER_BUCKET, ENTRY_BYTES
 
@@ -57,13 +58,13 @@ def test_a_bucket_is_as_large_as_the_wire_says():
 def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
     board = LeaseBoard(num_buckets=2)
     keys = [key_of(n) for n in range(ENTRIES_PER_BUCKET + 1)]
-    assert all(board.publish(key, 1) for key in keys[:-1])
-    assert not board.publish(keys[-1], 1)
+    assert all(board.publish(key, Watermark(1)) for key in keys[:-1])
+    assert not board.publish(keys[-1], Watermark(1))
     assert not is_found(board, keys[-1], 1)
     assert repr(board) == f"<LeaseBoard of 2 buckets, {ENTRIES_PER_BUCKET} leases>"
-    assert board.publish(key_of(0, bucket=1), 1)
+    assert board.publish(key_of(0, bucket=1), Watermark(1))
     board.retract(keys[3])
-    assert board.publish(keys[-1], 1)
+    assert board.publish(keys[-1], Watermark(1))
     assert all(is_found(board, key, 1) == (key != keys[3]) for key in keys)
 
 
@@ -86,7 +87,7 @@ class Boards(RuleBasedStateMachine):
     @rule(bucket=st.integers(0, 1), num_tokens=st.integers(0, NUM_TOKENS), ahead=AHEAD)
     def publish(self, bucket, num_tokens, ahead):
         key = key_of(next(self.unused), bucket)
-        if self.board.publish(key, num_tokens, *ahead):
+        if self.board.publish(key, Watermark(num_tokens, *ahead)):
             self._expect(key, num_tokens, ahead)
             self.writes.append((key, "ready", True))
 
@@ -95,7 +96,7 @@ class Boards(RuleBasedStateMachine):
     def grow(self, pick, added, ahead):
         key = list(self.published)[pick % len(self.published)]
         num_tokens = self.published[key] + added
-        assert self.board.publish(key, num_tokens, *ahead)
+        assert self.board.publish(key, Watermark(num_tokens, *ahead))
         self._expect(key, num_tokens, ahead)
 
     def _expect(self, key, num_tokens, ahead):

@@ -1,11 +1,12 @@
 import pytest
-from msgspec.structs import replace
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
+from kvconnector.layout import Watermark
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session.orders import (
     DropRequest,
+    GrowRequest,
     HoldRequest,
     LoadRequest,
     WantRequest,
@@ -15,6 +16,10 @@ from kvconnector.session.orders import (
 
 def hold(name, error=None):
     return HoldRequest(name, name, "5" * 32, (), 8, error=error)
+
+
+def grown(name):
+    return GrowRequest(name, name, "5" * 32, (), Watermark(8))
 
 
 def load(name):
@@ -53,7 +58,7 @@ def test_a_broken_driver_whose_copies_go_on_ends_only_what_has_no_blocks():
 
 def test_blocks_whose_copies_go_on_are_never_reported_as_free():
     outbox = Outbox()
-    outbox.expect([load("a"), hold("r"), replace(hold("g"), is_complete=False), follow("f")])
+    outbox.expect([load("a"), hold("r"), grown("g"), follow("f")])
     outbox.break_off(KVConnectorError("broken"), may_write=True)
     assert outbox.awaited() == ["a", "g", "r"]
     outbox.take()
@@ -66,7 +71,7 @@ def test_blocks_whose_copies_go_on_are_never_reported_as_free():
 
 def test_a_broken_driver_is_not_waited_for_to_end_growing_leases():
     outbox = Outbox()
-    growing = [replace(hold(name), is_complete=False) for name in ("g", "late")]
+    growing = [grown(name) for name in ("g", "late")]
     outbox.expect(growing[:1])
     outbox.break_off(KVConnectorError("broken"))
     outbox.expect(growing[1:])
@@ -95,7 +100,7 @@ def test_everything_since_the_last_call_is_taken_at_once(count):
 
 def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
     outbox = Outbox()
-    growing = replace(hold("g"), is_complete=False)
+    growing = grown("g")
     orders = [load("a"), hold("r"), growing, follow("f"), DropRequest("d")]
     outbox.refuse(orders, KVConnectorError("asleep"))
     output = outbox.take()
@@ -108,7 +113,7 @@ def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
 
 def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     outbox = Outbox()
-    growing = replace(hold("g"), is_complete=False)
+    growing = grown("g")
     outbox.expect([load("a"), load("b"), hold("r"), growing, follow("f"), load("over")])
     outbox.load_ended("over")
     orders = outbox.give_up()

@@ -15,6 +15,7 @@ from kvconnector.runtime import Scheduler, TransferParams
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
+    GrowRequest,
     HoldRequest,
     LoadRequest,
     WantRequest,
@@ -207,7 +208,7 @@ def test_whoever_follows_a_prompt_that_is_given_up_is_told(producer, ending):
     for _ in range(2):
         getattr(producer, ending)("r", **arguments)
     producer.grow("r", blocks=[[3]], num_tokens=4)
-    orders = _orders(producer.build_step(), HoldRequest | WithdrawRequest)
+    orders = _orders(producer.build_step(), GrowRequest | WithdrawRequest)
     assert orders[2:] == [WithdrawRequest("r")]
 
 

@@ -4,13 +4,13 @@ import gc
 import weakref
 
 import pytest
-from msgspec import structs
 
 from kvconnector.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
+from kvconnector.layout import Watermark
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE
-from kvconnector.session.orders import DropRequest, WithdrawRequest
+from kvconnector.session.orders import DropRequest, GrowRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from tests.unit.session import harness
 
@@ -121,7 +121,7 @@ def test_a_read_that_gets_its_slots_between_the_loss_and_its_end_keeps_none():
 def _the_last_is_read(side, link, *, is_followed):
     """The last of many requests, and its read."""
     names = _want(side, MANY, is_followed=is_followed)
-    begun = m.Progress(transfer_id=f"t{MANY - 1}", num_tokens=4, blocks=harness.BLOCKS)
+    begun = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
     side.tell(ev.FromPeer(link, begun))
     *_, read = harness.of(_asked_for(side, names), cmd.StartReceive)
     assert read.request_id == names[-1]
@@ -171,7 +171,7 @@ def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
     _asked_for(side, names)
     side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")), ev.WarmedUp(opened.link))
     key = {"transfer_id": f"t{MANY - 1}"}
-    complete = m.Progress(num_tokens=12, blocks=harness.BLOCKS, is_complete=True, **key)
+    complete = m.Progress(watermark=Watermark(12), blocks=harness.BLOCKS, is_complete=True, **key)
     refused = m.Progress(refusal=m.Refusal.ABORTED, transfer_id=f"t{MANY - 2}")
     ended = side.tell(ev.FromPeer(opened.link, complete), ev.FromPeer(opened.link, refused))
     assert harness.finished(ended) == [(names[-2], TransferAbortedError)]
@@ -331,10 +331,8 @@ def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks(
     side = harness.producer()
     harness.welcome(side)
     for number in range(10_000):
-        held = harness.granted(
-            f"r{number}", f"t{number}", num_tokens=0, blocks=(harness.GroupBlocks.of(()),)
-        )
-        side.tell(structs.replace(held, is_complete=False))
+        names = f"r{number}", f"t{number}", harness.SECRET
+        side.tell(GrowRequest(*names, (harness.GroupBlocks.of(()),), Watermark()))
     for number in range(10_000):
         side.tell(harness.given_up(key=_key(number)))
     assert side.num_leases == 0

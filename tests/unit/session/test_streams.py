@@ -9,12 +9,12 @@ from kvconnector.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from kvconnector.planning import GroupBlocks
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.early import EVENT_BYTES, MAX_EARLY_BYTES
 from kvconnector.session.lease import lease_key
-from kvconnector.session.orders import HoldRequest, WithdrawRequest
+from kvconnector.session.orders import GrowRequest, HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.unit.session import harness
@@ -25,7 +25,9 @@ KEY_OF_FOLLOWERS = lease_key("t", harness.SECRET, ())
 
 def _granted(num_tokens, *, is_complete=False, ids=IDS):
     blocks = (harness.GroupBlocks.of(ids[: -(-num_tokens // 4)]),)
-    return HoldRequest("r", "t", harness.SECRET, blocks, num_tokens, is_complete=is_complete)
+    if is_complete:
+        return HoldRequest("r", "t", harness.SECRET, blocks, num_tokens)
+    return GrowRequest("r", "t", harness.SECRET, blocks, Watermark(num_tokens))
 
 
 def _filling(export=None):
@@ -37,7 +39,10 @@ def _filling(export=None):
 
 
 def _told(commands):
-    return [(said.num_tokens, said.is_complete) for said in harness.messages(commands, m.Progress)]
+    return [
+        (report.watermark.num_tokens, report.is_complete)
+        for report in harness.messages(commands, m.Progress)
+    ]
 
 
 def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known():
@@ -49,7 +54,7 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
     assert _told(side.tell(_granted(5))) == [(5, False)]
     assert _told(side.tell(harness.followed(-2))) == [(5, False)]
     (first, _) = harness.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
-    assert (first.num_tokens, first.is_complete) == (12, True)
+    assert (first.watermark.num_tokens, first.is_complete) == (12, True)
     assert first.blocks == harness.read().blocks
     assert _told(side.tell(harness.heartbeat())) == []  # nothing is reported twice
 
@@ -136,14 +141,8 @@ def test_three_thousand_followers_before_their_leases_are_all_served():
         side.session.heard(-1, side.now)
         side.tick(harness.PEER_S - 1)
     for key in keys:
-        granted = HoldRequest(
-            f"r{key.transfer_id}",
-            key.transfer_id,
-            harness.SECRET,
-            harness.BLOCKS,
-            12,
-            is_complete=False,
-        )
+        names = f"r{key.transfer_id}", key.transfer_id, harness.SECRET
+        granted = GrowRequest(*names, harness.BLOCKS, Watermark(12))
         assert _told(side.tell(granted)) == [(12, False)]
 
 
@@ -157,14 +156,12 @@ def test_who_follows_more_than_there_is_room_for_is_refused_and_nobody_else():
     one_more = m.TransferKey(transfer_id="u", secret=harness.SECRET)
     ((name, refusal, _),) = _refused(side.tell(harness.followed(-1, one_more)))
     assert (name, refusal) == ("u", Refusal.INTERNAL)
-    assert _told(
-        side.tell(HoldRequest("r", "t0", harness.SECRET, harness.BLOCKS, 12, is_complete=False))
-    )
+    assert _told(side.tell(GrowRequest("r", "t0", harness.SECRET, harness.BLOCKS, Watermark(12))))
 
 
 def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
     blocks = (GroupBlocks(first_block=0, wire_ids=bytes(4 * len(ids[: -(-num_tokens // 4)]))),)
-    said = {"num_tokens": num_tokens, "is_complete": is_complete, "blocks": blocks}
+    said = {"watermark": Watermark(num_tokens), "is_complete": is_complete, "blocks": blocks}
     return m.Progress(transfer_id="t", **{**said, **changes})
 
 
