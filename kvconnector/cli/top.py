@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 import urllib.request
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
@@ -19,8 +21,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
 from kvconnector.bench.shapes import format_bytes
+from kvconnector.cli import EXIT_FAULT
 from kvconnector.cli.console import right_aligned, terminal
 from kvconnector.errors import ConfigError
 from kvconnector.session import LoadInFlight
@@ -62,6 +66,11 @@ class Snapshot:
     in_flight: float | None = None
     held: float | None = None
 
+    @property
+    def causes(self) -> Counter[str]:
+        """Failures by cause, and leases that nobody read."""
+        return self.failures + Counter({"leases expired": int(self.expired)})
+
 
 def top(
     endpoints: Annotated[
@@ -69,33 +78,47 @@ def top(
     ],
     *,
     interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
-    count: Annotated[int, typer.Option(help="End after so many looks; 0: never.", min=0)] = 0,
+    count: Annotated[
+        int,
+        typer.Option(help="End after this many looks; 0: at Ctrl-C.", min=0, show_default=False),
+    ] = 0,
     svg: Annotated[Path | None, typer.Option(help="Write the last screen here.")] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON for each look.")
+    ] = False,
 ) -> None:
-    """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their reasons. Ctrl-C ends.
+    """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their causes. Ctrl-C ends.
 
-    Of an engine that serves `/transfers` beside its metrics, each load under way is shown with its progress.
+    Of an engine that serves `/transfers` beside its metrics, each load under way is shown with its progress. Exit
+    status 1 if no endpoint has shown an engine at the last look.
     """
     urls = [_metrics_url(endpoint) for endpoint in endpoints]
+    console, screen = terminal(), Group()
     before: dict[str, dict[str, Snapshot]] = {url: {} for url in urls}
-    looks = 0
-    screen: RenderableType = Table()
-    try:
-        with Live(screen, console=terminal(), auto_refresh=False) as live:
-            while True:
-                started_s = time.monotonic()
-                now = {url: _look(url) for url in urls}
-                screen = Group(_screen(now, before), *_loads(now))
+    now: dict[str, dict[str, Snapshot] | str] = {}
+    is_live = console.is_terminal and not json
+    with (
+        suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False) if is_live else nullcontext() as live,
+    ):
+        for looks in itertools.count(1):
+            started_s = time.monotonic()
+            now = {url: _look(url) for url in urls}
+            screen = Group(*_screen(now, before), *_loads(now))
+            if live is not None:
                 live.update(screen, refresh=True)
-                looks += 1
-                if looks == count:
-                    break
-                before = {url: each for url, each in now.items() if isinstance(each, dict)}
-                time.sleep(max(0.0, interval - (time.monotonic() - started_s)))
-    except KeyboardInterrupt:
-        pass
+            elif json:
+                typer.echo(msgspec.json.encode(now).decode())
+            else:
+                console.print(screen)
+            if looks == count:
+                break
+            before = {url: each for url, each in now.items() if isinstance(each, dict)}
+            time.sleep(max(0.0, interval - (time.monotonic() - started_s)))
     if svg is not None:
         _write_screen(screen, svg)
+    if all(isinstance(each, str) for each in now.values()):
+        raise typer.Exit(EXIT_FAULT)
 
 
 def _metrics_url(endpoint: str) -> str:
@@ -143,18 +166,26 @@ def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
 
 def _screen(
     now: Mapping[str, dict[str, Snapshot] | str], before: Mapping[str, Mapping[str, Snapshot]]
-) -> Table:
+) -> Iterator[RenderableType]:
     figures = right_aligned("in flight", "held", "loads/s", "GB/s", "p50", "p99")
-    paths, failures = "paths since start", "failures since start"
-    table = Table("engine", *figures, paths, failures, title="kvconnector")
-    for url, engines in now.items():
-        if isinstance(engines, str):
-            table.add_row(url, *[""] * 7, engines, style="red")
-            continue
-        for name, engine in engines.items():
-            earlier = before.get(url, {}).get(name)
-            table.add_row(name or url, *_cells(engine, earlier))
-    return table
+    table = Table("engine", *figures, "paths", "failures since start (+ new)", title="kvconnector")
+    engines = [
+        (url, *each)
+        for url, found in now.items()
+        if isinstance(found, dict)
+        for each in found.items()
+    ]
+    for url, name, engine in engines:
+        table.add_row(name or url, *_cells(engine, before.get(url, {}).get(name)))
+    if engines:
+        yield table
+    if any("packed" in path for *_, engine in engines for path in engine.loads):
+        yield Text(
+            "packed: `kvconnector doctor --peer HOST:PORT` on the decode engine's host says why"
+        )
+    for url, why in now.items():
+        if isinstance(why, str):
+            yield Text(f"{url}: {why}", style="red")
 
 
 def _cells(engine: Snapshot, earlier: Snapshot | None) -> Iterable[str]:
@@ -169,10 +200,11 @@ def _cells(engine: Snapshot, earlier: Snapshot | None) -> Iterable[str]:
         recent = {float(bound): count - earlier.buckets[bound] for bound, count in buckets}
         yield from (_quantile(recent, share) for share in (0.5, 0.99))
     yield ", ".join(f"{path} {count}" for path, count in engine.loads.most_common() if count)
-    failures = [f"{cause} {count}" for cause, count in engine.failures.most_common() if count]
-    if engine.expired:
-        failures.append(f"leases expired {engine.expired:g}")
-    yield ", ".join(failures)
+    known = engine.causes if earlier is None else earlier.causes
+    yield ", ".join(
+        f"{cause} {count}" + f" (+{count - known[cause]})" * (count > known[cause])
+        for cause, count in engine.causes.most_common()
+    )
 
 
 def _quantile(buckets: Mapping[float, float], share: float) -> str:

@@ -1,5 +1,6 @@
 """`kvconnector top` over real metrics pages."""
 
+import json
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -100,7 +101,9 @@ def test_loads_between_two_looks_become_rates_times_paths_and_failures(
     picture = tmp_path / "top.svg"
     with serving(pages_of_an_engine()) as endpoint:
         out = shown(capsys, monkeypatch, endpoint, "--svg", str(picture))
-    counted = ("packed 9", "direct 2", "PeerLostError 2", "leases expired 1")
+    counted = ("packed 9", "direct 2", "PeerLostError 2 (+2)", "leases expired 1 (+1)")
+    assert "doctor --peer" in out
+    assert out.endswith("\n")
     for text in ("d0", "< 5 ms", "< 100 ms", *counted):
         assert text in out
     # what was loaded before the first look counts for nothing
@@ -128,7 +131,21 @@ def test_vllms_metrics_are_read_too():
     assert engine.in_flight is None
 
 
-def test_an_engine_that_cannot_be_seen_is_a_row_with_the_reason(capsys, monkeypatch):
+def test_each_look_is_a_line_of_json(capsys, monkeypatch):
+    with serving(pages_of_an_engine()) as endpoint:
+        lines = shown(capsys, monkeypatch, endpoint, "127.0.0.1:1", "--json").splitlines()
+    first, last = (json.loads(line) for line in lines)
+    (engine,) = last[f"http://{endpoint}/metrics"].values()
+    assert engine["failures"] == {**dict.fromkeys(engine["failures"], 0), "PeerLostError": 2}
+    assert "refused" in first["http://127.0.0.1:1/metrics"]
+
+
+def test_a_status_of_1_says_that_no_engine_can_be_seen(capsys):
+    assert main(["top", "127.0.0.1:1", "--count", "1"]) == 1
+    assert "http://127.0.0.1:1/metrics: " in capsys.readouterr().out
+
+
+def test_an_engine_that_cannot_be_seen_is_a_line_with_the_reason(capsys, monkeypatch):
     with serving([b"# nothing of ours\n"]) as other, serving(pages_of_an_engine()) as endpoint:
         out = shown(capsys, monkeypatch, "127.0.0.1:1", other, endpoint)
     assert "refused" in out
