@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(4028),
+    "kvconnector/bench": Size(4030),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(2737),
+    "kvconnector/cli": Size(2756),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2790, target=2810),
@@ -70,7 +70,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit": Size(1610),
     "tests/unit/bench": Size(743),
     "tests/unit/cache": Size(1219),
-    "tests/unit/cli": Size(980),
+    "tests/unit/cli": Size(1000),
     "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2172),
     "tests/unit/minillm": Size(1785),
@@ -80,10 +80,10 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6765, target=5360),
-    ("kvconnector",): Size(33989, target=27400),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6786, target=5360),
+    ("kvconnector",): Size(33995, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30324, target=24800),
+    ("tests",): Size(30344, target=24800),
 }
 
 

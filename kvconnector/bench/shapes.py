@@ -78,6 +78,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """A model as its KV cache sees it. An MLA model has one part, the latent, with one head of `head_dim` elements.
+    `num_draft_layers` (MTP) are not among its layers: engines cache them only where they draft with them.
 
     Layers that do not all keep every token are in `groups`; the heads are those of its attention then.
     """
@@ -88,6 +89,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype: str = "bfloat16"
     is_mla: bool = False
+    num_draft_layers: int = 0
     groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:

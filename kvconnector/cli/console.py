@@ -118,7 +118,7 @@ def picture(path: Path, width_inches: float, height_inches: float) -> Iterator[A
     FigureCanvasAgg(figure)
     yield figure
     try:
-        figure.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110, bbox_inches="tight")  # whatever the length of labels
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error
 

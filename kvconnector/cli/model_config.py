@@ -72,6 +72,7 @@ def read_model_config(path: Path) -> ModelShape:
         head_dim=head_dim,
         dtype=str(dtype),
         is_mla=is_mla,
+        num_draft_layers=int(text.get("num_nextn_predict_layers") or 0),
         groups=layer_groups(text, num_layers, attention, number, str(file)),
     )
 

@@ -45,8 +45,8 @@ KINDS = {
     "moe": "none",
 }
 """What a configuration calls a layer, and what that layer caches."""
-UNKNOWN_CACHES = re.compile(r"kv_shared|index_topk")
-"""Fields of layers that share another one's cache, or have a second one."""
+UNKNOWN_CACHES = re.compile(r"kv_shared")
+"""Fields of layers that share another one's cache."""
 UNKNOWN_FIELDS = re.compile(
     r"mamba|ssm|recurrent|rwkv|lru_|hybrid|linear_(?:num|key|value|conv|attn)|conv_l|layers?_block_type|block_types"
     r"|attn_layer|attn_type|full_attn|attention_chunk|global_attn|attention_types|local_window"
@@ -93,6 +93,13 @@ def layer_groups(
         for kind, layers in sorted(found.items())
         if kind != "none"
     ]
+    if config.get(
+        "index_topk"
+    ):  # DeepSeek-V3.2: keys in fp8, with a float32 scale for each 128 elements
+        head_size = number("index_head_dim")
+        indexer = Attention(1, head_size + head_size // 128 * 4, DType("uint8"), use_mla=True)
+        spec = indexer.spec(FullAttentionSpec)
+        groups.append(LayerGroup(kind="indexer", layers=tuple(range(num_layers)), spec=spec))
     if config.get("is_encoder_decoder"):
         positions = config.get("max_source_positions")
         cross = attention.spec(CrossAttentionSpec)

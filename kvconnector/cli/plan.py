@@ -31,8 +31,8 @@ from kvconnector.topology import EngineGeometry, TpKVTopology
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     """All that one consumer rank reads from one producer rank, or of layers of one `kind` where a model has several.
 
-    Intervals are half open, layers and heads global; the heads of a state are what tensor parallelism cuts. A stripe
-    `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
+    Intervals are half open, layers and heads global; the heads of a state are what tensor parallelism cuts; a latent
+    counts as one. A stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
     """
 
     consumer: str
@@ -45,6 +45,7 @@ class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     largest_chunk_bytes: int
     bytes: int
     kind: str = ""
+    is_latent: bool = False
 
 
 class RankRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,7 +242,8 @@ def _rank_rows(
         layers = sorted({layer for group in held for layer in group.layers})
         group, part = held[0], held[0].parts[0]
         holds = f"layers {_intervals(_runs(layers))}"
-        holds += f", heads {_intervals([(part.head_start, part.head_stop)])}"
+        heads = _intervals([(part.head_start, part.head_stop)])
+        holds += ", latent" if part.name == "latent" else f", heads {heads}"
         if group.dcp_size > 1:
             holds += f", share {group.dcp_rank + 1} of {group.dcp_size}"
         if replicas[rank.groups] > 1:
@@ -274,6 +276,7 @@ def _rows(
             largest_chunk_bytes=int(own.max()),
             bytes=int(own.sum()),
             kind=kind,
+            is_latent=segments[0].num_parts == 1 and not kind.endswith("state"),
         )
 
 
@@ -286,7 +289,15 @@ def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
 def _print(report: PlanReport) -> None:
     model = report.model
     cache = "MLA latent" if model.is_mla else f"{model.num_kv_heads} KV heads"
-    kinds = "".join(f"; {len(each.layers)} {each.kind}" for each in model.groups)
+    nbytes = Counter[str]()
+    for row in report.reads:
+        nbytes[row.kind] += row.bytes
+    kinds = "".join(
+        f"; {len(each.layers)} {each.kind}, {format_bytes(nbytes[each.kind])}"
+        for each in model.groups
+    )
+    if model.num_draft_layers:
+        kinds += f"; {model.num_draft_layers} MTP, not counted"
     console = terminal()
     console.print(
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"
@@ -304,7 +315,7 @@ def _print(report: PlanReport) -> None:
             row.producer,
             *([row.kind] if model.groups else []),
             _intervals(row.layers),
-            _intervals(row.heads),
+            "latent" if row.is_latent else _intervals(row.heads),
             _tokens(row),
             str(row.chunks),
             format_bytes(row.largest_chunk_bytes),

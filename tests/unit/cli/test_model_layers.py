@@ -100,6 +100,15 @@ GPT_OSS = {
     "sliding_window": 128,
     "layer_types": ["sliding_attention", "full_attention"] * 18,
 }
+DEEPSEEK_V32 = {
+    "model_type": "deepseek_v32",
+    "num_hidden_layers": 61,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+    "num_nextn_predict_layers": 1,
+}
 MISTRAL_7B = {
     "model_type": "mistral",
     "num_hidden_layers": 32,
@@ -227,8 +236,18 @@ def test_each_kind_of_layer_is_planned_by_what_it_keeps(capsys, tmp_path, config
 
 def test_the_table_names_the_kinds_and_their_layers(capsys, tmp_path):
     text = planned(capsys, tmp_path, GEMMA_3)
-    assert "5 full attention; 29 window of 1024" in text.replace("\n", " ")
+    assert "5 full attention, 390.6 MiB; 29 window of 1024, 115.9" in text.replace("\n", " ")
     assert "18976-20000" not in text
+
+
+def test_a_latent_has_no_heads_and_draft_layers_are_named(capsys, tmp_path):
+    report = json.loads(planned(capsys, tmp_path, DEEPSEEK_V32, "--json"))
+    nbytes = {row["kind"]: row["bytes"] for row in report["reads"]}
+    # of the indexer 128 elements of one byte and a scale of four
+    assert nbytes == {"full attention": 61 * TOKENS * 576 * 2, "indexer": 61 * TOKENS * 132}
+    text = planned(capsys, tmp_path, DEEPSEEK_V32).replace("\n", " ")
+    assert text.count("latent") == 3  # the summary, and a row for each kind
+    assert "1 MTP, not counted" in text
 
 
 def test_a_model_of_several_kinds_is_planned_as_it_is_or_not_at_all(capsys, tmp_path):
