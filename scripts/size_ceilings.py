@@ -33,20 +33,20 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(4030),
+    "kvconnector/bench": Size(4033),
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2756),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2790, target=2810),
     "kvconnector/integrations/sglang": Size(1470, target=900),
-    "kvconnector/layout": Size(608, target=520),
-    "kvconnector/planning": Size(420, target=560),
+    "kvconnector/layout": Size(614, target=520),
+    "kvconnector/planning": Size(549, target=560),
     "kvconnector/runtime": Size(4026, target=2800),
-    "kvconnector/session": Size(3920, target=2900),
-    "kvconnector/topology": Size(890, target=980),
+    "kvconnector/session": Size(3860, target=2900),
+    "kvconnector/topology": Size(896, target=980),
     "kvconnector/transport": Size(2830, target=1930),
-    "kvconnector/wire": Size(560, target=500),
+    "kvconnector/wire": Size(545, target=500),
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
     "kernels/kvconnector_kernels/pump": Size(1790),
@@ -60,11 +60,11 @@ ROOMS: dict[str, Size] = {
     "tests": Size(100),
     "tests/control": Size(440),
     "tests/docs": Size(440),
-    "tests/golden": Size(60),
+    "tests/golden": Size(111),
     "tests/hosts": Size(1248),
     "tests/integration": Size(1540),
     "tests/kernels": Size(1900),
-    "tests/property": Size(3161),
+    "tests/property": Size(3168),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
     "tests/unit": Size(1610),
@@ -80,10 +80,10 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6786, target=5360),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6789, target=5360),
     ("kvconnector",): Size(33995, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30344, target=24800),
+    ("tests",): Size(30418, target=24800),
 }
 
 

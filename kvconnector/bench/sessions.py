@@ -19,6 +19,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.config import ConnectorConfig
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.layout import NO_TOKENS, GroupBlocks
+from kvconnector.planning import Segment
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
@@ -199,8 +200,8 @@ class _Pair:
         match command:
             case cmd.SendMessage(link, message):
                 self._send(session, link, message)
-            case cmd.ExpectWarmUp(link):
-                self._send(session, link, self._hello())
+            case cmd.ExpectWarmUp(link, segments):
+                self._send(session, link, self._hello(segments))
             case cmd.OpenEndpoint(link):
                 self._queue.append((self.producer, ev.EndpointOpened(link)))
                 self._queue.append((self.consumer, ev.WarmedUp(TO_PRODUCER)))
@@ -231,7 +232,7 @@ class _Pair:
         else:
             self._queue.append((self.consumer, ev.FromPeer(TO_PRODUCER, arrived)))
 
-    def _hello(self) -> m.Hello:
+    def _hello(self, segments: tuple[Segment, ...]) -> m.Hello:
         return m.Hello(
             geometry=self._geometries[1],
             pp_rank=0,
@@ -240,5 +241,6 @@ class _Pair:
             transport_address=b"d",
             warm_up_tag=1,
             warm_up_bytes=8,
+            segments=segments,
             timeout_ms=m.milliseconds(CONFIG.peer.timeout_s),
         )

@@ -18,7 +18,7 @@ from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.topology import EngineGeometry, RankGeometry
+from kvconnector.topology import EngineGeometry, RankGeometry, Segment
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -271,8 +271,8 @@ class ConsumerRank(SessionThread):
         match command:
             case cmd.OpenLink():
                 self.connect(command.link, world.listening[command.address])
-            case cmd.ExpectWarmUp():
-                self.send(command.link, self._hello())
+            case cmd.ExpectWarmUp(link, segments):
+                self.send(link, self._hello(segments))
             case cmd.ConnectBack():
                 self.spend(world.costs.endpoint_s)
             case cmd.StartReceive():
@@ -289,7 +289,7 @@ class ConsumerRank(SessionThread):
             case _:
                 super()._execute(command)
 
-    def _hello(self) -> m.Hello:
+    def _hello(self, segments: tuple[Segment, ...]) -> m.Hello:
         return m.Hello(
             geometry=self.packed,
             pp_rank=self.holding.pp_rank,
@@ -298,6 +298,7 @@ class ConsumerRank(SessionThread):
             transport_address=UCX_ADDRESS,
             warm_up_tag=1,
             warm_up_bytes=CHUNK_BYTES,
+            segments=segments,
             timeout_ms=m.milliseconds(self._timeout_s),
         )
 

@@ -7,7 +7,6 @@ the data path; `step` moves what can move and returns what happened, as session 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -15,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.layout import ALL_TOKENS, Stripe
-from kvconnector.planning import ALL_LAYERS, GroupBlocks
+from kvconnector.planning import ALL_LAYERS, GroupBlocks, SegmentWindow
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector_kernels.relayout import RelayoutError, TokenRuns
@@ -64,34 +62,20 @@ def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorEr
 Chunks: TypeAlias = npt.NDArray[np.void]
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentWindow:
-    """A segment as this side addresses it: rows of the part table `[group, family]` from `first_row`, local heads from
-    `head_start`, and those of `stripe` among the tokens that this rank stores. `order` is the element order in a chunk.
+def paged_tokens(
+    window: SegmentWindow, member: int, blocks: GroupBlocks, block_size: int
+) -> tuple[int, TokenRuns]:
+    """Where a copy from a member of a window's stripe on finds its tokens, as `PagedSide` takes it: `token_start`,
+    `runs`.
+
+    `blocks` are the request's, of `block_size` tokens on this rank; `PagedSide` refuses tokens before them.
     """
-
-    group: int
-    family: int
-    first_row: int
-    head_start: int
-    num_heads: int
-    part_token_bytes: int
-    order: str
-    stripe: Stripe = ALL_TOKENS
-
-    def paged_tokens(
-        self, member: int, blocks: GroupBlocks, block_size: int
-    ) -> tuple[int, TokenRuns]:
-        """Where a copy from a member of the stripe on finds its tokens, as `PagedSide` takes it: `token_start`, `runs`.
-
-        `blocks` are the request's, of `block_size` tokens on this rank; `PagedSide` refuses tokens in front of them.
-        """
-        stripe, first_token = self.stripe, blocks.first_block * block_size
-        if stripe.is_dense:
-            return member - first_token, ADJACENT
-        turn, skip = divmod(member, stripe.run)
-        runs = TokenRuns(stripe.run, stripe.period, skip)
-        return stripe.first + turn * stripe.period - first_token, runs
+    stripe, first_token = window.stripe, blocks.first_block * block_size
+    if stripe.is_dense:
+        return member - first_token, ADJACENT
+    turn, skip = divmod(member, stripe.run)
+    runs = TokenRuns(stripe.run, stripe.period, skip)
+    return stripe.first + turn * stripe.period - first_token, runs
 
 
 class Program(msgspec.Struct, frozen=True, eq=False):

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
 
 import msgspec
 import numpy as np
 
-from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import BlockIdError, GeometryError
-from kvconnector.layout import KVView, local_stripe, memory_orders, part_table
+from kvconnector.layout import KVView, memory_orders, part_table
 from kvconnector.planning import GroupBlocks
-from kvconnector.session.read_check import first_row
 from kvconnector.topology import GroupGeometry
-from kvconnector.wire.messages import ReadSegment
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
-MAX_WINDOWS = 1 << 10
 NO_POOL = 1 << 31
 """`num_blocks` of a group that has no layer on this rank: its ids mean nothing here, and any will do."""
 
@@ -39,7 +34,7 @@ class CacheGroup:
 
 
 class Pools:
-    """Part tables by (group, family). Made once, at registration. `window` of a segment: see `window_in`. The
+    """Part tables by (group, family). Made once, at registration. The
     geometries of `groups` say in which order their views lie in memory. Raises GeometryError: layers or parts are
     missing, or a view does not have the shape that its geometry says.
     """
@@ -49,8 +44,6 @@ class Pools:
         self.groups = tuple(_checked(index, group) for index, group in enumerate(groups))
         self.tables: dict[tuple[int, int], PartTable] = {}
         self.num_blocks: list[int] = []
-        # most reads have the segments of reads before them
-        self.window = lru_cache(MAX_WINDOWS)(partial(_window, self.groups))
         for index, group in enumerate(self.groups):
             pools = {view.num_blocks for views in group.views.values() for view in views}
             if len(pools) > 1:
@@ -111,26 +104,6 @@ class Pools:
                     highest=int(ids.max()),
                     num_blocks=limit,
                 )
-
-
-def _window(groups: Sequence[CacheGroup], segment: ReadSegment) -> SegmentWindow:
-    return window_in(segment, groups[segment.group].geometry)
-
-
-def window_in(segment: ReadSegment, group: GroupGeometry) -> SegmentWindow:
-    """A segment in the tables of a worker with `group`. Raises RemoteProtocolError: it does not hold the layers."""
-    family = group.families[segment.family]
-    num_heads = segment.head_stop - segment.head_start
-    return SegmentWindow(
-        group=segment.group,
-        family=segment.family,
-        first_row=first_row(segment, group),
-        head_start=segment.head_start - family.head_start,
-        num_heads=num_heads,
-        part_token_bytes=num_heads * family.head_token_bytes,
-        order=segment.order,
-        stripe=local_stripe(segment.stripe, group.context_parallel),
-    )
 
 
 def _order_of(table: PartTable) -> str:

@@ -9,6 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from math import lcm
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from kvconnector.errors import GeometryError, require_at_least
 
@@ -34,17 +38,19 @@ NO_CONTEXT_PARALLEL = ContextParallel()
 """One rank that stores every token."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stripe:
+_Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+
+
+class Stripe(msgspec.Struct, frozen=True, array_like=True):
     """Evenly spaced runs of tokens: of every `period` tokens, the `run` tokens from `first` on.
 
     Its members are numbered from 0 in ascending order. Raises GeometryError: a run is empty or crosses the end of its
     period.
     """
 
-    first: int = 0
-    run: int = 1
-    period: int = 1
+    first: _Count = 0
+    run: _Count = 1
+    period: _Count = 1
 
     def __post_init__(self) -> None:
         if self.first < 0 or self.run < 1 or self.first + self.run > self.period:
@@ -52,7 +58,7 @@ class Stripe:
 
     @property
     def is_dense(self) -> bool:
-        """Whether it has all tokens."""
+        """Returns True if it has all tokens."""
         return self.run == self.period
 
     def token(self, member: int) -> int:
@@ -114,7 +120,7 @@ def common_stripes(ours: ContextParallel, theirs: ContextParallel) -> tuple[Stri
 
 
 def is_held(stripe: Stripe, group: ContextParallel) -> bool:
-    """Whether a rank holds every token of a stripe."""
+    """Returns True if a rank holds every token of a stripe."""
     own = own_stripe(group)
     start = stripe.first % own.period
     return own.is_dense or (

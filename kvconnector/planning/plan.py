@@ -1,7 +1,9 @@
-"""`plan_transfer`: what one consumer rank reads from which producer rank, in which chunks.
+"""`plan_reads`: what one consumer rank reads from which producer rank, in which chunks.
 
-`plan_peer` asks the consumer rank's `TpKVTopology` once for a pair of engines; `PeerPlan.plan` then cuts a request's
-token ranges into chunks. Block ids are not needed for that: the copy kernels translate tokens to addresses.
+A rank's `Route` to each producer rank is made once. `plan_reads` puts a request's token ranges on these routes, and
+`SourceRead.chunks` cuts one read into messages. A consumer rank sends the ranges, and its producer rank cuts them in
+the same way: how chunks are cut is part of the wire's major version (`tests/golden/test_cuts.py`). Block ids are not
+needed for that: the copy kernels translate tokens to addresses.
 
 Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank owns and the
 request asks for is in exactly one chunk of exactly one read. In a context parallel group a rank owns some tokens only.
@@ -10,11 +12,9 @@ request asks for is in exactly one chunk of exactly one read. In a context paral
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from math import lcm
 from typing import NamedTuple
 
 import msgspec
@@ -23,8 +23,9 @@ import numpy.typing as npt
 
 from kvconnector.errors import GeometryError
 from kvconnector.ids import Rank
-from kvconnector.layout import ALL_LAYERS, Stripe
-from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, TpKVTopology
+from kvconnector.layout import ALL_LAYERS
+from kvconnector.planning.route import Route, plan_routes
+from kvconnector.topology import EngineGeometry, Segment, TpKVTopology
 
 CHUNK_DTYPE = np.dtype(
     [
@@ -45,20 +46,8 @@ about this, as far as they have rows. Not further: while a GPU computes, each pi
 MAX_TOKENS = int(np.iinfo(np.int32).max)
 """Longest sequence, by the width of a chunk's fields."""
 
-
-@dataclass(frozen=True, slots=True)
-class SourcePlan:
-    """The part of a plan that does not depend on the request, for one producer rank.
-
-    `align_tokens[i]` are the member counts at whose multiples chunks of `segments[i]` are best cut, best first: common
-    multiples of both sides' block sizes, then those of the larger one, then of the smaller. `token_bytes[i]` are those
-    of a token of one row.
-    """
-
-    source: Rank
-    segments: tuple[Segment, ...]
-    align_tokens: tuple[tuple[int, ...], ...]
-    token_bytes: tuple[int, ...]
+MAX_CHUNKS = 1 << 20
+"""Of a read. Both sides refuse more before they cut: a chunk costs time and memory on both."""
 
 
 class Cut(NamedTuple):
@@ -70,29 +59,32 @@ class Cut(NamedTuple):
 
 
 class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """What is read from one producer rank at a time: of `segments[i]` the `rows[i]` of `members[i]` of its stripe.
+    """One read on a route: of segment `i` the `rows[i]` of `members[i]` of its stripe. These follow from the route,
+    `token_ranges[group]` and `layers` (global indices), so only the latter two travel.
 
-    Where there are no rows, there are no members. Every message has at most `chunk_bytes`. `token_stop` is behind the
-    last token that is read, in the request's sequence, and `layer_stop` behind the last layer, a global index.
+    Where there are no rows, there are no members. Every message has at most `chunk_bytes`. `token_stop` is after the
+    last token that is read, in the request's sequence, and `layer_stop` after the last layer, a global index.
     """
 
-    plan: SourcePlan
+    route: Route
+    token_ranges: tuple[range, ...]
+    layers: range
+    chunk_bytes: int
     members: tuple[range, ...]
     rows: tuple[range, ...]
-    chunk_bytes: int
     total_bytes: int
     token_stop: int
     layer_stop: int
 
     @property
     def source(self) -> Rank:
-        """The producer rank."""
-        return self.plan.source
+        """The producer rank, on a consumer rank's route."""
+        return self.route.peer
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those of all requests between the two ranks."""
-        return self.plan.segments
+        """Those of all reads on the route."""
+        return self.route.segments
 
     @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
@@ -116,11 +108,11 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         fits: both sides keep whole blocks where that is possible.
         """
         tokens, rows = self.members[index], self.rows[index]
-        tokens_fit = self.chunk_bytes // self.plan.token_bytes[index]
+        tokens_fit = self.chunk_bytes // self.route.here[index].part_token_bytes
         if len(tokens) <= tokens_fit:
             rows_fit, token_edges = tokens_fit // len(tokens), [tokens.start, tokens.stop]
         else:
-            align_tokens = self.plan.align_tokens[index]
+            align_tokens = self.route.align_tokens[index]
             step = next((tokens_fit // a * a for a in align_tokens if a <= tokens_fit), tokens_fit)
             first_edge = tokens.start // step * step + step
             rows_fit = 1
@@ -132,7 +124,7 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         a row. Only chunks with all tokens have several rows.
         """
         edges, (first, second, *_) = cut.rows, cut.tokens
-        row_bytes = (second - first) * self.plan.token_bytes[cut.segment]
+        row_bytes = (second - first) * self.route.here[cut.segment].part_token_bytes
         at = 1 if end == 0 else len(edges) - 1
         rows = edges[at] - edges[at - 1]
         while rows > 1 and rows * row_bytes > SHORT_CHUNK_BYTES:
@@ -144,92 +136,94 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
-        per_token, chunks = np.array(self.plan.token_bytes), self.chunks
+        """Bytes of every message."""
+        chunks = self.chunks
+        per_token = np.array([window.part_token_bytes for window in self.route.here])
         nbytes: npt.NDArray[np.int64] = per_token[chunks["segment"]] * chunks["num_parts"]
         nbytes *= chunks["num_tokens"]
         return nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class PeerPlan:
-    """What one consumer rank reads from the ranks of one producer engine, whatever the request. Made once a pair."""
+def plan_read(
+    route: Route, token_ranges: Sequence[range], *, chunk_bytes: int, layers: range = ALL_LAYERS
+) -> SourceRead | None:
+    """The read that brings what a route has of `token_ranges[group]` in these layers; None if it has nothing.
 
-    num_groups: int
-    sources: tuple[SourcePlan, ...]
+    Args:
+        route: either side's end of it.
+        token_ranges: for each cache group the tokens, in the request's sequence.
+        chunk_bytes: the most bytes of a message.
+        layers: global indices, a range without steps.
 
-    def plan(
-        self, token_ranges: Sequence[range], *, chunk_bytes: int, layers: range = ALL_LAYERS
-    ) -> tuple[SourceRead, ...]:
-        """The reads that bring `token_ranges[group]` of every head here, in these layers (global indices): one for each
-        producer rank that has something for us.
-
-        `chunk_bytes` bounds every message. Raises GeometryError: the number of ranges is not the number of groups, a
-        range has a step, starts below 0 or ends above `MAX_TOKENS`, or one token of one part exceeds `chunk_bytes`.
-        """
-        self._check_ranges(token_ranges)
-        reads = []
-        for source in self.sources:
-            all_members, all_rows = [], []
-            nbytes = token_stop = layer_stop = 0
-            for segment, token_bytes in zip(source.segments, source.token_bytes, strict=True):
-                rows = segment.rows_of(layers)
-                members = segment.stripe.members(token_ranges[segment.group]) if rows else range(0)
-                if members:
-                    if token_bytes > chunk_bytes:
-                        raise GeometryError(
-                            "chunk_bytes is smaller than one token of one part",
-                            chunk_bytes=chunk_bytes,
-                            part_token_bytes=token_bytes,
-                        )
-                    nbytes += len(rows) * len(members) * token_bytes
-                    token_stop = max(token_stop, 1 + segment.stripe.token(members[-1]))
-                    last_layer = segment.layers[rows.stop // segment.num_parts - 1]
-                    layer_stop = max(layer_stop, 1 + last_layer)
-                all_members.append(members)
-                all_rows.append(rows)
-            if nbytes:
-                what = (source, tuple(all_members), tuple(all_rows), chunk_bytes)
-                reads.append(SourceRead(*what, nbytes, token_stop, layer_stop))
-        return tuple(reads)
-
-    def _check_ranges(self, token_ranges: Sequence[range]) -> None:
-        if len(token_ranges) != self.num_groups:
-            raise GeometryError(
-                "a request names one token range per cache group",
-                ranges=len(token_ranges),
-                groups=self.num_groups,
-            )
-        for tokens in token_ranges:
-            if tokens.step != 1 or tokens.start < 0 or tokens.stop > MAX_TOKENS:
+    Raises:
+        GeometryError: the number of ranges is not the number of groups, a range has a step, starts below 0 or ends
+            above `MAX_TOKENS`, one token of one part exceeds `chunk_bytes`, or there may be more than `MAX_CHUNKS`
+            messages.
+    """
+    _check_ranges(token_ranges, route.num_groups)
+    all_members, all_rows = [], []
+    nbytes = token_stop = layer_stop = max_chunks = 0
+    for segment, window in zip(route.segments, route.here, strict=True):
+        rows = segment.rows_of(layers)
+        members = segment.stripe.members(token_ranges[segment.group]) if rows else range(0)
+        if members:
+            tokens_fit = chunk_bytes // window.part_token_bytes
+            if not tokens_fit:
                 raise GeometryError(
-                    "token ranges are contiguous and lie between 0 and max_tokens",
-                    tokens=tokens,
-                    max_tokens=MAX_TOKENS,
+                    "chunk_bytes is smaller than one token of one part",
+                    chunk_bytes=chunk_bytes,
+                    part_token_bytes=window.part_token_bytes,
                 )
-
-
-def plan_peer(consumer: TpKVTopology, producer: EngineGeometry) -> PeerPlan:
-    """What a rank reads from each producer rank. Raises IncompatiblePeerError: the producer does not hold all of it."""
-    groups, theirs = consumer.geometry.groups, producer.ranks[0].groups
-    sources = [
-        SourcePlan(
-            source=target.rank,
-            segments=target.segments,
-            align_tokens=tuple(
-                _alignments(groups[s.group], theirs[s.group], s.stripe) for s in target.segments
-            ),
-            token_bytes=tuple(s.part_token_bytes for s in target.segments),
+            max_chunks += len(rows) * (2 * len(members) // tokens_fit + 2)
+            nbytes += len(rows) * len(members) * window.part_token_bytes
+            token_stop = max(token_stop, 1 + segment.stripe.token(members[-1]))
+            last_layer = segment.layers[rows.stop // segment.num_parts - 1]
+            layer_stop = max(layer_stop, 1 + last_layer)
+        all_members.append(members)
+        all_rows.append(rows)
+    if max_chunks > MAX_CHUNKS:
+        raise GeometryError(
+            "chunk_bytes is too small for a read of this many bytes",
+            chunk_bytes=chunk_bytes,
+            nbytes=nbytes,
+            max_chunks=MAX_CHUNKS,
         )
-        for target in consumer.get_target_remote_ranks(producer)
+    if not nbytes:
+        return None
+    asked = (route, tuple(token_ranges), layers, chunk_bytes)
+    return SourceRead(*asked, tuple(all_members), tuple(all_rows), nbytes, token_stop, layer_stop)
+
+
+def _check_ranges(token_ranges: Sequence[range], num_groups: int) -> None:
+    if len(token_ranges) != num_groups:
+        raise GeometryError(
+            "a request names one token range per cache group",
+            ranges=len(token_ranges),
+            groups=num_groups,
+        )
+    for tokens in token_ranges:
+        if tokens.step != 1 or tokens.start < 0 or tokens.stop > MAX_TOKENS:
+            raise GeometryError(
+                "token ranges are contiguous and lie between 0 and max_tokens",
+                tokens=tokens,
+                max_tokens=MAX_TOKENS,
+            )
+
+
+def plan_reads(
+    routes: Iterable[Route],
+    token_ranges: Sequence[range],
+    *,
+    chunk_bytes: int,
+    layers: range = ALL_LAYERS,
+) -> tuple[SourceRead, ...]:
+    """One read for each of a consumer rank's routes that has something of `token_ranges[group]` in these layers:
+    together they bring every head of it. Raises GeometryError: as `plan_read`.
+    """
+    reads = [
+        plan_read(route, token_ranges, chunk_bytes=chunk_bytes, layers=layers) for route in routes
     ]
-    return PeerPlan(num_groups=len(groups), sources=tuple(sources))
-
-
-def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:
-    """Members of the stripe in whole (virtual) blocks and whole periods."""
-    blocks = (ours.virtual_block_tokens, theirs.virtual_block_tokens)
-    tokens = (lcm(size, stripe.period) for size in (lcm(*blocks), *blocks))
-    return tuple(sorted({stripe.count_below(count) for count in tokens}, reverse=True))
+    return tuple(read for read in reads if read is not None)
 
 
 def plan_transfer(
@@ -239,5 +233,5 @@ def plan_transfer(
     *,
     chunk_bytes: int,
 ) -> tuple[SourceRead, ...]:
-    """`plan_peer` and `PeerPlan.plan` in one call, for callers that plan once."""
-    return plan_peer(consumer, producer).plan(token_ranges, chunk_bytes=chunk_bytes)
+    """`plan_routes` and `plan_reads` in one call, for callers that plan once."""
+    return plan_reads(plan_routes(consumer, producer), token_ranges, chunk_bytes=chunk_bytes)

@@ -72,7 +72,6 @@ def build_driver(
         links,
         datapath,
         outbox=outbox,
-        pools=pools,
         hello=hello_of(engine, rank, incarnation, config, transport),
         transport=transport,
         security=security_of(config),

@@ -13,10 +13,9 @@ from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
 from kvconnector.datapath.base import DirectRead, Program
-from kvconnector.datapath.pools import Pools, window_in
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import Incarnation, Rank
-from kvconnector.runtime.links import Link, Links, Route
+from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.traces import ended_lease, finished_load
 from kvconnector.session import commands as cmd
@@ -71,7 +70,6 @@ class Executor:
         datapath: DataPath,
         *,
         outbox: Outbox,
-        pools: Pools,
         hello: m.Hello,
         transport: Transport,
         security: Security,
@@ -82,7 +80,6 @@ class Executor:
         self._links = links
         self._datapath = datapath
         self._outbox = outbox
-        self._pools = pools
         self._hello = hello
         self._transport = transport
         self._security = security
@@ -183,16 +180,14 @@ class Executor:
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
             control=self._links.open_inbox(link),
+            segments=command.segments,
         )
         self._links.send(link, hello)
 
     def _start_send(self, command: cmd.StartSend) -> None:
         read = command.read
-        program = Program(
-            segments=tuple(self._pools.window(segment) for segment in read.segments),
-            chunks=command.chunks,
-            blocks=command.blocks,
-        )
+        source = command.source
+        program = Program(source.route.here, source.chunks, command.blocks)
         self._datapath.submit_send(
             command.link, read.read_id, program, first_tag=read.first_tag, window=read.window
         )
@@ -205,9 +200,9 @@ class Executor:
             self._report(ev.ReceiveFailed(command.read_id, lost))
             self._report(ev.ReceiveDrained(command.read_id))
             return
-        route = self._route(link, command.segments)
-        if route.theirs is None:
-            program = Program(route.ours, source.chunks, command.blocks)
+        route = source.route
+        if link.export is None:
+            program = Program(route.here, source.chunks, command.blocks)
             self._datapath.submit_receive(command.read_id, program)
             for event in self._datapath.reported():
                 self._report(event)
@@ -217,8 +212,8 @@ class Executor:
             DirectRead(
                 read_id=command.read_id,
                 link=command.link,
-                segments=route.ours,
-                their_segments=route.theirs,
+                segments=route.here,
+                their_segments=route.there,
                 members=source.members,
                 rows=source.rows,
                 blocks=command.blocks,
@@ -229,18 +224,6 @@ class Executor:
                 layer_stop=source.layer_stop,
             )
         )
-
-    def _route(self, link: Link, segments: tuple[m.ReadSegment, ...]) -> Route:
-        if link.route is None or link.route.segments is not segments:
-            theirs = link.export
-            link.route = Route(
-                segments,
-                ours=tuple(self._pools.window(s) for s in segments),
-                theirs=None
-                if theirs is None
-                else tuple(window_in(s, theirs.groups[s.group]) for s in segments),
-            )
-        return link.route
 
     def _open_export(self, command: cmd.OpenExport) -> None:
         producer = (command.engine_id, command.theirs.rank)
@@ -253,7 +236,7 @@ class Executor:
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             return
-        link.export, link.route = command.theirs, None
+        link.export = command.theirs
         logger.info(
             "reads from %s rank %s are direct (%s): its pools can be read from here", *producer, how
         )

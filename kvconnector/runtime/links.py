@@ -29,7 +29,6 @@ from kvconnector.control.base import (
 )
 from kvconnector.control.refusals import Refusals
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
-from kvconnector.datapath.base import SegmentWindow
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -50,15 +49,6 @@ MAX_CLOSED_INBOXES = 4096
 """Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """What all reads of one producer worker share: windows of their segments here and, if reachable, there."""
-
-    segments: tuple[m.ReadSegment, ...]
-    ours: tuple[SegmentWindow, ...]
-    theirs: tuple[SegmentWindow, ...] | None
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +75,6 @@ class Link:
     is_tcp_fallback: bool = False
     consumer: str = ""
     export: RankGeometry | None = None
-    route: Route | None = None
     unsent: list[bytes] = field(default_factory=list)
     unsent_bytes: int = 0
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import NewType
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.planning import SourceRead
+from kvconnector.planning import Segment, SourceRead
 from kvconnector.session.trace import HoldTrace, LoadTrace
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Message, Probe, Read, ReadSegment, TransferKey
+from kvconnector.wire.messages import Message, Probe, Read, TransferKey
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
@@ -99,17 +97,20 @@ class OpenExport(Command, msgspec.Struct, frozen=True, eq=False):
 
 
 class ExpectWarmUp(Command, msgspec.Struct, frozen=True):
-    """Greet a producer worker: post the warm-up receive of `link`, then send Hello; `WarmedUp` follows."""
+    """Greet a producer worker: post the warm-up receive of `link`, then send a Hello that names the `segments` of all
+    reads from it; `WarmedUp` follows.
+    """
 
     link: LinkId
+    segments: tuple[Segment, ...]
 
 
 class StartSend(Command, msgspec.Struct, frozen=True, eq=False):
-    """Stream a read's chunks from these blocks. `SendFinished`, `SendStopped` or `SendFailed` follows."""
+    """Stream the chunks of `source` from these blocks, as `read` asks. `SendFinished` or `SendStopped` follows."""
 
     link: LinkId
     read: Read
-    chunks: npt.NDArray[np.void]
+    source: SourceRead
     blocks: tuple[GroupBlocks, ...]
 
 
@@ -128,7 +129,7 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that `is_followed` is
     published under its id and secret alone.
 
-    The worker at `link` had this `incarnation` when it was greeted; `segments` are those of all reads from it. The rest
+    The worker at `link` had this `incarnation` when it was greeted. The rest
     is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
     awaits nothing more of it. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no more than the data
     plane knows of. `deadline` bounds the peer's answer to a cancellation.
@@ -139,7 +140,6 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     engine: EngineAddress
     link: LinkId
     incarnation: str
-    segments: tuple[ReadSegment, ...]
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
     transfer: TransferKey

@@ -57,6 +57,7 @@ class ConsumerSession:
         self._chunk_bytes = chunk_bytes
         self._stream = stream
         self._rank = rank
+        self._num_groups = geometry.num_groups
         self._loads = Loads()
         self._agenda: Agenda[Load] = Agenda()
         self._backlog = Backlog()
@@ -132,9 +133,8 @@ class ConsumerSession:
     def _take_progress(
         self, load: Load, engine: RemoteEngine, event: ev.FromPeer[m.Progress], now: float
     ) -> list[Command]:
-        assert engine.plan is not None  # it is READY
         try:
-            is_new = load.record_progress(event.link, event.message, engine.plan.num_groups)
+            is_new = load.record_progress(event.link, event.message, self._num_groups)
         except KVConnectorError as error:
             return self._fail(load, error, now)
         if not is_new:
@@ -174,11 +174,10 @@ class ConsumerSession:
 
     def _advance(self, load: Load, engine: RemoteEngine, now: float) -> list[Command]:
         """Open one read per producer rank that has something for us which was not read for yet."""
-        assert engine.plan is not None  # it is READY
         links = engine.links if load.is_followed else ()
         try:
             chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
-            reads = load.take_ready(engine.plan, links, chunk_bytes=chunk_bytes)
+            reads = load.take_ready(engine.routes, links, chunk_bytes=chunk_bytes)
             if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
@@ -195,8 +194,7 @@ class ConsumerSession:
         self._give_until(load, now + self._timeout_s)
         load.move(LoadState.READING)
         return [
-            self._reads.open(load, engine.workers[source.plan.source], source, now)
-            for source in reads
+            self._reads.open(load, engine.workers[source.source], source, now) for source in reads
         ]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:

@@ -12,7 +12,7 @@ from kvconnector.wire import messages as m
 
 MAX_EARLY_BYTES = 64 << 20
 EVENT_BYTES = 512
-"""What an event takes, besides a read's chunks and blocks: so there is room for 131,072 prompts that are followed."""
+"""What an event takes, besides a read's ranges and blocks: so there is room for 131,072 prompts that are followed."""
 
 EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
 KeyT = TypeVar("KeyT", LinkId, str)
@@ -114,7 +114,7 @@ def _nbytes(event: EarlyEvent) -> int:
     if not isinstance(message, m.Read):
         return EVENT_BYTES
     blocks_bytes = sum(len(blocks.wire_ids) for blocks in message.blocks)
-    return EVENT_BYTES * (1 + len(message.segments)) + len(message.chunks) + blocks_bytes
+    return EVENT_BYTES + 64 * len(message.token_ranges) + blocks_bytes
 
 
 def _discard(index: dict[KeyT, dict[int, None]], key: KeyT, number: int) -> None:

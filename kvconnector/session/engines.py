@@ -15,7 +15,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
 )
 from kvconnector.ids import EngineAddress, Rank
-from kvconnector.planning import plan_peer
+from kvconnector.planning import plan_routes
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
@@ -26,7 +26,6 @@ from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
     Worker,
-    as_sent,
     geometry_of,
     look_up,
 )
@@ -224,7 +223,7 @@ class RemoteEngines:
                     )
                 engine.has_named_ranks = True
                 return [cmd.SendMessage(event.link, look_up(engine.name, holders, geometry))]
-            engine.plan = plan_peer(self._topology, geometry)
+            engine.routes = plan_routes(self._topology, geometry, self._orders)
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
         summary = self._topology.describe(geometry)
@@ -237,18 +236,14 @@ class RemoteEngines:
             # greeting all of them may take longer than a lease lasts
             engine.heartbeat_at = now + QUICK_GREETING_S
             self._loads.start_over(engine.name)
-        planned = {each.source: each.segments for each in engine.plan.sources}
+        segments = {route.peer: route.segments for route in engine.routes}
         for rank in holders:
             entry = entries[rank]
             theirs = geometry.rank_geometry(rank)
-            segments = tuple(
-                [as_sent(s, self._orders[s.group, s.family]) for s in planned.get(rank, ())]
-            )
-            timeout_s = self._settings.timeout_s
-            worker = Worker(self._open(engine, rank), theirs, now, timeout_s, segments)
+            worker = Worker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
-            answers.append(cmd.ExpectWarmUp(worker.link))
+            answers.append(cmd.ExpectWarmUp(worker.link, segments.get(rank, ())))
         if not holders:  # this rank holds nothing, so nobody waits for it either
             answers += self._ready_now(engine, now)
         return answers

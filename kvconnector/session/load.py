@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import Rank
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
-from kvconnector.planning import PeerPlan, SourceRead
+from kvconnector.planning import Route, SourceRead, plan_reads
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
@@ -168,20 +168,22 @@ class Load(Tracked[LoadState]):
         return all(link in self.progress for link in links)
 
     def take_ready(
-        self, plan: PeerPlan, sources: Collection[LinkId], *, chunk_bytes: int
+        self, routes: Iterable[Route], sources: Collection[LinkId], *, chunk_bytes: int
     ) -> tuple[SourceRead, ...]:
         """Reads of all that these producer workers have and that was not read for yet.
 
         Raises:
-            GeometryError: see `PeerPlan.plan`.
+            GeometryError: see `plan_read`.
         """
         if not self.is_followed:
-            planned = plan.plan(self.left, chunk_bytes=chunk_bytes)
+            planned = plan_reads(routes, self.left, chunk_bytes=chunk_bytes)
             self.left = ()
             return planned
         reads: tuple[SourceRead, ...] = ()
         while any((piece := self._ready(sources)).token_ranges):
-            planned = plan.plan(piece.token_ranges, layers=piece.layers, chunk_bytes=chunk_bytes)
+            planned = plan_reads(
+                routes, piece.token_ranges, layers=piece.layers, chunk_bytes=chunk_bytes
+            )
             is_last = piece.layers.stop == ALL_LAYERS.stop
             total_bytes = sum(read.total_bytes for read in planned)
             if not is_last and total_bytes < MIN_PIECE_BYTES * max(1, len(planned)):

@@ -7,10 +7,12 @@ from weakref import WeakValueDictionary
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError, KVConnectorError, PeerLostError
 from kvconnector.ids import EngineId, Rank
+from kvconnector.planning import Route
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.read_check import check_route
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -53,7 +55,7 @@ PEER_TABLE: Table[PeerState] = Table(
 
 class Peer(Tracked[PeerState]):
     """One consumer worker: who it says it is, when it last spoke, and how long it may be silent. Once it is taken,
-    `readers` are the ranks of its engine that confirm to this worker.
+    `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
     """
 
     def __init__(self, link: LinkId, hello: m.Hello, now: float, timeout_s: float) -> None:
@@ -65,6 +67,7 @@ class Peer(Tracked[PeerState]):
         self.last_heard = now
         self.timeout_s = timeout_s
         self.readers: frozenset[Rank] = frozenset()
+        self.route: Route | None = None
 
     @property
     def deadline(self) -> float:
@@ -145,6 +148,7 @@ class Peers:
                     pp_rank=hello.pp_rank,
                     tp_rank=hello.tp_rank,
                 )
+            peer.route = check_route(hello, self._topology.geometry)
         except (IncompatiblePeerError, GeometryError) as reason:
             return [self._refuse(peer, reason), *self._lose(peer, event, reason, now)]
         peer.move(PeerState.HELLO)

@@ -27,7 +27,7 @@ from kvconnector.session.lease import (
 )
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import Peers
-from kvconnector.session.read_check import ReadCheck
+from kvconnector.session.read_check import check_read
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
@@ -57,7 +57,6 @@ class ProducerSession:
         self._topology = TpKVTopology(geometry, rank)
         self._reply = reply
         self._config = lease
-        self._read_check = ReadCheck(self._topology.geometry, max_chunk_bytes=reply.max_chunk_bytes)
         self._leases: dict[str, Lease] = {}
         self._agenda: Agenda[Lease] = Agenda()
         self._by_request: dict[str, str] = {}
@@ -177,7 +176,8 @@ class ProducerSession:
 
     def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         read = event.message
-        if self._peers.ready(event.link) is None:
+        peer = self._peers.ready(event.link)
+        if peer is None or peer.route is None:
             return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
         if read.incarnation != self._reply.incarnation:
             return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
@@ -193,9 +193,8 @@ class ProducerSession:
             refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
             return [_refuse(event, refusal, text)]
         try:
-            chunks = self._read_check.check(
-                read, lease.blocks, lease.watermark, is_streamed=lease.is_streamed
-            )
+            groups, max_chunk_bytes = self._topology.geometry.groups, self._reply.max_chunk_bytes
+            source = check_read(read, peer.route, groups, lease, max_chunk_bytes)
         except KVConnectorError as error:
             return [_refuse(event, Refusal.INVALID_READ, error.statement)]
         lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
@@ -203,7 +202,7 @@ class ProducerSession:
         self._sends.setdefault(event.link, {})[read.read_id] = lease
         if lease.state is LeaseState.HELD:
             lease.move(LeaseState.READING)
-        return [cmd.StartSend(event.link, read, chunks, lease.blocks)]
+        return [cmd.StartSend(event.link, read, source, lease.blocks)]
 
     def _unknown_read(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""

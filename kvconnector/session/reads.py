@@ -35,14 +35,13 @@ class OpenReads(dict[int, StartReceive]):
             load.engine,
             worker.link,
             worker.incarnation,
-            worker.segments,
             source,
             load.asked.local_blocks,
             load.key,
             load.progress[worker.link].blocks if load.is_followed else load.asked.remote_blocks,
             load.is_followed,
         )
-        load.reads[read.read_id] = source.plan.source
+        load.reads[read.read_id] = source.source
         load.trace.began(read.read_id, source.total_bytes, now)
         self[read.read_id] = self._by_engine.setdefault(load.engine, {})[read.read_id] = read
         return read
@@ -107,14 +106,17 @@ class OpenReads(dict[int, StartReceive]):
 
 
 def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:
-    """What a producer rank is asked, now that its chunks have slots. Blocks of a followed prompt it knows itself."""
+    """The request to a producer rank, once its chunks have slots. Blocks of a followed prompt it knows itself."""
+    source = read.source
     return m.Read(
         transfer_id=read.transfer.transfer_id,
         secret=read.transfer.secret,
         read_id=read.read_id,
         incarnation=read.incarnation,
-        segments=read.segments,
-        chunks=read.source.chunks.tobytes(),
+        token_ranges=tuple([(tokens.start, tokens.stop) for tokens in source.token_ranges]),
+        layers=(source.layers.start, source.layers.stop),
+        chunk_bytes=source.chunk_bytes,
+        num_chunks=len(source.chunks),
         blocks=() if read.is_followed else read.remote_blocks,
         window=posted.window,
         first_tag=posted.first_tag,

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
-from kvconnector.planning import PeerPlan, Segment
+from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
@@ -69,15 +69,14 @@ ENGINE_TABLE: Table[EngineState] = Table(
 class Worker:
     """One rank of a remote engine that we greeted. `vouched_at` is when we sent the newest message that it has
     answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
-    ours. `segments` are those of all reads from it, as they travel. Its leases last `lease_s` unless they are renewed.
-    `unanswered` are the numbers of heartbeats, and when they were sent.
+    ours. Its leases last `lease_s` unless they are renewed. `unanswered` are the numbers of heartbeats, and when they
+    were sent.
     """
 
     link: LinkId
     geometry: RankGeometry
     vouched_at: float
     timeout_s: float
-    segments: tuple[m.ReadSegment, ...] = ()
     answered: bool = False
     greeted_at: float = 0.0
     warm: bool = False
@@ -132,22 +131,6 @@ def look_up(
     )
 
 
-def as_sent(segment: Segment, order: str) -> m.ReadSegment:
-    """A planned segment as it travels."""
-    return m.ReadSegment(
-        group=segment.group,
-        family=segment.family,
-        first_layer=segment.layers[0],
-        num_layers=len(segment.layers),
-        head_start=segment.head_start,
-        head_stop=segment.head_stop,
-        order=order,
-        token_first=segment.stripe.first,
-        token_run=segment.stripe.run,
-        token_period=segment.stripe.period,
-    )
-
-
 def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry:
     """What a directory says that the engine's workers hold.
 
@@ -174,9 +157,9 @@ def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry
 
 
 class RemoteEngine(Tracked[EngineState]):
-    """Where the engine is, who its workers are, and what we read from whom. While no load wants it, none has since
-    `idle_since`. `has_named_ranks`: its directory was asked for the workers that we need. `heartbeat_at` the next
-    transfers are named, at `ask_at` those that were never named. Its workers do not know yet of `unsent_endings`.
+    """Where the engine is, who its workers are, and on which `routes` we read from them. While no load wants it, none
+    has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that we need. `heartbeat_at` the
+    next transfers are named, at `ask_at` those that were never named. Its workers do not know yet of `unsent_endings`.
     """
 
     def __init__(self, name: EngineAddress) -> None:
@@ -189,7 +172,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.idle_since = 0.0
         self.directory_link: LinkId | None = None
         self.has_named_ranks = False
-        self.plan: PeerPlan | None = None
+        self.routes: tuple[Route, ...] = ()
         self.workers: dict[Rank, Worker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
 

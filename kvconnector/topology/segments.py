@@ -4,28 +4,37 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
 
 from kvconnector.ids import Rank
 from kvconnector.layout import ALL_TOKENS, Stripe, own_stripe
+from kvconnector.layout.watermark import MAX_LAYERS
 from kvconnector.topology.geometry import GroupGeometry
 
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """One part family of one cache group, as far as both ranks hold it.
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """One part family of one cache group, as far as both ranks hold it. A consumer's greeting names those of its reads.
 
     `layers` are global indices that are neighbours in both ranks' holdings, `[head_start, head_stop)` global heads, and
-    `stripe` says which tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` those of a part.
+    `stripe` names the tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` the bytes of one
+    head of one token of a part. `order` is the element order inside a chunk, which the rank that reads chooses.
     """
 
-    group: int
-    family: int
-    layers: tuple[int, ...]
-    num_parts: int
-    head_start: int
-    head_stop: int
-    head_token_bytes: int
+    group: Index
+    family: Index
+    layers: Annotated[tuple[Index, ...], Meta(min_length=1, max_length=MAX_LAYERS)]
+    num_parts: Index
+    head_start: Index
+    head_stop: Index
+    head_token_bytes: Index
     stripe: Stripe = ALL_TOKENS
+    order: Order = "HND"
 
     @property
     def part_token_bytes(self) -> int:

@@ -1,7 +1,8 @@
 """Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is decoded.
 
-Majors: 1, the first. 2: heartbeats say what is followed, and messages travel in batches. 3: `Progress` has a watermark
-as one field. Within a major, fields are only ever appended.
+Majors: 1, the first. 2: heartbeats name what is followed, and messages travel in batches. 3: `Progress` has a watermark
+as one field, a greeting names the segments of all reads, and a read only ranges, which both sides cut into the same
+chunks. Within a major, fields are only ever appended, and chunks are cut in the same way.
 """
 
 from __future__ import annotations

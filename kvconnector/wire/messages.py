@@ -13,7 +13,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvconnector.layout import NO_TOKENS, GroupBlocks, Stripe, Watermark
+from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
+from kvconnector.topology import Segment
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
@@ -24,9 +25,7 @@ TAG_BITS = 62
 Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]
 # ASCII, because Python compares in constant time ASCII text only. `$` would also match before a final newline.
 Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]
-Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
-MAX_CHUNKS = 1 << 20
 MAX_NAMED = 256
 """Transfers that one heartbeat names. A consumer that wants more sends more heartbeats."""
 MAX_BATCH_MESSAGES = 1024
@@ -102,7 +101,7 @@ class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
     None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it does
-    not say; both sides use the shorter one.
+    not say; both sides use the shorter one. `segments` are those of all its reads from this producer worker.
     """
 
     geometry: PackedGeometry
@@ -115,6 +114,7 @@ class Hello(Message, frozen=True, kw_only=True):
     library_version: Text = ""
     control: ControlInbox | None = None
     timeout_ms: Index = 0
+    segments: tuple[Segment, ...] = ()
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
@@ -147,47 +147,23 @@ def shorter_timeout_s(ours_s: float, theirs_ms: int) -> float:
     return min(ours_s, theirs_ms / 1000) if theirs_ms else ours_s
 
 
-class ReadSegment(Message, frozen=True, kw_only=True):
-    """A rectangle of the producer's part table: `num_layers` neighbouring layers from the global index `first_layer`,
-    global heads `[head_start, head_stop)`. `order` is the element order inside a chunk.
-
-    Of every `token_period` tokens the segment has the `token_run` from `token_first` on; chunks count these tokens.
-    """
-
-    group: Index
-    family: Index
-    first_layer: Index
-    num_layers: Index
-    head_start: Index
-    head_stop: Index
-    order: Order
-    token_first: Index = 0
-    token_run: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
-    token_period: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
-
-    def __post_init__(self) -> None:
-        # most segments have all tokens, and messages are read while a request waits
-        if (self.token_first, self.token_run, self.token_period) != (0, 1, 1):
-            _ = self.stripe
-
-    @property
-    def stripe(self) -> Stripe:
-        return Stripe(self.token_first, self.token_run, self.token_period)
-
-
 class Read(Message, frozen=True, kw_only=True):
     """Asks for chunks, sent under the tags `first_tag + i`, at most `window` of them unreceived at a time.
 
-    `chunks` is an array of `planning.CHUNK_DTYPE` records; `incarnation` names the start of the producer that is meant.
-    There are no `blocks` for a prompt that is followed: the producer has named them itself.
+    They have the tokens `[start, stop)` of each cache group in `layers` (`[first, stop)`, global indices), as far as
+    the greeting's segments have them, and are cut as `planning.SourceRead.chunks` does it: at most `chunk_bytes` each,
+    `num_chunks` of them. `incarnation` names the start of the producer that is meant. There are no `blocks` for a
+    prompt that is followed: the producer has named them itself.
     """
 
     transfer_id: Id
     secret: Secret128
     read_id: Tag
     incarnation: Id
-    segments: Annotated[tuple[ReadSegment, ...], Meta(max_length=1 << 16)]
-    chunks: bytes
+    token_ranges: Annotated[tuple[tuple[Index, Index], ...], Meta(max_length=1 << 16)]
+    layers: tuple[Index, Index]
+    chunk_bytes: Index
+    num_chunks: Index
     blocks: tuple[GroupBlocks, ...]
     window: Annotated[int, Meta(ge=1, le=1024)]
     first_tag: Tag

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from kvconnector.errors import GeometryError
+from kvconnector.ids import Rank
 from kvconnector.topology.geometry import (
     EngineGeometry,
     GroupGeometry,
@@ -51,6 +52,10 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
         ranks = tuple(numbers.setdefault(rank.groups, len(numbers)) for rank in engine.ranks)
         fields = {**msgspec.structs.asdict(engine), "holdings": tuple(numbers), "ranks": ranks}
         return cls(**fields)
+
+    def groups_of(self, rank: Rank) -> tuple[GroupGeometry, ...]:
+        """The cache groups of one of its ranks."""
+        return self.holdings[self.ranks[rank.global_rank(self.tp_size)]]
 
     def unpack(self) -> EngineGeometry:
         """The engine. Raises GeometryError: as `EngineGeometry`."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvconnector.ids import EngineAddress
 from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.planning import naive_plan, plan_items, plan_peer
+from kvconnector.planning import naive_plan, plan_items, plan_routes
 from kvconnector.session import load as load_module
 from kvconnector.session.load import Load
 from kvconnector.session.orders import WantRequest
@@ -58,14 +58,14 @@ class Rank:
 
 @given(transfers(), st.data(), st.randoms(use_true_random=False))
 def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, rng):
-    plan = plan_peer(transfer.topology, transfer.producer)
+    routes = plan_routes(transfer.topology, transfer.producer)
     stop = max(tokens.stop for tokens in transfer.token_ranges)
     cuts = data.draw(st.sets(st.integers(1, max(1, stop - 1)), max_size=3))
     steps = sorted({*cuts, max(1, stop)})
     groups_stay = data.draw(st.tuples(*[st.booleans() for _ in transfer.token_ranges]))
     ranks = {
-        source.source: Rank(transfer.producer.rank_geometry(source.source), steps, groups_stay)
-        for source in plan.sources
+        route.peer: Rank(transfer.producer.rank_geometry(route.peer), steps, groups_stay)
+        for route in routes
     }
     load = Load(WantRequest("w", "t", "5" * 32, EngineAddress("p", ""), is_followed=True), 0.0)
     load.left = transfer.token_ranges
@@ -74,7 +74,7 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
 
     def notice(source, report):
         load.record_progress(links[source], report, len(groups_stay))
-        for one in load.take_ready(plan, list(links.values()), chunk_bytes=transfer.chunk_bytes):
+        for one in load.take_ready(routes, list(links.values()), chunk_bytes=transfer.chunk_bytes):
             for item in plan_items([one], transfer.consumer):
                 assert item.token < ranks[one.source].written[item.layer]
                 assert groups_stay[item.group] or ranks[one.source].is_over

@@ -8,14 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.planning import ALL_LAYERS, naive_plan, plan_items, plan_peer, plan_transfer
+from kvconnector.planning import (
+    ALL_LAYERS,
+    naive_plan,
+    plan_items,
+    plan_reads,
+    plan_routes,
+    plan_transfer,
+)
 from kvconnector.planning import plan as plan_module
 from tests.support.strategies import transfers
 
 
 def planned(transfer, layers=ALL_LAYERS):
-    peer = plan_peer(transfer.topology, transfer.producer)
-    return peer.plan(transfer.token_ranges, chunk_bytes=transfer.chunk_bytes, layers=layers)
+    routes = plan_routes(transfer.topology, transfer.producer)
+    bounds = {"chunk_bytes": transfer.chunk_bytes, "layers": layers}
+    return plan_reads(routes, transfer.token_ranges, **bounds)
 
 
 @given(transfers(), st.integers(0, 8), st.integers(0, 8))

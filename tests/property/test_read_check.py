@@ -1,24 +1,33 @@
-"""The check of a peer's read against one that looks at every chunk by itself."""
+"""The check of a peer's read against one that looks at every token of every layer by itself."""
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.errors import RemoteProtocolError
-from kvconnector.layout import Watermark
-from kvconnector.planning import CHUNK_DTYPE, GroupBlocks
-from kvconnector.session.read_check import ReadCheck
-from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry
+from kvconnector.errors import IncompatiblePeerError, KVConnectorError
+from kvconnector.layout import Stripe, Watermark
+from kvconnector.planning import GroupBlocks, plan_read
+from kvconnector.planning import route as route_module
+from kvconnector.session.lease import Lease
+from kvconnector.session.orders import HoldRequest
+from kvconnector.session.read_check import check_read, check_route
+from kvconnector.topology import (
+    EngineGeometry,
+    GroupGeometry,
+    ModelDescription,
+    PartGeometry,
+    RankGeometry,
+    Segment,
+)
 from kvconnector.wire import messages as m
 from tests.support.examples import examples
+from tests.unit.session import harness
 
 MAX_CHUNK_BYTES = 512
 NUM_TOKENS = 21
 WATERMARKS = st.builds(
     Watermark, st.integers(5, NUM_TOKENS), st.integers(5, NUM_TOKENS), st.integers(0, 6)
 )
-EXTREMES = (-(1 << 31), -1, (1 << 31) - 1)
 
 
 def part(name, head_dim):
@@ -27,23 +36,19 @@ def part(name, head_dim):
     )
 
 
-MINE = RankGeometry(
-    pp_rank=0,
-    tp_rank=0,
-    groups=(
-        GroupGeometry(
-            block_size=4, layers=(1, 3, 5), parts=(part("k", 8), part("v", 8), part("scale", 1))
-        ),
-        GroupGeometry(
-            block_size=2,
-            layers=(2,),
-            parts=(part("k", 8),),
-            dcp_size=2,
-            dcp_rank=1,
-            interleave_tokens=1,
-        ),
-    ),
-)
+def groups(dcp_rank):
+    parts = (part("k", 8), part("v", 8), part("scale", 1))
+    shared = {"dcp_size": 2, "dcp_rank": dcp_rank, "interleave_tokens": 1}
+    return (
+        GroupGeometry(block_size=4, layers=(1, 3, 5), parts=parts),
+        GroupGeometry(block_size=2, layers=(2,), parts=parts[:1], **shared),
+    )
+
+
+MINE = groups(dcp_rank=1)
+RANKS = [RankGeometry(pp_rank=0, tp_rank=n, groups=groups(1 - n)) for n in range(2)]
+MODEL = ModelDescription(model="m", dtype="bfloat16", num_layers=6)
+ENGINE = EngineGeometry(engine_id="e", tp_size=2, pp_size=1, model=MODEL, ranks=tuple(RANKS))
 LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
 OTHER_BLOCKS = (
     (GroupBlocks.of([7, 3, 9, 1]), LEASED[1]),
@@ -53,146 +58,140 @@ OTHER_BLOCKS = (
 )
 
 
-def segment(group, family, layers, heads, stripe=(0, 1, 1)):
-    first, run, period = stripe
-    return m.ReadSegment(
-        group=group,
-        family=family,
-        first_layer=layers.start,
-        num_layers=len(layers),
-        head_start=heads.start,
-        head_stop=heads.stop,
-        order="NHD",
-        token_first=first,
-        token_run=run,
-        token_period=period,
-    )
+def segment(group, family, layers, heads, stripe=(0, 1, 1), *, num_parts=2, head_bytes=16):
+    place = (group, family, layers, num_parts, heads.start, heads.stop, head_bytes)
+    return Segment(*place, stripe=Stripe(*stripe))
 
 
 SEGMENTS = (
-    segment(0, 0, range(3, 5), range(1, 3)),
-    segment(0, 1, range(1, 4), range(3, 4)),
-    segment(1, 0, range(2, 3), range(1, 4), (1, 1, 2)),
+    segment(0, 0, (3, 5), range(1, 3)),
+    segment(0, 1, (1, 3, 5), range(3, 4), num_parts=1, head_bytes=2),
+    segment(1, 0, (2,), range(1, 4), (1, 1, 2), num_parts=1),
 )
 WRONG_SEGMENTS = (
-    segment(2, 0, range(3, 5), range(1, 3)),
-    segment(0, 2, range(3, 5), range(1, 3)),
-    segment(0, 0, range(3, 5), range(3)),
-    segment(0, 0, range(3, 5), range(1, 5)),
-    segment(0, 0, range(7, 9), range(1, 3)),
-    segment(0, 0, range(3, 6), range(1, 3)),
-    segment(0, 0, range(3, 3), range(1, 3)),
+    segment(2, 0, (3, 5), range(1, 3)),
+    segment(0, 2, (3, 5), range(1, 3)),
+    segment(0, 0, (3, 5), range(1, 3), num_parts=3),
+    segment(0, 0, (3, 5), range(1, 3), head_bytes=32),
+    segment(0, 0, (3, 5), range(3)),
+    segment(0, 0, (3, 5), range(1, 5)),
+    segment(0, 0, (3, 5), range(2, 2)),
+    segment(0, 0, (7,), range(1, 3)),
+    segment(0, 0, (3, 5, 7), range(1, 3)),
+    segment(0, 0, (1, 5), range(1, 3)),
     # all tokens, as one asks who knows of no sharing; the other rank's; of other turns
-    segment(1, 0, range(2, 3), range(1, 4)),
-    segment(1, 0, range(2, 3), range(1, 4), (0, 1, 2)),
-    segment(1, 0, range(2, 3), range(1, 4), (1, 2, 4)),
+    segment(1, 0, (2,), range(1, 4), num_parts=1),
+    segment(1, 0, (2,), range(1, 4), (0, 1, 2), num_parts=1),
+    segment(1, 0, (2,), range(1, 4), (1, 2, 4), num_parts=1),
 )
-"""Of groups, heads, layers or tokens that this rank does not hold."""
+"""Of groups, parts, heads, layers or tokens that this rank does not hold."""
 
 
-def read_of(segments, chunks, blocks):
+def route_of(*segments):
+    return check_route(harness.hello(ENGINE, segments=segments), RANKS[0])
+
+
+def lease_of(watermark):
+    granted = HoldRequest("r", "t", "5" * 32, LEASED, NUM_TOKENS)
+    lease = Lease(granted, 0.0)
+    lease.blocks, lease.watermark = LEASED, watermark
+    return lease
+
+
+@st.composite
+def reads(draw, route):
+    """A read that is inside, or has one field that is somewhat or far off."""
+    edges = st.integers(0, 23)
+    ranges = [tuple(sorted((draw(edges), draw(edges)))) for _ in MINE]
+    layers = tuple(sorted(draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))))
+    chunk_bytes = draw(st.sampled_from([64, 200, MAX_CHUNK_BYTES] * 4 + [MAX_CHUNK_BYTES + 1, 0]))
+    wrong = draw(st.sampled_from([None] * 6 + ["ranges", "reversed", "blocks", "chunks"]))
+    if wrong == "ranges":
+        ranges = draw(st.sampled_from([ranges[:1], [*ranges, (0, 1)], []]))
+    elif wrong == "reversed":
+        ranges = [(stop, start) for start, stop in ranges]
+    whole = [range(*each) for each in ranges]
+    try:
+        planned = plan_read(route, whole, chunk_bytes=chunk_bytes, layers=range(*layers))
+    except KVConnectorError:
+        planned = None
+    num_chunks = len(planned.chunks) if planned is not None else 1
     return m.Read(
         transfer_id="t",
         secret="5" * 32,
         read_id=1,
         incarnation="i",
-        segments=segments,
-        chunks=chunks,
-        blocks=blocks,
+        token_ranges=tuple(ranges),
+        layers=layers,
+        chunk_bytes=chunk_bytes,
+        num_chunks=num_chunks + (wrong == "chunks"),
+        blocks=draw(st.sampled_from(OTHER_BLOCKS)) if wrong == "blocks" else LEASED,
         window=1,
         first_tag=1 << 20,
+    ), wrong
+
+
+def cells(read, segments):
+    """The group, the layer and the token of all that a read asks for."""
+    return {
+        (segment.group, layer, token)
+        for segment in segments
+        for token in range(*read.token_ranges[segment.group])
+        if (token - segment.stripe.first) % segment.stripe.period < segment.stripe.run
+        for layer in segment.layers
+        if layer in range(*read.layers)
+    }
+
+
+def is_there(asked, watermark):
+    """Whether all of this is in the lease's blocks, and computed in all layers or in the newest step's first ones."""
+    tokens = [token for _, _, token in asked]
+    layers = [layer for _, layer, _ in asked]
+    is_whole = max(tokens) < watermark.num_tokens
+    is_ahead = max(tokens) < watermark.ahead_tokens and max(layers) < watermark.ahead_layers
+    return (is_whole or is_ahead) and all(
+        token in LEASED[group].token_range(MINE[group].virtual_block_tokens)
+        for group, _, token in asked
     )
 
 
-@st.composite
-def pieces(draw, whole):
-    """Start and length of a part of a range, often one that begins or ends with it."""
-    start = draw(st.just(whole.start) | st.integers(whole.start, whole[-1]))
-    stop = draw(st.just(whole.stop) | st.integers(start + 1, whole.stop))
-    return start, stop - start
-
-
-@st.composite
-def chunk_fields(draw, segments, watermark):
-    """A chunk that is inside, if there is one, or has one field that is one off or any number."""
-    number = draw(st.integers(0, len(segments) - 1))
-    segment = segments[number]
-    group, held = MINE.groups[segment.group], LEASED[segment.group]
-    first = group.layers.index(segment.first_layer)
-    layers = group.layers[first : first + segment.num_layers]
-    stop = watermark.num_tokens
-    if draw(st.booleans()):
-        layers = [layer for layer in layers if layer < watermark.ahead_layers]
-        stop = watermark.ahead_tokens
-    num_rows = max(1, len(layers) * group.families[segment.family].num_parts)
-    room = held.token_range(group.virtual_block_tokens)
-    members = segment.stripe.members(range(room.start, stop)) or range(4, 6)
-    row, num_parts = draw(pieces(range(num_rows)))
-    token, num_tokens = draw(pieces(members))
-    fields = [number, row, num_parts, token, num_tokens]
-    wrong = draw(st.sampled_from([None, None, None, None, 0, 1, 2, 3, 4, 4]))
-    if wrong is not None:
-        is_far = draw(st.integers(0, 9)) == 0
-        fields[wrong] = draw(
-            st.sampled_from(EXTREMES if is_far else [fields[wrong] - 1, fields[wrong] + 1])
-        )
-    return tuple(fields)
-
-
-def is_inside(chunk, segments, watermark):
-    """Whether a chunk reads only what is there: row by row and token by token."""
-    number, part_start, num_parts, token_start, num_tokens = chunk
-    if not 0 <= number < len(segments) or min(num_parts, num_tokens) < 1:
-        return False
-    segment = segments[number]
-    group, leased = MINE.groups[segment.group], LEASED[segment.group]
-    family = group.families[segment.family]
-    first = group.layers.index(segment.first_layer)
-    layers = group.layers[first : first + segment.num_layers]
-    held = leased.token_range(group.virtual_block_tokens)
-    nbytes = (segment.head_stop - segment.head_start) * family.head_token_bytes
-    if num_parts * num_tokens * nbytes > MAX_CHUNK_BYTES or min(part_start, token_start) < 0:
-        return False
-    rows = range(part_start, part_start + num_parts)
-    if rows[-1] >= len(layers) * family.num_parts:
-        return False
-    tokens = [segment.stripe.token(token_start + index) for index in range(num_tokens)]
-    last_layer = layers[rows[-1] // family.num_parts]
-    return all(
-        token in held
-        and (
-            token < watermark.num_tokens
-            or (token < watermark.ahead_tokens and last_layer < watermark.ahead_layers)
-        )
-        for token in tokens
-    )
-
-
-@examples(200)
+@examples(400)
 @given(data=st.data())
-def test_a_read_is_accepted_if_each_of_its_chunks_is_inside(data):
-    segments = tuple(data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3)))
-    check = ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES)
-    for _ in range(3):
-        watermark = data.draw(WATERMARKS)
-        fields = data.draw(st.lists(chunk_fields(segments, watermark), max_size=2))
-        chunks = np.array(fields, CHUNK_DTYPE).tobytes()
-        cut = data.draw(st.sampled_from([None] * 9 + [-1]))
-        blocks = data.draw(st.sampled_from([LEASED] * 12 + [*OTHER_BLOCKS]))
-        is_right = bool(fields) and cut is None and blocks == LEASED
-        is_right = is_right and all(is_inside(chunk, segments, watermark) for chunk in fields)
-        try:
-            check.check(read_of(segments, chunks[:cut], blocks), LEASED, watermark)
-        except RemoteProtocolError:
-            assert not is_right
-        else:
-            assert is_right
+def test_a_read_is_accepted_if_all_that_it_asks_for_is_there(data):
+    segments = data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3))
+    route, watermark = route_of(*segments), data.draw(WATERMARKS)
+    read, wrong = data.draw(reads(route))
+    is_right = wrong is None and read.chunk_bytes <= MAX_CHUNK_BYTES
+    if is_right:
+        asked = cells(read, segments)
+        fits = all(
+            each.part_token_bytes <= read.chunk_bytes for each in segments if cells(read, [each])
+        )
+        is_right = bool(asked) and fits and is_there(asked, watermark)
+    try:
+        source = check_read(read, route, MINE, lease_of(watermark), MAX_CHUNK_BYTES)
+    except KVConnectorError:
+        assert not is_right
+    else:
+        assert is_right
+        assert source.chunk_nbytes.max() <= MAX_CHUNK_BYTES
 
 
 @pytest.mark.parametrize("wrong", WRONG_SEGMENTS)
 def test_a_segment_that_this_rank_does_not_hold_is_refused(wrong):
-    chunk = np.array([(0, 0, 1, 4, 1)], CHUNK_DTYPE).tobytes()
-    with pytest.raises(RemoteProtocolError, match=r"no such|does not hold these"):
-        ReadCheck(MINE, max_chunk_bytes=MAX_CHUNK_BYTES).check(
-            read_of((wrong,), chunk, LEASED), LEASED, NUM_TOKENS
-        )
+    route_of(*SEGMENTS)
+    with pytest.raises(IncompatiblePeerError, match=r"no such|does not hold these|parts of"):
+        route_of(SEGMENTS[0], wrong)
+
+
+def test_a_route_of_too_many_segments_is_refused(monkeypatch):
+    monkeypatch.setattr(route_module, "MAX_SEGMENTS", 3)
+    route_of(*SEGMENTS)
+    with pytest.raises(IncompatiblePeerError, match="too many segments"):
+        route_of(*SEGMENTS, SEGMENTS[0])
+
+
+def test_a_read_of_very_many_chunks_is_refused_before_it_is_cut():
+    route = route_of(segment(0, 0, (1, 3, 5), range(1, 4)))
+    with pytest.raises(KVConnectorError, match="chunk_bytes is too small"):
+        plan_read(route, [range((1 << 31) - 1), range(1)], chunk_bytes=64)

@@ -2,7 +2,7 @@ import pytest
 
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.ids import Rank
-from kvconnector.planning import GroupBlocks, plan_peer
+from kvconnector.planning import GroupBlocks, plan_transfer
 from kvconnector.topology import TpKVTopology
 from tests.support.fakes import FakeEngine, attention_model
 
@@ -10,7 +10,7 @@ from tests.support.fakes import FakeEngine, attention_model
 def planned(ranges):
     """What one rank reads of an engine like its own."""
     engine = FakeEngine("e", attention_model(num_layers=1)).geometry()
-    return plan_peer(TpKVTopology(engine, Rank(0, 0)), engine).plan(ranges, chunk_bytes=1 << 20)
+    return plan_transfer(TpKVTopology(engine, Rank(0, 0)), engine, ranges, chunk_bytes=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -26,21 +26,6 @@ def test_the_last_tokens_that_fit_a_chunk_record():
     last = (1 << 31) - 1
     (read,) = planned([range(last - 3, last)])
     assert read.chunks.tolist() == [(0, 0, 2, last - 3, 3)]
-
-
-@pytest.mark.parametrize("tokens_fit, step", [(60, 48), (30, 24), (20, 12), (11, 8), (7, 7)])
-def test_rows_are_cut_at_the_largest_blocks_that_fit(tokens_fit, step):
-    """Blocks of 8 tokens here and of 12 there: both end every 24 tokens."""
-    model = attention_model(num_layers=1)
-    ours, theirs = (
-        FakeEngine(name, model, block_sizes=(size,)).geometry()
-        for name, size in (("d", 8), ("p", 12))
-    )
-    peer = plan_peer(TpKVTopology(ours, Rank(0, 0)), theirs)
-    (token_bytes,) = peer.sources[0].token_bytes
-    (read,) = peer.plan([range(5, 245)], chunk_bytes=tokens_fit * token_bytes)
-    starts = sorted(set(read.chunks["token_start"].tolist()))
-    assert starts == [5, *range(5 // step * step + step, 245, step)]
 
 
 @pytest.mark.parametrize(

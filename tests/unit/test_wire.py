@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
+from kvconnector.topology import Segment
 from kvconnector.wire import WIRE_MAJOR, decode, decode_batch, encode, encode_batch, error_of
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -68,18 +69,40 @@ def test_what_is_no_envelope_is_refused(data, complaint):
         {"window": 1025},
         {"window": 1.0},
         {"first_tag": 1 << 62},
-        {"segments": [[0, 0, 0, 1, 0, 1, "DHN"]]},
-        {"segments": [[0, 0, 0, 1, 0, 1, "HND\n"]]},
-        {"segments": [[0, 0, 0, 1 << 31, 0, 1, "HND"]]},
+        {"token_ranges": [[-1, 2]]},
+        {"token_ranges": [[0, 1 << 31]]},
+        {"token_ranges": [[0, 1, 2]]},
+        {"layers": [0]},
+        {"chunk_bytes": -1},
         {"blocks": [[-1, b""]]},
         {"blocks": [[0, "text"]]},
-        {"chunks": "text"},
     ],
 )
 def test_a_read_with_a_value_out_of_range_is_refused(changes):
     assert decode(travelling(READ)) == READ
     with pytest.raises(RemoteProtocolError, match=r"(malformed|impossible) Read"):
         decode(travelling(READ, **changes))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"order": "DHN"},
+        {"order": "HND\n"},
+        {"layers": [1 << 31]},
+        {"layers": []},
+        {"stripe": [0, 0, 1]},
+        {"stripe": [2, 7, 8]},
+        {"stripe": [0, 1 << 31, 1 << 31]},
+    ],
+)
+def test_a_greeting_with_an_impossible_segment_is_refused(wrong):
+    hello = messages()["hello_with_segments"]
+    fields = dict(
+        zip(Segment.__struct_fields__, msgspec.to_builtins(hello.segments[0]), strict=True)
+    )
+    with pytest.raises(RemoteProtocolError, match=r"(malformed|impossible) Hello"):
+        decode(travelling(hello, segments=[list((fields | wrong).values())]))
 
 
 def test_deep_nesting_is_refused():

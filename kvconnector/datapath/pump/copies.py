@@ -14,13 +14,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import DirectRead, Program, SegmentWindow
+from kvconnector.datapath.base import DirectRead, Program, paged_tokens
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.marks import Requests
-from kvconnector.planning import GroupBlocks
+from kvconnector.planning import GroupBlocks, SegmentWindow
 from kvconnector_kernels.pump.chunks import measure_chunks
 from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import (
@@ -262,7 +262,7 @@ def _paged_side(
     last_row = segment.first_row + part_stop
     if last_row > table.num_parts:
         raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
-    start, runs = segment.paged_tokens(member, blocks[segment.group], table.block_size)
+    start, runs = paged_tokens(segment, member, blocks[segment.group], table.block_size)
     where = (segment.first_row, segment.head_start, start, runs)
     return PagedSide(table, ids[segment.group], *where)
 

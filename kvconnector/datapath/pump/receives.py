@@ -14,10 +14,10 @@ from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.transport import Transport
-from kvconnector.wire.messages import MAX_CHUNKS
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 

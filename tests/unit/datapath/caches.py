@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from kvconnector.datapath.base import Program, SegmentWindow
+from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.planning import GroupBlocks
+from kvconnector.planning import GroupBlocks, SegmentWindow
 from kvconnector.planning.plan import CHUNK_DTYPE
 from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, make_caches
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.endpoints import new_tags
+from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError
-from kvconnector.wire.messages import MAX_CHUNKS
 from tests.support.examples import examples
 from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides

@@ -1,14 +1,15 @@
 """One session alone: its engine, its peers' words, and a look at every transition it makes."""
 
+from msgspec import structs
+
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Rank
-from kvconnector.planning import GroupBlocks, plan_transfer
+from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import read_message
-from kvconnector.session.remote_engine import as_sent
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -30,6 +31,10 @@ KEY = m.TransferKey(transfer_id="t", secret=SECRET)
 
 def engine(engine_id="p", model=MODEL, **shape):
     return FakeEngine(engine_id, model, **shape).geometry()
+
+
+ROUTES = plan_routes(TpKVTopology(engine("d"), Rank(0, 0)), engine())
+"""Of rank 0 of the consumer, which is like the producer."""
 
 
 class Side:
@@ -123,7 +128,7 @@ def hello(geometry, tp_rank=0, **changes):
         transport_address=b"d",
         warm_up_tag=1,
         warm_up_bytes=8,
-        **changes,
+        **{"segments": ROUTES[0].segments, **changes},
     )
 
 
@@ -133,16 +138,12 @@ def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
     return side.tell(greeted, ev.EndpointOpened(link))
 
 
-def read(read_id=1, key=KEY, tokens=range(12), theirs=None, ours=None, **changes):
+def read(read_id=1, key=KEY, tokens=range(12), **changes):
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
-    consumer = TpKVTopology(ours or engine("d"), Rank(0, 0), replica_index=0)
-    plan = plan_transfer(consumer, theirs or engine(), [tokens], chunk_bytes=CHUNK_BYTES)
-    segments = tuple(as_sent(segment, "HND") for segment in plan[0].segments)
-    route = (ADDRESS, 1, "one", segments)
-    asked = cmd.StartReceive(read_id, "w", *route, plan[0], BLOCKS, key, BLOCKS, False)
+    (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
+    asked = cmd.StartReceive(read_id, "w", ADDRESS, 1, "one", source, BLOCKS, key, BLOCKS, False)
     message = read_message(asked, ev.ReceivePosted(read_id, 2, 1 << 20))
-    fields = {name: getattr(message, name) for name in message.__struct_fields__}
-    return m.Read(**{**fields, **changes})
+    return structs.replace(message, **changes)
 
 
 def done(link=-1, key=KEY):
