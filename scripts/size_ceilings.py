@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
-    "kvconnector/bench": Size(4033),
+    "kvconnector/bench": Size(4173),
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2756),
     "kvconnector/control": Size(1420, target=1330),
@@ -68,7 +68,7 @@ ROOMS: dict[str, Size] = {
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
     "tests/unit": Size(1610),
-    "tests/unit/bench": Size(743),
+    "tests/unit/bench": Size(746),
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(1000),
     "tests/unit/control": Size(150),
@@ -80,10 +80,10 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6789, target=5360),
-    ("kvconnector",): Size(33995, target=27400),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
+    ("kvconnector",): Size(34125, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30418, target=24800),
+    ("tests",): Size(30421, target=24800),
 }
 
 

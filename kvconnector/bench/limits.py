@@ -13,6 +13,7 @@ import numpy as np
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
+from kvconnector.bench.perftest import bandwidth, find_perftest, ucx_variables
 from kvconnector.bench.results import ContenderKind
 from kvconnector.bench.shapes import engine_geometry
 from kvconnector.bench.sockets import open_stream
@@ -95,6 +96,17 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
             limits.insert(0, Limit("memcpy, one thread", kind, token_bytes, host_copy(nbytes)))
         yield limits
+
+
+def measure_ucx(pair: EnginePair, num_tokens: int) -> float:
+    """Bytes a second of UCX alone, from the producer's host to this one, with the UCX and settings of the connector.
+    Raises TransportError: it brings no `ucx_perftest`. CallFailedError: nor does the one of the producer's host.
+    """
+    options = pair.deployment.options
+    config = options.config("bench", "consumer")
+    command, library = find_perftest(config.ucx.library), config.ucx.library
+    address = pair.prefill.ranks.serve_perftest(library, ucx_variables(config))
+    return bandwidth(command, address, config, num_tokens * options.model.token_bytes)
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:

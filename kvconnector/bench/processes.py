@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvconnector.bench.options import THREAD_VARIABLES
+from kvconnector.bench.perftest import PerftestServer
 from kvconnector.bench.rank_process import (
     EngineSpec,
     RankProcess,
@@ -97,6 +98,7 @@ class EngineProcesses(ExitStack):
         super().__init__()
         self.spec = spec
         self._children: list[_Child] = []
+        self._perftest = self.enter_context(ExitStack())
         try:
             for index in range(len(spec.shape.ranks)):
                 child = _Child(spec, index, environment)
@@ -133,6 +135,12 @@ class EngineProcesses(ExitStack):
         """Answer one client of a raw socket with up to `nbytes`: where."""
         host = self.spec.control.host if self.spec.control else "127.0.0.1"
         return host, serve_stream(host, nbytes)
+
+    def serve_perftest(self, library: str, variables: dict[str, str]) -> tuple[str, int]:
+        """Start `ucx_perftest` for one client, in the place of the one before: where. See `PerftestServer`."""
+        self._perftest.close()
+        server = self._perftest.enter_context(PerftestServer(library, variables))
+        return self.spec.control.host if self.spec.control else "127.0.0.1", server.port
 
     def kill(self) -> None:
         """End all ranks at once, without a word to anybody."""

@@ -36,7 +36,7 @@ POLL_S = 0.5
 HELLO_TIMEOUT_S = 3.0
 SESSION = new_secret()
 """Of this process: a server measures with one at a time."""
-REMOTE = ("exchange", "serve_stream", "pause", "resume")
+REMOTE = ("exchange", "serve_stream", "serve_perftest", "pause", "resume")
 """What a server's engine can be asked."""
 
 
@@ -120,6 +120,9 @@ class RemoteProcesses(EngineProcesses):
 
     def serve_stream(self, nbytes: int) -> tuple[str, int]:
         return self._host, self._ask(EngineProcesses.serve_stream, nbytes)[1]
+
+    def serve_perftest(self, library: str, variables: dict[str, str]) -> tuple[str, int]:
+        return self._host, self._ask(EngineProcesses.serve_perftest, library, variables)[1]
 
     def pause(self) -> None:
         self._ask(EngineProcesses.pause)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, NixlPair, Runner
-from kvconnector.bench.limits import limits_of
+from kvconnector.bench.limits import limits_of, measure_ucx
 from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import WARMUP, BenchOptions
+from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
-from kvconnector.errors import ConfigError, KVConnectorError
+from kvconnector.errors import ConfigError, KVConnectorError, TransportError
 
 BACK_TO_BACK = 2
 """Requests of a contender's turn that follow its first one at once."""
@@ -40,7 +41,9 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
             lengths = [each.num_tokens for each in transfers]
             with limits_of(pair, max(lengths)) as limits:
                 runners = [*contenders, *limits]
+                alone = _ucx_alone(pair, max(lengths))
                 taken = _take_turns(runners, transfers, partial(progress, case))
+                alone += _ucx_alone(pair, max(lengths))
             mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
             for how, samples in taken.items():
@@ -48,7 +51,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                     Measurement(runner.name, runner.kind, tuple(times), mean_bytes)
                     for runner, times in zip(runners, samples, strict=True)
                 )
-                told = (*came, *pair.lanes, *notes)
+                told = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0]))
                 yield CaseResult(f"{case}, {how}", measured, told)
 
 
@@ -69,6 +72,24 @@ def _start_peers(
         nixl.pause()
         contenders.append(nixl)
     return contenders
+
+
+def _ucx_alone(pair: EnginePair, num_tokens: int) -> list[float]:
+    """Bytes a second of `ucx_perftest` between two hosts; nothing on one, or where UCX brings no such program."""
+    if pair.deployment.options.connect:
+        with suppress(TransportError, CallFailedError):
+            return [measure_ucx(pair, num_tokens)]
+    return []
+
+
+def _share_of(alone: list[float], ours: Measurement) -> Iterator[str]:
+    if alone and ours.gigabytes_per_s is not None:
+        share = ours.gigabytes_per_s * 1e9 * len(alone) / sum(alone)
+        speeds = " and ".join(f"{each / 1e9:.2f}" for each in alone)
+        yield (
+            f"ucx_perftest tag_bw of the same UCX, host memory, before and after: {speeds} GB/s;"
+            f" kvconnector reaches {share:.0%} of it"
+        )
 
 
 def _take_turns(

@@ -75,6 +75,9 @@ def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
             assert [each["kind"] for each in case["measurements"]] == ["ours", "limit"]
             assert any("by: packed" in note for note in case["notes"])
             assert any("over tcp/" in note for note in case["notes"])
+            (limit,) = [note for note in case["notes"] if "ucx_perftest" in note]
+            assert "before and after" in limit
+            assert "GB/s; kvconnector reaches" in limit
 
 
 @pytest.mark.ucx

@@ -1,0 +1,96 @@
+"""UCX alone: `ucx_perftest` of the UCX that the transfers go by, which they are held against."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from kvconnector.config import ConnectorConfig
+from kvconnector.errors import TransportError
+from kvconnector.runtime.channels import ucx_options
+from kvconnector.transport.ucx import load_library
+
+MIN_BYTES = 64 << 20
+"""That a run moves at least: UCX's first messages are slower than the others."""
+LIMIT_S = 120.0
+START_S = 10.0
+POLL_S = 0.05
+_OVERALL_MIB_PER_S = 6
+"""The column of a result that has the bandwidth from the run's beginning to its end."""
+
+
+def find_perftest(library: str) -> list[str]:
+    """The command of the `ucx_perftest` that belongs to the UCX of `ucx.library`. Raises TransportError: there is none,
+    as in NIXL's wheel.
+    """
+    ucx = load_library(library)
+    beside = ucx.path.parent.parent / "bin/ucx_perftest"
+    path = str(beside) if beside.exists() else shutil.which("ucx_perftest")
+    if path is None or (ucx.source != "system" and not beside.exists()):
+        raise TransportError("this UCX brings no ucx_perftest", library=str(ucx.path))
+    # the wheel's program does not know where the wheel's libraries are
+    return ["env", f"LD_LIBRARY_PATH={Path(ucx.path).resolve().parent}", path]
+
+
+def ucx_variables(config: ConnectorConfig) -> dict[str, str]:
+    """UCX's environment that stands for the settings of a worker's transport."""
+    segment = dict.fromkeys(("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"), config.ucx.tcp_segment_bytes)
+    options = {**ucx_options(config), **segment}
+    return {f"UCX_{name}": str(each) for name, each in options.items() if each not in (0, "auto")}
+
+
+class PerftestServer(ExitStack):
+    """`ucx_perftest` that waits for one client on `port`; `close` ends it. Raises TransportError: there is none."""
+
+    def __init__(self, library: str, variables: Mapping[str, str]) -> None:
+        super().__init__()
+        command = find_perftest(library)
+        with socket.create_server(("", 0)) as free:
+            self.port = int(free.getsockname()[1])
+        process = subprocess.Popen(
+            [*command, "-p", str(self.port)],
+            env={**os.environ, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        self.callback(process.wait)
+        self.callback(process.kill)
+
+
+def bandwidth(
+    command: list[str], address: tuple[str, int], config: ConnectorConfig, nbytes: int
+) -> float:
+    """Bytes a second of tagged messages of our chunks' size, up to 32 at once, to the server at `address`.
+
+    Raises:
+        TransportError: the program did not run to its end.
+    """
+    message_bytes = config.chunk_bytes("cpu")
+    count = max(nbytes, MIN_BYTES) // message_bytes
+    options = ["-t", "tag_bw", "-s", str(message_bytes), "-n", str(count), "-v", "-f"]
+    deadline = time.monotonic() + START_S
+    while True:
+        done = subprocess.run(
+            [*command, address[0], "-p", str(address[1]), *options],
+            env={**os.environ, **ucx_variables(config)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        # until the server listens a client ends at once
+        if not done.returncode or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    try:
+        return float(done.stdout.splitlines()[-1].split(",")[_OVERALL_MIB_PER_S]) * 2**20
+    except (IndexError, ValueError) as error:
+        text = (done.stdout + done.stderr).strip()[-500:]
+        raise TransportError("ucx_perftest measured nothing", output=text) from error
