@@ -40,7 +40,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2790, target=2810),
     "kvconnector/integrations/sglang": Size(1470, target=900),
-    "kvconnector/layout": Size(614, target=520),
+    "kvconnector/layout": Size(622, target=520),
     "kvconnector/planning": Size(549, target=560),
     "kvconnector/runtime": Size(4026, target=2800),
     "kvconnector/session": Size(3860, target=2900),
@@ -72,7 +72,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(1000),
     "tests/unit/control": Size(150),
-    "tests/unit/datapath": Size(2172),
+    "tests/unit/datapath": Size(2181),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(2008),
     "tests/unit/session": Size(1440),
@@ -81,9 +81,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
-    ("kvconnector",): Size(34125, target=27400),
+    ("kvconnector",): Size(34133, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(30421, target=24800),
+    ("tests",): Size(30430, target=24800),
 }
 
 

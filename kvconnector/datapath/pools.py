@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
-import numpy as np
 
 from kvconnector.errors import BlockIdError, GeometryError
 from kvconnector.layout import KVView, memory_orders, part_table
@@ -94,9 +93,8 @@ class Pools:
                 groups=len(self.groups),
             )
         for index, (group, limit) in enumerate(zip(blocks, self.num_blocks, strict=True)):
-            ids = group.block_ids
-            # unsigned, negative ones are the largest
-            if ids.size and np.maximum.reduce(ids.view(np.uint32)) >= limit:
+            if group.highest_id() >= limit:
+                ids = group.block_ids
                 raise BlockIdError(
                     f"{what} are outside the pool",
                     group=index,

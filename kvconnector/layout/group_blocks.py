@@ -12,6 +12,8 @@ import numpy.typing as npt
 from kvconnector.errors import BlockIdError
 from kvconnector.layout.views import check_block_ids
 
+_FEW_BLOCKS = 64  # numpy takes longer than Python to find the highest of no more
+
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, dict=True):
     """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
@@ -50,6 +52,12 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
     def block_ids(self) -> npt.NDArray[np.int32]:
         """The ids, in an array of its own."""
         return np.frombuffer(self.wire_ids, "<i4").astype(np.int32)
+
+    def highest_id(self) -> int:
+        """Returns the highest id as an unsigned number, so that of a negative id, or -1 if there are no ids."""
+        if self.num_blocks > _FEW_BLOCKS:
+            return int(self.block_ids.view(np.uint32).max())
+        return max(memoryview(self.wire_ids).cast("I"), default=-1)
 
     @property
     def num_blocks(self) -> int:

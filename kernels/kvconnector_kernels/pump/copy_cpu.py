@@ -17,6 +17,7 @@ from kvconnector_kernels.pump.native import record_at, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper, window_of
+from kvconnector_kernels.relayout.block_ids import BlockIdsAt
 from kvconnector_kernels.relayout.cpu_kernel import copy_part, end_stream
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PackedSide, Side
@@ -168,7 +169,7 @@ def _side(side: Side) -> tuple[int, ...]:
     runs = side.runs
     return (
         side.table.rows_address + side.part_start * ROW_BYTES,
-        ids.__array_interface__["data"][0],
+        ids.address if isinstance(ids, BlockIdsAt) else ids.__array_interface__["data"][0],
         side.table.block_size,
         side.head_start,
         side.token_start,

@@ -20,7 +20,7 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockIdsAt:
-    """`count` int32 block ids at an address of a GPU's memory, for launches that are prepared: the caller has checked
+    """`count` int32 block ids at an address of a device's memory, for copies that are prepared: the caller has checked
     them, and keeps the memory.
 
     Raises:
@@ -44,9 +44,10 @@ BlockIds: TypeAlias = "npt.NDArray[np.int32] | torch.Tensor | BlockIdsAt"
 def check_block_ids(ids: Any, device: str) -> None:
     """Raise `BlockIdsError` unless these are block ids that a copy on `device` can read."""
     if isinstance(ids, BlockIdsAt):
-        found = ids.device
-        is_vector = is_int32 = True
-    elif isinstance(ids, np.ndarray):
+        if ids.device != device:
+            raise BlockIdsError(f"block ids are on {ids.device}, the part table is on {device}")
+        return
+    if isinstance(ids, np.ndarray):
         found = "cpu"
         is_vector, is_int32 = ids.ndim == 1 and ids.flags.c_contiguous, ids.dtype == np.int32
     elif hasattr(ids, "is_contiguous"):

@@ -221,7 +221,7 @@ def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, i
 
 @njit(nogil=True, cache=True)
 def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
-    """The tokens `span[0]` to `span[1]` of one part; for windows see `copy_span`. `end_stream` follows if they were streamed."""
+    """The tokens `span[0]` to `span[1]` of one part; windows as in `copy_span`. `end_stream` follows if streamed."""
     zero = np.int64(0)
     dst_block = _load(dst_row + 8, zero)
     src_block = _load(src_row + 8, zero)

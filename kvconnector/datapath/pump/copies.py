@@ -19,6 +19,7 @@ from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
+from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, SegmentWindow
 from kvconnector_kernels.pump.chunks import measure_chunks
@@ -32,6 +33,7 @@ from kvconnector_kernels.relayout import (
     Side,
 )
 from kvconnector_kernels.relayout.block_ids import BlockIds
+from kvconnector_kernels.relayout.checks import check_ids_in_pool
 
 # fields of `planning.CHUNK_DTYPE`
 PART_START, NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
@@ -39,20 +41,25 @@ Fields: TypeAlias = npt.NDArray[np.int32]
 """Of chunks, `[chunk, field]`."""
 
 
+_NO_WORDS = np.zeros((0, 1), np.int64)
+
+
 class Jobs(msgspec.Struct, frozen=True, eq=False):
-    """What a compiled function is to copy for a program, as it takes it, and what that refers to.
+    """What a compiled function is to copy for a program, from `address` on, and what that refers to: the buffer that
+    it was lent comes first.
 
     Of chunks it is a row of `words` for each, which begins with the chunk's `nbytes`.
     """
 
-    words: npt.NDArray[np.int64]
+    address: int
     kept: tuple[object, ...]
+    words: npt.NDArray[np.int64] = _NO_WORDS
 
-    @property
-    def address(self) -> int:
-        """Where the first is."""
-        address: int = self.words.__array_interface__["data"][0]  # `ctypes` is Python
-        return address
+
+def address_of(words: npt.NDArray[np.int64]) -> int:
+    """Where the first word is."""
+    address: int = words.__array_interface__["data"][0]  # `ctypes` is Python
+    return address
 
 
 def words_of(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
@@ -105,6 +112,8 @@ class Copies:
     """Of a chunk's record in `Jobs`."""
     means: ClassVar[str]
     """How a peer's pools are reached, in words for the log."""
+    ids: IdBuffers
+    """The block ids of all programs and reads."""
     open_writer: Callable[[int, int], ReadyWriter] | None = None
     """What makes a lease board's writer, see `LeaseBoard`."""
     digests: Digests | None = None
@@ -143,13 +152,17 @@ class Copies:
         rows = np.zeros(len(program.chunks), self.job)
         nbytes = program.chunks_nbytes + (0 if self.digests is None else DIGEST_BYTES)
         rows["nbytes"] = np.minimum(nbytes, slot_bytes)
-        return Jobs(words_of(rows), ())
+        words = words_of(rows)
+        return Jobs(address_of(words), (), words)
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Jobs that pack these very blocks are made soon, or never."""
 
     def end_jobs(self, jobs: Jobs) -> None:
         """Take back what jobs were lent, of which no copy is under way or will be: once."""
+        for buffer in jobs.kept[:1]:
+            if isinstance(buffer, IdBuffer):
+                self.ids.give_back(buffer)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """Compile what the first programs would have to wait for."""
@@ -236,6 +249,10 @@ def read_spans(
         table = remote.tables.get((theirs.group, theirs.family))
         if table is None:
             raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
+        # ours were checked when the engine named them
+        blocks = read.their_blocks[theirs.group]
+        if blocks.highest_id() >= table.num_blocks:
+            check_ids_in_pool("the read's", blocks.block_ids, table.num_blocks)
         own = pools.tables[ours.group, ours.family]
         first = {"member": members.start, "part_stop": rows.stop}
         src = _paged_side(theirs, table, read.their_blocks, ids[0], **first)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,11 +16,13 @@ from kvconnector.datapath.pump.copies import (
     Copies,
     Jobs,
     Span,
+    address_of,
     chunk_spans,
     read_spans,
     slots_of,
     words_of,
 )
+from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector_kernels.pump.copy_cpu import (
     JOB,
     READ,
@@ -58,6 +62,7 @@ class CpuCopies(Copies):
         # the alignment of a slot does not matter here
         self._slots = slots_of(_PAGE, slot_bytes, "cpu")
         self._min_streamed_bytes = min_streamed_bytes
+        self.ids = IdBuffers(_allocate_ids)
         self._compiled = compile_copy(), compile_read()
         self.function, self.read_function = (int(each.address) for each in self._compiled)
 
@@ -70,29 +75,41 @@ class CpuCopies(Copies):
             _fill(words, span)
         if not packing and words[:, _NBYTES].sum() >= self._min_streamed_bytes:
             words[:, _IS_STREAMED] = 1
-        return Jobs(words, tuple(ids))
+        return Jobs(address_of(words), (ids,), words)
 
     def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
-        ids = (
-            [group.block_ids for group in read.their_blocks],
-            [group.block_ids for group in read.blocks],
-        )
-        spans = read_spans(read, self._pools, remote, ids)
-        numbers, nbytes = [len(spans), 0, 0], 0
-        for span in spans:
-            ((_, part, num_parts, *_),) = span.fields
-            job = _job_of(span)
-            job[_NUM_PARTS] = num_parts
-            job[_NBYTES] *= num_parts
-            job[_SRC_ROWS] += part * ROW_BYTES
-            job[_DST_ROWS] += part * ROW_BYTES
-            nbytes += job[_NBYTES]
-            numbers += job
-        # numpy fills records field by field, which takes longer than a small copy
-        words = np.array(numbers, np.int64)
-        if nbytes >= self._min_streamed_bytes:
-            words[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = 1
-        return Jobs(words, (ids, remote))
+        blocks = (*read.their_blocks, *read.blocks)
+        room = READ.itemsize + len(read.members) * JOB.itemsize
+        buffer = self.ids.lend(blocks, more_bytes=room)
+        try:
+            ids, first = buffer.write(blocks, "cpu")
+            count = len(read.their_blocks)
+            spans = read_spans(read, self._pools, remote, (ids[:count], ids[count:]))
+            numbers, nbytes = [len(spans), 0, 0], 0
+            for span in spans:
+                ((_, part, num_parts, *_),) = span.fields
+                job = _job_of(span)
+                job[_NUM_PARTS] = num_parts
+                job[_NBYTES] *= num_parts
+                job[_SRC_ROWS] += part * ROW_BYTES
+                job[_DST_ROWS] += part * ROW_BYTES
+                nbytes += job[_NBYTES]
+                numbers += job
+            if nbytes >= self._min_streamed_bytes:
+                numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * len(spans)
+            # numpy takes several times as long to make an array, and to say where it is
+            words = array("q", numbers).tobytes()
+            buffer.here[first : first + len(words)] = words
+        except BaseException:
+            self.ids.give_back(buffer)
+            raise
+        return Jobs(buffer.here_address + first, (buffer, remote))
+
+
+def _allocate_ids(num_ids: int, stream: int) -> IdBuffer:
+    memory = np.zeros(num_ids, np.int32)
+    address = memory.ctypes.data
+    return IdBuffer(memory.data.cast("B"), address, address, (memory,), stream)
 
 
 def _fill(words: npt.NDArray[np.int64], span: Span) -> None:

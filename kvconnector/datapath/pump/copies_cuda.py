@@ -22,6 +22,7 @@ from kvconnector.datapath.pump.copies import (
     Fences,
     Jobs,
     Span,
+    address_of,
     addresses_of,
     chunk_spans,
     read_spans,
@@ -143,15 +144,15 @@ class CudaCopies(Copies):
         except BaseException:
             self.ids.give_back(buffer)
             raise
-        return Jobs(words, (buffer,))
+        return Jobs(address_of(words), (buffer,), words)
 
     def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids, right before its launches."""
-        vectors = [group.block_ids for group in (*read.their_blocks, *read.blocks)]
+        blocks = (*read.their_blocks, *read.blocks)
         stream = self.streams.marks.stream_of(read.blocks)
-        buffer, handle = self.ids.lend(vectors, stream), self.streams.handles[stream]
+        buffer, handle = self.ids.lend(blocks, stream), self.streams.handles[stream]
         try:
-            places, nbytes = buffer.write(vectors, self._pools.device)
+            places, nbytes = buffer.write(blocks, self._pools.device)
             count = len(read.their_blocks)
             spans = read_spans(read, self._pools, remote, (places[:count], places[count:]))
             memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
@@ -159,21 +160,12 @@ class CudaCopies(Copies):
             memory[:_READ_WORDS] = len(spans), *ids, handle
             words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
             for span in spans:
-                # ours were checked when the engine named them
-                theirs = read.their_blocks[read.their_segments[span.fields[0][0]].group]
-                check_ids_in_pool("the read's", theirs.block_ids, span.src.table.num_blocks)  # type: ignore[union-attr]  # from a pool
                 limit = {"max_uncapped_bytes": MAX_UNCAPPED_READ_BYTES}
                 self._launches.fill(words, span, handle, **limit)
         except BaseException:
             self.ids.give_back(buffer)
             raise
-        return Jobs(memory, (buffer, remote))
-
-    def end_jobs(self, jobs: Jobs) -> None:
-        """See `Copies`: the buffer of their block ids, if they copy anything."""
-        for buffer in jobs.kept[:1]:
-            assert isinstance(buffer, IdBuffer)  # put there by `make_jobs` and `make_read`
-            self.ids.give_back(buffer)
+        return Jobs(address_of(memory), (buffer, remote), words)
 
     def some_ids(self) -> BlockIdsAt:
         """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
@@ -263,11 +255,10 @@ class CudaCopies(Copies):
 
         What a read before this one sent and never used comes before it, whatever it brings.
         """
-        vectors = [group.block_ids for group in blocks]
-        for ids, limit in zip(vectors, self._pools.num_blocks, strict=True):
-            check_ids_in_pool("the", ids, limit)
-        buffer = self.ids.lend(vectors, stream)
-        places, nbytes = buffer.write(vectors, self._pools.device)
+        for group, limit in zip(blocks, self._pools.num_blocks, strict=True):
+            check_ids_in_pool("the", group.block_ids, limit)
+        buffer = self.ids.lend(blocks, stream)
+        places, nbytes = buffer.write(blocks, self._pools.device)
         if not nbytes:
             return buffer, places
         self._cuda.cuCtxSetCurrent(self.begin[1])
@@ -354,4 +345,5 @@ def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int
             ids = torch.empty(num_ids, dtype=torch.int32, device=device)
     except RuntimeError as exc:
         raise TransportError(f"no memory for block ids: {exc}", device=device) from exc
-    return IdBuffer(pinned.numpy(), pinned.data_ptr(), ids.data_ptr(), (pinned, ids), stream)
+    here = pinned.numpy().data.cast("B")
+    return IdBuffer(here, pinned.data_ptr(), ids.data_ptr(), (pinned, ids), stream)

@@ -1,4 +1,4 @@
-"""Block ids of reads on a GPU: pinned and device memory that is lent to a read, and then to another."""
+"""Memory for the block ids of reads, which is lent to one read after another: on a GPU, pinned and device memory."""
 
 from __future__ import annotations
 
@@ -6,40 +6,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from kvconnector.planning import GroupBlocks
 from kvconnector_kernels.relayout import BlockIdsAt
 
 MIN_IDS = 1 << 12
-_ALIGN_IDS = 4
-"""Each group's ids begin at 16 bytes, as kernels may assume."""
+_ALIGN_BYTES = 16
+"""Each group's ids begin at a multiple, as kernels may assume."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdBuffer:
-    """Room for as many ids on the host, in pinned memory, as on the GPU. `memory` is what both are in, and `stream`
-    the only one on which anything uses it.
+    """Room for as many ids on the host, in the bytes of `here`, as on the device; on the CPU it is the same memory.
+    `memory` owns both, and `stream` is the only one on which anything uses it.
     """
 
-    here: npt.NDArray[np.int32]
+    here: memoryview
     here_address: int
     there_address: int
     memory: tuple[Any, ...]
     stream: int = 0
 
-    def write(
-        self, vectors: Sequence[npt.NDArray[np.int32]], device: str
-    ) -> tuple[list[BlockIdsAt], int]:
-        """Put the ids of each group on the host. Where they will be on the GPU, and how many bytes are to be sent."""
+    def write(self, blocks: Sequence[GroupBlocks], device: str) -> tuple[list[BlockIdsAt], int]:
+        """Put the ids of each group on the host. Returns where they will be on the device, and the bytes to be sent."""
         places: list[BlockIdsAt] = []
         at = 0
-        for ids in vectors:
-            count = len(ids)
-            self.here[at : at + count] = ids
-            places.append(BlockIdsAt(self.there_address + 4 * at, count, device))
-            at += _padded(count)
-        return places, 4 * at
+        for group in blocks:
+            ids = group.wire_ids
+            self.here[at : at + len(ids)] = ids
+            places.append(BlockIdsAt(self.there_address + at, len(ids) // 4, device))
+            at += _padded(len(ids))
+        return places, at
 
 
 class IdBuffers:
@@ -55,12 +51,14 @@ class IdBuffers:
         # whoever keeps these buffers keeps those that are lent as well
         self._lent: dict[int, IdBuffer] = {}
 
-    def lend(self, vectors: Sequence[npt.NDArray[np.int32]], stream: int) -> IdBuffer:
-        """A buffer for these ids, to be used on a stream, that nobody else has until it is given back. What was sent to
-        it before and never used comes in front of what is sent next.
+    def lend(
+        self, blocks: Sequence[GroupBlocks], stream: int = 0, *, more_bytes: int = 0
+    ) -> IdBuffer:
+        """A buffer for the ids of `blocks` and `more_bytes` after them, to be used on a stream, that nobody else has
+        until it is given back. What was sent to it before and never used comes before what is sent next.
         """
-        count = sum(map(_padded, map(len, vectors)))
-        num_ids = max(MIN_IDS, 1 << (count - 1).bit_length())
+        nbytes = sum([_padded(len(group.wire_ids)) for group in blocks]) + more_bytes
+        num_ids = max(MIN_IDS, 1 << (-(-nbytes // 4) - 1).bit_length())
         free = self._free.get((stream, num_ids))
         buffer = free.pop() if free else self._allocate(num_ids, stream)
         self._lent[buffer.there_address] = buffer
@@ -70,8 +68,8 @@ class IdBuffers:
         """End a loan: no kernel that reads the buffer is under way or will be."""
         # our own invariant: two reads with one buffer would read each other's blocks
         del self._lent[buffer.there_address]
-        self._free.setdefault((buffer.stream, len(buffer.here)), []).append(buffer)
+        self._free.setdefault((buffer.stream, buffer.here.nbytes // 4), []).append(buffer)
 
 
-def _padded(count: int) -> int:
-    return count + -count % _ALIGN_IDS
+def _padded(nbytes: int) -> int:
+    return nbytes + -nbytes % _ALIGN_BYTES

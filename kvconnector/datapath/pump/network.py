@@ -17,24 +17,12 @@ from kvconnector.errors import CorruptionError, KVConnectorError, PeerLostError,
 from kvconnector.session import Phase
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
-from kvconnector.transport.ucx import UcxTransport
-from kvconnector.transport.ucx.abi import ERR_CANCELED, ERR_MESSAGE_TRUNCATED
+from kvconnector.transport.ucx import UcxTransport, abi
 from kvconnector.transport.ucx.requests import LOSS_STATUSES
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.digests import CORRUPTED
 
 NS_PER_S = 1_000_000_000
-_FIELD_MEMORY_TYPE, _FIELD_RECV_INFO = 1 << 6, 1 << 7
-_MEMORY_TYPE_HOST = 0
-REQUEST_PARAM = np.dtype(
-    {
-        "names": ["op_attr_mask", "memory_type", "recv_info"],
-        "formats": ["<u4", "<i4", "<i8"],
-        "offsets": [0, 48, 56],
-        "itemsize": 128,
-    }
-)
-"""libucp's `ucp_request_param_t`, as far as it is used."""
 _POLL_FD = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])
 _POLLIN = 1
 
@@ -115,7 +103,7 @@ def error_of(program: Mapping[str, int], network: Network) -> KVConnectorError |
         return CorruptionError("a chunk is not what its producer sent", chunk=chunk)
     if kind == r.COPY_ERROR:
         return TransportError("a chunk cannot be copied", chunk=chunk, status=value)
-    if kind == r.SIZE_ERROR or value == ERR_MESSAGE_TRUNCATED:
+    if kind == r.SIZE_ERROR or value == abi.ERR_MESSAGE_TRUNCATED:
         size = {"message_bytes": value} if kind == r.SIZE_ERROR else {}
         return MessageSizeError("the message does not fit its receive", chunk=chunk, **size)
     return network.error_of(value, chunk)
@@ -156,7 +144,7 @@ class UcxNetwork:
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
         text = self._transport.libucp.library.status_text(status)
-        if status == ERR_CANCELED or status in LOSS_STATUSES:
+        if status == abi.ERR_CANCELED or status in LOSS_STATUSES:
             return PeerLostError("the peer was lost", chunk=chunk, ucx_status=text)
         return TransportError("UCX failed a chunk", chunk=chunk, ucx_status=text)
 
@@ -178,7 +166,6 @@ class Calls:
 
     def __init__(self, state: npt.NDArray[np.void], network: Network, device: str, wake_fd: int):
         libc = ctypes.CDLL(None)
-        self._params = np.zeros(2, REQUEST_PARAM)
         self._recv_info = np.zeros(2, np.int64)
         self._one = np.ones(1, np.int64)
         self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
@@ -190,18 +177,22 @@ class Calls:
         self._watched: dict[int, tuple[int, ...]] = {}
         self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
         # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
-        known = _FIELD_MEMORY_TYPE if device == "cpu" else 0
-        self._params["op_attr_mask"] = known, known | _FIELD_RECV_INFO
-        self._params["memory_type"] = _MEMORY_TYPE_HOST
-        self._params["recv_info"] = self._recv_info.ctypes.data
+        known = abi.OP_FIELD_MEMORY_TYPE if device == "cpu" else 0
+        self._params = [
+            abi.RequestParam(
+                op_attr_mask=known | more,
+                memory_type=abi.MEMORY_TYPE_HOST,
+                recv_info=self._recv_info.ctypes.data,
+            )
+            for more in (0, abi.OP_FIELD_RECV_INFO)
+        ]
         for name in ("clock_gettime", "poll", "read", "write"):
             state[name] = function_address(libc, name)
         for name, address in network.functions.items():
             state[name] = address
         state["worker"] = network.worker
         state["control_tag"] = CONTROL_TAG_BIT - (1 << 64)  # the same bits, signed
-        state["send_param"] = self._params.ctypes.data
-        state["recv_param"] = self._params.ctypes.data + REQUEST_PARAM.itemsize
+        state["send_param"], state["recv_param"] = map(ctypes.addressof, self._params)
         state["recv_info"] = self._recv_info.ctypes.data
         state["one"] = self._one.ctypes.data
         state["wake_fds"] = self._wake_fds.ctypes.data

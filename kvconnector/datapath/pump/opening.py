@@ -56,7 +56,11 @@ def open_datapath(
     device, is_checked = pools.device, config.verify == "checksum"
     chunk_bytes = _chunk_bytes(config, pools)
     slot_bytes = chunk_bytes + (ROOM_BYTES if is_checked else 0)
-    send_slots, recv_slots = _open_slots(config, slot_bytes, device)
+    sends, receives = config.role != "consumer", config.role != "producer"
+    num_slots = slots_within(config.staging.budget_bytes, slot_bytes, sends + receives)
+    send_slots, recv_slots = (
+        SlotPool(num_slots, slot_bytes, device) if each else None for each in (sends, receives)
+    )
     copies = _open_copies(config, pools, send_slots or recv_slots, chunk_bytes)
     copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
     if is_checked:
@@ -96,16 +100,6 @@ def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:
                     token_bytes=part.token_bytes,
                 )
     return chunk_bytes
-
-
-def _open_slots(
-    config: ConnectorConfig, slot_bytes: int, device: str
-) -> tuple[SlotPool | None, SlotPool | None]:
-    """For sending and for receiving, as the role asks for."""
-    wanted = config.role != "consumer", config.role != "producer"
-    num_slots = slots_within(config.staging.budget_bytes, slot_bytes, sum(wanted))
-    send, recv = (SlotPool(num_slots, slot_bytes, device) if each else None for each in wanted)
-    return send, recv
 
 
 def _open_copies(

@@ -31,16 +31,13 @@ for so long. Then its producer is asked to send it, and waits itself."""
 
 @dataclass(slots=True, eq=False)
 class _Source:
-    """A producer's pools, and how many reads of them are not over. `then` follows once they are closed."""
+    """A producer's pools, and how many reads of them are not over. No further one begins once there is a `then`, which
+    is called after they are closed.
+    """
 
     remote: RemotePools
     num_reads: int = 0
     then: Callable[[], None] | None = None
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether no further read may begin."""
-        return self.then is not None
 
 
 class _Read(msgspec.Struct, eq=False):
@@ -51,11 +48,6 @@ class _Read(msgspec.Struct, eq=False):
     jobs: Jobs
     until_s: float
     num_calls: int = 0
-
-    @property
-    def read_id(self) -> int:
-        """What its session knows it by."""
-        return self.asked.read_id
 
 
 class DirectReads:
@@ -145,8 +137,8 @@ class DirectReads:
         self._begin_waiting()
 
     def __repr__(self) -> str:
-        waiting = [read.read_id for read in self._waiting]
-        active = [read.read_id for read in self._active.values()]
+        waiting = [read.asked.read_id for read in self._waiting]
+        active = [read.asked.read_id for read in self._active.values()]
         return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
 
     @property
@@ -161,13 +153,14 @@ class DirectReads:
             if self._machine.reads.num_active >= MAX_READS:
                 self._waiting.append(read)
                 continue
-            is_late = read.source.is_closing or self._clock() >= read.until_s
+            asked, source = read.asked, read.source
+            is_late = source.then is not None or self._clock() >= read.until_s
             try:
-                is_published = not read.source.is_closing and read.source.remote.is_published(
-                    read.asked.lease_key, read.asked.token_stop, read.asked.layer_stop
+                is_published = source.then is None and source.remote.is_published(
+                    asked.lease_key, asked.token_stop, asked.layer_stop
                 )
             except KVConnectorError as error:
-                logger.debug("read %s is sent: %s", read.read_id, error)
+                logger.debug("read %s is sent: %s", read.asked.read_id, error)
                 is_published, is_late = False, True
             if is_published:
                 self._begin(read)
@@ -180,13 +173,13 @@ class DirectReads:
     def stop(self, read_id: int) -> bool:
         """See `DataPath.stop_receive`; False if it is no direct read."""
         for read in self._waiting:
-            if read.read_id == read_id:
+            if read.asked.read_id == read_id:
                 self._waiting.remove(read)
                 self._report.stopped(read_id)
                 self._forget(read)
                 return True
         for index, read in self._active.items():
-            if read.read_id == read_id:
+            if read.asked.read_id == read_id:
                 self._machine.reads.set(index, "stopped", 1)
                 return True
         return False
@@ -225,7 +218,7 @@ class DirectReads:
         read, row = self._active[index], self._machine.reads.values(index)
         if row["phase"] != r.OVER:
             if row["num_calls"] > read.num_calls and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read.read_id))
+                self._report.append(ev.ReceiveAdvanced(read.asked.read_id))
             read.num_calls = row["num_calls"]
             return
         if row["error_kind"] != r.NO_ERROR:
@@ -233,9 +226,9 @@ class DirectReads:
                 "the GPU does not take a read of the producer's pools",
                 status=row["error_value"],
             )
-            self._report.failed(read.read_id, error)
+            self._report.failed(read.asked.read_id, error)
         elif not row["all_begun"]:
-            self._report.stopped(read.read_id)
+            self._report.stopped(read.asked.read_id)
         else:
             seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
             self._finish(read, seconds)
@@ -249,13 +242,13 @@ class DirectReads:
             # how far it is filled was seen before: now it may just be written again
             is_published = read.source.remote.is_published(read.asked.lease_key, 0, 0)
         except KVConnectorError as error:
-            self._report.failed(read.read_id, error)
+            self._report.failed(read.asked.read_id, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._report.failed(read.read_id, late)
+            self._report.failed(read.asked.read_id, late)
             return
-        self._report.append(ev.ReceiveFinished(read.read_id, seconds, ev.DIRECT_PATH))
+        self._report.append(ev.ReceiveFinished(read.asked.read_id, seconds, ev.DIRECT_PATH))
 
     def _forget(self, read: _Read) -> None:
         self._copies.end_jobs(read.jobs)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
+from kvconnector.planning import GroupBlocks
 
 GPU = "cuda:0"
 
@@ -15,7 +16,8 @@ def allocate(num_ids, stream):
     """A buffer whose part on the GPU is aligned as there."""
     here, there = np.zeros(num_ids, np.int32), np.zeros(num_ids + 4, np.int32)
     address = there.ctypes.data + -there.ctypes.data % 16
-    return IdBuffer(here, here.ctypes.data, address, (here, there), stream)
+    room = memoryview(here).cast("B")
+    return IdBuffer(room, here.ctypes.data, address, (here, there), stream)
 
 
 def ids_at(place):
@@ -31,19 +33,19 @@ def test_reads_under_way_have_their_own_ids(data):
             buffers.give_back(lent.pop(data.draw(st.integers(0, len(lent) - 1)))[0])
         counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 4, 500, MIN_IDS + 1]), max_size=4))
         rng = np.random.default_rng(seed)
-        vectors = [rng.integers(0, 1 << 30, count, np.int32) for count in counts]
-        buffer = buffers.lend(vectors, seed % 2)
-        places, nbytes = buffer.write(vectors, GPU)
+        blocks = [GroupBlocks.of(rng.integers(0, 1 << 30, count).tolist()) for count in counts]
+        buffer = buffers.lend(blocks, seed % 2)
+        places, nbytes = buffer.write(blocks, GPU)
         assert nbytes <= buffer.here.nbytes
         ctypes.memmove(buffer.there_address, buffer.here_address, nbytes)
-        lent.append((buffer, vectors, places))
+        lent.append((buffer, blocks, places))
         for _, mine, at in lent:
-            assert [ids_at(place) for place in at] == [vector.tolist() for vector in mine]
+            assert [ids_at(place) for place in at] == [group.block_ids.tolist() for group in mine]
 
 
 def test_memory_is_used_again():
     buffers = IdBuffers(allocate)
-    few, many = [np.zeros(5, np.int32)], [np.zeros(2 * MIN_IDS, np.int32)]
+    few, many = [GroupBlocks.of([0] * 5)], [GroupBlocks.of([0] * 2 * MIN_IDS)]
     first = buffers.lend(few, 0)
     buffers.give_back(first)
     assert buffers.lend(many, 0) is not first
@@ -51,3 +53,10 @@ def test_memory_is_used_again():
     assert buffers.lend(few, 1) is not first
     assert buffers.lend(few, 0) is first
     assert buffers.lend(few, 0) is not first
+
+
+@given(ids=st.lists(st.integers(-(1 << 31), (1 << 31) - 1), max_size=200))
+def test_the_highest_id_is_found_in_the_bytes(ids):
+    wire_ids = np.array(ids, "<i4").tobytes()
+    found = GroupBlocks(first_block=0, wire_ids=wire_ids).highest_id()
+    assert found == max((each % (1 << 32) for each in ids), default=-1)
