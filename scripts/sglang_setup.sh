@@ -1,0 +1,94 @@
+# Set-up for scripts/test_sglang and the SGLang example. Source it, then call one of
+#
+#   setup_sglang   SGLang on the CPU and kvconnector
+#   setup_peers    setup_sglang, and NIXL and Mooncake, for comparisons
+#
+# Each makes `.venv-sglang` in the checkout with the versions in requirements-sglang.txt, puts its `bin` first on PATH, and
+# returns at once when nothing has changed since. PYTHON names the interpreter, 3.11.
+#
+# SGLang has a CPU engine, but no release of it for the CPU. Two things stand in for what is missing:
+# - `sgl_kernel`, its compiled kernels: SGLang imports their names everywhere and, with torch's own attention and without
+#   AMX, calls none of them. The package made here has every name; calling one raises.
+# - torchvision registers its C++ operators with torch at import, and the ones in its release are built for CUDA: the file
+#   that does so is emptied. SGLang needs torchvision's Python code only.
+
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+KVC_VENV="$KVC_ROOT/.venv-sglang"
+KVC_CONSTRAINTS="$KVC_ROOT/requirements-sglang.txt"
+KVC_INPUTS="requirements-sglang.txt scripts/setup.sh scripts/sglang_setup.sh"
+KVC_PYTHONS=">=3.11,<3.12"
+# numba keeps what it compiles beside the sources, for one release of numba; the other environment has another one.
+export NUMBA_CACHE_DIR="$KVC_VENV/numba"
+
+setup_sglang() {
+  _kvc_make_venv || return 1
+  PATH="$KVC_VENV/bin:$PATH"
+  export PATH
+  _kvc_has_stamp sglang && _kvc_compile && return
+  echo "installing SGLang for the CPU into $KVC_VENV (about 3 GB) ..." >&2
+  # torch's own requirements depend on its build; everything else is in the list.
+  _kvc_pip torch &&
+    _kvc_pip --no-deps -r "$KVC_CONSTRAINTS" &&
+    _kvc_pip --no-deps --no-build-isolation -e "$KVC_ROOT" &&
+    _kvc_stand_in && _kvc_compile && _kvc_stamp sglang && return
+  echo "the environment of scripts/test_sglang could not be made; what failed is above" >&2
+  return 1
+}
+
+setup_peers() {
+  setup_sglang || return 1
+  _kvc_has_stamp peers && return
+  _kvc_pip --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine==0.3.13.post1 && _kvc_stamp peers
+}
+
+_kvc_stand_in() {
+  local packages
+  packages="$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || return 1
+  : >"$packages/torchvision/_meta_registrations.py"
+  mkdir -p "$packages/sgl_kernel"
+  cat >"$packages/sgl_kernel/__init__.py" <<'PY'
+"""Stands in for SGLang's compiled kernels: every name can be imported, and raises when it is called."""
+
+import importlib.machinery
+import sys
+
+
+class Missing:
+    def __init__(self, name):
+        self._name = name
+
+    def __getattr__(self, name):
+        return _missing(self._name, name)
+
+    def __call__(self, *arguments, **options):
+        raise NotImplementedError(f"{self._name} has no build for the CPU")
+
+
+class Finder:
+    """Finds every submodule, of any depth."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.startswith(__name__ + "."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec):
+        return None
+
+    def exec_module(self, module):
+        module.__getattr__ = lambda name: _missing(module.__name__, name)
+
+
+def _missing(owner, name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return Missing(f"{owner}.{name}")
+
+
+def __getattr__(name):
+    return _missing(__name__, name)
+
+
+sys.meta_path.append(Finder())
+PY
+}

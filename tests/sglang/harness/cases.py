@@ -1,0 +1,91 @@
+"""The cases, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tests.sglang.harness import scenarios as s
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two engines and what is done with them.
+
+    `prefill` and `decode` are options of `sglang.launch_server`. `is_quick`: run for every change. `is_ours`: it needs
+    settings or errors of kvconnector, or what SGLang's own backends cannot do. `why_not`: why it cannot run on a CPU.
+    """
+
+    name: str
+    scenario: Callable = s.tokens
+    prefill: dict = field(default_factory=dict)
+    decode: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+    is_quick: bool = False
+    is_ours: bool = False
+    why_not: str = ""
+
+
+def _page(size):
+    return {"page-size": size}
+
+
+RADIX = {"disaggregation-decode-enable-radix-cache": True}
+TP2 = {"tp": 2}
+PP2 = {"pp-size": 2}
+GQA1 = {"kv_heads": 1}
+WINDOW = {"window": 64}
+MLA = {"kind": "mla"}
+STATES = {"kind": "states"}
+UNCACHED = {"disable-radix-cache": True}
+PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
+SOON = {
+    "KVCONNECTOR_LEASE_DURATION_S": "6",
+    "KVCONNECTOR_LEASE_EARLY_FOLLOW_S": "6",
+    "KVCONNECTOR_PEER_TIMEOUT_S": "3",
+    "KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "3",
+}
+"""So that cases of loss end soon."""
+
+
+def _ours(name, *arguments, **options):
+    return Case(name, *arguments, **{"is_ours": True, **options})
+
+
+def _lost(name, scenario):
+    return _ours(name, scenario, environment=SOON)
+
+
+CASES = (
+    Case("tp1-tp1", is_quick=True),
+    Case("page32", prefill=_page(32), decode=_page(32)),
+    Case("page64", prefill=_page(64), decode=_page(64)),
+    _ours("page16-64", prefill=_page(16), decode=_page(64), is_quick=True),
+    _ours("page64-16", prefill=_page(64), decode=_page(16)),
+    _ours("page32-48", prefill=_page(32), decode=_page(48)),
+    _ours("page1-16", prefill=_page(1), decode=_page(16)),
+    Case("tp2-tp1", prefill=TP2),
+    Case("tp1-tp2", decode=TP2),
+    Case("tp2-tp2", prefill=TP2, decode=TP2),
+    _ours("tp2-page16-tp1-page64", prefill=TP2 | _page(16), decode=_page(64)),
+    Case("gqa1-tp2-tp1", prefill=TP2, model=GQA1),
+    Case("gqa1-tp1-tp2", decode=TP2, model=GQA1),
+    Case("pp2-pp1", prefill=PP2),
+    _ours("pp1-pp2", decode=PP2),
+    _ours("packed", environment=PACKED),
+    _ours("packed-page16-64", decode=_page(64), environment=PACKED),
+    Case("window", model=WINDOW),
+    _ours("window-page16-64", model=WINDOW, decode=_page(64)),
+    Case("mla", model=MLA),
+    _ours("mla-tp1-tp2", model=MLA, decode=TP2),
+    Case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
+    Case("prefix-hits", s.prefix_hits, decode=RADIX),
+    _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
+    Case("crowd", s.crowd, is_quick=True),
+    Case("logprobs", s.logprobs),
+    _lost("abort", s.abort),
+    _lost("kill-prefill", s.kill_prefill),
+    _lost("restart-prefill", s.restart_prefill),
+    _lost("kill-decode", s.kill_decode),
+    _lost("lost-router", s.lost_router),
+    _ours("keys", s.keys, environment=SOON),
+)

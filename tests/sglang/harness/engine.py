@@ -1,0 +1,303 @@
+"""SGLang servers, forked from this process after it has imported SGLang: one starts in four seconds, not in sixty.
+
+Each `Engine` is a fork that runs SGLang's own `run_server`, with a free port and a log of its own. What that spawns is
+forked too, and all are in one process group: `kill` is to others what the loss of a host is. Requests go over HTTP,
+without threads: `submit` writes one, `answer` waits for it.
+"""
+
+import ctypes
+import http.client
+import importlib
+import json
+import os
+import signal
+import socket
+import time
+import traceback
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_TIMEOUT_S = 180.0
+ANSWER_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+POLL_S = 0.1
+IDLE_S = 0.002
+OK = 200
+PR_SET_PDEATHSIG = 1
+MODULES = (
+    "sglang.launch_server",
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.scheduler",
+    "sglang.srt.managers.data_parallel_controller",
+    "sglang.srt.models.registry",
+    "sglang.srt.disaggregation.prefill",
+    "sglang.srt.disaggregation.decode",
+    "tests.sglang.harness.dump",
+)
+OPTIONS = {
+    "device": "cpu",
+    "attention-backend": "torch_native",
+    "dtype": "float32",
+    "disable-overlap-schedule": True,
+    "max-total-tokens": 8192,
+    "max-running-requests": 4,
+    "page-size": 16,
+    "chunked-prefill-size": 64,
+    "mem-fraction-static": 0.1,
+    "grammar-backend": "none",
+    "skip-server-warmup": True,
+    "skip-tokenizer-init": True,
+    "host": "127.0.0.1",
+    "served-model-name": "small",
+}
+
+
+class NoAnswerError(Exception):
+    """An engine did not answer in time, or is gone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """What an engine is started with. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS`; `dumps`: the
+    folder where it leaves what is in its cache.
+    """
+
+    model: str
+    log: Path
+    dumps: Path
+    options: dict = field(default_factory=dict)
+    environment: dict = field(default_factory=dict)
+
+    @property
+    def arguments(self):
+        """The command line."""
+        flags = []
+        for name, value in {"model-path": self.model, **OPTIONS, **self.options}.items():
+            flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
+        return flags
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one request. `error`: SGLang's message, empty if there is none."""
+
+    tokens: list
+    error: str = ""
+    cached_tokens: int = 0
+
+
+class Request:
+    """One POST under way."""
+
+    def __init__(self, port, path, body):
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
+        payload = json.dumps(body)
+        try:
+            self._connection.request("POST", path, payload, {"Content-Type": "application/json"})
+        except OSError as error:
+            raise NoAnswerError(f"the engine is gone: {error}") from error
+
+    def answer(self, timeout_s=ANSWER_TIMEOUT_S):
+        """Wait for it.
+
+        Raises:
+            NoAnswerError: the engine is gone, or took longer than `timeout_s`.
+        """
+        status, text = self._response(timeout_s)
+        if status != OK:
+            return Answer([], text or str(status))
+        content = json.loads(text)
+        reason = content["meta_info"]["finish_reason"] or {}
+        error = reason.get("message", "aborted") if reason.get("type") == "abort" else ""
+        cached_tokens = content["meta_info"].get("cached_tokens", 0)
+        return Answer(content.get("output_ids") or [], error, cached_tokens)
+
+    def status(self):
+        """The HTTP status alone."""
+        return self._response(ANSWER_TIMEOUT_S)[0]
+
+    def _response(self, timeout_s):
+        with closing(self._connection) as connection:
+            connection.sock.settimeout(timeout_s)
+            try:
+                response = connection.getresponse()
+                return response.status, response.read().decode()
+            except (OSError, http.client.HTTPException) as error:
+                raise NoAnswerError(f"no answer: {error or type(error).__name__}") from error
+
+
+class Engine:
+    """The parent's end of a forked server."""
+
+    def __init__(self, spec, port=None):
+        self.spec = spec
+        self.port = port or free_port()
+        self.is_stopped = False
+        self.pid = os.fork()
+        if self.pid == 0:
+            _main(spec, self.port)
+        with suppress(OSError):  # the child may have done it already, or be gone
+            os.setpgid(self.pid, self.pid)
+
+    def wait_until_ready(self):
+        """Until it answers.
+
+        Raises:
+            NoAnswerError: it ended, or took longer than `START_TIMEOUT_S`.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self.has_ended():
+                raise NoAnswerError(f"the engine ended at its start: {self.last_error()}")
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=POLL_S * 10)
+            with suppress(OSError, http.client.HTTPException), closing(connection):
+                connection.request("GET", "/health")
+                if connection.getresponse().status == OK:
+                    return
+            time.sleep(POLL_S)
+        raise NoAnswerError("the engine did not start in time")
+
+    def has_ended(self):
+        """Returns True once its first process is gone, and ends the others."""
+        if self.is_stopped:
+            return True
+        if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
+            return False
+        self.is_stopped = True
+        self._signal(signal.SIGKILL)
+        return True
+
+    def submit(self, prompt, *, max_tokens=8, **options):
+        """Ask for the greedy tokens after `prompt`; returns the `Request`."""
+        sampling = {"temperature": 0.0, "max_new_tokens": max_tokens, "ignore_eos": True}
+        return self._post(
+            "/generate", {"input_ids": prompt, "sampling_params": sampling, **options}
+        )
+
+    def ask(self, prompt, **options):
+        """Tokens of this engine alone."""
+        return self.submit(prompt, **options).answer()
+
+    def abort(self, request_id):
+        """Give a request up, as a client's disconnect does."""
+        self._post("/abort_request", {"rid": request_id}).status()
+
+    def is_idle(self):
+        """Empty the prefix cache. Returns False while requests hold any of the cache."""
+        return self._post("/flush_cache", {}).status() == OK
+
+    def kill(self):
+        """End it without a goodbye."""
+        if not self.is_stopped:
+            self._signal(signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.is_stopped = True
+
+    def pause(self):
+        """Stop all of its processes until `resume`."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self):
+        """After `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def log_text(self):
+        """What it has logged."""
+        return self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
+
+    def last_error(self):
+        """The last line of the log that names an error."""
+        lines = [line for line in self.log_text().splitlines() if "Error" in line]
+        return lines[-1] if lines else "see its log"
+
+    def _post(self, path, body):
+        return Request(self.port, path, body)
+
+    def _signal(self, kind):
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, kind)
+
+
+def free_port():
+    """A port that nothing listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def preload():
+    """Import what every engine needs, once."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    for name in MODULES:
+        importlib.import_module(name)
+
+
+def end_with_parent():
+    """No process outlives the test run, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main(spec, port):
+    try:
+        os.setpgid(0, 0)
+        end_with_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.update(spec.environment)
+        with spec.log.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        _run([*spec.arguments, "--port", str(port)], spec.dumps)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _run(arguments, dumps):
+    import multiprocessing
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    from tests.sglang.harness.dump import dump_into
+
+    set_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=True)
+    dump_into(dumps)
+    rest_when_idle()
+    if "nixl" in arguments:
+        use_host_memory()
+    load_plugins()
+    run_server(prepare_server_args(arguments))
+
+
+def rest_when_idle():
+    """SGLang's scheduler polls without a pause, also when it has nothing to compute: leave the cores to the others."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    on_idle = Scheduler.on_idle
+
+    def rest(scheduler):
+        on_idle(scheduler)
+        time.sleep(IDLE_S)
+
+    Scheduler.on_idle = rest
+
+
+def use_host_memory():
+    """SGLang's NIXL backend registers every cache as GPU memory, on a CPU too: say host memory to NIXL."""
+    from nixl._api import nixl_agent
+
+    def on_host(original):
+        def call(*arguments, **options):
+            arguments = [
+                "DRAM" if isinstance(each, str) and each == "VRAM" else each for each in arguments
+            ]
+            return original(*arguments, **options)
+
+        return call
+
+    for name in ("register_memory", "get_reg_descs", "get_xfer_descs", "prep_xfer_dlist"):
+        setattr(nixl_agent, name, on_host(getattr(nixl_agent, name)))

@@ -1,0 +1,38 @@
+"""Small models of random weights, as the vLLM cases make them, in the forms that SGLang's CPU code can run."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.vllm.harness.model import VOCAB_SIZE, make_model
+
+__all__ = ["VOCAB_SIZE", "Model", "model_of"]
+
+
+@dataclass(frozen=True)
+class Model:
+    """`kv_heads`: as compared, 1 for a latent; `window`: of its sliding layers."""
+
+    path: Path
+    kv_heads: int
+    window: int | None = None
+
+
+def model_of(folder, *, kind="llama", kv_heads=4, window=0):
+    """Make one of `kind` "llama", "mla", "states" or with a `window`, once."""
+    layers = 2 if kind == "mla" else 4
+    path = make_model(folder, kind=kind, kv_heads=kv_heads, layers=layers, window=window)
+    if kind == "mla":
+        # the only rotary embedding of DeepSeek's that SGLang computes on a CPU
+        rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0}
+        rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
+        _change(path, rope_parameters=rope, rope_scaling=rope)
+    if window:
+        # SGLang keeps such layers in a pool of their own where the model says so
+        _change(path, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (layers // 2))
+    return Model(path, 1 if kind == "mla" else kv_heads, window or None)
+
+
+def _change(path, **values):
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | values))

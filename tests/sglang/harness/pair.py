@@ -1,0 +1,180 @@
+"""A prefill and a decode engine of one case, asked as a router does, and an engine alone that says what is right."""
+
+import os
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from tests.sglang.harness.dump import compare
+from tests.sglang.harness.engine import (
+    ANSWER_TIMEOUT_S,
+    Engine,
+    EngineSpec,
+    NoAnswerError,
+    Request,
+    free_port,
+)
+from tests.sglang.harness.model import VOCAB_SIZE
+
+OURS = "kvconnector"
+IDLE_TIMEOUT_S = 60.0
+POLL_S = 0.05
+
+
+@dataclass
+class Outcome:
+    """What a case found."""
+
+    prompts: int = 0
+    equal: int = 0
+    compared_bytes: int = 0
+    equal_bytes: int = 0
+    complaints: list = field(default_factory=list)
+    figures: dict = field(default_factory=dict)
+
+    def check(self, what, found, expected=True):
+        """Complain unless they are equal."""
+        if found != expected:
+            self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
+
+    def check_failed(self, what, answer, log, *errors):
+        """Complain unless `answer` has an error and `log` names one of `errors`."""
+        if not answer.error:
+            self.complaints.append(f"{what}: answered {answer.tokens} instead of an error")
+        if errors and not any(error in log for error in errors):
+            self.complaints.append(f"{what}: no {' or '.join(errors)} in the log")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request at both engines, or at one of them. `name`: that of each after `prefill-` and `decode-`."""
+
+    room: int
+    name: str
+    prompt: list
+    prefill: Request | None
+    decode: Request | None
+
+
+class Pair:
+    """The two engines of `case`, in `folder`."""
+
+    def __init__(self, case, model, folder, alone, backend=OURS):
+        self.case, self.model, self._alone = case, model, alone
+        self.bootstrap_port = free_port()
+        self.dumps = folder / "dumps"
+        self.dumps.mkdir(parents=True, exist_ok=True)
+        common = {"disaggregation-transfer-backend": backend}
+        options = {
+            "prefill": {"disaggregation-bootstrap-port": self.bootstrap_port},
+            "decode": {"disaggregation-decode-retraction-backup": "cpu_tensor"},
+        }
+        self.specs = {}
+        for side, of_case in (("prefill", case.prefill), ("decode", case.decode)):
+            log = folder / f"{side}.log"
+            log.unlink(missing_ok=True)
+            chosen = {"disaggregation-mode": side, **common, **options[side], **of_case}
+            ranks = int(of_case.get("tp", 1)) * int(of_case.get("pp-size", 1))
+            self.specs[side] = EngineSpec(
+                model=str(model.path),
+                log=log,
+                dumps=self.dumps,
+                options=chosen,
+                environment={**case.environment, **threads_of(ranks)},
+            )
+        self.prefill = Engine(self.specs["prefill"])
+        self.decode = Engine(self.specs["decode"])
+
+    def wait_until_ready(self):
+        """Both."""
+        self.prefill.wait_until_ready()
+        self.decode.wait_until_ready()
+
+    def stop(self):
+        """Both, at once."""
+        self.prefill.kill()
+        self.decode.kill()
+
+    def restart(self, side, **environment):
+        """Start one anew under its ports, with its log going on."""
+        old = getattr(self, side)
+        old.kill()
+        spec = replace(old.spec, environment={**old.spec.environment, **environment})
+        setattr(self, side, Engine(spec, old.port))
+        getattr(self, side).wait_until_ready()
+
+    def alone(self, prompt, **options):
+        """Tokens of one engine alone."""
+        return self._alone.ask(prompt, **options).tokens
+
+    def submit(self, prompt, to=("prefill", "decode"), **options):
+        """Ask both engines at once, as a router does, or one of them."""
+        room, name = secrets.randbits(62) + 1, secrets.token_hex(8)
+        where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
+        asked = {}
+        for side in to:
+            engine = getattr(self, side)
+            asked[side] = engine.submit(
+                prompt, rid=f"{side}-{name}", bootstrap_room=room, **where, **options
+            )
+        return Asked(room, name, prompt, asked.get("prefill"), asked.get("decode"))
+
+    def compare(self, outcome, what, asked, expected=None, timeout_s=ANSWER_TIMEOUT_S):
+        """Compare tokens with one engine's alone, and both caches; returns the decode engine's answer."""
+        expected = expected or self.alone(asked.prompt)
+        answers = [each.answer(timeout_s) for each in (asked.decode, asked.prefill)]
+        outcome.prompts += 1
+        if any(answer.error for answer in answers):
+            outcome.complaints.append(f"{what}: {[answer.error for answer in answers]}")
+            return answers[0]
+        found = answers[0].tokens
+        outcome.equal += found == expected
+        if found != expected:
+            outcome.complaints.append(f"{what}: {found} instead of {expected}")
+        outcome.compared_bytes += 1
+        difference = compare(self.dumps, asked.room, self.model.kv_heads, self.model.window)
+        outcome.equal_bytes += not difference
+        if difference:
+            outcome.complaints.append(f"{what}: {difference}")
+        return answers[0]
+
+    def ask(self, outcome, what, prompt, **options):
+        """Ask both, and compare."""
+        expected = self.alone(prompt, **options)
+        return self.compare(outcome, what, self.submit(prompt, **options), expected)
+
+    def check_idle(self, outcome, *sides):
+        """Complain about an engine that still holds memory of a request, after waiting for its deadlines."""
+        for side in sides or ("prefill", "decode"):
+            engine = getattr(self, side)
+            deadline = time.monotonic() + IDLE_TIMEOUT_S
+            try:
+                while not engine.is_idle():
+                    if time.monotonic() > deadline:
+                        outcome.complaints.append(f"the {side} engine still holds requests")
+                        break
+                    time.sleep(POLL_S)
+            except NoAnswerError as error:
+                outcome.complaints.append(f"the {side} engine: {error}; {engine.last_error()}")
+
+    def forget(self):
+        """Empty both prefix caches."""
+        outcome = Outcome()
+        self.check_idle(outcome)
+        if outcome.complaints:
+            raise NoAnswerError("; ".join(outcome.complaints))
+
+
+def threads_of(ranks):
+    """SGLang binds each rank of a CPU engine to cores of its own, and must be given them beyond one per NUMA node."""
+    if ranks == 1:
+        return {}
+    cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
+    return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}
+
+
+def prompt_of(length, seed=0):
+    """Random tokens."""
+    return np.random.default_rng([length, seed]).integers(1, VOCAB_SIZE, length).tolist()

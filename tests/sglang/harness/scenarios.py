@@ -1,0 +1,164 @@
+"""What is done with a pair of engines."""
+
+import time
+
+from kvconnector.control.security import (
+    AUTHORIZED_CLIENTS_FILE,
+    SECRET_KEY_FILE,
+    generate_keys,
+)
+from tests.sglang.harness.engine import ANSWER_TIMEOUT_S
+from tests.sglang.harness.pair import prompt_of
+
+LENGTHS = (7, 16, 64, 79, 130, 500)
+"""Below a page, a page, a chunk, a chunk and less than one more page, and several chunks."""
+SETTLE_S = 0.3
+
+
+def tokens(pair, outcome):
+    """Prompts of several lengths, one after the other."""
+    for length in LENGTHS:
+        pair.ask(outcome, f"{length} tokens", prompt_of(length))
+
+
+def prefix_hits(pair, outcome):
+    """What one or both engines have of a prompt is not moved again, and the rest is right."""
+    prompt = prompt_of(200, seed=1)
+    pair.ask(outcome, "first", prompt)
+    pair.ask(outcome, "the same again", prompt)
+    pair.ask(outcome, "longer", prompt + prompt_of(70, seed=2))
+    pair.ask(outcome, "another tail", prompt[:100] + prompt_of(50, seed=3))
+    pair.prefill.is_idle()
+    pair.ask(outcome, "in the decode engine's cache alone", prompt + prompt_of(30, seed=4))
+    pair.decode.is_idle()
+    pair.ask(outcome, "in the prefill engine's cache alone", prompt + prompt_of(20, seed=5))
+
+
+def crowd(pair, outcome):
+    """More requests at once than an engine takes."""
+    prompts = [prompt_of(40 + 37 * number, seed=6) for number in range(8)]
+    expected = [pair.alone(prompt) for prompt in prompts]
+    asked = [pair.submit(prompt) for prompt in prompts]
+    for each, right in zip(asked, expected, strict=True):
+        pair.compare(outcome, f"{len(each.prompt)} tokens", each, right)
+    pair.check_idle(outcome)
+
+
+def logprobs(pair, outcome):
+    """The first token's log probabilities move with it."""
+    pair.ask(outcome, "with log probabilities", prompt_of(90), return_logprob=True)
+
+
+def abort(pair, outcome):
+    """Requests that are aborted before, during and after their transfer leave nothing held."""
+    prompt = prompt_of(300, seed=7)
+    pair.ask(outcome, "before the aborts", prompt)
+    pair.forget()
+    for what, side in (("alone", "prefill"), ("alone", "decode")):
+        asked = pair.submit(prompt, to=(side,))
+        time.sleep(SETTLE_S)
+        getattr(pair, side).abort(f"{side}-{asked.name}")
+        answer = getattr(asked, side).answer()
+        outcome.check_failed(f"aborted at the {side} engine {what}", answer, "")
+    for side in ("prefill", "decode"):
+        asked = pair.submit(prompt, max_tokens=200)
+        getattr(pair, side).abort(f"{side}-{asked.name}")
+        for request in (asked.prefill, asked.decode):
+            request.answer()
+    pair.check_idle(outcome)
+    pair.ask(outcome, "after the aborts", prompt)
+
+
+def kill_prefill(pair, outcome):
+    """The prefill engine dies while a prompt moves: it fails in time, with an error of ours, and nothing else does."""
+    prompt = prompt_of(400, seed=8)
+    pair.ask(outcome, "before", prompt)
+    pair.forget()
+    pair.prefill.pause()
+    asked = pair.submit(prompt, to=("decode",))
+    time.sleep(SETTLE_S)
+    pair.prefill.kill()
+    outcome.check_failed("its request", asked.decode.answer(), pair.decode.log_text(), *ERRORS)
+    pair.check_idle(outcome, "decode")
+    pair.restart("prefill")
+    pair.ask(outcome, "after its restart", prompt)
+
+
+def restart_prefill(pair, outcome):
+    """A prefill engine that is started again under its address is found again."""
+    prompt = prompt_of(250, seed=9)
+    pair.ask(outcome, "before", prompt)
+    pair.restart("prefill")
+    pair.decode.is_idle()
+    for number in range(3):
+        asked = pair.submit(prompt)
+        answer = asked.decode.answer()
+        asked.prefill.answer()
+        if not answer.error:
+            break
+        outcome.figures["failed after the restart"] = number + 1
+    pair.ask(outcome, "after", prompt)
+
+
+def kill_decode(pair, outcome):
+    """The decode engine dies: the prefill engine frees what it holds for it, and serves the next one."""
+    prompt = prompt_of(400, seed=10)
+    pair.ask(outcome, "before", prompt)
+    pair.forget()
+    pair.decode.pause()
+    asked = pair.submit(prompt, to=("prefill",))
+    time.sleep(SETTLE_S)
+    pair.decode.kill()
+    outcome.check_failed("its request", asked.prefill.answer(), pair.prefill.log_text(), *ERRORS)
+    pair.check_idle(outcome, "prefill")
+    pair.restart("decode")
+    pair.ask(outcome, "after its restart", prompt)
+
+
+def lost_router(pair, outcome):
+    """Only one of the engines is asked: it gives up by its deadline, with an error of ours."""
+    prompt = prompt_of(150, seed=11)
+    for side in ("prefill", "decode"):
+        engine = getattr(pair, side)
+        asked = pair.submit(prompt, to=(side,))
+        answer = getattr(asked, side).answer(ANSWER_TIMEOUT_S)
+        outcome.check_failed(f"only the {side} engine asked", answer, engine.log_text(), *ERRORS)
+    pair.check_idle(outcome)
+    pair.ask(outcome, "afterwards", prompt)
+
+
+def keys(pair, outcome):
+    """With keys the caches are right; a decode engine whose key is not authorised gets an error, and no bytes."""
+    folder = pair.dumps.parent / "keys"
+    own = {side: generate_keys(folder / side).public_key for side in ("prefill", "decode", "other")}
+    (folder / "prefill" / AUTHORIZED_CLIENTS_FILE).write_text(own["decode"] + "\n")
+    for side in ("decode", "other"):
+        (folder / side / AUTHORIZED_CLIENTS_FILE).write_text(own["prefill"] + "\n")
+    pair.restart("prefill", **_settings(folder / "prefill"))
+    pair.restart("decode", **_settings(folder / "decode"))
+    prompt = prompt_of(150, seed=12)
+    pair.ask(outcome, "authorised", prompt)
+    pair.restart("decode", **_settings(folder / "other"))
+    asked = pair.submit(prompt)
+    answers = asked.decode.answer(), asked.prefill.answer()
+    outcome.check_failed("not authorised", answers[0], pair.decode.log_text(), *REFUSALS)
+    pair.check_idle(outcome)
+    pair.restart("decode", **_settings(folder / "decode"))
+    pair.ask(outcome, "authorised again", prompt)
+
+
+def _settings(folder):
+    return {
+        "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(folder / SECRET_KEY_FILE),
+        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE": str(folder / AUTHORIZED_CLIENTS_FILE),
+    }
+
+
+REFUSALS = ("AuthenticationError", "PeerUnreachableError")
+ERRORS = (
+    "TransferTimeoutError",
+    "PeerLostError",
+    "PeerUnreachableError",
+    "LeaseExpiredError",
+    "UnknownTransferError",
+)
