@@ -1,10 +1,21 @@
-"""An engine on a host, for tests in which very many requests are in its queue."""
+"""An engine on a host, for tests in which very many requests are in its queue.
 
+Run as a program, two of them on this host serve as many requests as its first argument says, and it prints how long
+the connector kept their steps: `PYTHONPATH=examples python -m tests.hosts.long_queues 10000`; with `--no-stream` the prompts are computed
+before they are wanted, with `--no-freeze` the garbage collector goes through the whole process.
+"""
+
+import gc
+import sys
+import threading
 import time
+from contextlib import ExitStack, closing
 
 import numpy as np
 
+from kvconnector.ids import new_secret
 from tests.integration.runtime_pair import Engine
+from tests.support.remote import RemoteObject
 
 NUM_BLOCKS = 64
 BLOCK_TOKENS = 16
@@ -97,3 +108,117 @@ class QueueEngine(Engine):
         """Offer requests that their consumer has given up: none of them keeps a block for the time of a lease."""
         self.sent.clear()
         return self.compute(names, deadline_s)
+
+
+class TimedEngine(QueueEngine):
+    """Times what a step takes of the connector: `build_step`, `start_step`, `poll` and `update`.
+
+    On a busy machine most of a long step is waiting for a processor. What the connector delays a step by is at most the
+    time that this thread and the driver's ran in it.
+    """
+
+    def __init__(self, engine_id, role, address, *, freezes=True, **settings):
+        super().__init__(engine_id, role, address, **settings)
+        self._freezes = freezes
+        self._steps, self._collections = [], [0.0]
+        self._collecting_since = 0.0
+
+    def begin_timing(self):
+        gc.collect()
+        if self._freezes:
+            gc.freeze()  # as vLLM and SGLang do once they have started
+        gc.callbacks.append(self._on_collection)
+
+    def _on_collection(self, phase, _info):
+        now = time.perf_counter()
+        if phase == "start":
+            self._collecting_since = now
+        else:
+            self._collections.append(now - self._collecting_since)
+
+    def step(self):
+        began, ran = time.perf_counter(), _processor_s()
+        super().step()
+        took = time.perf_counter() - began
+        self._steps.append((took, min(took, _processor_s() - ran)))
+
+    def times_ms(self):
+        """Of all steps: the number, p99 and longest, the same of their processor time, the longest collection."""
+        took, ran = (sorted(1e3 * step[kind] for step in self._steps) for kind in (0, 1))
+        p99 = len(took) * 99 // 100
+        return len(took), took[p99], took[-1], ran[p99], ran[-1], 1e3 * max(self._collections)
+
+    def offer_all(self, names):
+        """Everything is computed before anything is wanted."""
+        offers = []
+        for number, name in enumerate(names):
+            block = number % NUM_BLOCKS
+            offers.append(self.scheduler.offer(name, blocks=[[block]], num_tokens=BLOCK_TOKENS))
+            if number % STEP_REQUESTS == 0:
+                self.step()
+        return offers
+
+    def want_all(self, names, offers):
+        for number, (name, offer) in enumerate(zip(names, offers, strict=True)):
+            self.scheduler.on_new_request(name, offer)
+            if number % STEP_REQUESTS == 0:
+                self.step()
+
+    def serve_all(self, names, deadline_s):
+        """Steps until everything is given back; what is not in time."""
+        until_s = time.monotonic() + deadline_s
+        while not self.sent >= {*names} and time.monotonic() < until_s:
+            self.step()
+            self.workers[0].wait(0.01)
+        return sorted({*names} - self.sent)
+
+
+def _processor_s():
+    """How long the threads of Python have run."""
+    clocks = [time.pthread_getcpuclockid(thread.ident) for thread in threading.enumerate()]
+    return sum(map(time.clock_gettime, clocks))
+
+
+def main(count, *options):
+    """Serve `count` requests that are in the queues of both engines at once, and print the steps' times."""
+    names, deadline_s = [f"r{number}" for number in range(int(count))], 300.0
+    is_streamed = "--no-stream" not in options
+    with ExitStack() as stack:
+        p, d = [
+            RemoteObject(
+                "tests.hosts.long_queues:TimedEngine",
+                name,
+                role,
+                "127.0.0.1",
+                freezes="--no-freeze" not in options,
+                stream=is_streamed,
+            )
+            for name, role in (("p", "producer"), ("d", "consumer"))
+        ]
+        for engine in (p, d):
+            stack.callback(engine.release)
+            stack.enter_context(closing(engine))
+        place, secret = p.params(), new_secret()
+        content = p.content()
+        p.begin_timing()
+        d.begin_timing()
+        if is_streamed:
+            d.ask(names, {"do_remote_prefill": True, "transfer_secret": secret, **place})
+            p.ask(names, {"do_remote_decode": True, "transfer_secret": secret})
+            d.run_for(1.0)
+            p.begin("compute", names, deadline_s)
+        else:
+            d.want_all(names, p.offer_all(names))
+            p.begin("serve_all", names, deadline_s)
+        unloaded, wrong, failed = d.load_all(names, content, deadline_s)
+        unsent = p.answer()
+        refused = {*unloaded, *wrong, *failed, *unsent}
+        print(f"{len(names) - len(refused)} served, {len(refused)} refused")
+        for name, engine in (("P", p), ("D", d)):
+            steps, *times = engine.times_ms()
+            texts = [f"{each:.2f}" for each in times]
+            print(f"{name}: {steps} steps, ms: p99, longest, p99 run, longest run, collection", *texts)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
