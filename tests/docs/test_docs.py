@@ -65,6 +65,18 @@ def test_tests_to_copy_exist():
     assert not [row for row in rows if f"def {row[0]}(" not in (ROOT / row[1]).read_text()]
 
 
+def test_every_function_of_the_walk_exists():
+    walk = (ROOT / "ARCHITECTURE.md").read_text().partition("## A walk")[2].partition("\n## ")[0]
+    for word in re.findall(r"`([\w./]+)`", walk):
+        if word.endswith(".py"):
+            folder = ROOT if word.startswith("kernels/") else ROOT / "kvconnector"
+            source = (folder / word).read_text()
+        else:
+            of_class, _, name = word.rpartition(".")
+            _, _, inside = source.partition(f"class {of_class}" if of_class else "import")
+            assert f"def {name}(" in inside, word
+
+
 @pytest.mark.parametrize("block", blocks(*DATA), ids=str)
 def test_data_is_well_formed_and_configurations_are_valid(block):
     assert block.language, "a block without a language is checked by nobody"

@@ -1,8 +1,8 @@
 """An engine on a host, for tests in which very many requests are in its queue.
 
 Run as a program, two of them on this host serve as many requests as its first argument says, and it prints how long
-the connector kept their steps: `PYTHONPATH=examples python -m tests.hosts.long_queues 10000`; with `--no-stream` the prompts are computed
-before they are wanted, with `--no-freeze` the garbage collector goes through the whole process.
+the connector kept their steps: `PYTHONPATH=examples python -m tests.hosts.long_queues 10000`. With `--no-stream` the
+prompts are computed before they are wanted; with `--no-freeze` the garbage collector goes through the whole process.
 """
 
 import gc
@@ -213,11 +213,14 @@ def main(count, *options):
         unloaded, wrong, failed = d.load_all(names, content, deadline_s)
         unsent = p.answer()
         refused = {*unloaded, *wrong, *failed, *unsent}
-        print(f"{len(names) - len(refused)} served, {len(refused)} refused")
+        lines = [f"{len(names) - len(refused)} served, {len(refused)} refused"]
         for name, engine in (("P", p), ("D", d)):
             steps, *times = engine.times_ms()
-            texts = [f"{each:.2f}" for each in times]
-            print(f"{name}: {steps} steps, ms: p99, longest, p99 run, longest run, collection", *texts)
+            figures = ", ".join(f"{each:.2f}" for each in times)
+            lines.append(
+                f"{name}: {steps} steps; p99, longest, p99 run, longest run, collection: {figures} ms"
+            )
+        sys.stdout.write("\n".join([*lines, ""]))
 
 
 if __name__ == "__main__":
