@@ -255,6 +255,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         Raises:
             ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
         """
+        if not isinstance(settings, Mapping):
+            raise ConfigError("settings are a mapping", got=type(settings).__name__)
         _refuse_unknown_names(settings)
         try:
             # strict=False lets "30" from the environment or a command line be a number

@@ -67,7 +67,7 @@ ROOMS: dict[str, Size] = {
     "tests/property": Size(3168),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
-    "tests/unit": Size(1610),
+    "tests/unit": Size(1756),
     "tests/unit/bench": Size(746),
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(1000),
@@ -83,9 +83,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
-    ("kvconnector",): Size(34133, target=27400),
+    ("kvconnector",): Size(34152, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(31756, target=24800),
+    ("tests",): Size(31903, target=24800),
 }
 
 

@@ -42,6 +42,11 @@ def check_workers(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -
         ConfigError: a worker has another engine id or role.
     """
     for worker in metadata:
+        if not isinstance(worker, WorkerMetadata):
+            raise ConfigError(
+                "a scheduler is made with what each worker's handshake() returned",
+                got=type(worker).__name__,
+            )
         theirs, ours = (worker.engine_id, worker.role), (config.engine_id, config.role)
         if theirs != ours:
             raise ConfigError(

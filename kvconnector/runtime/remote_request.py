@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvconnector.errors import BlockIdError
+from kvconnector.errors import BlockIdError, LocalError
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import KeepsEncoder, KeepsState, Retention
 from kvconnector.runtime.params import TransferParams
@@ -25,6 +25,8 @@ def block_lists(
     Raises:
         BlockIdError: not one list and one first block per cache group.
     """
+    if not isinstance(request_id, str):
+        raise LocalError("a request's id is a text", request=request_id)
     try:
         ids = [list(group) for group in blocks]
         firsts = [0] * len(ids) if first_blocks is None else list(first_blocks)

@@ -374,6 +374,8 @@ class Scheduler:
         """Take the engine's aggregated output of one step. Requests that failed are logged, once for the engine."""
         if output is None:
             return
+        if not isinstance(output, WorkerOutput):
+            raise LocalError("update takes what the aggregator returned", got=type(output).__name__)
         self._failures.note("load", output.failed_recving)
         self._failures.note("lease", output.failed_sending)
         if output.finished_sending or output.finished_recving - set(output.failed_recving):

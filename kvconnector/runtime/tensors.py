@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvconnector.datapath.pools import CacheGroup
-from kvconnector.errors import GeometryError
+from kvconnector.errors import GeometryError, require_at_least
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
 
@@ -22,6 +22,7 @@ def view_of(cache_BHND: torch.Tensor) -> KVView:
     Raises:
         GeometryError: the tensor does not have four axes, or its strides make elements overlap.
     """
+    _check_tensor(cache_BHND)
     if cache_BHND.dim() != 4:
         raise GeometryError(
             "a cache view has four axes: block, head, token, dim", shape=tuple(cache_BHND.shape)
@@ -77,6 +78,7 @@ def cache_group(
     Raises:
         GeometryError: no layer, tensors that are not alike or not of four axes, or heads beyond `total_heads`.
     """
+    require_at_least(0, GeometryError, total_heads=total_heads, head_start=head_start)
     for layer, tensors in caches.items():
         _check_layer(layer, tensors)
     layers = tuple(sorted(caches))
@@ -119,8 +121,6 @@ def cache_group(
 
 
 def _check_layer(layer: object, tensors: object) -> None:
-    import torch
-
     if not isinstance(layer, int):
         raise GeometryError("layers are numbered alike in all engines, from 0", layer=layer)
     if not isinstance(tensors, list | tuple):
@@ -130,12 +130,18 @@ def _check_layer(layer: object, tensors: object) -> None:
             got=type(tensors).__name__,
         )
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise GeometryError(
-                "a cache is a torch tensor; torch.from_numpy makes one of an array, without a copy",
-                layer=layer,
-                got=type(tensor).__name__,
-            )
+        _check_tensor(tensor, layer=layer)
+
+
+def _check_tensor(tensor: object, **context: object) -> None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise GeometryError(
+            "a cache is a torch tensor; torch.from_numpy makes one of an array, without a copy",
+            **context,
+            got=type(tensor).__name__,
+        )
 
 
 def device_name(device: torch.device) -> str:

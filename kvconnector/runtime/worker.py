@@ -54,7 +54,7 @@ class Worker:
             layers, or all of it.
 
     Raises:
-        ConfigError: `config` is no `Config`, or `rank` is no pair of numbers.
+        ConfigError: `config` is no `Config`, or `rank` is no pair of numbers, or `model` is no name.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class Worker:
     ) -> None:
         self._config = checked_config(config)
         self._rank = _rank_of(rank)
+        if not isinstance(model, str | ModelDescription):
+            raise ConfigError("a model is a name, or a ModelDescription", model=model)
         self._model = model
         self._incarnation = new_incarnation()
         self._outbox = Outbox()

@@ -1,0 +1,147 @@
+"""The mistakes that the author of an engine makes most: each is refused at the call, in words, and nothing is lost."""
+
+import numpy as np
+import pytest
+import torch
+
+import kvconnector as kvc
+from kvconnector.errors import (
+    BlockIdError,
+    ConfigError,
+    GeometryError,
+    LocalError,
+    RemoteProtocolError,
+    UnknownRequestError,
+)
+
+
+def config(**changes):
+    settings = {"engine_id": "e", "role": "both", "control": {"insecure": True}}
+    return kvc.Config.from_mapping({**settings, **changes})
+
+
+def cache(*shape):
+    return torch.zeros(shape or (4, 2, 8, 4))
+
+
+def worker(**changes):
+    return kvc.Worker(**{"config": config(), "rank": (0, 0), "model": "m", **changes})
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with worker() as registered:
+        registered.register({0: (cache(), cache())})
+        with kvc.Scheduler(config(), [registered.handshake()]) as scheduler:
+            params = scheduler.offer("held", blocks=[[0, 1]], num_tokens=10)
+            scheduler.on_new_request("wanted", {**params, "remote_engine_id": "p"})
+            scheduler.matched_tokens("wanted", 11, 0)
+            yield registered, scheduler
+
+
+SETTINGS = [
+    ({"role": "prefill"}, "role: expected one of producer, consumer, both [got='prefill']"),
+    ({"paths": {"direct": "no"}}, "paths.direct: expected one of auto, always, never"),
+    ({"verify": "md5"}, "verify: expected one of none, checksum"),
+    ({"leases": {}}, "unknown setting 'leases'; did you mean 'lease'"),
+    ({"lease": {"duration": 3}}, "did you mean 'duration_s'"),
+    ({"lease": {"duration_s": -1}}, "lease.duration_s: expected `float` > 0.0 [got=-1]"),
+    ({"lease": 3}, "lease: expected `object`, got `int`"),
+    ({"peer": {"timeout_s": "soon"}}, "peer.timeout_s: expected `float`, got `str` [got='soon']"),
+    ({"control": {"insecure": True, "port": 70_000}}, "control.port: expected `int` <= 65535"),
+    ({"control": {}}, "control.insecure=true"),
+    ({"control": {"insecure": True, "host": "10.0.0.5"}}, "kvconnector keygen"),
+    ({"engine_id": ""}, "engine_id: expected `str` of length >= 1"),
+]
+CONSTRUCTION = [
+    (lambda: kvc.Config.from_mapping(None), ConfigError, "settings are a mapping"),
+    (lambda: kvc.Config.from_env({"KVCONNECTOR_LEASE_DURATION": "3"}), ConfigError, "DURATION_S"),
+    (lambda: worker(config={"engine_id": "e"}), ConfigError, "Config.from_mapping"),
+    (lambda: worker(rank=0), ConfigError, "(pp_rank, tp_rank)"),
+    (lambda: worker(rank=(-1, 0)), ConfigError, "(-1, 0)"),
+    (lambda: worker(model=None), ConfigError, "a model is a name"),
+    (lambda: worker().handshake(), LocalError, "register comes first"),
+    (lambda: kvc.Scheduler(config(), []), GeometryError, "at least one worker"),
+    (lambda: kvc.Scheduler({}, []), ConfigError, "got='dict'"),
+    (lambda: kvc.Scheduler(config(), [worker()]), ConfigError, "handshake()"),
+    (lambda: kvc.view_of(cache(2, 2)), GeometryError, "four axes"),
+    (lambda: kvc.view_of(np.zeros((1, 1, 1, 1))), GeometryError, "torch.from_numpy"),
+    (lambda: kvc.KVOutputAggregator(0), LocalError, "at least one worker"),
+]
+CACHES = [
+    (cache(), "{0: (k, v)}"),
+    ([cache()], "{0: (k, v)}"),
+    ({0: cache()}, "tuple of tensors"),
+    ({0: (np.zeros((4, 2, 8, 4)),)}, "torch.from_numpy"),
+    ({}, "one or two tensors a layer"),
+    ({0: (cache(4, 2, 8),)}, "four axes"),
+    ({0: (cache(),), 1: (cache(4, 2, 16, 4),)}, "alike in all layers"),
+    ({"model.layers.0": (cache(),)}, "layers are numbered"),
+    ({0: (cache(1, 2, 8, 4).expand(4, 2, 8, 4),)}, "overlap"),
+]
+OFFERS = [
+    ({"blocks": [1]}, "a list of block ids for each cache group"),
+    ({"blocks": None}, "a list of block ids for each cache group"),
+    ({"blocks": [[9]]}, "outside the pool [group=0, highest=9, num_blocks=4]"),
+    ({"blocks": [[1]], "num_tokens": 40}, "do not hold these tokens"),
+    ({"blocks": [[1, 1]], "num_tokens": 16}, "name one twice"),
+    ({"blocks": [[1], [2]]}, "each cache group"),
+    ({"num_tokens": "4"}, "num_tokens must be an integer"),
+    ({"request_id": None}, "a request's id is a text"),
+    ({"request_id": "held"}, "offered already"),
+]
+ORDERS = [
+    (lambda w, s: w.register({0: (cache(),)}), LocalError, "registered once"),
+    (lambda w, s: w.start_step(None), LocalError, "Scheduler.build_step"),
+    (lambda w, s: s.update([]), LocalError, "aggregator"),
+    (lambda w, s: s.on_new_request("q", "{}"), RemoteProtocolError, "must be a mapping"),
+    (lambda w, s: s.on_new_request("q", {"do_remote_prefill": True}), RemoteProtocolError, "field"),
+    (lambda w, s: s.load("nobody", blocks=[[1]], num_tokens=4), UnknownRequestError, "nobody"),
+    (lambda w, s: s.load("wanted", blocks=[1], num_tokens=10), BlockIdError, "a list of block ids"),
+]
+
+
+@pytest.mark.parametrize("changes, words", SETTINGS)
+def test_a_setting_that_cannot_be_is_named_with_what_it_may_be(changes, words):
+    with pytest.raises(ConfigError) as raised:
+        config(**changes)
+    assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("call, kind, words", CONSTRUCTION)
+def test_what_cannot_be_made_is_refused(call, kind, words):
+    with pytest.raises(kind) as raised:
+        call()
+    assert words in str(raised.value)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("caches, words", CACHES)
+def test_caches_that_are_none_are_refused_and_others_may_be_registered(caches, words):
+    with worker() as refused:
+        with pytest.raises(GeometryError) as raised:
+            refused.register(caches)
+        assert words in str(raised.value)
+        with pytest.raises(GeometryError, match="total_heads must be an integer"):
+            refused.register({0: (cache(),)}, total_heads="8")
+        assert "not registered" in repr(refused)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("changes, words", OFFERS)
+def test_an_offer_that_cannot_be_is_refused_and_holds_nothing(engine, changes, words):
+    _, scheduler = engine
+    held = scheduler.held
+    arguments = {"request_id": "r", "blocks": [[1]], "num_tokens": 4, **changes}
+    with pytest.raises(LocalError) as raised:
+        scheduler.offer(arguments.pop("request_id"), **arguments)
+    assert words in str(raised.value)
+    assert scheduler.held == held
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("call, kind, words", ORDERS)
+def test_an_order_that_cannot_be_is_refused(engine, call, kind, words):
+    with pytest.raises(kind) as raised:
+        call(*engine)
+    assert words in str(raised.value)
