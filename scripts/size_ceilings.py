@@ -65,6 +65,7 @@ ROOMS: dict[str, Size] = {
     "tests/integration": Size(1540),
     "tests/kernels": Size(1900),
     "tests/property": Size(3168),
+    "tests/sglang/pure": Size(790),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
     "tests/unit": Size(1756),
@@ -83,9 +84,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
-    ("kvconnector",): Size(34152, target=27400),
+    ("kvconnector",): Size(34157, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(31903, target=24800),
+    ("tests",): Size(32693, target=24800),
 }
 
 

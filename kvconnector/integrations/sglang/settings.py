@@ -143,6 +143,7 @@ def refuse_unsupported(facts: Mapping[str, object]) -> None:
     Raises:
         ConfigError: some are not; the text names all.
     """
-    found = {name: value for name, value in facts.items() if value not in (None, False, 0, 1, "")}
+    plain = ("None", "False", "0", "1", "")  # not by ==, for which True is 1
+    found = {name: value for name, value in facts.items() if str(value) not in plain}
     if found:
         raise ConfigError("kvconnector does not transfer the caches of SGLang with", **found)

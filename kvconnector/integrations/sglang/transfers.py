@@ -244,16 +244,18 @@ class RankTransfers:
         self.config = config
         self.num_groups = len(groups)
         self._worker = Worker(config, rank=rank, model=model)
-        self._worker.register(list(groups))
-        own = msgspec.msgpack.encode(self._worker.handshake())
-        workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
-        geometry = engine_geometry(workers, config.verify)
-        self._step = StepMetadata(engine=geometry)
         self._service: DirectoryService | None = None
-        if config.role == "producer" and rank == Rank(0, 0):
-            directory = directory_of(geometry, workers, stream=config.stream)
-            control = open_control(config, config.control.port)
-            self._service = DirectoryService(control, directory).start()
+        try:
+            self._worker.register(list(groups))
+            own = msgspec.msgpack.encode(self._worker.handshake())
+            workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
+            self._step = StepMetadata(engine=engine_geometry(workers, config.verify))
+            self.order()  # peers may greet it before it has a request
+            if config.role == "producer" and rank == Rank(0, 0):
+                self._service = _directory_service(config, workers)
+        except BaseException:
+            self._worker.close()
+            raise
         self._awaited: dict[str, RoomTransfer] = {}
         self._numbers = count()
         self._turn = 0
@@ -320,6 +322,14 @@ class RankTransfers:
 
 
 NO_BLOCKS = GroupBlocks.of(())
+
+
+def _directory_service(
+    config: ConnectorConfig, workers: Sequence[WorkerMetadata]
+) -> DirectoryService:
+    geometry = engine_geometry(workers, config.verify)
+    directory = directory_of(geometry, workers, stream=config.stream)
+    return DirectoryService(open_control(config, config.control.port), directory).start()
 
 
 def transfer_names(room: int) -> tuple[str, str]:

@@ -1,0 +1,182 @@
+"""Prefill and decode engines of several ranks in this process, as SGLang would call their ranks."""
+
+import threading
+import time
+from contextlib import ExitStack, closing
+
+from kvconnector.ids import Rank
+from kvconnector.integrations.sglang.settings import connector_config, prefill_address
+from kvconnector.integrations.sglang.transfers import (
+    LoadedPrompt,
+    RankTransfers,
+    SentPrompt,
+    Stage,
+)
+from kvconnector.topology import ModelDescription
+from tests.sglang.pure.pools import Pools
+from tests.support.ports import free_ports
+
+DEADLINE_S = 110.0
+"""Whoever comes first compiles the kernels."""
+
+
+class Gathered:
+    """What all ranks, each in a thread, give and get."""
+
+    def __init__(self, num_ranks):
+        self._barrier = threading.Barrier(num_ranks, timeout=DEADLINE_S)
+        self._given = [b""] * num_ranks
+
+    def of(self, index):
+        def gather(payload):
+            self._given[index] = payload
+            self._barrier.wait()
+            return list(self._given)
+
+        return gather
+
+
+class Engine:
+    """All ranks of one engine."""
+
+    def __init__(self, model, *, is_prefill, port, tp_size=1, pp_size=1, page_size=4, environ=None):
+        ranks = [Rank(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
+        config = connector_config(
+            is_prefill=is_prefill,
+            host="127.0.0.1",
+            bootstrap_port=port,
+            unique_name=f"decode-{time.monotonic_ns()}",
+            environ=environ or {},
+        )
+        shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size}
+        self.pools = [Pools(model, rank=rank, is_prefill=is_prefill, **shape) for rank in ranks]
+        self.page_size = page_size
+        self.ranks = [None] * len(ranks)
+        gathered = Gathered(len(ranks))
+        described = ModelDescription(model="m", dtype="int32", num_layers=model.layers)
+
+        def start(index):
+            self.ranks[index] = RankTransfers(
+                config,
+                rank=ranks[index],
+                groups=self.pools[index].groups,
+                model=described,
+                gather=gathered.of(index),
+            )
+
+        threads = [threading.Thread(target=start, args=(i,)) for i in range(len(ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert None not in self.ranks
+
+    def close(self):
+        for rank in self.ranks:
+            rank.close()
+
+
+class Pair:
+    """A prefill engine and a decode engine. What one of them is asked to do, all of its ranks are."""
+
+    def __init__(self, model, *, prefill=None, decode=None, environ=None):
+        self.model, self.port = model, free_ports()
+        self._stack = ExitStack()
+        try:
+            common = {"port": self.port, "environ": environ}
+            self.prefill = self._open(is_prefill=True, **common, **(prefill or {}))
+            self.decode = self._open(is_prefill=False, **common, **(decode or {}))
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def _open(self, **options):
+        return self._stack.enter_context(closing(Engine(self.model, **options)))
+
+    def close(self):
+        self._stack.close()
+
+    def send(self, room):
+        return [SentPrompt(rank, room) for rank in self.prefill.ranks]
+
+    def want(self, room):
+        found = []
+        for rank in self.decode.ranks:
+            found.append(LoadedPrompt(rank, room))
+            found[-1].want(prefill_address(f"127.0.0.1:{self.port}", rank.config))
+        return found
+
+    def grow(self, sent, pages, start, stop):
+        """Compute and publish the tokens in between, of which the first begins a page."""
+        for transfer, pools in zip(sent, self.prefill.pools, strict=True):
+            size = pools.page_size
+            taken = pages[start // size : -(-stop // size)]
+            for caches, base in ((pools.kv, 0), (pools.draft, 0), (pools.window, 4)):
+                pools.write_tokens(caches, taken, range(start, stop), base, start)
+            transfer.grow(taken, stop - start, page_groups=pools.layout.kv_groups)
+
+    def publish(self, sent):
+        for transfer in sent:
+            transfer.publish()
+
+    def complete(self, sent, pages, num_tokens, *, slot=2, row=1, token=7):
+        """The prompt's last chunk was grown: hand over what is read at the end."""
+        for transfer, pools in zip(sent, self.prefill.pools, strict=True):
+            pools.write_end(slot, row, token)
+            pools.rows.fill(row)
+            states = self._states(pools, pages, num_tokens, 0, slot)
+            transfer.complete(pools.layout.last_blocks(states, row, num_tokens))
+
+    def load(self, wanted, pages, num_tokens, *, prefix=0, slot=3, row=2):
+        """Into `pages`, which begin with the sequence's first."""
+        for transfer, pools in zip(wanted, self.decode.pools, strict=True):
+            ranges, blocks = pools.layout.to_load(
+                pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)],
+                self._states(pools, pages, num_tokens, prefix, slot),
+                row,
+                prefix_tokens=prefix,
+                num_tokens=num_tokens,
+                window_tokens=self.model.window_tokens,
+            )
+            transfer.load(ranges, blocks)
+
+    def _states(self, pools, pages, num_tokens, prefix, slot):
+        """As SGLang names them: a window's pages, whole ones, and a slot."""
+        states = []
+        size = pools.page_size
+        if self.model.windows:
+            first = max(prefix, num_tokens - self.model.window_tokens) // size
+            states.append(pages[first : -(-num_tokens // size)])
+        if self.model.states:
+            states.append([[slot]])
+        return states
+
+    def until_over(self, *transfers):
+        """Poll as SGLang does until each of them is done or has failed; returns their stages."""
+        until_s = time.monotonic() + DEADLINE_S
+        while True:
+            stages = [transfer.poll() for transfer in transfers]
+            if all(stage in {Stage.DONE, Stage.FAILED} for stage in stages):
+                return stages
+            assert time.monotonic() < until_s, stages
+            time.sleep(0.001)
+
+    def check(self, pages, num_tokens, *, prefix=0, slot=3, row=2, token=7):
+        """All that the decode engine's ranks should have is there."""
+        for pools in self.decode.pools:
+            kept = num_tokens - self.model.window_tokens
+            spans = [(pools.kv, 0, prefix), (pools.draft, 0, prefix), (pools.window, 4, kept)]
+            for caches, base, start in spans:
+                tokens = range(max(0, prefix, start), num_tokens)
+                rows = pools.rows_of(pages, 0, tokens)
+                for part, layers in enumerate(caches):
+                    for layer, tensor in layers.items():
+                        expected = pools.expected_pages(base + part, layer, tokens)
+                        assert tensor[rows].equal(expected), (pools.shape, part, layer)
+            for layer, tensor in pools.conv.items():
+                assert tensor[slot].equal(pools.expected_conv(layer))
+            for layer, tensor in pools.temporal.items():
+                assert tensor[slot].equal(pools.expected_temporal(layer))
+            pools.rows.spread(row)
+            for number, tensor in enumerate(pools.aux):
+                assert tensor[row].tolist() == [i + token + number for i in range(tensor.shape[1])]

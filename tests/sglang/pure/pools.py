@@ -1,0 +1,190 @@
+"""Pools as SGLang lays them out, and what it lists of them, in this process and without SGLang.
+
+Every element has a value that says which it is: of which part and layer, head, token or channel. So a rank of any
+engine knows what it must have after a load.
+"""
+
+from types import SimpleNamespace
+
+import torch
+
+from kvconnector.integrations.sglang.caches import (
+    Heads,
+    Shape,
+    metadata_group,
+    registered_groups,
+)
+from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.requests import Layout
+
+HEAD_DIM = 8
+NUM_SLOTS = 6
+NUM_ROWS = 5
+ROW_WIDTHS = (16, 3, 40)
+CONV_GROUPS = (12, 12, 24)
+CONV_WIDTH = 3
+STATE_HEADS = 12
+STATE_DIMS = (2, 4)
+DTYPE = torch.int32
+
+
+class Model:
+    """What both engines have. `windows` are layers with a sliding window, `states` layers with a recurrent state."""
+
+    def __init__(
+        self, *, layers=4, heads=4, latent=False, windows=(), states=(), window_tokens=0, draft=0
+    ):
+        self.layers = layers
+        self.heads = 1 if latent else heads
+        self.latent = latent
+        self.windows, self.states = windows, states
+        self.window_tokens = window_tokens
+        self.draft = draft
+
+    def code(self, part, layer, outer, inner):
+        """A value of its own for each element."""
+        return (((part * 16 + layer) * 4096) + outer) * 64 + inner
+
+
+class Pools:
+    """One rank's tensors, its `KVArgs` and its cache groups."""
+
+    def __init__(self, model, *, rank, tp_size, pp_size, is_prefill, page_size, num_pages=24):
+        self.model, self.page_size = model, page_size
+        pp_rank, tp_rank = rank
+        per_stage = model.layers // pp_size
+        stage = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
+        heads = Heads.of(model.heads, tp_rank, tp_size)
+        self.shape = Shape(
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
+            is_prefill=is_prefill,
+            num_layers=model.layers,
+            kv_heads=heads,
+            window_heads=heads,
+            kv_layers=[each for each in stage if each not in {*model.windows, *model.states}],
+            window_layers=[each for each in stage if each in model.windows],
+            has_latent=model.latent,
+            device="cpu",
+            dtype="int32",
+        )
+        rows = num_pages * page_size
+        parts = 1 if model.latent else 2
+        self.kv = self._pages(self.shape.kv_layers, parts, rows)
+        self.draft = self._pages(range(model.layers, model.layers + model.draft), parts, rows)
+        self.window = self._pages(self.shape.window_layers, 2, rows)
+        stateful = [each for each in stage if each in model.states]
+        conv = (NUM_SLOTS, sum(CONV_GROUPS) // tp_size, CONV_WIDTH)
+        self.conv = {layer: torch.zeros(conv, dtype=DTYPE) for layer in stateful}
+        temporal = (NUM_SLOTS, STATE_HEADS // tp_size, *STATE_DIMS)
+        self.temporal = {layer: torch.zeros(temporal, dtype=DTYPE) for layer in stateful}
+        self.aux = [torch.zeros(NUM_ROWS, width, dtype=torch.uint8) for width in ROW_WIDTHS]
+        self.args = self._listed()
+        self.rows = MetadataRows(
+            self.args.aux_data_ptrs, self.args.aux_data_lens, self.args.aux_item_lens, "cpu"
+        )
+        groups, kinds = registered_groups(self.args, self.shape)
+        group = metadata_group(self.rows.address, NUM_ROWS, self.rows.row_bytes, self.shape)
+        self.groups = [*groups, group]
+        self.layout = Layout(tuple(kinds), page_size)
+
+    def _pages(self, layers, parts, rows):
+        shape = (rows, self.shape.kv_heads.count, HEAD_DIM)
+        return [{layer: torch.zeros(shape, dtype=DTYPE) for layer in layers} for _ in range(parts)]
+
+    def _listed(self):
+        def columns(tensors, item_rows):
+            return (
+                [tensor.data_ptr() for tensor in tensors],
+                [tensor.nbytes for tensor in tensors],
+                [tensor[0].nbytes * item_rows for tensor in tensors],
+            )
+
+        def flat(parts):
+            return [tensor for part in parts for tensor in part.values()]
+
+        args = SimpleNamespace(page_size=self.page_size, num_draft_entries=len(flat(self.draft)))
+        args.state_types, states = [], []
+        if self.model.windows:
+            args.state_types.append("swa")
+            states.append(columns(flat(self.window), self.page_size))
+        tensors = [*self.conv.values(), *self.temporal.values()]
+        if self.model.states:
+            args.state_types.append("mamba")
+            states.append(columns(tensors, 1))
+        args.state_data_ptrs, args.state_data_lens, args.state_item_lens = (
+            list(map(list, zip(*states, strict=True))) if states else ([], [], [])
+        )
+        cuts = [tensor.shape[1] for tensor in tensors]
+        groups = [list(CONV_GROUPS)] * len(self.conv) + [None] * len(self.temporal)
+        empty = [[]] * (len(states) - bool(self.model.states))
+        args.state_dim_per_tensor = [*empty, cuts]
+        args.state_slice_outer_counts = [*empty, [1] * len(tensors)]
+        args.state_conv_shard_groups = [*empty, groups]
+        args.state_layer_ids = [*empty, [*self.conv, *self.temporal]]
+        args.swa_kv_cache_layout = "nhd"
+        args.kv_layer_ids = [layer for part in self.kv for layer in part] * bool(self.model.states)
+        kv = columns(flat(self.kv) + flat(self.draft), self.page_size)
+        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = kv
+        args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens = columns(self.aux, 1)
+        return args
+
+    def rows_of(self, pages, first_token, tokens):
+        """Where these tokens are, if the pages begin with the page of `first_token`."""
+        base = first_token // self.page_size
+        return [
+            pages[token // self.page_size - base] * self.page_size + token % self.page_size
+            for token in tokens
+        ]
+
+    def expected_pages(self, part, layer, tokens):
+        """Of these tokens `[token, head, dim]` of this rank."""
+        first = self.shape.kv_heads.start
+        values = [
+            [
+                [
+                    self.model.code(part, layer, token, head * HEAD_DIM + dim)
+                    for dim in range(HEAD_DIM)
+                ]
+                for head in range(first, first + self.shape.kv_heads.count)
+            ]
+            for token in tokens
+        ]
+        return torch.tensor(values, dtype=DTYPE).view(-1, self.shape.kv_heads.count, HEAD_DIM)
+
+    def expected_conv(self, layer):
+        """The channels of this rank, group after group."""
+        channels, base = [], 0
+        for total in CONV_GROUPS:
+            count = total // self.shape.tp_size
+            start = base + self.shape.tp_rank * count
+            channels += range(start, start + count)
+            base += total
+        values = [[self.model.code(8, layer, c, k) for k in range(CONV_WIDTH)] for c in channels]
+        return torch.tensor(values, dtype=DTYPE)
+
+    def expected_temporal(self, layer):
+        """The state heads of this rank."""
+        count = STATE_HEADS // self.shape.tp_size
+        heads = range(self.shape.tp_rank * count, (self.shape.tp_rank + 1) * count)
+        inner = range(STATE_DIMS[0] * STATE_DIMS[1])
+        values = [[self.model.code(9, layer, head, i) for i in inner] for head in heads]
+        return torch.tensor(values, dtype=DTYPE).view(-1, *STATE_DIMS)
+
+    def write_tokens(self, caches, pages, tokens, part_base=0, first_token=0):
+        """As a model's forward would."""
+        rows = self.rows_of(pages, first_token, tokens)
+        for part, layers in enumerate(caches):
+            for layer, tensor in layers.items():
+                tensor[rows] = self.expected_pages(part_base + part, layer, tokens)
+
+    def write_end(self, slot, row, token):
+        """States, and a row of metadata whose first byte is the token."""
+        for layer, tensor in self.conv.items():
+            tensor[slot] = self.expected_conv(layer)
+        for layer, tensor in self.temporal.items():
+            tensor[slot] = self.expected_temporal(layer)
+        for number, tensor in enumerate(self.aux):
+            tensor[row] = torch.arange(tensor.shape[1]) + token + number

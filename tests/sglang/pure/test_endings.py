@@ -1,0 +1,175 @@
+"""Requests that end early, on either side and at any time, and what the engines are told."""
+
+import time
+from contextlib import closing
+
+import pytest
+
+from kvconnector.errors import (
+    AuthenticationError,
+    LeaseExpiredError,
+    PeerUnreachableError,
+    RemoteError,
+    TransferAbortedError,
+    TransferTimeoutError,
+    UnknownTransferError,
+)
+from kvconnector.integrations.sglang.settings import prefill_address
+from kvconnector.integrations.sglang.transfers import LoadedPrompt, Stage, error_from
+from tests.sglang.pure.engines import Engine, Pair
+from tests.sglang.pure.pools import Model
+from tests.support.ports import free_ports
+
+pytestmark = pytest.mark.ucx
+
+PAGES, OTHERS, TOKENS = [1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 18
+QUICK = {
+    "KVCONNECTOR_LEASE_DURATION_S": "1.0",
+    "KVCONNECTOR_LEASE_EARLY_FOLLOW_S": "0.5",
+    "KVCONNECTOR_PEER_HEARTBEAT_INTERVAL_S": "0.2",
+    "KVCONNECTOR_PEER_TIMEOUT_S": "2",
+    "KVCONNECTOR_PEER_TRANSFER_TIMEOUT_S": "3",
+}
+
+
+@pytest.fixture
+def pair():
+    with closing(Pair(Model(), decode={"tp_size": 2}, environ=QUICK)) as made:
+        yield made
+
+
+def _computed(pair, room):
+    sent = pair.send(room)
+    pair.grow(sent, PAGES, 0, TOKENS)
+    pair.complete(sent, PAGES, TOKENS)
+    return sent
+
+
+def test_a_request_that_no_decode_engine_asks_for_ends_with_its_lease(pair):
+    sent = _computed(pair, 1)
+    assert pair.until_over(*sent) == [Stage.FAILED]
+    assert isinstance(sent[0].settle(), LeaseExpiredError)
+
+
+def test_a_request_that_no_prefill_engine_is_asked_for_is_refused(pair):
+    wanted = pair.want(2)
+    pair.load(wanted, OTHERS, TOKENS)
+    assert {*pair.until_over(*wanted)} == {Stage.FAILED}
+    errors = [each.settle() for each in wanted]
+    assert {type(error) for error in errors} == {UnknownTransferError}, errors
+
+
+@pytest.mark.parametrize("is_complete", [False, True], ids=["half computed", "computed"])
+def test_the_decode_side_gives_up(pair, is_complete):
+    sent = pair.send(3)
+    wanted = pair.want(3)
+    pair.load(wanted, OTHERS, TOKENS)
+    pair.grow(sent, PAGES, 0, 16 if not is_complete else TOKENS)
+    pair.publish(sent)
+    for each in wanted:
+        each.abort()
+        each.abort()
+    assert {*pair.until_over(*wanted)} == {Stage.FAILED}
+    assert {type(each.settle()) for each in wanted} == {TransferAbortedError}
+    if not is_complete:
+        pair.grow(sent, PAGES, 16, TOKENS)
+    pair.complete(sent, PAGES, TOKENS)
+    assert pair.until_over(*sent) == [Stage.FAILED]
+    assert isinstance(sent[0].settle(), TransferAbortedError)
+
+
+@pytest.mark.parametrize("is_complete", [False, True], ids=["half computed", "computed"])
+def test_the_prefill_side_gives_up(pair, is_complete):
+    sent = pair.send(4)
+    wanted = pair.want(4)
+    if is_complete:
+        pair.grow(sent, PAGES, 0, TOKENS)
+        pair.complete(sent, PAGES, TOKENS)
+    else:
+        pair.load(wanted, OTHERS, TOKENS)
+        pair.grow(sent, PAGES, 0, 16)
+        pair.publish(sent)
+    for each in sent:
+        each.abort()
+    assert pair.until_over(*sent) == [Stage.FAILED]
+    pair.load(wanted, OTHERS, TOKENS)
+    assert {*pair.until_over(*wanted)} == {Stage.FAILED}
+    assert {type(each.settle()) for each in wanted} == {TransferAbortedError}
+
+
+def test_a_request_that_is_given_up_before_it_has_begun_can_be_asked_for_again(pair):
+    for each in (*pair.send(5), *pair.want(5)):
+        each.abort()
+        assert each.poll() is Stage.FAILED
+    sent = _computed(pair, 6)
+    wanted = pair.want(6)
+    pair.load(wanted, OTHERS, TOKENS)
+    assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+
+
+def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
+    sent = pair.send(7)
+    wanted = pair.want(7)
+    pair.load(wanted, OTHERS, TOKENS)
+    assert wanted[0].poll() is Stage.TRANSFERRING
+    error = wanted[0].settle()
+    assert isinstance(error, RemoteError)
+    assert error.is_from_another_rank
+    assert wanted[0].poll() is Stage.FAILED
+    for each in (*sent, *wanted):
+        each.abort()
+
+
+def test_a_room_is_used_again(pair):
+    for _ in range(2):
+        sent = _computed(pair, 8)
+        wanted = pair.want(8)
+        pair.load(wanted, OTHERS, TOKENS)
+        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+        pair.check(OTHERS, TOKENS)
+
+
+def test_a_prefill_engine_that_is_gone_fails_its_requests_and_one_in_its_place_is_met(pair):
+    wanted = pair.want(9)
+    pair.load(wanted, OTHERS, TOKENS)
+    pair.prefill.close()
+    assert {*pair.until_over(*wanted)} == {Stage.FAILED}
+    with closing(Engine(Model(), is_prefill=True, port=pair.port, environ=QUICK)) as pair.prefill:
+        until_s = time.monotonic() + 30
+        stages = {Stage.FAILED}
+        while stages != {Stage.DONE}:
+            assert time.monotonic() < until_s
+            room = time.monotonic_ns()
+            sent = _computed(pair, room)
+            wanted = pair.want(room)
+            pair.load(wanted, OTHERS, TOKENS)
+            stages = {*pair.until_over(*sent, *wanted)}
+        pair.check(OTHERS, TOKENS)
+
+
+def test_where_nobody_listens_a_request_fails_in_time():
+    environ = QUICK | {"KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "1"}
+    options = {"is_prefill": False, "port": 1, "environ": environ}
+    with closing(Engine(Model(), **options)) as engine:
+        (rank,) = engine.ranks
+        wanted = LoadedPrompt(rank, 10)
+        wanted.want(prefill_address(f"127.0.0.1:{free_ports()}", rank.config))
+        pools = engine.pools[0]
+        ranges, blocks = pools.layout.to_load(
+            OTHERS, (), 1, prefix_tokens=0, num_tokens=TOKENS, window_tokens=None
+        )
+        wanted.load(ranges, blocks)
+        until_s = time.monotonic() + 30
+        while wanted.poll() is not Stage.FAILED:
+            assert time.monotonic() < until_s
+            rank.wait()
+        assert isinstance(wanted.settle(), (PeerUnreachableError, TransferTimeoutError))
+
+
+def test_an_errors_type_is_kept():
+    error = error_from(f"LeaseExpiredError: it ended; {LeaseExpiredError.remedy}", 3)
+    assert isinstance(error, LeaseExpiredError)
+    assert str(error).count(LeaseExpiredError.remedy) == 1
+    assert "room=3" in str(error)
+    assert isinstance(error_from("AuthenticationError: a: b", 3), AuthenticationError)
+    assert isinstance(error_from("something else", 3), RemoteError)

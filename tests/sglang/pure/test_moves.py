@@ -1,0 +1,71 @@
+"""What arrives where, between engines of any shapes, by real workers."""
+
+from contextlib import closing
+
+import pytest
+
+from kvconnector.integrations.sglang.transfers import Stage
+from tests.sglang.pure.engines import Pair
+from tests.sglang.pure.pools import Model
+
+pytestmark = pytest.mark.ucx
+
+LONG, PREFILL_PAGES = 37, [5, 2, 9, 3, 11, 7, 1, 14, 6, 4]
+DECODE_PAGES = [8, 3, 12, 6, 1, 10, 2, 15, 9, 13]
+
+CASES = {
+    "as it is": (Model(), {}, {}),
+    "larger pages": (Model(), {}, {"page_size": 16}),
+    "smaller pages": (Model(), {"page_size": 16}, {}),
+    "more ranks": (Model(), {}, {"tp_size": 2}),
+    "fewer ranks": (Model(), {"tp_size": 2}, {"page_size": 8}),
+    "two ranks to three": (Model(heads=6), {"tp_size": 2}, {"tp_size": 3}),
+    "replicated heads": (Model(heads=2), {"tp_size": 4}, {"tp_size": 2}),
+    "stages to one": (Model(), {"pp_size": 2}, {}),
+    "one to stages": (Model(), {}, {"pp_size": 2, "page_size": 8}),
+    "stages to ranks": (Model(), {"pp_size": 2}, {"tp_size": 2}),
+    "a latent": (Model(latent=True), {"tp_size": 2}, {"page_size": 8}),
+    "a draft model": (Model(draft=1), {}, {"tp_size": 2}),
+    "windows": (Model(windows=(1, 3), window_tokens=9), {}, {"page_size": 8}),
+    "windows, larger pages": (
+        Model(windows=(1, 3), window_tokens=9),
+        {"page_size": 16},
+        {"tp_size": 2},
+    ),
+    "states": (Model(states=(0, 2)), {}, {"tp_size": 2}),
+    "states to three ranks": (Model(heads=6, states=(0, 2)), {"tp_size": 2}, {"tp_size": 3}),
+    "states of stages": (Model(states=(0, 2)), {"pp_size": 2}, {}),
+}
+
+
+@pytest.fixture(params=[*CASES.values()], ids=[*CASES])
+def pair(request):
+    model, prefill, decode = request.param
+    with closing(Pair(model, prefill=prefill, decode=decode)) as made:
+        yield made
+
+
+def test_a_prompt_arrives_in_chunks_past_the_decode_engines_prefix(pair):
+    size = pair.prefill.page_size
+    prefix = pair.decode.page_size
+    sent = pair.send(77)
+    wanted = pair.want(77)
+    pair.load(wanted, DECODE_PAGES, LONG, prefix=prefix)
+    for start in range(0, LONG, 16):
+        pair.grow(sent, PREFILL_PAGES, start, min(start + 16, LONG))
+        if start + 16 < LONG:
+            assert 16 % size == 0
+            pair.publish(sent)
+    pair.complete(sent, PREFILL_PAGES, LONG)
+    assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+    pair.check(DECODE_PAGES, LONG, prefix=prefix)
+
+
+def test_a_prompt_below_a_page_that_is_computed_before_it_is_wanted(pair):
+    sent = pair.send(78)
+    pair.grow(sent, PREFILL_PAGES, 0, 3)
+    pair.complete(sent, PREFILL_PAGES, 3)
+    wanted = pair.want(78)
+    pair.load(wanted, DECODE_PAGES, 3)
+    assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+    pair.check(DECODE_PAGES, 3)

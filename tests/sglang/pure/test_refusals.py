@@ -1,0 +1,148 @@
+"""What the SGLang backend takes from its surroundings, and what it refuses in words."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvconnector.control.security import generate_keys
+from kvconnector.errors import AuthenticationError, BlockIdError, ConfigError, GeometryError
+from kvconnector.integrations.sglang.caches import Heads, registered_groups
+from kvconnector.integrations.sglang.metadata import MetadataRows
+from kvconnector.integrations.sglang.requests import Layout
+from kvconnector.integrations.sglang.settings import (
+    connector_config,
+    prefill_address,
+    refuse_unsupported,
+)
+from kvconnector.integrations.sglang.transfers import transfer_names
+from tests.sglang.pure.pools import Model, Pools
+
+PORT, ANYWHERE = 8998, "0.0.0.0"  # noqa: S104 - what an operator may write
+
+
+def _config(is_prefill=True, host="127.0.0.1", **environ):
+    named = {f"KVCONNECTOR_{name}": value for name, value in environ.items()}
+    return connector_config(
+        is_prefill=is_prefill, host=host, bootstrap_port=PORT, unique_name="d", environ=named
+    )
+
+
+def test_both_sides_derive_the_prefill_engines_name_and_the_transfers():
+    prefill, decode = _config(), _config(is_prefill=False)
+    address = prefill_address(f"localhost:{PORT}", decode)
+    assert (address.engine_id, address.address) == (prefill.engine_id, f"tcp://localhost:{PORT}")
+    assert (prefill.control.port, prefill.role, decode.role) == (PORT, "producer", "consumer")
+    assert prefill_address("fe80::1:7", decode).address == "tcp://[fe80::1]:7"
+    assert transfer_names(7) == transfer_names(7)
+    assert not {*transfer_names(7)} & {*transfer_names(8)}
+    assert len(transfer_names(7)[1]) == 32
+
+
+@pytest.mark.parametrize(
+    "variable", [("ENGINE_ID", "me"), ("CONTROL_PORT", "1"), ("ROLE", "both")], ids=str
+)
+def test_what_follows_from_sglangs_arguments_is_not_set(variable):
+    with pytest.raises(ConfigError, match="follows from SGLang's arguments"):
+        _config(**dict([variable]))
+
+
+def test_beyond_loopback_keys_are_needed(tmp_path):
+    with pytest.raises(ConfigError, match="needs CURVE keys"):
+        _config(host=ANYWHERE)
+    config = _config(host=ANYWHERE, CONTROL_INSECURE_NETWORK="true")
+    assert config.control.advertise_host not in {"", ANYWHERE}
+    with pytest.raises(ConfigError, match="has no address"):
+        _config(host="no.such.host.invalid")
+
+
+def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_path):
+    ours = generate_keys(tmp_path / "ours")
+    first, second = (generate_keys(tmp_path / name).public_key for name in ("first", "second"))
+    clients = tmp_path / "clients"
+    files = {
+        "CONTROL_SECRET_KEY_FILE": str(tmp_path / "ours" / "curve.secret"),
+        "CONTROL_AUTHORIZED_CLIENTS_FILE": str(clients),
+    }
+
+    def key_of(*lines):
+        clients.write_text("\n".join(lines), "utf-8")
+        return prefill_address("p:1", _config(is_prefill=False, **files)).public_key
+
+    assert key_of(ours.public_key) == ours.public_key
+    assert key_of(ours.public_key, first) == first
+    assert key_of(ours.public_key, first, "", "# engines", f"{second} p:1") == second
+    with pytest.raises(AuthenticationError, match="which key"):
+        key_of(first, second)
+
+
+def test_a_bootstrap_address_has_a_port():
+    with pytest.raises(ConfigError, match="host:port"):
+        prefill_address("p", _config(is_prefill=False))
+
+
+def test_deployments_are_refused_by_name():
+    refuse_unsupported({"dp_size": 1, "enable_hisparse": False, "x": None})
+    with pytest.raises(ConfigError, match=r"dp_size=2.*enable_hisparse=True"):
+        refuse_unsupported({"dp_size": 2, "dcp_size": 1, "enable_hisparse": True})
+
+
+def _pools(model=None, **changes):
+    shape = {"tp_size": 1, "pp_size": 1, "is_prefill": True, "page_size": 4}
+    return Pools(model or Model(), rank=(0, 0), **shape | changes)
+
+
+@pytest.mark.parametrize(
+    "model, changes, text",
+    [
+        (Model(), {"state_types": ["dsa"]}, "does not move caches of these kinds"),
+        (Model(), {"kv_item_lens": [100] * 8}, "not as long as its tokens and heads"),
+        (Model(), {"num_draft_entries": 2}, "another number of buffers"),
+        (Model(windows=(1,)), {"swa_kv_cache_layout": "hnd"}, "pages of"),
+        (Model(states=(1,)), {"state_dim_per_tensor": [[7, 7]]}, "cut into"),
+    ],
+    ids=["kind", "length", "layers", "layout", "state"],
+)
+def test_pools_that_are_not_what_they_should_be_are_refused(model, changes, text):
+    pools = _pools(model)
+    args = SimpleNamespace(**vars(pools.args) | changes)
+    with pytest.raises(GeometryError, match=text):
+        registered_groups(args, pools.shape)
+
+
+def test_heads_that_are_not_cut_evenly_are_refused():
+    with pytest.raises(GeometryError, match="not cut evenly"):
+        Heads.of(4, 0, 3)
+
+
+def test_a_decode_engine_has_no_more_stages_than_the_row_has_layers():
+    model = Model(layers=9)
+    with pytest.raises(GeometryError, match="too many stages"):
+        _pools(model, pp_size=9, is_prefill=False)
+    assert not _pools(model, pp_size=9).groups[-1].views
+
+
+def test_metadata_rows_are_alike():
+    pools = _pools()
+    with pytest.raises(GeometryError, match="differ in their rows"):
+        MetadataRows(pools.args.aux_data_ptrs, [5, 6, 7], [1, 1, 1], "cpu")
+
+
+@pytest.mark.parametrize(
+    "states, options",
+    [
+        ([[1], [2]], {}),
+        ([[1], [2, 3], [4]], {}),
+        ([[1], [2]], {"prefix_tokens": 3}),
+        ([[1], [2]], {"window_tokens": None}),
+        ([[1, 2], [2, 3]], {}),
+        ([[1], [2]], {"num_tokens": 0}),
+    ],
+)
+def test_blocks_that_cannot_be_a_requests_are_refused(states, options):
+    layout = Layout(("kv", "swa", "mamba"), 4)
+    wanted = {"prefix_tokens": 0, "num_tokens": 4, "window_tokens": 4} | options
+    if (states, options) == ([[1], [2]], {}):
+        assert layout.to_load([1], states, 0, **wanted)
+        return
+    with pytest.raises(BlockIdError):
+        layout.to_load([1], states, 0, **wanted)
