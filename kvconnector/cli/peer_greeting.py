@@ -36,7 +36,6 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.export_check import check_export
-from kvconnector.session.loads import Loads
 from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 from kvconnector.transport.ucx.address import WorkerAddress
@@ -195,7 +194,7 @@ class PeerGreeting(ExitStack):
         self._engines = RemoteEngines(
             TpKVTopology(ours, RANK),
             config.peer,
-            Loads(),
+            {},
             lambda _: False,
             defaultdict(lambda: "NHD"),
         )

@@ -27,10 +27,10 @@ from kvconnector.session.commands import NEVER, Command
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
 from kvconnector.session.load import Load, LoadState, ending_of
-from kvconnector.session.loads import Backlog, Loads
+from kvconnector.session.loads import Backlog
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import OpenReads, read_message
-from kvconnector.session.remote_engine import RemoteEngine
+from kvconnector.session.remote_engine import EngineState, RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
@@ -58,7 +58,8 @@ class ConsumerSession:
         self._stream = stream
         self._rank = rank
         self._num_groups = geometry.num_groups
-        self._loads = Loads()
+        self._loads: dict[str, Load] = {}
+        self._asked: dict[str, Load] = {}
         self._agenda: Agenda[Load] = Agenda()
         self._backlog = Backlog()
         self._progress_at = 0.0
@@ -100,7 +101,7 @@ class ConsumerSession:
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
-        rank, asked = str(self._rank), list(self._loads.asked.values())
+        rank, asked = str(self._rank), list(self._asked.values())
         return tuple(
             each for load in asked for each in load.trace.in_flight(load.request_id, rank, now)
         )
@@ -114,7 +115,8 @@ class ConsumerSession:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
         load = Load(event, now)
-        self._loads.add(load)
+        self._loads[load.request_id] = load
+        self._engines.open(load.engine).loads.add(load)
         if load.is_followed:
             self._give_until(load, now + self._progress_timeout_s)
         return []
@@ -124,7 +126,7 @@ class ConsumerSession:
         if engine is None:
             return []
         commands: list[Command] = []
-        for load in self._loads.of_transfer(engine.name, event.message.transfer_id):
+        for load in engine.loads.of_transfer(event.message.transfer_id):
             if load.is_followed:
                 load.accept(event, now)
                 commands += self._take_progress(load, engine, event, now)
@@ -164,9 +166,11 @@ class ConsumerSession:
         error = event.error or load.error
         if error is not None:
             return self._close(load, ending_of(error), error, now)
-        engine = self._engines.ready(load.engine)
-        self._loads.depend(load, is_connecting=engine is None)
-        if engine is None:
+        self._asked[load.request_id] = load
+        engine = self._engines.open(load.engine)
+        is_connecting = engine.state is not EngineState.READY
+        engine.loads.depend(load, is_connecting=is_connecting)
+        if is_connecting:
             self._give_until(load, now + self._engines.patience_s(load.engine))
             load.move(LoadState.CONNECTING)
             return []
@@ -275,7 +279,7 @@ class ConsumerSession:
 
     def _engine_ready(self, event: ev.EngineReady, now: float) -> list[Command]:
         """Begin what waits for the engine."""
-        self._backlog.add(event, self._loads.take_connecting(event.engine))
+        self._backlog.add(event, self._engines.open(event.engine).loads.take_connecting())
         return self._work_off(now)
 
     def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
@@ -284,7 +288,7 @@ class ConsumerSession:
         reads = self._reads.of_engine(event.engine)
         for read in reads:
             read.is_peer_over = True
-        self._backlog.add(event, self._loads.take_depending(event.engine))
+        self._backlog.add(event, self._engines.open(event.engine).loads.take_depending())
         for read in reads:
             if read.is_asked:  # no more than there are slots
                 commands += self._fail_if_lost(read, now)
@@ -355,7 +359,7 @@ class ConsumerSession:
         load.error = error
         load.deadline = NEVER
         self._agenda.forget(load)
-        self._loads.give_up(load)
+        self._engines.give_up(load)
         if load.asked is None:
             return self._notify_prefill_started(load)
         reads = [self._reads[read_id] for read_id in load.reads]
@@ -371,7 +375,9 @@ class ConsumerSession:
         """End the load: tell the engine, if it had given us blocks, and then the producer's ranks, who can wait."""
         load.move(state)
         self._agenda.forget(load)
-        self._loads.close(load)
+        self._engines.give_up(load)
+        self._asked.pop(load.request_id, None)
+        del self._loads[load.request_id]
         kind = m.Done if state is LoadState.DONE else m.Abort
         ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
         commands: list[Command] = []

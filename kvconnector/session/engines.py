@@ -20,7 +20,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId
-from kvconnector.session.loads import Loads
+from kvconnector.session.load import Load
 from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import (
     EngineState,
@@ -60,15 +60,15 @@ ENGINE_EVENTS = frozenset(
 class RemoteEngines:
     """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine.
 
-    Heartbeats name `loads` in turn, and keep their leases alive; `is_read(engine)` returns True if a read of it is
-    left. An engine without either is disconnected after `PeerConfig.idle_timeout_s`.
+    Heartbeats name the `loads` of each engine in turn, and keep their leases alive; `is_read(engine)` returns True if a
+    read of it is left. An engine without either is disconnected after `PeerConfig.idle_timeout_s`.
     """
 
     def __init__(
         self,
         topology: TpKVTopology,
         settings: PeerConfig,
-        loads: Loads,
+        loads: Mapping[str, Load],
         is_read: Callable[[EngineAddress], bool],
         orders: Mapping[tuple[int, int], str],
     ) -> None:
@@ -82,6 +82,19 @@ class RemoteEngines:
         self._link_numbers = count(1)
         self.agenda: Agenda[RemoteEngine] = Agenda()
         self._met: set[EngineAddress] = set()
+
+    def open(self, name: EngineAddress) -> RemoteEngine:
+        """The engine of a load that has not failed; a new one if it is the first."""
+        engine = self._engines.get(name)
+        if engine is None:
+            engine = self._engines[name] = RemoteEngine(name)
+        return engine
+
+    def give_up(self, load: Load) -> None:
+        """The load is over. Its engine may be forgotten if it had failed before."""
+        engine = self._engines.get(load.engine)
+        if engine is not None:
+            engine.loads.give_up(load)
 
     def ready(self, name: EngineAddress) -> RemoteEngine | None:
         """The engine, if it can be read from now."""
@@ -112,10 +125,7 @@ class RemoteEngines:
         if isinstance(event, ev.Tick):
             return self._tick_due(event, now)
         if isinstance(event, WantRequest):
-            wanted = event.engine
-            engine = self._engines.get(wanted)
-            if engine is None:
-                engine = self._engines[wanted] = RemoteEngine(wanted)
+            engine = self.open(event.engine)
             engine.accept(event, now)
             answers = self._wanted(engine, event, now)
         else:
@@ -235,7 +245,7 @@ class RemoteEngines:
             engine.move(EngineState.HELLO)
             # greeting all of them may take longer than a lease lasts
             engine.heartbeat_at = now + QUICK_GREETING_S
-            self._loads.start_over(engine.name)
+            engine.loads.start_over()
         segments = {route.peer: route.segments for route in engine.routes}
         for rank in holders:
             entry = entries[rank]
@@ -283,7 +293,7 @@ class RemoteEngines:
         self._met.add(engine.name)
         engine.attempts = 0
         engine.heartbeat_at = engine.ask_at = engine.idle_since = now
-        self._loads.start_over(engine.name)
+        engine.loads.start_over()
         return [*self._send_endings(engine), ev.EngineReady(engine.name)]
 
     def _send_endings(self, engine: RemoteEngine) -> list[Answer]:
@@ -303,7 +313,7 @@ class RemoteEngines:
             return self._lose(engine, event, error, now)
         if engine.state is EngineState.BACKOFF and engine.until <= now:
             engine.accept(event, now)
-            if self._loads.num_wanted(engine.name):
+            if engine.loads.turns:
                 return self._resolve(engine, now)
             return self._forget(engine)
         if engine.state is EngineState.HELLO:
@@ -323,7 +333,7 @@ class RemoteEngines:
                 return self._lose(engine, event, lost, now)
         endings = self._send_endings(engine)
         is_idle = now >= max(engine.heartbeat_at, engine.idle_since + self._settings.idle_timeout_s)
-        if is_idle and not (self._loads.num_wanted(engine.name) or self._is_read(engine.name)):
+        if is_idle and not (engine.loads.turns or self._is_read(engine.name)):
             return [*endings, *self._forget(engine)]
         return [*endings, *self._heartbeats(engine, now)]
 
@@ -331,19 +341,19 @@ class RemoteEngines:
         """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
         limit = 0
         if engine.ask_at <= now:
-            limit = min(m.MAX_NAMED, self._loads.num_unnamed(engine.name))
+            limit = min(m.MAX_NAMED, engine.loads.num_unnamed)
         if engine.heartbeat_at <= now:
             limit = m.MAX_NAMED
             interval_s = engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
-            num_heartbeats = ceil(self._loads.num_wanted(engine.name) / m.MAX_NAMED)
+            num_heartbeats = ceil(len(engine.loads.turns) / m.MAX_NAMED)
             engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
         if not limit:
             engine.ask_at = NEVER
             return []
         # a worker answers who has greeted it
         links = engine.links if engine.state is EngineState.READY else ()
-        transfers, followed = self._loads.take_turn(engine.name, limit, links)
-        engine.ask_at = now if self._loads.num_unnamed(engine.name) else NEVER
+        transfers, followed = engine.loads.take_turn(self._loads, limit, links)
+        engine.ask_at = now if engine.loads.num_unnamed else NEVER
         return [
             cmd.SendMessage(
                 worker.link,

@@ -1,9 +1,9 @@
-"""The loads of one consumer worker, found by request, by engine and transfer, and in the order of heartbeats. Pure."""
+"""The loads from one producer engine, by transfer and in the order of heartbeats, and loads that learn of its events."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
@@ -56,127 +56,82 @@ class Backlog:
                 self._queue.popleft()
 
 
-class _OfEngine:
-    """The loads from one engine.
+class EngineLoads:
+    """The loads from one engine that have not failed. No method takes longer where more of them are open, but for
+    `start_over`.
 
-    `turns` has the ids of those that heartbeats name, the next one first: whoever was named goes to the end, and who is
-    over is left out when it is its turn. The first `num_unnamed` should be named at once. `depending` fail with the
-    engine; of these, `connecting` begin with it.
+    `turns` has the ids of those that heartbeats name, the next one first: a load that was named goes to the end, and
+    one that is over is left out when it is its turn. The first `num_unnamed` should be named at once. `depending` fail
+    with the engine; of these, `connecting` begin with it.
     """
 
-    __slots__ = ("by_transfer", "connecting", "depending", "num_unnamed", "turns")
+    __slots__ = ("_by_transfer", "_connecting", "_depending", "num_unnamed", "turns")
 
     def __init__(self) -> None:
-        self.by_transfer: dict[str, dict[str, Load]] = {}
+        self._by_transfer: dict[str, dict[str, Load]] = {}
         self.turns: deque[str] = deque()
         self.num_unnamed = 0
-        self.depending: dict[str, Load] = {}
-        self.connecting: dict[str, Load] = {}
-
-
-class Loads(dict[str, Load]):
-    """All loads by their requests' ids. Those of them that were `asked` for have blocks.
-
-    No method but `start_over` takes longer where more loads are open.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: dict[str, Load] = {}
-        self._engines: dict[EngineAddress, _OfEngine] = {}
+        self._depending: dict[str, Load] = {}
+        self._connecting: dict[str, Load] = {}
 
     def add(self, load: Load) -> None:
         """A new load. One that is followed is named by the next heartbeat, which is due at once."""
-        self[load.request_id] = load
-        engine = self._engines.setdefault(load.engine, _OfEngine())
-        engine.by_transfer.setdefault(load.key.transfer_id, {})[load.request_id] = load
+        self._by_transfer.setdefault(load.key.transfer_id, {})[load.request_id] = load
         if load.is_followed:
-            engine.depending[load.request_id] = load
-            engine.turns.appendleft(load.request_id)
-            engine.num_unnamed += 1
+            self._depending[load.request_id] = load
+            self.turns.appendleft(load.request_id)
+            self.num_unnamed += 1
         else:
-            engine.turns.append(load.request_id)
+            self.turns.append(load.request_id)
 
     def depend(self, load: Load, *, is_connecting: bool) -> None:
         """The load was asked for: the loss of its engine ends it. One that `is_connecting` begins with the engine."""
-        self.asked[load.request_id] = load
-        engine = self._engines[load.engine]
-        engine.depending[load.request_id] = load
+        self._depending[load.request_id] = load
         if is_connecting:
-            engine.connecting[load.request_id] = load
+            self._connecting[load.request_id] = load
 
     def give_up(self, load: Load) -> None:
-        """The load failed: heartbeats do not name it any more, and no news of its prompt or its engine matter."""
-        engine = self._engines.get(load.engine)
-        same = engine.by_transfer.get(load.key.transfer_id, {}) if engine is not None else {}
-        if engine is None or same.pop(load.request_id, None) is None:
+        """The load is over: heartbeats do not name it any more, and no progress of its prompt or its engine matters."""
+        same = self._by_transfer.get(load.key.transfer_id, {})
+        if same.pop(load.request_id, None) is None:
             return  # it had failed before
-        engine.depending.pop(load.request_id, None)
-        engine.connecting.pop(load.request_id, None)
+        self._depending.pop(load.request_id, None)
+        self._connecting.pop(load.request_id, None)
         if not same:
-            del engine.by_transfer[load.key.transfer_id]
-        if not engine.by_transfer:
-            del self._engines[load.engine]
+            del self._by_transfer[load.key.transfer_id]
 
-    def close(self, load: Load) -> None:
-        """The load is over."""
-        self.give_up(load)
-        self.asked.pop(load.request_id, None)
-        del self[load.request_id]
+    def of_transfer(self, transfer_id: str) -> list[Load]:
+        """The loads of one transfer."""
+        return [*self._by_transfer.get(transfer_id, {}).values()]
 
-    def of_transfer(self, engine: EngineAddress, transfer_id: str) -> Sequence[Load]:
-        """The loads of one transfer that have not failed."""
-        loads = self._engines.get(engine)
-        return [*loads.by_transfer.get(transfer_id, {}).values()] if loads is not None else ()
-
-    def take_connecting(self, engine: EngineAddress) -> Iterable[Load]:
-        """Those that were to begin with the engine."""
-        loads = self._engines.get(engine)
-        if loads is None:
-            return ()
-        taken, loads.connecting = loads.connecting, {}
+    def take_connecting(self) -> Iterable[Load]:
+        """Those that begin with the engine."""
+        taken, self._connecting = self._connecting, {}
         return taken.values()
 
-    def take_depending(self, engine: EngineAddress) -> Iterable[Load]:
+    def take_depending(self) -> Iterable[Load]:
         """Those that fail with the engine. Ones that come later may succeed with its next greeting."""
-        loads = self._engines.get(engine)
-        if loads is None:
-            return ()
-        taken, loads.depending = loads.depending, {}
+        taken, self._depending = self._depending, {}
         return taken.values()
 
-    # What heartbeats name.
-
-    def num_wanted(self, engine: EngineAddress) -> int:
-        """Loads that heartbeats to this engine name, and maybe some that are over; 0 if there is none."""
-        loads = self._engines.get(engine)
-        return 0 if loads is None else len(loads.turns)
-
-    def num_unnamed(self, engine: EngineAddress) -> int:
-        """Those of them that heartbeats should name at once."""
-        loads = self._engines.get(engine)
-        return 0 if loads is None else loads.num_unnamed
-
-    def start_over(self, engine: EngineAddress) -> None:
+    def start_over(self) -> None:
         """The engine knows none of them yet."""
-        if engine in self._engines:
-            self._engines[engine].num_unnamed = len(self._engines[engine].turns)
+        self.num_unnamed = len(self.turns)
 
-    def take_turn(self, engine: EngineAddress, limit: int, links: Collection[LinkId]) -> Named:
-        """Name the next loads, at most `limit`. The workers at `links` are asked how far those are that are followed,
-        until all have answered.
+    def take_turn(self, loads: Mapping[str, Load], limit: int, links: Collection[LinkId]) -> Named:
+        """Name the next ones of all `loads`, at most `limit`. The workers at `links` are asked how far those are that
+        are followed, until all have answered.
         """
-        loads = self._engines.get(engine)
-        if loads is None:
-            return Named((), ())
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
-        for _ in range(min(limit, len(loads.turns))):
-            load = self.get(loads.turns.popleft())
-            loads.num_unnamed = max(0, loads.num_unnamed - 1)
-            if load is None or load.error is not None or load.engine != engine:
+        for _ in range(min(limit, len(self.turns))):
+            load = loads.get(self.turns.popleft())
+            self.num_unnamed = max(0, self.num_unnamed - 1)
+            if load is None or load.request_id not in self._by_transfer.get(
+                load.key.transfer_id, ()
+            ):
                 continue
-            loads.turns.append(load.request_id)
+            self.turns.append(load.request_id)
             key = load.key
             if not load.is_followed or load.is_answered(links):
                 renewed.append(key)

@@ -12,6 +12,7 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, LinkId
+from kvconnector.session.loads import EngineLoads
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, RankGeometry
@@ -175,6 +176,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.routes: tuple[Route, ...] = ()
         self.workers: dict[Rank, Worker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
+        self.loads = EngineLoads()
 
     @property
     def deadline(self) -> float:

@@ -196,11 +196,11 @@ def test_how_far_loads_are_is_asked_of_those_that_have_blocks():
     names = _want(side, MANY)
     _asked_for(side, names[:3])
     assert [load.request_id for load in side.session.in_flight(side.now)] == names[:3]
-    assert len(side.session._loads.asked) == 3
+    assert len(side.session._asked) == 3
     side.tell(*map(DropRequest, names))
     for read in [*side.session._reads]:
         side.tell(ev.ReceiveStopped(read))
-    assert not side.session._loads.asked
+    assert not side.session._asked
 
 
 def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_piece():
