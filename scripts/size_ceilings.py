@@ -84,7 +84,7 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
-    ("kvconnector",): Size(34157, target=27400),
+    ("kvconnector",): Size(34170, target=27400),
     ("kernels",): Size(4250, target=3650),
     ("tests",): Size(32693, target=24800),
 }
