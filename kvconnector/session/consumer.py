@@ -257,9 +257,8 @@ class ConsumerSession:
             return self._close(load, ending_of(load.error), load.error, now)
         if not load.is_followed:
             return self._close(load, LoadState.DONE, None, now)
-        engine = self._engines.ready(load.engine)
-        assert engine is not None  # its loss would be the load's error
-        return self._advance(load, engine, now)
+        # it is ready: its loss would be the load's error
+        return self._advance(load, self._engines.open(load.engine), now)
 
     def _read_cut_short(
         self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float
@@ -334,8 +333,8 @@ class ConsumerSession:
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
         commands = self._work_off(now)
         for read in self._reads.take_late(now):
-            why = "a producer rank did not end a read that was cancelled"
-            commands += self._tell_engines(ev.LinkLost(read.link, PeerLostError(why)), now)
+            lost = PeerLostError("a producer rank did not end a read that was cancelled")
+            commands += self._tell_engines(ev.LinkLost(read.link, lost), now)
             commands += self._reads.peer_over(read, None, now)
         for load in self._agenda.due(now):
             commands += self._load_due(load, event, now)
@@ -378,12 +377,10 @@ class ConsumerSession:
         self._engines.give_up(load)
         self._asked.pop(load.request_id, None)
         del self._loads[load.request_id]
-        kind = m.Done if state is LoadState.DONE else m.Abort
-        ending = kind(transfer_id=load.key.transfer_id, secret=load.key.secret)
         commands: list[Command] = []
         if load.asked is not None:
             commands.append(cmd.FinishLoad(load.request_id, error, load.trace))
-        return commands + self._engines.end_transfer(load.engine, ending, now)
+        return commands + self._engines.end_transfer(load.engine, load.ending(), now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         WantRequest: _wanted,

@@ -238,6 +238,11 @@ class Load(Tracked[LoadState]):
             **context,
         )
 
+    def ending(self) -> m.Done | m.Abort:
+        """The message that ends the transfer at the producer's workers."""
+        kind = m.Done if self.state is _S.DONE else m.Abort
+        return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
+
     @property
     def is_read(self) -> bool:
         """Returns True if reads were opened for everything."""

@@ -1,4 +1,4 @@
-"""The loads from one producer engine, by transfer and in the order of heartbeats, and loads that learn of its events."""
+"""The loads from one engine, by transfer and in the order of heartbeats, and those that are to learn of its events."""
 
 from __future__ import annotations
 
