@@ -73,7 +73,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(1000),
     "tests/unit/control": Size(150),
-    "tests/unit/datapath": Size(2181),
+    "tests/unit/datapath": Size(2253),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(2008),
     "tests/unit/session": Size(1440),
@@ -86,7 +86,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
     ("kvconnector",): Size(34170, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(32693, target=24800),
+    ("tests",): Size(32741, target=24800),
 }
 
 

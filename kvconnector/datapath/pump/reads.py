@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ from kvconnector_kernels.relayout import RelayoutError
 logger = logging.getLogger(__name__)
 
 MAX_PATIENCE_S = 20e-3
-"""A read that comes before its lease is published, or before the producer's kernels have filled its blocks, looks again
-for so long. Then its producer is asked to send it, and waits itself."""
+"""How long a read waits for its lease to be published, or for the producer's kernels to fill its blocks. Then the
+producer is asked to send it, and waits itself."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +77,7 @@ class DirectReads:
         self._fall_back = fall_back
         self._paths = paths
         self._clock = clock
-        self._waiting: list[_Read] = []
+        self._waiting: OrderedDict[int, _Read] = OrderedDict()
         self._sources: dict[LinkId, _Source] = {}
         self._closing: list[_Source] = []
         self._active: dict[int, _Read] = {}
@@ -133,11 +134,12 @@ class DirectReads:
             self._send(asked)
             return
         source.num_reads += 1
-        self._waiting.append(_Read(asked, source, jobs, self._clock() + MAX_PATIENCE_S))
-        self._begin_waiting()
+        read = _Read(asked, source, jobs, self._clock() + MAX_PATIENCE_S)
+        if self._machine.reads.num_active >= MAX_READS or not self._begin_or_send(read):
+            self._waiting[asked.read_id] = read
 
     def __repr__(self) -> str:
-        waiting = [read.asked.read_id for read in self._waiting]
+        waiting = list(self._waiting)
         active = [read.asked.read_id for read in self._active.values()]
         return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
 
@@ -147,37 +149,40 @@ class DirectReads:
         return bool(self._waiting) and self._machine.reads.num_active < MAX_READS
 
     def _begin_waiting(self) -> None:
-        """Begin the reads whose leases are published by now, if there may be more; send those that waited too long."""
-        waiting, self._waiting = self._waiting, []
-        for read in waiting:
+        """Look at the reads that wait, the oldest first, for as long as more may begin."""
+        over: list[int] = []
+        for read_id, read in self._waiting.items():
             if self._machine.reads.num_active >= MAX_READS:
-                self._waiting.append(read)
-                continue
-            asked, source = read.asked, read.source
-            is_late = source.then is not None or self._clock() >= read.until_s
-            try:
-                is_published = source.then is None and source.remote.is_published(
-                    asked.lease_key, asked.token_stop, asked.layer_stop
-                )
-            except KVConnectorError as error:
-                logger.debug("read %s is sent: %s", read.asked.read_id, error)
-                is_published, is_late = False, True
-            if is_published:
-                self._begin(read)
-            elif is_late:
-                self._forget(read)
-                self._send(read.asked)
-            else:
-                self._waiting.append(read)
+                break
+            if self._begin_or_send(read):
+                over.append(read_id)
+        for read_id in over:
+            del self._waiting[read_id]
+
+    def _begin_or_send(self, read: _Read) -> bool:
+        """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
+        asked, source = read.asked, read.source
+        is_late = source.then is not None or self._clock() >= read.until_s
+        try:
+            is_published = source.then is None and source.remote.is_published(
+                asked.lease_key, asked.token_stop, asked.layer_stop
+            )
+        except KVConnectorError as error:
+            logger.debug("read %s is sent: %s", asked.read_id, error)
+            is_published, is_late = False, True
+        if is_published:
+            self._begin(read)
+        elif is_late:
+            self._forget(read)
+            self._send(asked)
+        return is_published or is_late
 
     def stop(self, read_id: int) -> bool:
         """See `DataPath.stop_receive`; False if it is no direct read."""
-        for read in self._waiting:
-            if read.asked.read_id == read_id:
-                self._waiting.remove(read)
-                self._report.stopped(read_id)
-                self._forget(read)
-                return True
+        if (read := self._waiting.pop(read_id, None)) is not None:
+            self._report.stopped(read_id)
+            self._forget(read)
+            return True
         for index, read in self._active.items():
             if read.asked.read_id == read_id:
                 self._machine.reads.set(index, "stopped", 1)

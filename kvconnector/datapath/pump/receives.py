@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,8 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Receive:
-    """A receive that is not over. It waits for slots while `window` is 0, then for its `row`, which is -1 until the
-    machine has it.
+    """A receive that is not over. Its `window` is 0 until it is promised slots, its `row` -1 until the machine has it.
 
     `limit`: chunks that the producer sends. `error`: why its copies could not be made. `cancelled_s`: when the network
     was first asked to end what is awaited for it.
@@ -79,16 +78,16 @@ class Receives:
         self._report = report
         self._window = window
         self.warm_ups = WarmUps(transport, report)
+        # no more than there are slots, unlike those that wait
         self._receives: dict[int, _Receive] = {}
-        self.waiting: deque[_Receive] = deque()
-        """For their first slots."""
+        self.waiting: OrderedDict[int, _Receive] = OrderedDict()
+        """For their first slots, the oldest first."""
         self.promised: list[_Receive] = []
         """Those with slots that the machine does not have yet."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
-        waiting = [receive.read_id for receive in self.waiting]
-        active = [read_id for read_id in self._receives if read_id not in waiting]
+        active, waiting = list(self._receives), list(self.waiting)
         return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
     def submit(self, read_id: int, program: Program) -> None:
@@ -98,23 +97,17 @@ class Receives:
             error = TransportError("a read has too many chunks", chunks=num_chunks)
             self._report.failed(read_id, error)
             return
-        receive = _Receive(read_id, program, new_tags(), num_chunks)
-        self._receives[read_id] = receive
-        self.waiting.append(receive)
+        self.waiting[read_id] = _Receive(read_id, program, new_tags(), num_chunks)
         self.admit()
 
     def stop(self, read_id: int) -> None:
         """See `DataPath.stop_receive`."""
-        receive = self._receives.get(read_id)
-        if receive is None:
-            return
-        receive.is_stopped = True
-        if receive.row >= 0:
-            self._machine.receives.set(receive.row, "stopped", 1)
-        elif not receive.window:
-            self.waiting.remove(receive)
-            del self._receives[read_id]
+        if self.waiting.pop(read_id, None) is not None:
             self._report.stopped(read_id)
+        elif receive := self._receives.get(read_id):
+            receive.is_stopped = True
+            if receive.row >= 0:
+                self._machine.receives.set(receive.row, "stopped", 1)
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
         """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
@@ -134,20 +127,19 @@ class Receives:
             self._network.cancel(int(self._slots.rows[slot]["request"]))
 
     def admit(self) -> None:
-        """Promise free slots to those that wait, in order. A receive in front of its first run has none yet."""
+        """Promise free slots to those that wait, in order. A receive before its first run has none yet."""
         rows = self._machine.receives.rows
         num_free = self._slots.num_free
         for receive in self._receives.values():
             if receive.row < 0 or not rows[receive.row]["started_ns"]:
                 num_free -= receive.window
         while self.waiting and num_free:
-            receive = self.waiting.popleft()
+            read_id, receive = self.waiting.popitem(last=False)
+            self._receives[read_id] = receive
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
             self.promised.append(receive)
-            self._report.append(
-                ev.ReceivePosted(receive.read_id, receive.window, receive.first_tag)
-            )
+            self._report.append(ev.ReceivePosted(read_id, receive.window, receive.first_tag))
 
     def begin(self) -> None:
         """Let the machine have what was promised: to be called before each of its runs, which then takes the slots."""

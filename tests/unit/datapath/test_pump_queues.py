@@ -1,0 +1,72 @@
+"""Reads that wait for slots or for their turn: a read's own work is the same however many others wait."""
+
+import sys
+
+import pytest
+
+from kvconnector.datapath.pump.machine import MAX_READS
+from kvconnector.layout import Watermark
+from kvconnector.session import events as ev
+from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
+from tests.unit.datapath.pump_pair import both_programs
+
+pytestmark = pytest.mark.ucx
+
+TOKENS = range(48)
+SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
+
+
+def lines_of(*calls):
+    """How many lines of Python some calls take."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event == "line"
+        return see
+
+    sys.settrace(see)
+    try:
+        for call in calls:
+            call()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+@pytest.mark.parametrize("num_waiting", [4, 400])
+def test_a_receive_comes_and_goes_beside_many_that_wait(make_pair, num_waiting):
+    pair = make_pair(num_slots=3)
+    _, _, _, receive = both_programs(pair, TOKENS, **SMALL)
+    path = pair.d.path
+    for read in range(num_waiting):
+        path.submit_receive(read, receive)
+    path.step()
+    few = lines_of(lambda: path.submit_receive(-1, receive), lambda: path.stop_receive(-1))
+    assert few < 300
+    assert {type(event) for event in path.step()} >= {ev.ReceiveStopped, ev.ReceiveDrained}
+    assert f"waiting for slots {list(range(1, num_waiting))}" in repr(path)
+    path.stop_receive(1)
+    path.stop_receive(num_waiting - 1)
+    assert f"waiting for slots {list(range(2, num_waiting - 1))}" in repr(path)
+
+
+@pytest.mark.parametrize("num_waiting", [4, 400])
+def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
+    pair = DirectPair.connect()
+    try:
+        _, _, theirs, ours = both_programs(pair, TOKENS, **SMALL)
+        path = pair.d.path
+        pair.p.path.publish_lease(KEY, Watermark(TOKENS.stop))
+        for read in range(MAX_READS + num_waiting):
+            path.submit_direct(direct_read(read, theirs, ours, TOKENS))
+        last = direct_read(-1, theirs, ours, TOKENS)
+        few = lines_of(lambda: path.submit_direct(last), lambda: path.stop_receive(-1))
+        assert few < 500
+        waiting = [MAX_READS + read for read in range(num_waiting)]
+        assert f"waiting {waiting}>" in repr(path)
+        pair.until(lambda: all(pair.find(ev.ReceiveFinished, read) for read in waiting))
+        begun = [e.read_id for e in pair.events if isinstance(e, ev.ReceiveFinished)]
+        assert begun[-num_waiting:] == waiting
+    finally:
+        pair.close()
