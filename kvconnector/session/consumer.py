@@ -165,7 +165,7 @@ class ConsumerSession:
         load.left = tuple([range(*tokens) for tokens in event.token_ranges])
         error = event.error or load.error
         if error is not None:
-            return self._close(load, ending_of(error), error, now)
+            return self._close(load, error, now)
         self._asked[load.request_id] = load
         engine = self._engines.open(load.engine)
         is_connecting = engine.state is not EngineState.READY
@@ -185,10 +185,10 @@ class ConsumerSession:
             if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
-            return self._close(load, LoadState.FAILED, error, now)
+            return self._close(load, error, now)
         if not reads:
             if load.is_complete(links):
-                return self._close(load, LoadState.DONE, None, now)
+                return self._close(load, None, now)
             # where one rank has computed all of the prompt, the others are about to report that
             is_ending = any(each.is_complete for each in load.progress.values())
             patience_s = self._timeout_s if is_ending else self._progress_timeout_s
@@ -254,9 +254,9 @@ class ConsumerSession:
         if load.reads:
             return []
         if load.error is not None:
-            return self._close(load, ending_of(load.error), load.error, now)
+            return self._close(load, load.error, now)
         if not load.is_followed:
-            return self._close(load, LoadState.DONE, None, now)
+            return self._close(load, None, now)
         # it is ready: its loss would be the load's error
         return self._advance(load, self._engines.open(load.engine), now)
 
@@ -328,7 +328,7 @@ class ConsumerSession:
             return self._fail(load, error, now)
         if load.state is LoadState.DRAINING:
             return []
-        return self._close(load, LoadState.ABORTED, error, now)
+        return self._close(load, error, now)
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
         commands = self._work_off(now)
@@ -364,15 +364,15 @@ class ConsumerSession:
         reads = [self._reads[read_id] for read_id in load.reads]
         commands = [command for read in reads for command in self._reads.stop(read, now)]
         if not load.reads:
-            return commands + self._close(load, ending_of(error), error, now)
+            return commands + self._close(load, error, now)
         load.move(LoadState.DRAINING)
         return commands
 
-    def _close(
-        self, load: Load, state: LoadState, error: KVConnectorError | None, now: float
-    ) -> list[Command]:
-        """End the load: tell the engine, if it had given us blocks, and then the producer's ranks, who can wait."""
-        load.move(state)
+    def _close(self, load: Load, error: KVConnectorError | None, now: float) -> list[Command]:
+        """End the load: report it to the engine, if it had given us blocks, and then to the producer's ranks, which can
+        wait.
+        """
+        load.move(ending_of(error))
         self._agenda.forget(load)
         self._engines.give_up(load)
         self._asked.pop(load.request_id, None)

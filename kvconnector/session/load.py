@@ -255,8 +255,10 @@ class Load(Tracked[LoadState]):
         )
 
 
-def ending_of(error: KVConnectorError) -> LoadState:
-    """The state in which an error ends a load."""
+def ending_of(error: KVConnectorError | None) -> LoadState:
+    """The state in which a load ends with this error, or without one."""
+    if error is None:
+        return _S.DONE
     return _S.ABORTED if isinstance(error, TransferAbortedError) else _S.FAILED
 
 
