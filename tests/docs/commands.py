@@ -27,7 +27,7 @@ ALWAYS_THERE = [
     "tee",
     "vllm-router",
 ]
-MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool", "vllm_router.app"}
+MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool", "sglang.launch_server", "vllm_router.app"}
 
 
 def check(command):

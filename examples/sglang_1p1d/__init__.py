@@ -1,0 +1,1 @@
+"""SGLang with one prefill and one decode engine; docs/sglang.md shows it."""
