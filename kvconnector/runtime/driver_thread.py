@@ -147,11 +147,10 @@ class DriverThread:
 
     def begin(self, engine: EngineGeometry, incarnation: Incarnation) -> None:
         """Start driving, now that the engine's geometry is known."""
-        self._driver = self._build(engine=engine, incarnation=incarnation)
-        self._thread = threading.Thread(
-            target=self._run, args=(self._driver,), name=self._name, daemon=True
-        )
-        self._thread.start()
+        driver = self._build(engine=engine, incarnation=incarnation)
+        thread = threading.Thread(target=self._run, args=(driver,), name=self._name, daemon=True)
+        thread.start()
+        self._driver, self._thread = driver, thread
 
     def put(self, events: Sequence[object], *, inline: bool = False) -> None:
         """Take what the engine's thread has for the driver; `inline`, do it here if that is quick."""

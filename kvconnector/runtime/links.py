@@ -276,9 +276,17 @@ class Links:
 
     def _send_unsent(self, link: Link) -> None:
         """Send what is queued for a link, before it closes or changes its way."""
-        if link.unsent:
-            unsent, link.unsent = link.unsent, []
-            self._post(link, encode_batch(unsent))
+        unsent, link.unsent = link.unsent, []
+        if not unsent or link.handle is None or link.is_lost:
+            return  # the sessions know that it is lost, or will
+        batch = encode_batch(unsent)
+        try:
+            if link.uses_transport:
+                self._seal_and_send(link, batch)
+            else:
+                self.control.send(link.handle, batch)
+        except KVConnectorError as error:
+            self.lose(link, error)
 
     def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
         """Yield what came over the transport, in order. Ask again while it `has_more`. `progress`: see
@@ -336,18 +344,6 @@ class Links:
         except PeerLostError as error:
             self.lose(link, error)
         return None
-
-    def _post(self, link: Link, payload: bytes) -> None:
-        """Send a message, or a batch, by the way that the link's messages take by now."""
-        if link.handle is None or link.is_lost:
-            return  # the sessions know, or will
-        try:
-            if link.uses_transport:
-                self._seal_and_send(link, payload)
-            else:
-                self.control.send(link.handle, payload)
-        except KVConnectorError as error:
-            self.lose(link, error)
 
     def _seal_and_send(self, link: Link, payload: bytes) -> None:
         assert link.peer is not None and link.sealer is not None  # noqa: PT018  # it uses the transport

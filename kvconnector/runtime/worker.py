@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvconnector.runtime.driver_thread import DriverThread
 
 
-QUIESCE_POLL_S = 0.05
+QUIESCE_POLL_S = 0.005
 LOOK_S = 0.5
 """How often `poll` says how far loads are."""
 
@@ -78,7 +78,6 @@ class Worker:
         self._look_at_s = 0.0
         self._layers: StepLayers | None = None
         self._is_quiet = False
-        self._kept: WorkerOutput | None = None
 
     def __repr__(self) -> str:
         state = "open" if self._thread else "closed" if self._was_registered else "not registered"
@@ -201,8 +200,8 @@ class Worker:
                     rank=str(self._rank),
                 )
             self._check_engine(step.engine, pools)
-            self._engine = step.engine
             thread.begin(step.engine, self._incarnation)
+            self._engine = step.engine
         orders = checked_orders(step, pools, self._config.role)
         if orders:
             if self._config.role != "consumer":
@@ -241,8 +240,7 @@ class Worker:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 raise MemoryInUseError("transfers did not end in time", requests=awaited)
-            self.wait(min(left_s, QUIESCE_POLL_S))
-            self._kept = self._taken()
+            time.sleep(min(left_s, QUIESCE_POLL_S))
 
     def resume(self) -> None:
         """The caches have memory again: take orders. Idempotent."""
@@ -273,7 +271,7 @@ class Worker:
         """
         if self._thread is not None and not self._outbox.is_filled():
             self._thread.progress_inline()
-        output, self._kept = self._taken(), None
+        output = self._outbox.take()
         if self._thread is None or time.monotonic() < self._look_at_s:
             return output
         self._look_at_s = time.monotonic() + LOOK_S
@@ -320,10 +318,6 @@ class Worker:
         if endings and self._engine is not None:
             self._outbox.expect(endings)
             self._registered().put(endings)
-
-    def _taken(self) -> WorkerOutput:
-        output = self._outbox.take()
-        return output if self._kept is None else self._kept.merged(output)
 
     def _registered(self) -> DriverThread:
         if self._thread is None:

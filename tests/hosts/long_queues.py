@@ -130,7 +130,7 @@ class TimedEngine(QueueEngine):
         gc.callbacks.append(self._on_collection)
 
     def _on_collection(self, phase, _info):
-        now = time.perf_counter()
+        now = time.thread_time()
         if phase == "start":
             self._collecting_since = now
         else:

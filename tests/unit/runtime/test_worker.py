@@ -158,6 +158,25 @@ def test_caches_of_the_wrong_kind_are_named(caches, text):
 
 
 @pytest.mark.ucx
+def test_a_worker_whose_thread_could_not_start_begins_with_the_next_step(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("can't start new thread")
+
+    with _worker() as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+            scheduler.offer("r", blocks=[[1]], num_tokens=3)
+            step = scheduler.build_step()
+            with monkeypatch.context() as broken, pytest.raises(RuntimeError):
+                broken.setattr(driver_thread.threading.Thread, "start", fail)
+                worker.start_step(step)
+            worker.start_step(step)
+            scheduler.abort("r")
+            worker.start_step(scheduler.build_step())
+            until(lambda: "r" in worker.poll().finished_sending)
+
+
+@pytest.mark.ucx
 def test_a_step_of_the_wrong_kind_is_named():
     with _worker() as worker:
         worker.register(_caches())
