@@ -59,8 +59,6 @@ MAX_ROUNDS = 64
 """A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
 MAX_WORK_S = 2e-3
 """How long a turn handles events and commands. The next one begins in the data path, which releases the GIL."""
-MAX_INLINE_S = 1e-3
-"""The same where the engine's thread does it, which may do it twice in a step: in `start_step` and in `poll`."""
 MAX_QUEUED_EVENTS = 1024
 """With more than these a turn takes no further messages of peers."""
 MAX_SLEEP_S = 0.5
@@ -133,7 +131,7 @@ class Driver:
         what the engine's thread has left. So is what would keep the engine's thread for long.
         """
         self._is_enough = is_enough
-        self._late_at = self.clock() + MAX_INLINE_S
+        self._late_at = self.clock() + MAX_WORK_S
         if orders_only:
             self._intake(self)
             self.work(inline=True)
