@@ -253,10 +253,8 @@ class ConsumerSession:
     def _after_read(self, load: Load, now: float) -> list[Command]:
         if load.reads:
             return []
-        if load.error is not None:
+        if load.error is not None or not load.is_followed:
             return self._close(load, load.error, now)
-        if not load.is_followed:
-            return self._close(load, None, now)
         # it is ready: its loss would be the load's error
         return self._advance(load, self._engines.open(load.engine), now)
 
@@ -369,9 +367,7 @@ class ConsumerSession:
         return commands
 
     def _close(self, load: Load, error: KVConnectorError | None, now: float) -> list[Command]:
-        """End the load: report it to the engine, if it had given us blocks, and then to the producer's ranks, which can
-        wait.
-        """
+        """End the load: report it to the engine, if it asked for it, and then to the producer's ranks, which can wait."""
         load.move(ending_of(error))
         self._agenda.forget(load)
         self._engines.give_up(load)
