@@ -35,7 +35,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
     "kvconnector/bench": Size(4173),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(2756),
+    "kvconnector/cli": Size(2755),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2790, target=2810),
@@ -84,7 +84,7 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6929, target=5360),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6928, target=5360),
     ("kvconnector",): Size(34170, target=27400),
     ("kernels",): Size(4250, target=3650),
     ("tests",): Size(32760, target=24800),

@@ -1,6 +1,6 @@
 """The block manager in any order of calls, against `block_model`."""
 
-from itertools import takewhile
+from itertools import chain, product, takewhile
 
 import pytest
 from hypothesis import strategies as st
@@ -15,13 +15,12 @@ from kvconnector.cache.block_manager import (
 )
 from tests.property.block_model import CPU, GPU, BlockModel, Request
 
-TOKENS = st.integers(0, 1)
+# One choice each, which costs a fraction of drawing token by token.
+TAILS = [[*map(list, product((0, 1), repeat=length))] for length in range(5)]
 # Few different beginnings, so that prompts often share a prefix.
-PROMPTS = st.builds(
-    lambda num_common, tail: [0] * num_common + tail,
-    st.integers(1, 12),
-    st.lists(TOKENS, max_size=4),
-)
+PROMPTS = st.sampled_from(
+    [[0] * num_common + tail for num_common in range(1, 13) for tail in chain(*TAILS)]
+).map(list)
 MAX_SEQS = 8
 
 
@@ -118,7 +117,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         if request.num_tokens == request.num_slots:
             count = data.draw(st.integers(0, 3))
             for seq, tokens in request.tokens.items():
-                sampled = data.draw(st.lists(TOKENS, min_size=count, max_size=count))
+                sampled = data.draw(st.sampled_from(TAILS[count]))
                 seq.append_tokens(sampled)
                 tokens.extend(sampled)
         for seq in request.tokens:
@@ -272,18 +271,16 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
     def common_blocks_are_the_computed_ones_that_all_tables_begin_with(self):
         running = self.on(GPU)
         for requests in ([], running, *([request] for request in running)):
-            seqs = [(request, seq) for request in requests for seq in request.tokens]
+            seqs = [seq for request in requests for seq in request.tokens]
+            tables = [self.manager.get_block_table(seq) for seq in seqs]
+            num_tokens = min((each.num_computed for each in requests), default=0)
             expected = []
-            for index in range(min((each.num_computed for each in requests), default=0)):
-                blocks = {tuple(self.manager.get_block_table(seq)[: index + 1]) for _, seq in seqs}
-                is_computed = all(
-                    self.manager.get_first_block(seq) == 0
-                    and (index + 1) * self.block_size <= request.num_computed
-                    for request, seq in seqs
-                )
-                if len(blocks) == 1 and is_computed:
-                    (expected,) = map(list, blocks)
-            found = self.manager.get_common_computed_block_ids([seq for _, seq in seqs])
+            if not any(self.manager.get_first_block(seq) for seq in seqs):
+                for index in range(num_tokens // self.block_size):
+                    starts = {tuple(table[: index + 1]) for table in tables}
+                    if len(starts) == 1:
+                        (expected,) = map(list, starts)
+            found = self.manager.get_common_computed_block_ids(seqs)
             assert found == expected
 
 

@@ -28,7 +28,7 @@ def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
 
 @pytest.mark.integration
 def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays():
-    before = _children()
+    before = multiprocessing.active_children()
     nowhere = msgspec.structs.replace(SPEC, shape=EngineShape(pp=3))
     with (
         pytest.raises(
@@ -37,7 +37,7 @@ def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays()
         EngineProcesses(nowhere) as engine,
     ):
         engine.call(RankProcess.ready)
-    assert _children() == before
+    assert multiprocessing.active_children() == before
 
 
 @pytest.mark.integration
