@@ -74,7 +74,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(1000),
     "tests/unit/control": Size(150),
-    "tests/unit/datapath": Size(2253),
+    "tests/unit/datapath": Size(2268),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(2027),
     "tests/unit/session": Size(1440),
@@ -87,7 +87,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6928, target=5360),
     ("kvconnector",): Size(34170, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(32760, target=24800),
+    ("tests",): Size(32772, target=24800),
 }
 
 

@@ -1,7 +1,8 @@
 """The loop's steps with a chunk's digest, for `verify=checksum`: stated after packing, checked before unpacking.
 
 A digest is XXH3 of 64 bits, big-endian, in the `DIGEST_BYTES` after the chunk, which the bytes of its job count. A
-GPU's chunk is copied to the host to be hashed, and the loop waits for that.
+GPU's chunk is copied to the host to be hashed, and its digest back: the loop waits for both, which needs the room on
+the host to be pinned.
 """
 
 from __future__ import annotations

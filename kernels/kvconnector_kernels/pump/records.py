@@ -146,7 +146,7 @@ STATE = record_of(
     "copy_context",
     "job_bytes",  # a job begins with its chunk's bytes
     "digest",  # uint64 digest(address, bytes) of a chunk; 0: chunks have none, see `digests`
-    "digest_room",  # host memory that a GPU's chunk is copied to for that; 0 where chunks are in host memory
+    "digest_room",  # pinned host memory that a GPU's chunk is copied to for that; 0 where chunks are in host memory
     "copy_to_host",  # CUresult copy(to, from, bytes), which waits
     "copy_to_device",
     "spin_ns",  # how long to look on after something moved, before sleeping

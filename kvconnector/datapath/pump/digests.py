@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
 from kvconnector.datapath.pump.network import function_address
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, TransportError
 
 ROOM_BYTES = 64
 """What a slot has after a chunk: enough for a digest, and the next slot is aligned as without it."""
@@ -20,7 +20,7 @@ class Digests:
 
     Raises:
         ConfigError: the package xxhash is not installed, or does not show this function.
-        TransportError: the CUDA driver is missing.
+        TransportError: the CUDA driver is missing, or gives no pinned memory.
     """
 
     def __init__(self, device: str, slot_bytes: int) -> None:
@@ -34,10 +34,19 @@ class Digests:
                 "verify=checksum needs the package xxhash: pip install 'kvconnector[checksum]'",
                 reason=str(exc),
             ) from exc
-        self._room = np.empty(0 if device == "cpu" else slot_bytes, np.uint8)
         if device != "cpu":
+            import torch
+
             cuda = load_libcuda("cuMemcpyDtoH_v2", "cuMemcpyHtoD_v2")
-            self._functions["digest_room"] = self._room.ctypes.data
+            try:
+                # from pageable memory a digest may reach the GPU after the call that copies it, and after the send
+                with torch.cuda.device(device):
+                    self._room = torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as exc:
+                raise TransportError(
+                    f"no pinned memory for digests: {exc}", nbytes=slot_bytes
+                ) from exc
+            self._functions["digest_room"] = self._room.data_ptr()
             self._functions["copy_to_host"] = function_address(cuda, "cuMemcpyDtoH_v2")
             self._functions["copy_to_device"] = function_address(cuda, "cuMemcpyHtoD_v2")
 

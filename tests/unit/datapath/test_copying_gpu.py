@@ -2,15 +2,19 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
+from kvconnector.datapath.direct.shared_memory import is_known_to_cuda
 from kvconnector.datapath.pump.copies import program_cap
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
+from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.marks import FREE_STREAM
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector_kernels.pump.copy_cuda import JOB
+from kvconnector_kernels.pump.records import STATE
 from tests.support.gpu_flags import held_back
 from tests.unit.datapath.caches import Caches, Shape
 
@@ -36,6 +40,17 @@ def test_a_model_keeps_half_of_the_multiprocessors():
     count = torch.cuda.get_device_properties(0).multi_processor_count
     assert program_cap(-1, "cuda:0") == count // 2
     assert [program_cap(cap, "cuda:0") for cap in (0, 9)] == [0, 9]
+
+
+@pytest.mark.gpu
+def test_digests_are_written_from_pinned_memory():
+    # a copy from other memory may end after its call, and the chunk be sent with the digest of the one before
+    state = np.zeros((), STATE)
+    digests = Digests("cuda:0", SLOT_BYTES)
+    digests.attach(state)
+    last = int(state["digest_room"]) + SLOT_BYTES - 1
+    assert is_known_to_cuda(int(state["digest_room"]))
+    assert is_known_to_cuda(last)
 
 
 @pytest.mark.gpu
