@@ -11,7 +11,7 @@ EngineId = NewType("EngineId", str)
 """The operator's or the engine's name for one engine (all its ranks). Stable over restarts."""
 
 Incarnation = NewType("Incarnation", str)
-"""128 random bits (hex), drawn at every engine start: tells a restarted engine from its predecessor."""
+"""128 random bits (hex), drawn at every engine start: distinguishes a restarted engine from its predecessor."""
 
 
 class Rank(NamedTuple):

@@ -57,7 +57,7 @@ ROOMS: dict[str, Size] = {
     "examples/minillm": Size(6375),
     "examples/sglang_1p1d": Size(275),
     "examples/vllm_1p1d": Size(560),
-    "scripts": Size(920),
+    "scripts": Size(923),
     "tests": Size(100),
     "tests/control": Size(440),
     "tests/docs": Size(440),
@@ -76,7 +76,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2268),
     "tests/unit/minillm": Size(1785),
-    "tests/unit/runtime": Size(2027),
+    "tests/unit/runtime": Size(2028),
     "tests/unit/session": Size(1440),
     "tests/sglang": Size(120),
     "tests/sglang/harness": Size(1150),
@@ -87,7 +87,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6928, target=5360),
     ("kvconnector",): Size(34170, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(32772, target=24800),
+    ("tests",): Size(32773, target=24800),
 }
 
 

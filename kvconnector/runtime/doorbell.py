@@ -1,4 +1,4 @@
-"""Tells a waiting thread that something happened, without the time that waking it takes."""
+"""Notifies a waiting thread without the time that waking it takes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Doorbell:
                 self._event.clear()
             self._num_waiting += 1
         try:
-            # whoever rings sees that somebody waits, or had rung before this look
+            # a thread that rings sees that somebody waits, or rang before this look
             return self.is_rung or self._event.wait(timeout_s)
         finally:
             with self._lock:

@@ -4,8 +4,8 @@ Theory of operation
 -------------------
 One turn: wait in the data path until something happens; take what came (control messages over the transport, the data
 path's events, the control channel, the engine's orders); give each to the sessions; carry out what they command; send
-each peer what is to be said, as one batch. Sessions are pure: they see events and the time, and answer with commands.
-What follows from a command comes back as an event of the same turn, until nothing moves.
+each peer its messages, as one batch. Sessions are pure: they get events and the time, and return commands. What follows
+from a command comes back as an event of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
@@ -23,7 +23,7 @@ the data path, which lets go of the GIL; a peer that sends without end is not re
 
 Order. What a peer has sent counts before its loss: messages over the transport are taken before the control channel is
 asked, and again before a disconnection is believed. Events are handled in the order of their arrival; commands of one
-event before the next event. A `CloseLink` is carried out after what its session said before.
+event before the next event. A `CloseLink` is carried out after the messages that its session sent before.
 
 What breaks if this changes: a second caller at a time corrupts everything here; a command that waits stops all
 transfers of the worker, and the engine where it is inline; an event given to the sessions beside the queue may overtake
@@ -126,9 +126,14 @@ class Driver:
         self._look()
 
     def progress_inline(self, is_enough: Callable[[], bool], *, orders_only: bool = False) -> None:
-        """Do what there is to do, without waiting for more, in another thread than the driver's. What takes long, and
-        all that comes after it, is left for that; so is the rest once it `is_enough`, and with `orders_only` all but
-        what the engine's thread has left. So is what would keep the engine's thread for long.
+        """Do what there is to do, without waiting for more, in an engine's thread.
+
+        Left to the driver's thread are the first command of `_SLOW` and all that comes after it, and what is not done
+        after `MAX_WORK_S`.
+
+        Args:
+            is_enough: Once it returns True, the rest is left, too.
+            orders_only: Handle only the engine's orders and what follows from them.
         """
         self._is_enough = is_enough
         self._late_at = self.clock() + MAX_WORK_S
@@ -186,7 +191,7 @@ class Driver:
     def _carry_out(self, inline: bool) -> bool:
         """Handle what is queued, and send what is to be said. Returns True if that was all, and is not enough."""
         if not (self._commands or self._events):
-            return True  # only commands say something
+            return True  # only commands send messages
         is_all = self._carry_out_queued(inline)
         self.links.flush()
         return is_all
@@ -206,7 +211,7 @@ class Driver:
             self._actions[type(command)](command)
             if type(command) in _ENDINGS and self._is_enough():
                 if not self.num_queued:
-                    # the loop tells only once of what ends: queued, the driver's thread takes it at once
+                    # the loop reports an ending once: once queued, the driver's thread takes it at once
                     events.extend(self.datapath.step())
                 return False
         return True
@@ -231,7 +236,7 @@ class Driver:
         return self._deadline[0]
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
-        """Take what greetings say beside what sessions see, from a channel that has proved who the peer is."""
+        """Take the fields of greetings that are for links, from a channel that has proved who the peer is."""
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.set_peer_inbox(link, message.control)
@@ -240,7 +245,7 @@ class Driver:
                 link.consumer = f"{message.geometry.engine_id} rank {rank}"
 
     def _take_messages(self, link: Link, payload: bytes) -> tuple[m.Message, ...]:
-        """Queue what a peer has said for the sessions. Returns it, unless that ended the link."""
+        """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
         try:
             messages = decode_batch(payload)
             events = [ev.event_of(link.number, message) for message in messages]
@@ -261,7 +266,7 @@ class Driver:
         return messages
 
     def _handle(self, event: object, now: float) -> None:
-        """Tell the sessions that the event is for, and queue what they command."""
+        """Hand an event to the sessions that it is for, and queue their commands."""
         self._deadline = None  # it may change
         kind = type(event)
         if kind is ev.Tick:
@@ -309,7 +314,7 @@ def _is_cuda(export: PoolExport | None) -> bool:
 
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})
-"""What tells the engine something of a request."""
+"""Commands that report a request to the engine."""
 _PRODUCER_ORDERS = frozenset({GrowRequest, HoldRequest, WithdrawRequest})
 _SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
-"""What maps a peer's memory, compiles kernels for it, or opens an endpoint to it."""
+"""Commands that map a peer's memory, compile kernels for it, or open an endpoint to it."""

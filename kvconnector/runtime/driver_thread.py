@@ -13,8 +13,8 @@ before what makes the others look (a wake-up, the end of the thread). All else, 
 the driver's, and so the lock holder's. `_held` keeps what owns the caches' memory while anything may read or write
 there: not for this object's life, nor the worker's, but until `_release` has ended well.
 
-GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. Whoever takes them tells
-the data path to copy these blocks after the mark. Nothing waits for the GPU here.
+GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. The thread that takes
+them has the data path copy these blocks after the mark. Nothing waits for the GPU here.
 
 What may block. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is
 at work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks
@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event | None"]
-"""A step's orders, the blocks of their requests, and the mark behind which these may be copied."""
+"""A step's orders, the blocks of their requests, and the mark after which these may be copied."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0

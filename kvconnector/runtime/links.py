@@ -308,7 +308,7 @@ class Links:
                 self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
 
     def poll(self) -> Iterator[tuple[Link, bytes, bool]]:
-        """Yield what came on the control channel, which proves who the peer is, and, with False, what a peer said over
+        """Yield what came on the control channel, which proves who the peer is, and, with False, what a peer had sent over
         the transport before it left.
         """
         self._gone.clear()
@@ -327,7 +327,7 @@ class Links:
 
     def _on_disconnect(self, link: Link, arrival: Disconnected) -> None:
         if self._by_handle.pop(arrival.handle, None) is None:
-            return  # it was closed for what it had said
+            return  # it was closed for what it had sent
         link.handle = None
         if not link.is_lost:
             self._end(link, arrival.error)

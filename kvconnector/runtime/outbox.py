@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Unreported:
-    """What ended since the engine's last step: a step may end thousands of requests."""
+    """Requests that ended since the engine's last step. There may be thousands."""
 
     sent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
@@ -146,8 +146,8 @@ class Outbox:
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on.
 
-        Where copies `may_write`, or read, what they were asked to, requests that have blocks never end: an engine that
-        heard that they are free would let others write there.
+        Where copies under way `may_write` or read blocks, requests that have blocks never end: an engine that took them
+        for free would let others write there.
         """
         with self._lock:
             self._failure = failure

@@ -43,7 +43,7 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, Any]) -> StreamRequest | None:
-        """From a request's parameters; None if they ask for no such thing.
+        """Return what a request's parameters ask for; None if they name no transfer.
 
         Raises:
             RemoteProtocolError: a key is missing, or a value has the wrong type or range.
@@ -55,7 +55,7 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A producer's offer. `remote_block_ids` has one list a cache group, for the first `remote_num_tokens` tokens;
-    there are none while the producer computes the prompt, and then its workers tell them.
+    there are none while the producer computes the prompt: then its workers report them.
     """
 
     remote_engine_id: Id

@@ -361,10 +361,10 @@ class Scheduler:
         """The orders since the last call, for every worker."""
         orders, self._orders = tuple(self._orders), []
         # a worker may lose a step: until one of them has shown that it knows the engine, it is sent again
-        tells = self._announced == "no" or (self._announced == "sent" and bool(orders))
-        if tells:
+        announces = self._announced == "no" or (self._announced == "sent" and bool(orders))
+        if announces:
             self._announced = "sent"
-        return StepMetadata(engine=self._engine if tells else None, orders=orders)
+        return StepMetadata(engine=self._engine if announces else None, orders=orders)
 
     def get_finished_count(self) -> int:
         """Workers that report each request: all of the engine's. See `KVOutputAggregator.from_connector`."""

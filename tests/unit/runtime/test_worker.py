@@ -167,9 +167,10 @@ def test_a_worker_whose_thread_could_not_start_begins_with_the_next_step(monkeyp
         with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
             scheduler.offer("r", blocks=[[1]], num_tokens=3)
             step = scheduler.build_step()
-            with monkeypatch.context() as broken, pytest.raises(RuntimeError):
+            with monkeypatch.context() as broken:
                 broken.setattr(driver_thread.threading.Thread, "start", fail)
-                worker.start_step(step)
+                with pytest.raises(RuntimeError):
+                    worker.start_step(step)
             worker.start_step(step)
             scheduler.abort("r")
             worker.start_step(scheduler.build_step())
