@@ -32,6 +32,8 @@ class FailureLog:
             what: What failed, such as "load".
             reasons: By request, as in `WorkerOutput`: an error's class, a colon and its text, with the remedy.
         """
+        if not reasons:
+            return
         by_cause: defaultdict[str, list[str]] = defaultdict(list)
         for request_id, reason in reasons.items():
             by_cause[reason.partition(" [")[0]].append(request_id)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from kvconnector.errors import BlockIdError, require_at_least
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import KeepsState, Retention
@@ -52,5 +50,5 @@ class OfferCheck:
                 # of an earlier position: the consumer goes on there
                 tokens = range(group.first_block, group.first_block + 1)
             needed = group.covering(tokens, size, what=what)
-            if np.unique(needed.block_ids).size < needed.num_blocks:
+            if len(set(needed.block_ids.tolist())) < needed.num_blocks:
                 raise BlockIdError(f"{what} name one twice", group=index)

@@ -40,6 +40,7 @@ from kvconnector_kernels.pump.board import (
     look_up,
     write,
 )
+from kvconnector_kernels.pump.records import offset_of
 
 _KEY = struct.Struct("<4I")
 NUM_BUCKETS = 1024
@@ -95,6 +96,8 @@ class LeaseBoard:
         self.num_buckets = num_buckets
         self.memory = SharedMemory(num_buckets * BUCKET_BYTES)
         self._entries = self.memory.array[: num_buckets * BUCKET_BYTES].view(ENTRY)
+        self.address = self._entries.ctypes.data
+        """Of the first byte; page aligned."""
         self._issued = np.zeros(len(self._entries), np.int64)
         self._is_taken = np.zeros(len(self._entries), np.bool_)
         self._published: dict[bytes, int] = {}
@@ -102,11 +105,6 @@ class LeaseBoard:
 
     def __repr__(self) -> str:
         return f"<LeaseBoard of {self.num_buckets} buckets, {len(self._published)} leases>"
-
-    @property
-    def address(self) -> int:
-        """Of the first byte; page aligned."""
-        return self._entries.ctypes.data
 
     def publish(self, key: bytes, watermark: Watermark) -> bool:
         """Let the blocks of a lease be read up to its watermark, or now up to this one, once the kernels before have
@@ -156,5 +154,5 @@ class LeaseBoard:
         self.memory.close()
 
     def _write(self, field: str, index: int, value: int) -> None:
-        address = self._entries[field][index : index + 1].ctypes.data
+        address = self.address + index * ENTRY_BYTES + offset_of(ENTRY, field)
         (write if self._writer is None else self._writer.write)(address, value)
