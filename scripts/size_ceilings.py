@@ -38,12 +38,12 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2755),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
-    "kvconnector/integrations": Size(2790, target=2810),
+    "kvconnector/integrations": Size(2817, target=2810),
     "kvconnector/integrations/sglang": Size(1470, target=900),
     "kvconnector/layout": Size(622, target=520),
     "kvconnector/planning": Size(549, target=560),
     "kvconnector/runtime": Size(4026, target=2800),
-    "kvconnector/session": Size(3818, target=2900),
+    "kvconnector/session": Size(3836, target=2900),
     "kvconnector/topology": Size(896, target=980),
     "kvconnector/transport": Size(2830, target=1930),
     "kvconnector/wire": Size(545, target=500),
@@ -80,14 +80,14 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1440),
     "tests/sglang": Size(120),
     "tests/sglang/harness": Size(1150),
-    "tests/vllm": Size(5410),
+    "tests/vllm": Size(5452),
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6928, target=5360),
-    ("kvconnector",): Size(34170, target=27400),
+    ("kvconnector",): Size(34227, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(32773, target=24800),
+    ("tests",): Size(32818, target=24800),
 }
 
 

@@ -250,7 +250,8 @@ class Executor:
         if command.error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", command.request_id, command.error)
-        self._outbox.load_ended(command.request_id, command.error, *ended)
+        filled = command.filled_tokens
+        self._outbox.load_ended(command.request_id, command.error, *ended, filled_tokens=filled)
 
     def _is_tcp_fallback(self, number: LinkId) -> bool:
         link = self._links.get(number)

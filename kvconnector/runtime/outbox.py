@@ -33,6 +33,7 @@ class _Unreported:
     begun: set[str] = field(default_factory=set)
     failed_sending: dict[str, str] = field(default_factory=dict)
     failed_recving: dict[str, str] = field(default_factory=dict)
+    filled_tokens: dict[str, int] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
     leases_expired: int = 0
     transfers: list[TransferStats] = field(default_factory=list)
@@ -49,6 +50,7 @@ class _Unreported:
             finished_sending=frozenset(self.sent),
             finished_recving=frozenset(self.received),
             failed_recving=self.failed_recving,
+            filled_tokens=self.filled_tokens,
             stats=stats,
             failed_sending=self.failed_sending,
             begun=frozenset(self.begun),
@@ -209,16 +211,23 @@ class Outbox:
         error: KVConnectorError | None = None,
         trace: RequestTrace | None = None,
         moved: TransferStats | None = None,
+        *,
+        filled_tokens: int | None = None,
     ) -> None:
-        """The consumer's blocks of a request are filled; or will not be, for an `error`, and nothing writes them."""
+        """The consumer's blocks of a request are filled; or, for an `error`, will not be, and nothing writes them. The
+        first `filled_tokens` tokens are in them then, if that is known.
+        """
         with self._lock:
             self._open_loads.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
                 error = error or TransferAbortedError("the engine gave up its loads")
+                filled_tokens = None
             ended = self._unreported
             if error is not None:
                 ended.failed_recving[request_id] = _text(error)
+                if filled_tokens is not None:
+                    ended.filled_tokens[request_id] = filled_tokens
                 ended.failures[type(error).__name__] += 1
             if trace is not None:
                 ended.traces.append(trace)

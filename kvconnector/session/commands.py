@@ -200,8 +200,11 @@ class NotifyPrefillStarted(Command, msgspec.Struct, frozen=True):
 
 
 class FinishLoad(Command, msgspec.Struct, frozen=True):
-    """The consumer engine may use the request's blocks, or must do without: then `error` says why."""
+    """The consumer engine may use the request's blocks, or must do without: then `error` says why. Its first
+    `filled_tokens` tokens are in the blocks all the same, if that is known.
+    """
 
     request_id: str
     error: KVConnectorError | None
     trace: LoadTrace | None = None
+    filled_tokens: int | None = None

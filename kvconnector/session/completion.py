@@ -104,9 +104,10 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
-    ones too, loads once nothing writes their blocks. `begun` are followed requests whose load may be asked for.
+    ones too, loads once nothing writes their blocks. Of those that failed, `filled_tokens` are the leading tokens that
+    are in the blocks all the same, where that is known. `begun` are followed requests whose load may be asked for.
 
-    The last three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
+    The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
     computed again; `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
     `expected_finished_count`, if not 0, is how many workers report each request that is first reported from now on.
     """
@@ -120,6 +121,7 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     invalid_block_ids: frozenset[int] = frozenset()
     kv_cache_events: tuple[str, ...] = ()
     expected_finished_count: Annotated[int, Meta(ge=0)] = 0
+    filled_tokens: dict[str, int] = {}
 
     def merged(self, other: WorkerOutput) -> WorkerOutput:
         """Both, as one."""
@@ -133,12 +135,17 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
             invalid_block_ids=self.invalid_block_ids | other.invalid_block_ids,
             kv_cache_events=self.kv_cache_events + other.kv_cache_events,
             expected_finished_count=other.expected_finished_count or self.expected_finished_count,
+            filled_tokens=_smallest(self.filled_tokens, other.filled_tokens),
         )
 
     @property
     def is_empty(self) -> bool:
         """Nothing to report."""
         return self == WorkerOutput()
+
+
+def _smallest(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {key: min(first.get(key, n), n) for key, n in {**first, **second}.items()}
 
 
 class FinishedCounter(Protocol):

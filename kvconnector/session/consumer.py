@@ -160,9 +160,7 @@ class ConsumerSession:
         if load is None:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event, now)
-        load.asked = event
-        load.trace.asked_s = now
-        load.left = tuple([range(*tokens) for tokens in event.token_ranges])
+        load.ask(event, now)
         error = event.error or load.error
         if error is not None:
             return self._close(load, error, now)
@@ -255,6 +253,7 @@ class ConsumerSession:
             return []
         if load.error is not None or not load.is_followed:
             return self._close(load, load.error, now)
+        load.note_filled()
         # it is ready: its loss would be the load's error
         return self._advance(load, self._engines.open(load.engine), now)
 
@@ -375,7 +374,7 @@ class ConsumerSession:
         del self._loads[load.request_id]
         commands: list[Command] = []
         if load.asked is not None:
-            commands.append(cmd.FinishLoad(load.request_id, error, load.trace))
+            commands.append(cmd.FinishLoad(load.request_id, error, load.trace, load.filled_tokens))
         return commands + self._engines.end_transfer(load.engine, load.ending(), now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {

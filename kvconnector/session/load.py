@@ -105,9 +105,9 @@ class Piece(NamedTuple):
 class Load(Tracked[LoadState]):
     """A request's transfer, what was asked of it, and which reads are not over.
 
-    `left[group]` was not read for yet, and of `begun` only some layers were. Of one that `is_followed`, `progress` is
-    what each producer worker last reported, and the engine asks for it once it `has_begun`. `deadline` is when it is
-    given up, unless something happens before.
+    `left[group]` was not read for yet, and of `begun` only some layers were; `filled_tokens` leading tokens are in the
+    blocks. Of one that `is_followed`, `progress` is what each producer worker last reported, and the engine asks for it
+    once it `has_begun`. `deadline` is when it is given up, unless something happens before.
     """
 
     def __init__(self, wanted: WantRequest, now: float) -> None:
@@ -119,6 +119,7 @@ class Load(Tracked[LoadState]):
         self.has_begun = False
         self.asked: LoadRequest | None = None
         self.left: tuple[range, ...] = ()
+        self.filled_tokens: int | None = None
         self.begun: Piece | None = None
         self.progress: dict[LinkId, m.Progress] = {}
         self.reads: dict[int, Rank] = {}
@@ -221,6 +222,18 @@ class Load(Tracked[LoadState]):
             range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
             for tokens, limit in zip(self.left, stops, strict=True)
         )
+
+    def ask(self, asked: LoadRequest, now: float) -> None:
+        """Take what the engine asks for. Where its blocks are refused, nobody knows what is in them."""
+        self.asked, self.trace.asked_s = asked, now
+        self.left = tuple([range(*tokens) for tokens in asked.token_ranges])
+        if asked.error is None:
+            self.note_filled()
+
+    def note_filled(self) -> None:
+        """Take that no read is open: all that was read for is in the blocks, and nothing of what is left."""
+        if self.begun is None:
+            self.filled_tokens = min([tokens.start for tokens in self.left if tokens], default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
         """What the load waited for in vain when its deadline passed."""

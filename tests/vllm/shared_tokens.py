@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 import types
+from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -220,6 +221,7 @@ class SharedEngine:
         ]
         self.world = World(config, self.ranks[0].cache_config, self.handshakes())
         self.loads = []
+        self.num_computed = Counter()
         self.num_traces = 0
         self._aggregator = KVOutputAggregator(len(self.ranks))
 
@@ -245,6 +247,7 @@ class SharedEngine:
     def begin_step(self):
         """Plan a step, do the forward pass, and give the workers their orders."""
         planned = self.world.scheduler.schedule()
+        self.num_computed.update(planned.num_scheduled_tokens)
         for request_id, count in planned.num_scheduled_tokens.items():
             request = self.world.scheduler.requests[request_id]
             stop = request.num_computed_tokens

@@ -53,6 +53,23 @@ def test_a_failed_load_is_computed_here_or_fails_its_request_alone(world, policy
     assert request.num_output_tokens == (policy == "recompute")
 
 
+def test_what_a_failed_load_has_filled_is_not_computed_again(world):
+    engine = world()
+    engine.add(40, max_tokens=1, prompt=1)
+    engine.step()
+    request = engine.add(100, w.offer(100), prompt=1)
+    (load,) = engine.step()[0].loads
+    assert load.token_ranges == ((32, 99),)
+    (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    report = WorkerReport(failed={request.request_id: "PeerLostError: gone"})
+    reported = {"finished_recving": {request.request_id}, "invalid_block_ids": set(ids[2:4])}
+    engine.step(**reported, kv_connector_worker_meta=report)
+    planned = engine.scheduler.schedule()
+    assert planned.num_scheduled_tokens == {request.request_id: 100 - 2 * w.BLOCK_SIZE}
+    engine.complete(planned)
+    assert (request.num_output_tokens, engine.connector._scheduler._scheduler.num_loading) == (1, 0)
+
+
 def test_an_aborted_load_keeps_its_blocks_until_nothing_writes_them(world):
     engine = world()
     _load(engine)

@@ -24,6 +24,7 @@ from kvconnector.integrations.vllm.host_buffer import HostBuffer
 from kvconnector.integrations.vllm.messages import ConnectorStep
 from kvconnector.integrations.vllm.settings import Settings
 from kvconnector.integrations.vllm.stats import ConnectorStats, PromMetrics
+from kvconnector.integrations.vllm.unwritten import FailedParts
 from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import StepMetadata
@@ -170,6 +171,26 @@ def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
     assert finished.finished_recving == {"d"}
     assert finished.failed_recving == {"d"}
     assert half.finished().finished_recving == set()
+
+
+@pytest.mark.parametrize(
+    "filled,invalid",
+    [(3 * c.SIZE, {4, 2, 3}), (4 * c.SIZE, {2, 3}), (5 * c.SIZE + 1, {3}), (None, set())],
+)
+def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invalid):
+    """If nobody knows what came, the request has failed as a whole."""
+    worker = TakingWorker()
+    half = worker_half(worker)
+    half._parts = FailedParts.of([c.registered(c.attention())[0]])
+    blocks = replace(load(), local_blocks=(GroupBlocks.of((4, 2, 3), 3),))
+    half.start_step(ConnectorStep.of(StepMetadata(orders=(blocks, load("good")))))
+    worker._outbox.load_ended("d", LocalError("lost"), filled_tokens=filled)
+    worker._outbox.load_ended("good")
+    finished = half.finished()
+    assert finished.finished_recving == {"d", "good"}
+    assert finished.failed_recving == (set() if invalid else {"d"})
+    assert [half.take_unfilled() for _ in range(2)] == [invalid, set()]
+    assert half.take_report().failed == {"d": "LocalError: lost"}
 
 
 def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():

@@ -142,6 +142,9 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         is_idle = isinstance(step, ConnectorStep) and step.is_idle
         return self._worker.finished(is_idle=is_idle)
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.take_unfilled()
+
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report = self._worker.take_report()
         return None if report == WorkerReport() else report

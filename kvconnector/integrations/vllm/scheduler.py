@@ -273,8 +273,10 @@ class SchedulerHalf:
         for request_id in report.unsent.keys() & held:
             self._sent.explain(request_id, report.unsent[request_id])
         unsent = {name: self._sent.take_reason(name) for name in our_sent}
-        failed = our_received.intersection(output.failed_recving or ())
         reasons = {name: self._received.take_reason(name) for name in our_received}
+        # those whose blocks vLLM takes as invalid are not among its failed ones
+        failed = {name for name in our_received if reasons[name]}
+        failed |= our_received.intersection(output.failed_recving or ())
         self._scheduler.update(
             WorkerOutput(
                 finished_sending=frozenset(our_sent),

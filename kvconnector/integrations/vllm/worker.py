@@ -23,7 +23,7 @@ from kvconnector.integrations.vllm.messages import (
 )
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.integrations.vllm.settings import Settings, model_description, traces_endpoint
-from kvconnector.integrations.vllm.unwritten import clear_unwritten
+from kvconnector.integrations.vllm.unwritten import FailedParts, clear_unwritten
 from kvconnector.layout import Watermark
 from kvconnector.runtime import StepMetadata, Worker
 from kvconnector.session import WorkerStats
@@ -75,6 +75,7 @@ class WorkerHalf:
         self._layers: dict[str, int] = {}
         """Global indices of the layers that are reported while a step is computed."""
         self._begun: ConnectorStep | None = None
+        self._parts: FailedParts | None = None
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
@@ -107,6 +108,9 @@ class WorkerHalf:
         with parents_cores():
             worker.register([group.cache for group in self._groups])
         self._worker = worker
+        policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
+        if self._host_buffer is None and policy == "recompute":
+            self._parts = FailedParts.of(self._groups)
         # a mirror gets a step's blocks when it is over, and of a step in two parts each calls for itself
         if self._host_buffer is None and not self._vllm_config.parallel_config.use_ubatching:
             self._layers = {
@@ -141,6 +145,9 @@ class WorkerHalf:
         except KVConnectorError as error:
             for order in orders:
                 self._refuse(order, error)
+            return
+        if self._parts is not None:
+            self._parts.expect(orders)
 
     def _take(self, step: StepMetadata) -> None:
         with nullcontext() if self._is_started else parents_cores():
@@ -213,7 +220,14 @@ class WorkerHalf:
             self._report.traces += output.stats.traces
         self._unreported.finished_sending.update(output.finished_sending)
         self._unreported.finished_recving.update(output.finished_recving)
-        self._unreported.failed_recving.update(output.failed_recving)
+        failed = set(output.failed_recving)
+        if self._parts is not None:
+            failed -= self._parts.ended(output)
+        self._unreported.failed_recving.update(failed)
+
+    def take_unfilled(self) -> set[int]:
+        """Return the blocks, in vLLM's numbers, that failed loads have not filled, since the last call."""
+        return set() if self._parts is None else self._parts.take_unfilled()
 
     def sleep(self) -> None:
         """Give up every load and lease, and wait until nothing reads or writes the caches: vLLM takes their memory

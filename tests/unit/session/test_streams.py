@@ -205,7 +205,8 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
     if not is_asked:
         assert _begun(commands) == ["w"]
         commands = side.tell(harness.load_asked())
-    assert [type(each.error) for each in harness.of(commands, cmd.FinishLoad)] == [error]
+    (ended,) = harness.of(commands, cmd.FinishLoad)
+    assert (type(ended.error), ended.filled_tokens) == (error, 0)
     assert side.num_loads == 0
 
 
@@ -233,6 +234,7 @@ def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     )
     (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
     assert isinstance(ended.error, RemoteProtocolError)
+    assert ended.filled_tokens == 8
 
 
 def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
