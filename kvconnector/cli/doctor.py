@@ -70,6 +70,12 @@ def doctor(
         str,
         typer.Option(help="With --model: what this engine calls it; left out, names may differ."),
     ] = "",
+    params: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file with one request's kv_transfer_params: say why they cannot be used."
+        ),
+    ] = None,
     json: JsonFlag = False,
 ) -> None:
     """Say what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
@@ -83,6 +89,10 @@ def doctor(
         from kvconnector.cli.doctor_peer import examine_peer
 
         found = attempt("peer", lambda: examine_peer(peer, _config(keys, tls), device, local))
+    if params is not None:
+        from kvconnector.cli.doctor_peer import examine_params
+
+        found = attempt("params", lambda: examine_params(params, _config(keys, tls), device))
     findings = []
     for finding in found:
         findings.append(finding)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -23,6 +24,7 @@ from kvconnector.control.address import parse_address
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import (
     AuthenticationError,
+    ConfigError,
     IncompatiblePeerError,
     KVConnectorError,
     PeerLostError,
@@ -30,6 +32,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
 )
 from kvconnector.runtime.channels import ucx_options
+from kvconnector.runtime.params import TransferParams, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.ports import active_rdma_ports
@@ -74,6 +77,41 @@ def examine_peer(
             return
         for rank in ranks:
             yield from _rank(rank, config, device)
+
+
+def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator[Finding]:
+    """Find out why one request's `kv_transfer_params`, in a file, cannot be used here: what they say, and whether the
+    engine that they name answers.
+
+    Raises:
+        KVConnectorError: they cannot be read, or say what no producer says.
+    """
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read kv_transfer_params: {error}", path=str(path)) from error
+    params = found.get("kv_transfer_params", found) if isinstance(found, dict) else found
+    if not isinstance(params, dict):
+        raise ConfigError("kv_transfer_params are a JSON object", got=type(params).__name__)
+    if not wants_remote_prefill(params):
+        text = "do_remote_prefill is not true: a decode engine computes the prompt itself"
+        yield Finding("params", "FAIL", text)
+        return
+    offer = TransferParams.from_mapping(params)
+    text = (
+        "streamed while it is computed"
+        if offer.is_followed
+        else f"{offer.remote_num_tokens} tokens in {[*map(len, offer.remote_block_ids)]} blocks"
+    )
+    text = f"request {offer.remote_request_id} of engine {offer.remote_engine_id}: {text}"
+    yield Finding("params", "ok", text)
+    address = offer.engine.address.removeprefix("tcp://")
+    for finding in examine_peer(f"{address},{offer.remote_public_key}", config, device, None):
+        yield finding
+        if finding.subject == "peer" and f"engine {offer.remote_engine_id} at" not in finding.text:
+            text = "another engine answers there: a router, or an address that was given away since"
+            yield Finding("params", "FAIL", text)
+            return
 
 
 def _why_no_answer(error: KVConnectorError, address: str) -> str:

@@ -112,6 +112,26 @@ def test_keys(tmp_path, doctor):
         assert doctor("--peer", where)["peer"]["verdict"] == "FAIL"
 
 
+@pytest.mark.parametrize(
+    "changes, cause",
+    [
+        ({}, None),
+        ({"do_remote_prefill": False}, "computes the prompt itself"),
+        ({"remote_port": "x"}, "kv_transfer_params cannot be used"),
+        ({"remote_engine_id": "q"}, "another engine answers there"),
+    ],
+)
+def test_why_params_cannot_be_used_is_told(p, doctor, tmp_path, changes, cause):
+    file = tmp_path / "params.json"
+    params = p.offer(f"r{cause}", [1, 2], 30)
+    file.write_text(json.dumps({"kv_transfer_params": {**params, **changes}}))
+    found = doctor("--params", str(file))
+    faults = [each["text"] for each in found.values() if each["verdict"] == "FAIL"]
+    assert bool(faults) is (cause is not None)
+    assert cause is None or cause in faults[0]
+    assert ("bandwidth" in found) is (cause is None)
+
+
 @pytest.fixture
 def silent():
     """Accepts connections and says nothing."""
