@@ -35,7 +35,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector": Size(660, target=560),
     "kvconnector/bench": Size(4173),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(2803),
+    "kvconnector/cli": Size(2808),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4690, target=4050),
     "kvconnector/integrations": Size(2817, target=2810),
@@ -84,8 +84,8 @@ ROOMS: dict[str, Size] = {
 }
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
-    ("kvconnector/bench", "kvconnector/cli"): Size(6976, target=5360),
-    ("kvconnector",): Size(34275, target=27400),
+    ("kvconnector/bench", "kvconnector/cli"): Size(6981, target=5360),
+    ("kvconnector",): Size(34280, target=27400),
     ("kernels",): Size(4250, target=3650),
     ("tests",): Size(32838, target=24800),
 }

@@ -93,13 +93,18 @@ def doctor(
         from kvconnector.cli.doctor_peer import examine_params
 
         found = attempt("params", lambda: examine_params(params, _config(keys, tls), device))
+    _print(found, as_json=json)
+
+
+def _print(found: Iterator[Finding], *, as_json: bool) -> None:
+    """Each finding when it is known. Raises typer.Exit: there is a fault."""
     findings = []
     for finding in found:
         findings.append(finding)
-        if not json:
+        if not as_json:
             typer.echo(f"{finding.verdict:>4}  {finding.subject:<12} {finding.text}")
     faults = [finding.subject for finding in findings if finding.verdict == "FAIL"]
-    if json:
+    if as_json:
         print_json({"findings": findings, "faults": faults})
     else:
         typer.echo(f"faults: {', '.join(faults)}" if faults else "no faults found")
