@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -62,17 +63,21 @@ class Router:
         prefilled = asyncio.create_task(self._read(self._prefill + request.path, body))
         try:
             async with self._session.post(self._decode + request.path, json=body) as upstream:
-                return await _pass_on(request, upstream)
+                response = await _pass_on(request, upstream)
+            if upstream.status == OK:
+                # it ends a moment later; given up now, it would count as aborted
+                await asyncio.wait([prefilled])
+            return response
         except (aiohttp.ClientError, TimeoutError) as error:
             raise web.HTTPBadGateway(text=f"{self._decode} did not answer: {error}") from error
         finally:
-            # a decode engine that has answered needs the prefill engine no more
             prefilled.cancel()
 
     async def _read(self, url: str, body: dict[str, Any]) -> None:
         """The answer has nothing that the decode engine's lacks, errors included."""
-        async with self._session.post(url, json=body) as answer:
-            await answer.read()
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with self._session.post(url, json=body) as answer:
+                await answer.read()
 
 
 async def _pass_on(request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:

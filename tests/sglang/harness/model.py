@@ -26,7 +26,7 @@ def model_of(folder, *, kind="llama", kv_heads=4, window=0):
         # the only rotary embedding of DeepSeek's that SGLang computes on a CPU
         rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0}
         rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
-        _change(path, rope_parameters=rope, rope_scaling=rope)
+        _change(path, rope_parameters=rope, rope_scaling=rope, moe_layer_freq=1)
     if window:
         # SGLang keeps such layers in a pool of their own where the model says so
         _change(path, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (layers // 2))

@@ -1,0 +1,101 @@
+"""The router of examples/sglang_1p1d, between two stand-in engines, and what the example starts its engines with."""
+
+import asyncio
+from argparse import Namespace
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from sglang_1p1d.router import Router
+from sglang_1p1d.run import engine_command
+
+
+class Engine:
+    """Answers with `status` once `other` was asked for the same room."""
+
+    def __init__(self, status=200):
+        self.status, self.other, self.bodies = status, self, []
+        self.is_asked, self.was_given_up = asyncio.Event(), False
+
+    async def generate(self, request):
+        body = await request.json()
+        self.bodies.append(body)
+        self.is_asked.set()
+        try:
+            await self.other.is_asked.wait()
+            if self.status is None:
+                await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.was_given_up = True
+            raise
+        return web.json_response({"output_ids": body["input_ids"]}, status=self.status)
+
+
+@asynccontextmanager
+async def serving(app):
+    runner = web.AppRunner(app, handler_cancellation=True)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def through_router(prefill, decode, prompts):
+    """Statuses and bodies of one request after the other."""
+
+    async def ask():
+        prefill.other, decode.other = decode, prefill
+        async with AsyncExitStack() as stack:
+            urls = []
+            for engine in (prefill, decode):
+                app = web.Application()
+                app.add_routes([web.post("/generate", engine.generate)])
+                urls.append(await stack.enter_async_context(serving(app)))
+            router = Router(urls[0], 8998, urls[1])
+            url = await stack.enter_async_context(serving(router.app()))
+            session = await stack.enter_async_context(aiohttp.ClientSession())
+            answers = []
+            for prompt in prompts:
+                async with session.post(url + "/generate", json={"input_ids": prompt}) as answer:
+                    answers.append((answer.status, await answer.json()))
+            return answers
+
+    async def bounded():
+        async with asyncio.timeout(30):
+            return await ask()
+
+    return asyncio.run(bounded())
+
+
+def test_both_engines_are_asked_at_once_for_a_room_of_their_own():
+    prefill, decode = Engine(), Engine()
+    answers = through_router(prefill, decode, [[1], [2]])
+    assert answers == [(200, {"output_ids": [1]}), (200, {"output_ids": [2]})]
+    assert prefill.bodies == decode.bodies
+    rooms = {body["bootstrap_room"] for body in decode.bodies}
+    assert len(rooms) == 2
+    assert {(body["bootstrap_host"], body["bootstrap_port"]) for body in decode.bodies} == {
+        ("127.0.0.1", 8998)
+    }
+    assert not prefill.was_given_up
+
+
+def test_where_the_decode_engine_fails_the_prefill_engine_is_given_up():
+    prefill, decode = Engine(status=None), Engine(status=500)
+    assert through_router(prefill, decode, [[1]]) == [(500, {"output_ids": [1]})]
+    assert prefill.was_given_up
+
+
+@pytest.mark.parametrize("gpus", [None, "0,1"])
+def test_engines_share_the_bootstrap_port_and_no_other(gpus):
+    arguments = Namespace(
+        model="m", port=8000, gpus=gpus, prefill_args="--tp 2", decode_args="--page-size 64"
+    )
+    commands = [engine_command(arguments, name)[0] for name in ("prefill", "decode")]
+    assert [each[each.index("--port") + 1] for each in commands] == ["8001", "8002"]
+    assert commands[0][-4:] == ["--disaggregation-bootstrap-port", "8004", "--tp", "2"]
+    assert commands[1][-2:] == ["--page-size", "64"]
