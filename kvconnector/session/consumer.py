@@ -366,7 +366,7 @@ class ConsumerSession:
         return commands
 
     def _close(self, load: Load, error: KVConnectorError | None, now: float) -> list[Command]:
-        """End the load: report it to the engine, if it asked for it, and then to the producer's ranks, which can wait."""
+        """End the load: report it to the engine, if it asked for it, then to the producer's ranks, which can wait."""
         load.move(ending_of(error))
         self._agenda.forget(load)
         self._engines.give_up(load)
