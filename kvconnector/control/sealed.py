@@ -1,8 +1,9 @@
 """Authenticated control messages, for a transport that anybody may write to.
 
-An `Inbox` is one direction of a link. The receiver chooses it, and tells the peer over an authenticated connection. A
-frame is a MAC (keyed BLAKE2b) of inbox, number and payload, the message's number in its inbox, and the payload, in the
-clear. So a message that others made, changed, repeated or moved is refused, and a missing one shows with the next one.
+An `Inbox` is one direction of a link. The receiver chooses it, and sends it to the peer over an authenticated
+connection. A frame is a MAC (keyed BLAKE2b) of inbox, number and payload, the message's number in its inbox, and the
+payload, in the clear. So a message that others made, changed, repeated or moved is refused, and a missing one shows
+with the next one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """All connections that peers opened: one ROUTER socket and its monitor.
 
 A ROUTER names each connection by an identity and does not say when one ends. Its monitor does, but by file descriptor.
-Messages tell both: they carry the descriptor they came from. Descriptors are reused, but libzmq reports in order, and
+Messages have both: they carry the descriptor they came from. Descriptors are reused, but libzmq reports in order, and
 before a descriptor is free again, that a connection was accepted and that it ended. So after a message has been
 received and every monitor event has been read, its connection is known.
 """
@@ -220,7 +220,7 @@ def _origin(frame: zmq.Frame) -> tuple[int, str] | None:
     fd = int(frame.get(zmq.SRCFD))
     if fd < 0:
         raise TransportError(
-            "this libzmq does not tell which connection a message came from",
+            "this libzmq does not say which connection a message came from",
             libzmq=zmq.zmq_version(),
         )
     return fd, address

@@ -60,7 +60,7 @@ class _Probe:
             self._socket.connect_ex((target.host, target.port))
 
     def result(self) -> type[AuthenticationError | PeerLostError]:
-        """Return what the peer's silence means, as far as that shows by now."""
+        """Return the error that the peer's silence means, as far as that shows now."""
         with suppress(OSError):
             if self._is_named or (self._socket is not None and self._socket.getpeername()):
                 return AuthenticationError
@@ -142,7 +142,7 @@ class OutgoingConnection:
 
     def receive(self, now: float) -> list[ControlEvent]:
         """Return what arrived; ends with `Disconnected` when the connection is over and nothing is left to read."""
-        # The monitor first: once it tells of the loss, everything that had arrived is readable.
+        # The monitor first: once it has reported the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
             self.error = self._after_probe() or PeerUnreachableError(

@@ -37,6 +37,7 @@ who is silent is given up by the sessions.
 MAX_CONTROL_PER_CALL = 256
 """Control messages that one `receive_control` takes from the network."""
 
+
 NO_FILENO = -1
 """`fileno()` of a transport that cannot wake a sleeper and must be polled."""
 
@@ -121,7 +122,7 @@ class Transport(Protocol):
         """
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
-        """Whether an endpoint to another host has no RDMA lane although RDMA ports are active here."""
+        """Returns True if an endpoint to another host has no RDMA lane although RDMA ports are active here."""
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
         """Post a message and return its ticket. It may complete before the peer has received it. One to a peer that is
@@ -154,17 +155,15 @@ class Transport(Protocol):
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
     ) -> list[ControlEvent]:
-        """What has come of control messages, at most `MAX_CONTROL_PER_CALL`; never blocks. Call it after `progress()`,
-        before sleeping, until it returns nothing. `limits` are the bytes that a message may have, by tag; no memory is
-        spent on others. `progress` drives the library first: call `progress()` as well before sleeping.
+        """Return the control messages that arrived or failed, at most `MAX_CONTROL_PER_CALL`; never blocks. Call it
+        after `progress()`, before sleeping, until it returns nothing. `limits` are the bytes that a message may have,
+        by tag; no memory is spent on others. `progress` drives the library first: call `progress()` as well before
+        sleeping.
         """
-
-    def has_control(self) -> bool:
-        """Whether `receive_control` would find a message that the last `progress` brought."""
 
     def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
         """Drop messages that `progress` brought and no `recv` was posted for, from the oldest to the first whose tag is
-        `awaited` in the bits of `mask`. How many were dropped; control messages are not among them.
+        `awaited` in the bits of `mask`. Returns their number; control messages are not among them.
         """
 
     def fileno(self) -> int:

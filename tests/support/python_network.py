@@ -1,4 +1,4 @@
-"""Any transport as the compiled loop calls it, through Python: its chunks obey a test's network, faults and clock."""
+"""The loopback transport as the compiled loop calls it, through Python: chunks obey a test's network and clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvconnector.errors import KVConnectorError, OperationCancelledError, TransportError
-from kvconnector.transport import NO_FILENO, Buffer, Completion, MessageSizeError, Transport
+from kvconnector.transport import NO_FILENO, Buffer, Completion, MessageSizeError
 from kvconnector.transport.ucx.abi import (
     ERR_BUSY,
     ERR_CANCELED,
@@ -16,6 +16,7 @@ from kvconnector.transport.ucx.abi import (
     IN_PROGRESS,
     OK,
 )
+from tests.support.loopback import LoopbackTransport
 
 _NS_PER_S = 1_000_000_000
 _FIRST_STATUS, _NUM_STATUSES = -20, 70
@@ -24,7 +25,7 @@ _POLL_S = 50e-6
 
 
 class PythonNetwork:
-    """`Network` over any transport for slots in host memory. A request is a ticket, and an endpoint's handle its id.
+    """`Network` over `LoopbackTransport` for slots in host memory. A request is a ticket, an endpoint's handle its id.
 
     `clock` is also the loop's, so that time may be a test's. Who uses it keeps the slots until the transport is closed.
     """
@@ -32,7 +33,7 @@ class PythonNetwork:
     fileno = -1
     worker = 0
 
-    def __init__(self, transport: Transport, clock: Callable[[], float]) -> None:
+    def __init__(self, transport: LoopbackTransport, clock: Callable[[], float]) -> None:
         self._transport = transport
         self._clock = clock
         self._bytes: dict[int, int] = {}

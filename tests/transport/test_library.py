@@ -1,6 +1,7 @@
 """Which libucp a process uses, and that our idea of its structs is right."""
 
 import ctypes
+import importlib.util
 import logging
 import os
 import shutil
@@ -107,7 +108,8 @@ def test_a_version_that_is_not_known_is_refused_by_name_and_keeps_no_other_out(w
 @pytest.mark.parametrize("binding", ["ucxx", "ucx-py"])
 def test_a_binding_brings_the_library_that_it_uses_itself(binding):
     module = library._BINDINGS[binding]
-    pytest.importorskip(module.partition(".")[0])
+    if importlib.util.find_spec(module.partition(".")[0]) is None:  # this process has a UCX
+        pytest.skip(f"{binding} is not installed")
     mapped = "sorted({line.split()[-1] for line in open('/proc/self/maps') if '/libucp' in line})"
     for first in (f"load({binding!r})", f"import {module}; load()", f"load(); import {module}"):
         paths = in_a_new_process(f"{LOAD}{first}\nprint(load().path, *{mapped})").split()

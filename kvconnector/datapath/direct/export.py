@@ -1,4 +1,4 @@
-"""A producer worker's pools, told so that a consumer can read them."""
+"""A producer worker's pools, described so that a consumer can read them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvconnector.wire.export import (
 
 
 class PoolExporter:
-    """What consumers are told of `pools` and `board`. On the CPU it moves the pools into the memory that the board is
-    in: nobody may write them meanwhile. `message` is valid until the board is closed. Consumers in other containers get
-    the memory by `shared_folder`, if it is named.
+    """The description of `pools` and `board` for consumers. On the CPU it moves the pools into the memory that the
+    board is in: nobody may write them meanwhile. `message` is valid until the board is closed. Consumers in other
+    containers get the memory by `shared_folder`, if it is named.
 
     Raises:
         ConfigError: `shared_folder` is not there, or this process may not write it.
-        TransportError: pools that are too large to be told, that cannot be shared (see `SharedMemory.share`), or CUDA
+        TransportError: pools whose description is too large, that cannot be shared (see `SharedMemory.share`), or CUDA
             memory that has no IPC handle.
     """
 
@@ -55,7 +55,7 @@ def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:
         rows = table.rows.astype("<i8").tobytes()
         if len(rows) > MAX_ROWS_BYTES:
             raise TransportError(
-                "a part table is too large to be told to peers", group=group, rows=table.num_parts
+                "a part table is too large for a greeting", group=group, rows=table.num_parts
             )
         tables.append(
             ExportedTable(
@@ -70,7 +70,7 @@ def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:
             )
         )
     if len(tables) > MAX_TABLES:
-        raise TransportError("there are too many part tables to be told", tables=len(tables))
+        raise TransportError("there are too many part tables for a greeting", tables=len(tables))
     return tuple(tables)
 
 

@@ -37,7 +37,7 @@ class Mappings:
                         raise TransportError(
                             "an exported allocation is smaller than it says",
                             nbytes=nbytes,
-                            said=allocation.nbytes,
+                            stated=allocation.nbytes,
                         )
                     there = allocation.address
                     self.places.append((there, allocation.nbytes, here - there))

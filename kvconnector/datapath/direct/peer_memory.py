@@ -53,8 +53,8 @@ class PeerMemory:
         self.places = [(r.address, r.nbytes, here + r.offset - r.address) for r in export.ranges]
 
     def check_alive(self) -> None:
-        """Whether CUDA memory of the process is still there, which is freed after its other memory. What is mapped in
-        `array` stays. Raises PeerLostError: it may be gone.
+        """Check that CUDA memory of the process is still there, which is freed after its other memory. What is mapped
+        in `array` stays. Raises PeerLostError: it may be gone.
         """
         try:
             num_pages = os.pread(self._statm, 32, 0)

@@ -51,8 +51,8 @@ class RemotePools:
             raise
 
     def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
-        """Whether blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop` right now.
-        Raises PeerLostError: the producer's process is gone, and so may be its CUDA memory.
+        """Returns True if blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop`
+        right now. Raises PeerLostError: the producer's process is gone, and so may be its CUDA memory.
         """
         if self._mappings is not None:
             self._memory.check_alive()

@@ -86,7 +86,7 @@ class SharedMemory:
         return tuple(places)
 
     def holds(self, start: int, stop: int) -> bool:
-        """Whether other processes may read memory between these addresses here."""
+        """Returns True if other processes may read memory between these addresses here."""
         return any(p.address < stop and start < p.address + p.nbytes for p in self._places)
 
     def seal(self) -> None:
@@ -183,7 +183,7 @@ def num_pinned() -> int:
 
 
 def is_known_to_cuda(address: int) -> bool:
-    """Whether an address is in memory that is registered with a GPU, counted by the kernel or not."""
+    """Returns True if an address is in memory that is registered with a GPU, counted by the kernel or not."""
     try:
         library = ctypes.PyDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:  # nobody here uses it

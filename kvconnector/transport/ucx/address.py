@@ -17,7 +17,7 @@ import msgspec
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 
 _HEADER = struct.Struct("<4sI")
-"""What tells this kind of address, and the CRC-32 of all that follows."""
+"""The mark of this kind of address, and the CRC-32 of all that follows."""
 _MAGIC = b"KVU2"
 
 HOST_ID_BYTES = 16
@@ -31,8 +31,9 @@ _DEAD_STATES = frozenset("ZXx")
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     """One worker: where it runs and how UCX reaches it.
 
-    `start_time` (clock ticks after boot) tells reused process ids apart. `shares_memory`: its UCX may use shared
-    memory. `tcp_segment_bytes` is 0 where it is left to UCX. `ucx_version` is major and minor; (0, 0) is not stated.
+    `start_time` (clock ticks after boot) distinguishes processes that had the same id. `shares_memory`: its UCX may use
+    shared memory. `tcp_segment_bytes` is 0 where it is left to UCX. `ucx_version` is major and minor; (0, 0) is not
+    stated.
     """
 
     host_id: bytes
@@ -64,11 +65,11 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
             raise RemoteProtocolError(f"this UCX address is malformed: {error}") from error
 
     def same_host(self, other: WorkerAddress) -> bool:
-        """Can the two processes see one another's end?"""
+        """Returns True if the two processes can see one another's end."""
         return self.host_id == other.host_id
 
     def shares_memory_with(self, other: WorkerAddress) -> bool:
-        """Will UCX connect the two through shared memory, if it is not kept from doing so?"""
+        """Returns True if UCX connects the two through shared memory, unless it is kept from doing so."""
         return self.same_host(other) and self.shares_memory and other.shares_memory
 
     def check_tcp_segments(self, other: WorkerAddress) -> None:
@@ -95,7 +96,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def process_alive(self) -> bool:
-        """Does the process still run, as far as this one may know? Only meaningful on its own host."""
+        """Returns True if the process still runs, as far as this one may know. Only meaningful on its own host."""
         try:
             os.kill(self.process_id, 0)
         except ProcessLookupError:

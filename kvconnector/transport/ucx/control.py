@@ -42,7 +42,7 @@ class ControlReceives:
         self._requests = requests
         self.arriving: dict[int, deque[_Arriving]] = {}
         self.has_begun = False
-        """Whether the last `take` posted what UCX must be driven for."""
+        """The last `take` posted what UCX must be driven for."""
 
     def take(self, limits: Mapping[int, int]) -> list[ControlEvent]:
         """See `Transport.receive_control`."""
@@ -93,7 +93,7 @@ class ControlReceives:
         return None
 
     def _arrived(self) -> list[ControlEvent]:
-        """What is complete, each tag's messages in their order."""
+        """Return what is complete, each tag's messages in their order."""
         events: list[ControlEvent] = []
         for tag in list(self.arriving):
             queue = self.arriving[tag]
@@ -125,7 +125,7 @@ class ControlReceives:
 
 
 def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
-    """What is told of a message that is over."""
+    """Return the event of a message that is over."""
     if memory is None:
         return ControlRefused(tag, nbytes)
     return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))

@@ -78,7 +78,7 @@ class UcxEndpoints:
         self.end_quarantines()
 
     def end_quarantines(self) -> None:
-        """Close the given up endpoints that can be closed by now."""
+        """Close the given up endpoints that can be closed now."""
         now_s = self._clock()
         for quarantined in self._quarantined[:]:
             until_s, endpoint = quarantined
@@ -136,7 +136,7 @@ class UcxEndpoints:
             self._libucp.request_free(request)
 
     def all_closed(self) -> bool:
-        """Has every close ended?"""
+        """Returns True if every close has ended."""
         return not self._closing
 
     def _on_failure(self, _arg: int | None, handle: int, status: int) -> None:

@@ -172,7 +172,7 @@ def automatic_order(ports: Collection[str]) -> list[str]:
 
 
 def _rdma_lack(source: str) -> str:
-    """Why a source has no UCX with transports for RDMA; empty if it has one."""
+    """Return why a source has no UCX with transports for RDMA; empty if it has one."""
     try:
         path = _find(source)
     except TransportError as error:
@@ -186,7 +186,8 @@ def _rdma_lack(source: str) -> str:
 
 
 def brings_libibverbs(libucp: Path) -> bool:
-    """Does a libucp come with a libibverbs of its own, as in NIXL's wheel? It has a provider for NVIDIA's NICs alone.
+    """Returns True if a libucp comes with a libibverbs of its own, as in NIXL's wheel, which has a provider for
+    NVIDIA's NICs alone.
 
     UCX's module for EFA then loads the system's libefa, and with it the system's libibverbs and libnl beside the ones
     that were brought, and the process crashes when it ends: the module is not loaded.
@@ -215,7 +216,7 @@ def _load(source: str) -> UcxLibrary:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Are these the same library? Wheels have a copy of it under each of its names."""
+    """Returns True if these are the same library. Wheels have a copy of it under each of its names."""
     return one.resolve().parent == other.resolve().parent
 
 

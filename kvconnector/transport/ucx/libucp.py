@@ -154,7 +154,7 @@ class Libucp:
         self._releasing.ucp_worker_destroy(self._worker)
 
     def worker_progress(self, *, keeps_gil: bool) -> bool:
-        """Advance communication once; did anything move?"""
+        """Advance communication once; returns True if anything moved."""
         library = self._keeping if keeps_gil else self._releasing
         return bool(library.ucp_worker_progress(self._worker))
 

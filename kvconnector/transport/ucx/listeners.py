@@ -36,7 +36,7 @@ WANTED_DESCRIPTORS = 65_536
 FEW_DESCRIPTORS = 4096
 """A lower limit is warned of: each connection of UCX's takes one."""
 _KEPT_FRACTION = 8
-"""One in so many descriptors is kept from connections to UCX's ports."""
+"""One descriptor in this number is kept from connections to UCX's ports."""
 _BACK_OFF_US = 1000
 """After a failed accept(2): its socket stays readable, and UCX asks again at once."""
 _BROKEN = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
@@ -92,7 +92,7 @@ _Counters = c_struct(
 
 
 class ListenerGuard:
-    """What stands between UCX and accept(2). One per process, as UCX's listeners share its descriptors."""
+    """Replaces accept(2) in UCX. One per process, as UCX's listeners share its descriptors."""
 
     def __init__(self) -> None:
         self._counters = _Counters()

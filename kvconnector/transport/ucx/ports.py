@@ -40,7 +40,7 @@ def active_rdma_ports(sysfs: Path = SYSFS) -> dict[str, Place]:
 
 
 def active_drivers(sysfs: Path = SYSFS) -> set[str]:
-    """The kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where that is not said."""
+    """The kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where sysfs has none."""
     folders = {
         sysfs / "class/infiniband" / port.partition(":")[0] for port in active_rdma_ports(sysfs)
     }
@@ -61,7 +61,7 @@ def place_of_cpus(cpus: Iterable[int], sysfs: Path = SYSFS) -> Place:
 
 
 def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
-    """The devices that share the longest way from the PCI root with `to`, which are behind the same switch where there
+    """The devices that share the longest way from the PCI root with `to`, which is below the same switch where there
     is one; of these the ones on its NUMA node. All that are equally near.
     """
     far = {
@@ -76,7 +76,7 @@ def distance(one: Place, other: Place) -> str:
     common = _common(one, other)
     if common > 1:
         links = len(one.path) + len(other.path) - 2 * common
-        return f"behind one PCIe bridge, {links} links apart"
+        return f"below one PCIe bridge, {links} links apart"
     if common:
         return "on one PCIe root complex"
     if -1 in one.nodes | other.nodes:

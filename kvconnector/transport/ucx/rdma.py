@@ -83,7 +83,7 @@ def settle_net_devices(
 
 
 def explain(options: Mapping[str, str], offers: Offers, library: Path, sysfs: Path = SYSFS) -> str:
-    """Why UCX, loaded from `library`, has no RDMA lane to a peer under `options`, and what to change."""
+    """Return why UCX, loaded from `library`, has no RDMA lane to a peer under `options`, and what to change."""
     ports = ", ".join(active_rdma_ports(sysfs))
     if not ports:
         return "this host has no RDMA device with an active port"
@@ -113,7 +113,7 @@ def explain(options: Mapping[str, str], offers: Offers, library: Path, sysfs: Pa
 
 
 class RdmaWatch:
-    """What is said, once for each set of lanes, where UCX takes TCP to another host. `require`: that is refused."""
+    """Warns, once for each set of lanes, where UCX takes TCP to another host. `require`: that is refused."""
 
     def __init__(
         self,
@@ -125,11 +125,11 @@ class RdmaWatch:
     ) -> None:
         self._options, self._library, self._sysfs = options, library, sysfs
         self._require = require
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def check(self, lanes: str) -> bool:
-        """Look at the lanes to a peer on another host: whether RDMA ports are active here, and none of the lanes is
-        RDMA's. Raises IncompatiblePeerError: none of them is RDMA's, and that is required.
+        """Returns True if RDMA ports are active here, and none of the lanes to a peer on another host is RDMA's. Raises
+        IncompatiblePeerError: none of them is RDMA's, and that is required.
         """
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
             return False
@@ -139,8 +139,8 @@ class RdmaWatch:
                 f"ucx.require_rdma is set, and UCX has no RDMA lane here: {self._why()}",
                 lanes=lanes,
             )
-        if ports and lanes not in self._told:
-            self._told.add(lanes)
+        if ports and lanes not in self._warned:
+            self._warned.add(lanes)
             logger.warning(
                 "KV caches travel between hosts by %s, although RDMA ports are active here (%s): %s",
                 lanes,

@@ -51,7 +51,7 @@ class Endpoint:
 @dataclass(slots=True)
 class _Operation:
     """One send (`endpoint` is set) or receive that UCX has not finished. `reported`: its ticket has ended already, or
-    nobody knows it. `control_endpoint`: a control message, and the endpoint that hears of its failure.
+    nobody knows it. `control_endpoint`: a control message, and the endpoint to which its failure is reported.
     """
 
     request: int
@@ -73,7 +73,7 @@ class RequestTable:
         self.failed_control: list[ControlFailed] = []
         self._num_tickets = 0
         self.others_move = False
-        """Whether operations that are not booked here are under way, too."""
+        """Operations that are not booked here are under way, too."""
 
     def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
         """Post a message; its ticket."""
@@ -81,7 +81,10 @@ class RequestTable:
         if endpoint.lost is not None:
             self.finished.append(Completion(ticket, endpoint.lost))
             return ticket
-        posted = self._post_send(endpoint, tag, buffer)
+        host = buffer.device == "cpu"
+        posted = self._libucp.tag_send(
+            endpoint.handle, buffer.address, buffer.nbytes, tag, host=host
+        )
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, endpoint))
         return ticket
 
@@ -100,7 +103,7 @@ class RequestTable:
         return ticket
 
     def holds(self, ticket: int) -> bool:
-        """Has UCX not let go of this operation's memory yet?"""
+        """Returns True if UCX may still use this operation's memory."""
         return ticket in self._operations
 
     def send_control(self, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes) -> None:
@@ -128,7 +131,7 @@ class RequestTable:
         return failed
 
     def issued(self, ticket: int) -> bool:
-        """Was this ticket ever given?"""
+        """Returns True if this ticket was ever given."""
         return 0 < ticket <= self._num_tickets
 
     def cancel(self, ticket: int) -> None:
@@ -154,7 +157,7 @@ class RequestTable:
                 self._report(ticket, operation, make_error())
 
     def is_sending(self, endpoint: Endpoint) -> bool:
-        """Does UCX hold a send through this endpoint?"""
+        """Returns True if UCX holds a send through this endpoint."""
         return any(operation.endpoint is endpoint for operation in self._operations.values())
 
     def collect(self) -> None:
@@ -186,7 +189,7 @@ class RequestTable:
         return finished
 
     def busy(self) -> bool:
-        """Does UCX hold any operation, reported or not?"""
+        """Returns True if UCX holds any operation, reported or not."""
         return bool(self._operations)
 
     @property
@@ -195,7 +198,7 @@ class RequestTable:
         return sum(operation.buffer.nbytes for operation in self._operations.values())
 
     def num_receives(self) -> int:
-        """How many receives UCX still holds."""
+        """Returns the number of receives that UCX still holds."""
         return sum(operation.endpoint is None for operation in self._operations.values())
 
     def tickets(self) -> list[int]:
@@ -211,10 +214,6 @@ class RequestTable:
     def forget(self) -> None:
         """Let go of all memory: the worker that used it is gone, and its requests with it."""
         self._operations.clear()
-
-    def _post_send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> Posted:
-        host = buffer.device == "cpu"
-        return self._libucp.tag_send(endpoint.handle, buffer.address, buffer.nbytes, tag, host=host)
 
     def _new_ticket(self) -> int:
         self._num_tickets += 1
@@ -238,7 +237,7 @@ class RequestTable:
     def _error(
         self, ticket: int, operation: _Operation, status: int, length: int
     ) -> KVConnectorError | None:
-        """What a final status means to the caller; `length` is a received message's."""
+        """Return the error of a final status; None if all is well. `length` is a received message's."""
         receiving = operation.endpoint is None
         expected = operation.buffer.nbytes
         if status == ERR_MESSAGE_TRUNCATED or (status == OK and receiving and length != expected):

@@ -16,7 +16,7 @@ Endpoints are found lost by UCX (`watched`), or by looking at processes a few ti
 
 With peer error handling UCX ends the sends to a lost peer by itself, but its shared memory cannot do that, and such an
 endpoint silently falls back to tcp. So endpoints within a host go without, and `progress()` looks at the peer's process
-instead. A peer that is alive and has closed its transport is not noticed there: the control channel tells.
+instead. A peer that is alive and has closed its transport is not noticed there: the control channel notices.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
 
 
 class UcxTransport:
-    """A UCX worker behind the `Transport` contract.
+    """A UCX worker as a `Transport`.
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages; a
     peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
@@ -208,10 +208,6 @@ class UcxTransport:
             events += self._requests.take_failed_control()
         return events
 
-    def has_control(self) -> bool:
-        """See `Transport`."""
-        return self._libucp.find_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT) is not None
-
     def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
         """See `Transport`."""
         count = 0
@@ -226,7 +222,7 @@ class UcxTransport:
         return count
 
     def is_control_arriving(self) -> bool:
-        """Whether a control message is on its way that `receive_control` has begun to take."""
+        """Returns True if a control message is arriving that `receive_control` has begun to take."""
         return bool(self._control.arriving)
 
     def fileno(self) -> int:
@@ -292,7 +288,7 @@ class UcxTransport:
         return self._requests.adopt(request, tag, buffer, sender)
 
     def holds(self, ticket: int) -> bool:
-        """Whether UCX may still use the memory of an operation. `progress` finds out."""
+        """Returns True if UCX may still use the memory of an operation, as of the last `progress`."""
         return self._requests.holds(ticket)
 
     def _check_open(self) -> None:
@@ -321,7 +317,7 @@ class UcxTransport:
         self._endpoints.collect_closing()
 
     def _is_light(self) -> bool:
-        """Whether little is copied, whatever moves now."""
+        """Returns True if whatever moves now copies little."""
         return not (
             self._requests.others_move
             or self._control.arriving

@@ -167,7 +167,7 @@ def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
     monkeypatch.setattr(doctor_module, "rdma_ports", lambda: ports)
     monkeypatch.setattr(doctor_module, "place_of", lambda device: near)
     assert [(found.verdict, found.text) for found in doctor_module._rdma_places()] == [
-        ("ok", "mlx5_0:1 is ACTIVE. cuda:0: behind one PCIe bridge, 0 links apart"),
+        ("ok", "mlx5_0:1 is ACTIVE. cuda:0: below one PCIe bridge, 0 links apart"),
         ("warn", "mlx5_1:1 is DOWN. cuda:0: on another NUMA node"),
     ]
 
