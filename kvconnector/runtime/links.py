@@ -308,8 +308,8 @@ class Links:
                 self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
 
     def poll(self) -> Iterator[tuple[Link, bytes, bool]]:
-        """Yield what came on the control channel, which proves who the peer is, and, with False, what a peer had sent over
-        the transport before it left.
+        """Yield what came on the control channel, which proves who the peer is, and, with False, what a peer had sent
+        over the transport before it left.
         """
         self._gone.clear()
         for arrival in self.control.poll(0.0):
