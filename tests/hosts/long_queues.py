@@ -126,7 +126,7 @@ class TimedEngine(QueueEngine):
     def begin_timing(self):
         gc.collect()
         if self._freezes:
-            gc.freeze()  # as vLLM and SGLang do once they have started
+            gc.freeze()  # as vLLM does once it has started
         gc.callbacks.append(self._on_collection)
 
     def _on_collection(self, phase, _info):
