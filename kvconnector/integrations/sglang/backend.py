@@ -32,7 +32,7 @@ from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
-from kvconnector.errors import LocalError
+from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import (
     Heads,
@@ -63,7 +63,6 @@ class PrefillInfo:
 
     dp_size = 1
     follow_bootstrap_room = True
-    enable_rl_rebootstrap = False
 
 
 class KVManager(BaseKVManager):
@@ -74,13 +73,17 @@ class KVManager(BaseKVManager):
     ) -> None:
         self.kv_args = args
         self.is_prefill = disaggregation_mode.value == "prefill"
-        self.enable_all_cp_ranks_for_transfer = self.is_dummy_cp_rank = False
-        self.transfer_infos: dict[int, object] = {}
-        self.req_to_decode_prefix_len: dict[int, int] = {}
         self.prefill_info_table: dict[str, PrefillInfo] = {}
-        self.enable_staging = self.defer_decode_allocation = False
+        try:
+            self._open(server_args, has_latent=is_mla_backend)
+        except KVConnectorError as error:
+            logger.error("kvconnector does not start: %s: %s", type(error).__name__, error)
+            raise
+
+    def _open(self, server_args: Any, *, has_latent: bool) -> None:
+        args = self.kv_args
         refuse_unsupported(_facts(server_args))
-        shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=self.is_prefill)
+        shape = _shape(args, server_args, has_latent=has_latent, is_prefill=self.is_prefill)
         self.rows = MetadataRows(
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, shape.device
         )
@@ -229,14 +232,10 @@ class KVSender(BaseKVSender):
 class KVReceiver(BaseKVReceiver):
     """A request of the decode side. `num_tokens`, `window_tokens` and `stream` are noted by `note_length`."""
 
-    require_staging = False
-    abort_notified = False
-
     def __init__(
         self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
         self.kv_mgr = mgr
-        self.bootstrap_infos: list[object] = []
         self.num_tokens = 0
         self.window_tokens: int | None = None
         self.stream: Any = None
@@ -244,12 +243,6 @@ class KVReceiver(BaseKVReceiver):
         self._row = -1
         self._is_met = False
         self._transfer = LoadedPrompt(mgr.transfers, bootstrap_room or 0)
-
-    @property
-    def conclude_state(self) -> int | None:
-        """How it ended, if it has."""
-        stage = self._transfer.stage
-        return int(stage) if stage in {Stage.DONE, Stage.FAILED} else None
 
     def init(self, prefill_dp_rank: int) -> None:
         self._is_met = True
@@ -330,7 +323,7 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
 
 def _facts(server_args: Any) -> dict[str, object]:
     parallel, disagg = get_parallel(), get_disagg()
-    environ = ("SGLANG_DISAGG_STAGING_BUFFER", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
+    pool = os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
     return {
         "dp_size": parallel.dp_size,
         "attention dp_size": parallel.attn_dp_size,
@@ -339,7 +332,7 @@ def _facts(server_args: Any) -> dict[str, object]:
         "enable_kv_cache_sharding": parallel.enable_kv_cache_sharding,
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         "enable_hisparse": server_args.enable_hisparse,
-        **{name: os.environ.get(name, "").replace("0", "") for name in environ},
+        "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
     }
 
 

@@ -8,8 +8,9 @@ parallel ranks is cut by heads, so that the topology can intersect any two cuts:
 - *Attention*: KV heads; where there are fewer heads than ranks, several ranks hold the same one.
 - *Recurrent states*: what SGLang slices, channels or state heads. A convolution's state that is `[q | k | v]` with each
   cut by itself becomes three parts.
-- *Pools whose heads are not known* (a draft model's of another shape): a rank's share is one head of as many as there
-  are ranks. Engines of one tensor parallelism match, and others are refused when they meet.
+- *What is cut in a way that is not known* (a draft model's KV of another shape, states of which SGLang does not say how
+  the convolution's is made up): a rank's share is one head of as many as there are ranks. Engines of one tensor
+  parallelism match, and others are refused when they meet.
 """
 
 from __future__ import annotations
@@ -214,10 +215,10 @@ def _state_views(
     cut = _listed(args.state_dim_per_tensor, index, number, 0)
     outer = _listed(args.state_slice_outer_counts, index, number, 1)
     groups = _listed(args.state_conv_shard_groups, index, number, None)
-    if not cut:  # every rank has all of it
+    if not cut or not any(args.state_conv_shard_groups[index]):
         dim, size = _elements(item)
         view = KVView(address, (slots, 1, 1, dim), (item, item, item, size), size)
-        return [(view, Heads(0, 1, 1))]
+        return [(view, Heads(shape.tp_rank, 1, shape.tp_size) if cut else Heads(0, 1, 1))]
     row, rest = divmod(item, outer * cut)
     dim, size = _elements(row)
     if rest or not row or (outer > 1 and dim > 1):

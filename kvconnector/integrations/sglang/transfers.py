@@ -249,19 +249,19 @@ class RankTransfers:
             self._worker.register(list(groups))
             own = msgspec.msgpack.encode(self._worker.handshake())
             workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
-            self._step = StepMetadata(engine=engine_geometry(workers, config.verify))
+            geometry = engine_geometry(workers, config.verify)
+            self._step = StepMetadata(engine=geometry)
             self.order()  # peers may greet it before it has a request
             if config.role == "producer" and rank == Rank(0, 0):
-                self._service = _directory_service(config, workers)
+                directory = directory_of(geometry, workers, stream=config.stream)
+                control = open_control(config, config.control.port)
+                self._service = DirectoryService(control, directory).start()
         except BaseException:
             self._worker.close()
             raise
         self._awaited: dict[str, RoomTransfer] = {}
         self._numbers = count()
         self._turn = 0
-
-    def __repr__(self) -> str:
-        return f"<RankTransfers {self._worker!r}, {len(self._awaited)} awaited>"
 
     def new_name(self, room: int) -> str:
         """A name for a request of this worker: a router may use a room again."""
@@ -322,14 +322,6 @@ class RankTransfers:
 
 
 NO_BLOCKS = GroupBlocks.of(())
-
-
-def _directory_service(
-    config: ConnectorConfig, workers: Sequence[WorkerMetadata]
-) -> DirectoryService:
-    geometry = engine_geometry(workers, config.verify)
-    directory = directory_of(geometry, workers, stream=config.stream)
-    return DirectoryService(open_control(config, config.control.port), directory).start()
 
 
 def transfer_names(room: int) -> tuple[str, str]:

@@ -1,0 +1,178 @@
+"""SGLang's own pool classes, as it lists them for transfers: our views have the elements that its layers write."""
+
+import ctypes
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvconnector.errors import GeometryError
+from kvconnector.integrations.sglang.caches import Heads, Shape, registered_groups
+
+pytestmark = pytest.mark.sglang
+SIZE, PAGE, HEADS, DIM = 32, 4, 2, 8
+SHAPE = Shape(
+    tp_rank=0,
+    tp_size=1,
+    pp_rank=0,
+    pp_size=1,
+    is_prefill=True,
+    num_layers=4,
+    kv_heads=Heads(0, HEADS, HEADS),
+    window_heads=Heads(0, HEADS, HEADS),
+    kv_layers=range(4),
+    window_layers=(),
+    has_latent=False,
+    device="cpu",
+    dtype="float32",
+)
+
+
+def _listed(pool, draft=None):
+    """What SGLang's queues make of a pool."""
+    from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
+
+    args = SimpleNamespace(page_size=PAGE)
+    columns = pool.get_contiguous_buf_infos()
+    drafted = draft.get_contiguous_buf_infos() if draft else ([], [], [])
+    args.num_draft_entries = len(drafted[0])
+    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
+        own + more for own, more in zip(columns, drafted, strict=True)
+    )
+    args.kv_layer_ids = build_kv_layer_ids(
+        token_to_kv_pool=pool,
+        draft_token_to_kv_pool=draft,
+        num_draft_entries=args.num_draft_entries,
+        num_hidden_layers=4,
+    )
+    setup_state_kv_args(args, pool, draft, 4)
+    return args
+
+
+def _bytes_at(view, block, head, token):
+    """The elements of one head of one token."""
+    steps = zip((block, head, token), view.strides_bytes, strict=False)
+    address = view.address + sum(index * stride for index, stride in steps)
+    dim, size, stride = view.head_dim, view.item_size_bytes, view.strides_bytes[3]
+    return b"".join(ctypes.string_at(address + i * stride, size) for i in range(dim))
+
+
+def _fill(tensor):
+    tensor.copy_(torch.arange(tensor.numel()).view(tensor.shape))
+
+
+def _has(view, tensor, heads=HEADS):
+    """Every head of every token of some pages is where the view says."""
+    for block in (0, 1, SIZE // PAGE):
+        for token in range(PAGE):
+            for head in range(heads):
+                row = tensor[block * PAGE + token].reshape(heads, -1)[head]
+                assert _bytes_at(view, block, head, token) == row.numpy().tobytes()
+    return True
+
+
+def _attention(layers=4, **more):
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    return MHATokenToKVPool(SIZE, PAGE, torch.float32, HEADS, DIM, layers, "cpu", False, **more)
+
+
+def test_keys_and_values_of_another_head_dim_and_a_draft_model():
+    pool, draft = _attention(v_head_dim=4), _attention(1, v_head_dim=4)
+    for tensor in (*pool.k_buffer, *pool.v_buffer, *draft.k_buffer, *draft.v_buffer):
+        _fill(tensor)
+    (kv, drafted), kinds = registered_groups(_listed(pool, draft), SHAPE)
+    assert (kinds, kv.geometry.layers, drafted.geometry.layers) == (
+        ["kv", "kv"],
+        (0, 1, 2, 3),
+        (4,),
+    )
+    for layer in range(4):
+        assert _has(kv.views[layer][0], pool.k_buffer[layer])
+        assert _has(kv.views[layer][1], pool.v_buffer[layer])
+    assert _has(drafted.views[4][1], draft.v_buffer[0])
+    assert drafted.geometry.parts[0].head_start == 0
+
+
+def test_latents():
+    from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+
+    pool = MLATokenToKVPool(SIZE, PAGE, torch.float32, 16, 8, 4, "cpu", False)
+    for tensor in pool.kv_buffer:
+        _fill(tensor)
+    shape = replace(SHAPE, kv_heads=Heads(0, 1, 1), has_latent=True)
+    (kv,), _ = registered_groups(_listed(pool), shape)
+    assert all(_has(kv.views[layer][0], pool.kv_buffer[layer], 1) for layer in range(4))
+
+
+def test_windows():
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    pool = SWAKVPool(SIZE, SIZE, PAGE, torch.float32, HEADS, DIM, [1, 3], [0, 2], "cpu")
+    for tensor in (*pool.swa_kv_pool.k_buffer, *pool.full_kv_pool.v_buffer):
+        _fill(tensor)
+    shape = replace(SHAPE, kv_layers=(0, 2), window_layers=(1, 3))
+    (kv, windows), kinds = registered_groups(_listed(pool), shape)
+    assert kinds == ["kv", "swa"]
+    assert _has(kv.views[2][1], pool.full_kv_pool.v_buffer[1])
+    assert _has(windows.views[3][0], pool.swa_kv_pool.k_buffer[1])
+
+
+def _hybrid(groups, tp_size=1):
+    from sglang.srt.configs.mamba_utils import (
+        Mamba2CacheParams,
+        Mamba2StateDType,
+        Mamba2StateShape,
+    )
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+
+    state = Mamba2StateShape.create(
+        tp_world_size=tp_size,
+        intermediate_size=16,
+        n_groups=2,
+        num_heads=4,
+        head_dim=4,
+        state_size=4,
+        conv_kernel=4,
+        conv_shard_groups=groups,
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    pool = MambaPool(
+        size=4,
+        spec_state_size=4,
+        cache_params=Mamba2CacheParams(shape=state, dtype=dtype, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        device="cpu",
+    )
+    kv = (SIZE, torch.float32, PAGE, HEADS, DIM, [1, 3], "cpu")
+    return HybridLinearKVPool(*kv, mamba_pool=pool)
+
+
+def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
+    pool = _hybrid([8, 8, 16])
+    conv, temporal = pool.mamba_pool.mamba_cache.conv[0], pool.mamba_pool.mamba_cache.temporal
+    _fill(conv), _fill(temporal)
+    shape = replace(SHAPE, kv_layers=(), num_layers=4)
+    (kv, states), kinds = registered_groups(_listed(pool), shape)
+    assert (kinds, kv.geometry.layers, states.geometry.layers) == (["kv", "mamba"], (1, 3), (0, 2))
+    parts = states.geometry.parts
+    assert [part.total_heads for part in parts] == [8, 8, 16, 4]
+    query, key, value, heads = states.views[2]
+    for view, first in ((query, 0), (key, 8), (value, 16)):
+        expected = conv[1, 3, first + 5].contiguous().view(torch.uint8).numpy().tobytes()
+        assert _bytes_at(view, 3, 5, 0) == expected
+    assert _bytes_at(heads, 3, 2, 0) == temporal[1, 3, 2].numpy().tobytes()
+
+
+def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_parallelism():
+    (_, states), _ = registered_groups(_listed(_hybrid(None)), replace(SHAPE, kv_layers=()))
+    shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
+    (_, cut), _ = registered_groups(_listed(_hybrid(None, 2)), shape)
+    assert {part.total_heads for part in states.geometry.parts} == {1}
+    assert {(part.head_start, part.total_heads) for part in cut.geometry.parts} == {(1, 2)}
+
+
+def test_a_pool_of_other_layers_is_refused():
+    with pytest.raises(GeometryError, match="another number of buffers"):
+        registered_groups(_listed(_attention(3)), SHAPE)
