@@ -187,7 +187,7 @@ class _Pair:
                 self._queue += [(self.producer, ev.Tick()), (self.consumer, ev.Tick())]
             session, event = self._queue.popleft()
             if isinstance(event, ev.FromPeer) and session is self.producer:
-                self.producer.heard(event.link, self._now)
+                self.producer.keep_alive(event.link, self._now)
             began, collecting_s = time.thread_time(), self._collecting_s
             commands = session.handle(event, self._now)
             session.next_deadline()

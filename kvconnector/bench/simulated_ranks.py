@@ -124,7 +124,7 @@ class SessionThread(Thread):
             return  # it ended before the message came
         event = ev.event_of(link, message)
         if isinstance(self.session, ProducerSession):
-            self.session.heard(link, self.world.now)
+            self.session.keep_alive(link, self.world.now)
         self.take(event or ev.LinkLost(link, PeerLostError("the peer said goodbye")))
 
     def lost(self, link: LinkId) -> None:

@@ -1,6 +1,6 @@
 """From an attention backend's cache shape to `KVView`s.
 
-An engine's attention backend says how it shapes and orders its cache. `CacheLayout` tells from that answer which axis
+An engine's attention backend states how it shapes and orders its cache. `CacheLayout` finds from that which axis
 is which, and makes views of a tensor.
 """
 
@@ -14,13 +14,13 @@ from typing import Protocol
 from kvconnector.errors import ConfigError, GeometryError
 from kvconnector.layout.views import KVView
 
-# All distinct, also twice the head size, so that every axis of a probed shape can be told by its size. Some backends
+# All distinct, also twice the head size, so that every axis of a probed shape is known by its size. Some backends
 # refuse a block size that is no multiple of 16 or 128, or an unusual head size.
 _PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 256, 12, 64
 
 
 class AttentionBackend(Protocol):
-    """What an engine's attention backend says of its cache."""
+    """The statements of an engine's attention backend about its cache."""
 
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
@@ -31,7 +31,7 @@ class AttentionBackend(Protocol):
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
         """Logical axes in physical order, slowest first; with a leading layers axis if asked. A backend that raises
-        NotImplementedError or AttributeError, or has no such method, stores its cache as the shape says.
+        NotImplementedError or AttributeError, or has no such method, stores its cache in the order of the shape.
         """
 
 
@@ -39,7 +39,7 @@ class AttentionBackend(Protocol):
 class CacheLayout:
     """Axes of one cache tensor, by position in its logical shape; None where there is no such axis.
 
-    `kv_axis` separates K and V; `packed_kv` says that the last axis holds K and then V; `stride_order` lists logical
+    `kv_axis` separates K and V; `packed_kv`: the last axis holds K and then V; `stride_order` lists logical
     axes in physical order. `layers_axis` is set for cross-layer tensors, which hold all layers of a rank.
     """
 
@@ -105,7 +105,7 @@ class CacheLayout:
 
 def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> CacheLayout:
     """The layout of a backend's cache, from the shape and order it answers for sizes that cannot be confused. Raises
-    GeometryError: an axis of the shape cannot be told, or the stride order is no permutation.
+    GeometryError: an axis of the shape cannot be identified, or the stride order is no permutation.
     """
     shape = list(backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM))
     if cross_layers:

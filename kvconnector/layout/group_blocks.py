@@ -1,4 +1,4 @@
-"""A request's blocks, as they are told and as they travel."""
+"""A request's blocks, as the engine names them and as they travel."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         return cls(first_block=first_block, wire_ids=ids.astype("<i4", copy=False).tobytes())
 
     def extended(self, block_ids: Sequence[int]) -> GroupBlocks:
-        """With more blocks behind these. Raises BlockIdError: as `of`."""
+        """With more blocks after these. Raises BlockIdError: as `of`."""
         if not block_ids:
             return self
         more = GroupBlocks.of(block_ids).wire_ids
@@ -61,7 +61,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @property
     def num_blocks(self) -> int:
-        """How many they are."""
+        """The number of blocks."""
         return len(self.wire_ids) // 4
 
     def token_range(self, block_size: int) -> range:

@@ -1,4 +1,4 @@
-"""Which tokens two ranks of context parallel groups have in common.
+"""Stripes: the tokens that two ranks of context parallel groups have in common.
 
 A rank of a group of `n` holds every `n`-th turn of `i` tokens (`i` divides its block size). Two such ranks, of groups
 with other `n` and `i`, have a few stripes in common, each of which is evenly spaced in either rank's own tokens too.

@@ -83,7 +83,7 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
 
 
 def memory_orders(views: Mapping[int, Sequence[KVView]]) -> tuple[str, ...]:
-    """How the caches of a group lie in memory, for each part: the axes of its tensor, slowest first.
+    """The memory order of a group's caches, for each part: the axes of its tensor, slowest first.
 
     B are blocks, H heads, N tokens and D dims, 2 are a layer's two parts (K and V), L the layers where a block has all
     of them together. "2BNHD" is FlashAttention's `[2, num_blocks, block_size, num_heads, head_size]`, "B2HND" is

@@ -1,4 +1,4 @@
-"""How much of a prompt a producer worker has computed: whole steps, and the first layers of the newest one."""
+"""The part of a prompt that a producer worker has computed: whole steps, and the first layers of the newest one."""
 
 from __future__ import annotations
 

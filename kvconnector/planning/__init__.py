@@ -1,4 +1,4 @@
-"""What moves where: a request's token ranges become chunks, one read per producer rank."""
+"""Reads: a request's token ranges become chunks, one read per producer rank."""
 
 from kvconnector.layout import ALL_LAYERS as ALL_LAYERS
 from kvconnector.layout import GroupBlocks as GroupBlocks

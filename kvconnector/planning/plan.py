@@ -51,7 +51,7 @@ MAX_CHUNKS = 1 << 20
 
 
 class Cut(NamedTuple):
-    """Where chunks of a segment begin and end: all pairs of neighbours among its rows and among its members."""
+    """Edges of a segment's chunks: a chunk lies between two neighbours of `rows` and two neighbours of `tokens`."""
 
     segment: int
     rows: list[int]

@@ -1,5 +1,5 @@
-"""What of a sequence a cache group keeps, and so which tokens it lacks before the next one can be computed. After a
-prefix hit groups may have different tokens, so each is asked by itself.
+"""`Retention`: the tokens of a sequence that a cache group keeps, and those that it lacks before the next token can be
+computed. After a prefix hit groups may have different tokens, so each answers for itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvconnector.errors import GeometryError, require_at_least
 
 
 class Retention(Protocol):
-    """What one cache group keeps of a sequence."""
+    """The tokens of a sequence that one cache group keeps."""
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         """Tokens that the group lacks before token `stop` can be computed; empty ones start at `stop`.
@@ -68,7 +68,7 @@ class KeepsEncoder:
 
 @dataclass(frozen=True, slots=True)
 class KeepsState:
-    """A recurrent state, which stands for all tokens in front of its position, and for no other position. It counts as
+    """A recurrent state, which stands for all tokens before its position, and for no other position. It counts as
     one token, the last of these, and a block of its group holds one.
     """
 

@@ -69,8 +69,8 @@ def plan_routes(
         orders: for `[group, family]` the element order of a chunk that the consumer rank unpacks fastest.
 
     Raises:
-        IncompatiblePeerError: the producer does not hold all that the consumer rank does, or the two cut their caches
-            in so many ways that a route has more than `MAX_SEGMENTS` segments.
+        IncompatiblePeerError: the producer does not hold all that the consumer rank does, or a route would have
+            more than `MAX_SEGMENTS` segments.
     """
     ours = consumer.geometry.groups
     routes = []

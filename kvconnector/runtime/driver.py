@@ -253,7 +253,7 @@ class Driver:
             self.links.lose(link, error)
             return ()
         if self.producer is not None:
-            self.producer.heard(link.number, self.clock())
+            self.producer.keep_alive(link.number, self.clock())
         for message, event in zip(messages, events, strict=True):
             if isinstance(message, m.Heartbeat) and not message.maps_pools:
                 link.consumer = ""  # it could not map them, or did not want to

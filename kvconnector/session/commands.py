@@ -1,4 +1,4 @@
-"""What the session machines ask of the runtime. They name links (control connections) and read keys, never sockets."""
+"""Commands of sessions to the runtime. They name links (control connections) and read keys, never sockets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NEVER = float("inf")
 
 
 class Command:
-    """What is to be done, by the runtime alone."""
+    """Something that the runtime is to do."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class SendProbe(Command, msgspec.Struct, frozen=True):
 
 class ConnectBack(Command, msgspec.Struct, frozen=True):
     """Open the data plane's way to a producer worker, although nothing is sent there: a transport then knows whom it
-    receives from, and can tell when that worker is lost. It lasts as long as `link`.
+    receives from, and can report the loss of that worker. It lasts as long as `link`.
     """
 
     link: LinkId
@@ -73,7 +73,7 @@ class ConnectBack(Command, msgspec.Struct, frozen=True):
 
 
 class LogEngine(Command, msgspec.Struct, frozen=True):
-    """Say in the log which producer engine is met, and how its caches differ from ours."""
+    """Log that a producer engine is met, and how its caches differ from ours."""
 
     engine_id: EngineId
     summary: str
@@ -180,13 +180,13 @@ class PublishLease(Command, msgspec.Struct, frozen=True):
 
 
 class RetractLease(Command, msgspec.Struct, frozen=True):
-    """What consumers read from now on under this key counts no more. It comes before `ReleaseBlocks`."""
+    """Reads under this key that end from now on do not count. It comes before `ReleaseBlocks`."""
 
     key: bytes
 
 
 class ReleaseBlocks(Command, msgspec.Struct, frozen=True):
-    """The producer engine may reuse the request's blocks. `expired` and `aborted` say why, when nobody confirmed."""
+    """The producer engine may reuse the request's blocks. `outcome` is `expired` or `aborted` unless all confirmed."""
 
     request_id: str
     outcome: str
@@ -200,7 +200,7 @@ class NotifyPrefillStarted(Command, msgspec.Struct, frozen=True):
 
 
 class FinishLoad(Command, msgspec.Struct, frozen=True):
-    """The consumer engine may use the request's blocks, or must do without: then `error` says why. Its first
+    """The consumer engine may use the request's blocks, or must do without: then `error` is the reason. Its first
     `filled_tokens` tokens are in the blocks all the same, if that is known.
     """
 

@@ -39,7 +39,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
     A load's are `want`, while it is queued and its peer may be greeted; `greeting`, while its blocks wait for the peer;
     and `read`. A packed load also has `wire`, from its first chunk's arrival to its last's, and `unpack`, to the last
-    one in place; what is in front of them in `read` is the producer's. A lease's are `fill`, while its prompt is
+    one in place; the time before them in `read` is the producer's. A lease's are `fill`, while its prompt is
     computed, `hold`, and for each packed read a `send` with `pack` and `wire`, to the last chunk packed and sent. The
     `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load kept
     its blocks waiting for `waited_s`: what is exposed of the handover. Of a streamed prompt, its last part counts.
@@ -75,7 +75,7 @@ class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker did since its last output. `failures` counts by error type. `loading` is there now and then."""
+    """A worker's transfers since its last output. `failures` counts by error type. `loading` is there now and then."""
 
     transfers: tuple[TransferStats, ...] = ()
     failures: dict[str, int] = {}
@@ -100,7 +100,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker, or after aggregation the engine, tells the scheduler after a step.
+    """The report of one worker, or after aggregation of the engine, to the scheduler after a step.
 
     `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
@@ -155,7 +155,7 @@ class FinishedCounter(Protocol):
 
 
 class _Reports:
-    """Which workers have reported which request, and why it failed, until enough have.
+    """The workers that have reported each request, and why it failed, until enough have.
 
     How many are enough is settled by a request's first report.
     """

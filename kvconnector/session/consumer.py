@@ -68,7 +68,7 @@ class ConsumerSession:
         self._engines = RemoteEngines(topology, peer, self._loads, self._reads.has_any, orders)
 
     def handle(self, event: object, now: float) -> list[Command]:
-        """What to do about `event`. The only method that changes loads and engines.
+        """Return the commands for `event`. The only method that changes loads and engines.
 
         Raises:
             LocalError: the engine asked for a load twice, or for one of an unknown request.
@@ -81,10 +81,10 @@ class ConsumerSession:
         if (handler := self._HANDLERS.get(kind)) is not None:
             commands += handler(self, event, now)
         if kind in ENGINE_EVENTS:
-            commands += self._tell_engines(event, now)
+            commands += self._pass_to_engines(event, now)
         return commands
 
-    def _tell_engines(self, event: object, now: float) -> list[Command]:
+    def _pass_to_engines(self, event: object, now: float) -> list[Command]:
         commands: list[Command] = []
         for answer in self._engines.handle(event, now):
             if isinstance(answer, (ev.EngineReady, ev.EngineLost)):
@@ -220,9 +220,9 @@ class ConsumerSession:
         commands: list[Command] = []
         read = self._reads[event.read_id]
         if not read.is_stopped and not self._engines.is_within_timeout(read.link, now):
-            # this worker was paused for so long that the producer may have given it up and reused its slots
+            # this worker was paused longer than its timeout: the producer may have given it up and reused its slots
             lost = PeerLostError("this worker was silent too long")
-            commands += self._tell_engines(ev.LinkLost(read.link, lost), now)
+            commands += self._pass_to_engines(ev.LinkLost(read.link, lost), now)
             commands += self._fail_if_lost(read, now)
         load = self._loads[self._reads.close(event.read_id).request_id]
         load.accept(event, now)
@@ -331,7 +331,7 @@ class ConsumerSession:
         commands = self._work_off(now)
         for read in self._reads.take_late(now):
             lost = PeerLostError("a producer rank did not end a read that was cancelled")
-            commands += self._tell_engines(ev.LinkLost(read.link, lost), now)
+            commands += self._pass_to_engines(ev.LinkLost(read.link, lost), now)
             commands += self._reads.peer_over(read, None, now)
         for load in self._agenda.due(now):
             commands += self._load_due(load, event, now)

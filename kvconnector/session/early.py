@@ -1,4 +1,4 @@
-"""What consumers say of a transfer before our engine's next step brings its lease: kept for a time."""
+"""Messages about a transfer that came before our engine's next step brings its lease: kept for a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvconnector.wire import messages as m
 
 MAX_EARLY_BYTES = 64 << 20
 EVENT_BYTES = 512
-"""What an event takes, besides a read's ranges and blocks: so there is room for 131,072 prompts that are followed."""
+"""Bytes that an event takes, besides a read's ranges and blocks: there is room for 131,072 followed prompts."""
 
 EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
 KeyT = TypeVar("KeyT", LinkId, str)

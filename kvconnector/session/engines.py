@@ -40,7 +40,7 @@ QUICK_GREETING_S = 1.0
 """Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are quicker."""
 
 Answer: TypeAlias = Command | ev.EngineReady | ev.EngineLost
-"""What is commanded, or what the loads' machine is to know."""
+"""A command, or an event for the machine of loads."""
 
 ENGINE_EVENTS = frozenset(
     {
@@ -54,7 +54,7 @@ ENGINE_EVENTS = frozenset(
         m.HeartbeatReply,
     }
 )
-"""What `RemoteEngines.handle` takes."""
+"""Events that `RemoteEngines.handle` takes."""
 
 
 class RemoteEngines:
@@ -107,7 +107,7 @@ class RemoteEngines:
         return None if name is None else self.ready(name)
 
     def patience_s(self, name: EngineAddress) -> float:
-        """How long greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
+        """Seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
         factor = 1 if name in self._met else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
@@ -121,7 +121,7 @@ class RemoteEngines:
         return now < self._engines[name].workers[rank].deadline
 
     def handle(self, event: object, now: float) -> list[Answer]:
-        """What to do about `event`; events of links that were closed are stale and do nothing."""
+        """Return the commands for `event`; events of links that were closed are stale and have none."""
         if isinstance(event, ev.Tick):
             return self._tick_due(event, now)
         if isinstance(event, WantRequest):
@@ -160,7 +160,7 @@ class RemoteEngines:
     def _tick_due(self, event: ev.Tick, now: float) -> list[Answer]:
         """Look at those engines whose time it is: there may be hundreds that it is not."""
         answers: list[Answer] = []
-        due = [*self.agenda.due(now)]  # first: an engine that has more to say is due again at once
+        due = [*self.agenda.due(now)]  # first: an engine with more to send is due again at once
         for engine in due:
             answers += self._tick(engine, event, now)
             self.agenda.plan(engine, engine.deadline)
@@ -205,7 +205,7 @@ class RemoteEngines:
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = self._open(engine, None)
         engine.has_named_ranks = False
-        # a guess, right for an engine like ours: only its geometry tells whom of a large engine we need
+        # a guess, right for an engine like ours: only its geometry shows which ranks of a large engine we need
         ours, rank = self._topology.engine, self._topology.rank
         replica = Rank(rank.pp_rank, self._topology.replica_index % ours.tp_size)
         request = look_up(engine.name, (rank, replica), ours)

@@ -1,4 +1,4 @@
-"""What can happen to a session, besides the engine's orders. The machines get the time beside each."""
+"""Events of a session, besides the engine's orders. The machines get the time beside each."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 
 
 class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, gc=False):
-    """The worker, or the directory service, at `link` says something. Tables name it by its message's type."""
+    """A message of the worker, or the directory service, at `link`. Tables name it by the message's type."""
 
     link: LinkId
     message: MessageT_co
@@ -91,7 +91,7 @@ class WarmedUp(msgspec.Struct, frozen=True):
 
 
 class OfReceive(msgspec.Struct, frozen=True):
-    """The data path says something of a read."""
+    """A report of the data path about a read."""
 
     read_id: int
 
@@ -170,5 +170,5 @@ def event_of(link: LinkId, message: m.Message) -> FromPeer[Any] | None:
 
 
 def kind_of(event: object) -> type:
-    """How tables name an event: what a peer says by the type of its message."""
+    """The type by which tables name an event: for a peer's message the message's."""
     return type(event.message) if isinstance(event, FromPeer) else type(event)

@@ -1,4 +1,4 @@
-"""A producer worker's export, checked against the geometry that its directory told before anything is opened."""
+"""A producer worker's export, checked against the geometry in its directory before anything is opened."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ exactly once, whatever happens: all consumer ranks that the topology names have 
 `ReleaseBlocks` in the same list of commands: what they read after it does not count for them. A key is never published
 again once it was retracted.
 
-*Before and after.* What consumers say of a transfer that is not granted yet is kept for a while (`early.py`): a router
+*Before and after.* Messages about a transfer that is not granted yet are kept for a while (`early.py`): a router
 can be faster than the engine's next step. How a lease ended is remembered (`EndedLeases`), so that who comes late knows
 why. A secret is compared in constant time, and a wrong one is answered like an unknown name.
 
@@ -168,13 +168,13 @@ class Lease(Tracked[LeaseState]):
         return True
 
     def names(self) -> tuple[bytes, ...]:
-        """What consumers look it up under: those that follow it know no blocks when they make the key."""
+        """The keys under which consumers look it up: those that follow it know no blocks when they make the key."""
         known_blocks: list[tuple[GroupBlocks, ...]] = [()] if self.is_streamed else []
         known_blocks += [self.blocks] if self.is_complete else []
         return tuple([lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks])
 
     def progress(self) -> m.Progress:
-        """What its followers are to know."""
+        """The report to its followers."""
         if self.outcome is not None or self.state.is_final:
             return ended_progress(self.transfer_id, self.outcome or self.state)
         return m.Progress(
@@ -204,7 +204,7 @@ LEASE_KEY_BYTES = 16
 
 
 def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> bytes:
-    """What a lease is published under, for consumers that read the blocks themselves.
+    """The key under which a lease is published, for consumers that read the blocks themselves.
 
     Only a consumer that knows the secret and the very block ids can make it, so whoever finds it published knows that
     these are the lease's blocks. Of one that is followed the producer names the blocks itself, and the key has none.
@@ -218,7 +218,7 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
 
 
 class EndedLeases:
-    """How the most recently ended leases ended, so that a late reader learns why: at most `limit` of them."""
+    """Outcomes of the most recently ended leases, so that a late reader learns why: at most `limit` of them."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -239,6 +239,6 @@ class EndedLeases:
             del self._ended[next(iter(self._ended))]
 
     def find(self, transfer_id: str, secret: str) -> LeaseState | None:
-        """How the lease of this id and secret ended, if it is still remembered."""
+        """The outcome of the lease of this id and secret, if it is still remembered."""
         ours, state = self._ended.get(transfer_id, (None, None))
         return state if ours is not None and _is_same(ours, secret) else None

@@ -45,7 +45,7 @@ _LACKS = {
     _S.FOLLOWING: "the producer did not go on with the prompt before the load's deadline",
     _S.READING: "the load made no progress before its deadline",
 }
-"""What a load in this state waits for."""
+"""Errors of a load whose deadline passes in this state."""
 
 LOAD_TABLE: Table[LoadState] = Table(
     "load",
@@ -96,7 +96,7 @@ LOAD_TABLE: Table[LoadState] = Table(
 
 
 class Piece(NamedTuple):
-    """What is read at a time: these tokens of each cache group, in these layers (global indices)."""
+    """A part that is read at a time: these tokens of each cache group, in these layers (global indices)."""
 
     token_ranges: tuple[range, ...]
     layers: range = ALL_LAYERS
@@ -216,7 +216,7 @@ class Load(Tracked[LoadState]):
         return Piece(ranges, range(first, layer_stop))
 
     def _up_to(self, stop: int, reports: Sequence[m.Progress]) -> tuple[range, ...]:
-        """What is left below a token, of groups that all of these workers can be read of."""
+        """The tokens left below `stop`, of groups that all of these workers can be read of."""
         stops = [stop if all(_has(p, g) for p in reports) else 0 for g in range(len(self.left))]
         return tuple(
             range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
@@ -236,7 +236,7 @@ class Load(Tracked[LoadState]):
             self.filled_tokens = min([tokens.start for tokens in self.left if tokens], default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
-        """What the load waited for in vain when its deadline passed."""
+        """The error of a load whose deadline passed: it names what the load waited for."""
         context: dict[str, object] = {"state": self.state.value}
         if self.reads:
             context["waiting_for"] = [str(rank) for rank in self.reads.values()]
@@ -283,7 +283,7 @@ def _has_begun(reported: m.Progress) -> bool:
 
 
 def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
-    """What grows from one report of a worker to the next."""
+    """A value that grows from one report of a worker to the next."""
     return reported.is_complete, reported.watermark, _has_begun(reported)
 
 

@@ -16,7 +16,7 @@ from kvconnector.wire import messages as m
 
 
 class Named(NamedTuple):
-    """What one heartbeat names: `renewed` are wanted, of those `followed` the progress is not known yet."""
+    """Transfers in one heartbeat: `renewed` are wanted, of those `followed` the progress is not known yet."""
 
     renewed: tuple[m.TransferKey, ...]
     followed: tuple[m.Follow, ...]

@@ -5,8 +5,8 @@ Theory of operation of this room
 
 *What a session is.* A worker has up to two, `ProducerSession` and `ConsumerSession`. `handle(event, now)` returns
 commands; `next_deadline()` says when to send the next `Tick`. Nothing else goes in or out. Events are the engine's
-orders, what peers said, what the data path and the links report, and ticks. Commands are carried out by the driver, in
-their order, before the next event is handled.
+orders, messages of peers, reports of the data path and of links, and ticks. Commands are carried out by the driver,
+in their order, before the next event is handled.
 
 *Threads and time.* A session has no thread, lock or clock. One thread at a time calls it: the one that has the driver
 lock. `now` is the driver's monotonic clock and never goes back. Only `in_flight` may be called by any thread.
@@ -23,7 +23,7 @@ the table does not list raises `LocalProtocolError` with the story of what happe
 docs/protocol.md show these tables, and a test keeps them current.
 
 *Messages.* A link keeps their order and loses none without being lost itself, so nothing is repeated on it. What was
-said on a lost link counts for nothing on the next one: a new link begins with a greeting, and heartbeats name all
+sent on a lost link counts for nothing on the next one: a new link begins with a greeting, and heartbeats name all
 transfers again. Messages may come late, twice (from a producer's earlier link) or about what is over: they change
 nothing then.
 

@@ -1,4 +1,4 @@
-"""What an engine's scheduler half orders of every worker: events of the session. They travel between its processes."""
+"""Orders of an engine's scheduler half to every worker: events of the session. They travel between its processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvconnector.topology import EngineGeometry
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """What every worker is to do about one request. Thousands are queued, so the garbage collector passes them over."""
+    """An order to every worker about one request. Thousands are queued, so the garbage collector passes them over."""
 
     request_id: str
 
@@ -67,7 +67,7 @@ class WantRequest(_Order, frozen=True):
 
 class LoadRequest(_Order, frozen=True):
     """Fetch tokens `[start, stop)` of each group from the producer's blocks into ours. There are no `remote_blocks` of
-    a request that is followed: the producer's workers tell them. `error`, of a worker's check: the load fails at once.
+    a request that is followed: the producer's workers report them. `error`, of a worker's check: the load fails.
     """
 
     token_ranges: tuple[tuple[int, int], ...]

@@ -54,7 +54,7 @@ PEER_TABLE: Table[PeerState] = Table(
 
 
 class Peer(Tracked[PeerState]):
-    """One consumer worker: who it says it is, when it last spoke, and how long it may be silent. Once it is taken,
+    """One consumer worker: its greeting, the time of its last message, and how long it may be silent. Once it is taken,
     `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
     """
 
@@ -64,7 +64,7 @@ class Peer(Tracked[PeerState]):
         self.hello = hello
         self.engine_id = EngineId(hello.geometry.engine_id)
         self.rank = Rank(hello.pp_rank, hello.tp_rank)
-        self.last_heard = now
+        self.last_message_at = now
         self.timeout_s = timeout_s
         self.readers: frozenset[Rank] = frozenset()
         self.route: Route | None = None
@@ -72,7 +72,7 @@ class Peer(Tracked[PeerState]):
     @property
     def deadline(self) -> float:
         """When it is given up, unless it speaks before."""
-        return self.last_heard + self.timeout_s
+        return self.last_message_at + self.timeout_s
 
 
 class Peers:
@@ -91,14 +91,14 @@ class Peers:
         peer = self._peers.get(link)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
-    def heard(self, link: LinkId, now: float) -> None:
+    def keep_alive(self, link: LinkId, now: float) -> None:
         """Any message came on `link`."""
         peer = self._peers.get(link)
         if peer is not None:
-            peer.last_heard = now
+            peer.last_message_at = now
 
     def handle(self, event: object, now: float) -> list[Command | ev.LinkLost]:
-        """What to do about `event`; a `LinkLost` among the answers is for the leases' machine."""
+        """Return the commands for `event`; a `LinkLost` among them is for the machine of leases."""
         if isinstance(event, ev.Tick):
             return self._tick(event, now)
         link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
@@ -159,7 +159,7 @@ class Peers:
         ]
 
     def _readers_of(self, geometry: PackedGeometry) -> frozenset[Rank]:
-        """Who confirms of a consumer engine, which is looked at once while any of its workers is here.
+        """The ranks of a consumer engine that confirm; it is examined once while any of its workers is here.
 
         Raises:
             IncompatiblePeerError, GeometryError: it cannot exchange blocks with us, or makes no sense.
@@ -197,7 +197,7 @@ class Peers:
         peer.accept(event, now)
         peer.move(PeerState.LOST)
         del self._peers[peer.link]
-        # only the side that connected can close a control connection, so it is told; on a lost link this goes nowhere
+        # only the side that connected can close a control connection, so it gets a Bye, if the link still works
         return [
             ev.LinkLost(peer.link, error),
             cmd.CloseEndpoint(peer.link),

@@ -67,7 +67,7 @@ class ProducerSession:
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
     def handle(self, event: object, now: float) -> list[Command]:
-        """What to do about `event`. The only method that changes leases and peers.
+        """Return the commands for `event`. The only method that changes leases and peers.
 
         Raises:
             LocalError: the engine granted a request twice.
@@ -89,9 +89,9 @@ class ProducerSession:
         """Returns True if a lease on the request's blocks has not ended."""
         return request_id in self._by_request
 
-    def heard(self, link: LinkId, now: float) -> None:
+    def keep_alive(self, link: LinkId, now: float) -> None:
         """Any message came on `link`: the worker there lives."""
-        self._peers.heard(link, now)
+        self._peers.keep_alive(link, now)
 
     def next_deadline(self) -> float | None:
         """When to send the next `Tick`, at the latest. May be early where leases were renewed since the last one."""
@@ -144,7 +144,7 @@ class ProducerSession:
         if self._reply.export is not None:
             lease.keys = lease.names()
             commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
-        commands += self._tell_followers(lease)
+        commands += self._notify_followers(lease)
         return [*commands, cmd.ExpectReads(lease.blocks)] if lease.is_complete else commands
 
     def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> list[Command]:
@@ -318,7 +318,7 @@ class ProducerSession:
             if isinstance(late.message, m.Read | m.Follow)
         ]
 
-    def _tell_followers(self, lease: Lease) -> list[Command]:
+    def _notify_followers(self, lease: Lease) -> list[Command]:
         """Report how far a prompt is to all that follow it, and forget those that are gone."""
         lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
         progress = lease.progress()
@@ -332,7 +332,7 @@ class ProducerSession:
         is_filling = lease.state is LeaseState.FILLING
         lease.outcome = lease.outcome or outcome
         if is_filling and outcome is not LeaseState.RELEASED:
-            commands += self._tell_followers(lease)
+            commands += self._notify_followers(lease)
         if not lease.sends:
             return commands + self._close(lease, outcome)
         lease.move(LeaseState.DRAINING)
@@ -367,7 +367,7 @@ class ProducerSession:
 _ABORTED = LeaseState.ABORTED
 _PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
 _UNKNOWN = "no such transfer"
-"""Whether there is none of this name, or one with another secret."""
+"""The same text where a transfer of this name has another secret."""
 
 
 def _refuse(event: ev.FromPeer[m.Read | m.Follow], refusal: Refusal, text: str) -> Command:

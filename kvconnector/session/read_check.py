@@ -34,7 +34,7 @@ def check_read(
     lease: Lease,
     max_chunk_bytes: int,
 ) -> SourceRead:
-    """What a read asks for, all of which is inside the lease and fits into staging slots.
+    """The read that a peer asks for, if all of it is inside the lease and fits into staging slots.
 
     Args:
         read: the request; nothing of it is trusted.

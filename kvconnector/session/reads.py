@@ -1,4 +1,4 @@
-"""The reads of one consumer worker: who was asked for what, and which of them still hold receive slots."""
+"""The reads of one consumer worker, until none of their receive slots is awaited."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class OpenReads(dict[int, StartReceive]):
         return read
 
     def stop(self, read: StartReceive, now: float) -> list[Command]:
-        """Write no more for a read, and tell its peer if that is still sending. Idempotent."""
+        """Write no more for a read, and cancel it at its peer if that is still sending. Idempotent."""
         if read.is_stopped:
             return []
         read.is_stopped = True

@@ -68,7 +68,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One rank of a remote engine that we greeted. `vouched_at` is when we sent the newest message that it has
+    """One rank of a remote engine that we greeted. `alive_at` is when we sent the newest message that it has
     answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
     ours. Its leases last `lease_s` unless they are renewed. `unanswered` are the numbers of heartbeats, and when they
     were sent.
@@ -76,7 +76,7 @@ class Worker:
 
     link: LinkId
     geometry: RankGeometry
-    vouched_at: float
+    alive_at: float
     timeout_s: float
     answered: bool = False
     greeted_at: float = 0.0
@@ -99,12 +99,12 @@ class Worker:
     @property
     def deadline(self) -> float:
         """Until then it has not given us up."""
-        return self.vouched_at + self.timeout_s
+        return self.alive_at + self.timeout_s
 
     @property
     def silent_at(self) -> float:
         """When it is given up, unless it answers before. Its greeting may have taken longer than its timeout."""
-        return max(self.vouched_at, self.greeted_at) + self.timeout_s
+        return max(self.alive_at, self.greeted_at) + self.timeout_s
 
     def heartbeat_sent(self, now: float) -> int:
         """The number of the next heartbeat."""
@@ -113,11 +113,11 @@ class Worker:
         return self.num_heartbeats
 
     def heartbeat_answered(self, number: int) -> None:
-        """A duplicate, or an answer that was not asked for, vouches for nothing. Unnumbered ones come in order."""
+        """A duplicate, or an answer that was not asked for, proves nothing. Unnumbered ones come in order."""
         while self.unanswered and (not number or self.unanswered[0][0] <= number):
             sent, at = self.unanswered.popleft()
             if sent == number or not number:
-                self.vouched_at = at
+                self.alive_at = at
                 return
 
 
@@ -133,7 +133,7 @@ def look_up(
 
 
 def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry:
-    """What a directory says that the engine's workers hold.
+    """The geometry in a directory.
 
     Raises:
         IncompatiblePeerError: it is another engine's.
@@ -158,9 +158,11 @@ def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry
 
 
 class RemoteEngine(Tracked[EngineState]):
-    """Where the engine is, who its workers are, and on which `routes` we read from them. While no load wants it, none
-    has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that we need. `heartbeat_at` the
-    next transfers are named, at `ask_at` those that were never named. Its workers do not know yet of `unsent_endings`.
+    """A producer engine: its address, its workers, and the `routes` on which we read from them.
+
+    While no load wants it, none has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that
+    we need. At `heartbeat_at` the next transfers are named, at `ask_at` those that were never named. Its workers do not
+    know yet of `unsent_endings`.
     """
 
     def __init__(self, name: EngineAddress) -> None:
@@ -202,7 +204,7 @@ class RemoteEngine(Tracked[EngineState]):
         return ours
 
     def heartbeat_interval_s(self, ours_s: float) -> float:
-        """How often each transfer is named: as we are set, or more often, so that three heartbeats fit into every
+        """Seconds in which each transfer is named: our setting, or fewer, so that three heartbeats fit into every
         worker's timeout and into its leases.
         """
         times = [min(worker.timeout_s, worker.lease_s) for worker in self.workers.values()]

@@ -32,7 +32,7 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
     parts: dict[str, Phase] = {}
 
     def began(self, read_id: int, nbytes: int, now: float) -> None:
-        """A read of so many bytes begins."""
+        """A read of `nbytes` begins."""
         self.first_read_s = self.first_read_s or now
         self.last_read_s = now
         self.total_bytes += nbytes
@@ -61,12 +61,12 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
         return (*waits, *self.parts.values())
 
     def waited_s(self, now: float) -> float:
-        """How long blocks waited for it. Those of a prompt that is followed wait for its last part."""
+        """Seconds that blocks waited for it. Those of a prompt that is followed wait for its last part."""
         since = self.last_read_s if self.is_followed else self.asked_s
         return 0.0 if since is None else now - since
 
     def in_flight(self, request_id: str, rank: str, now: float) -> tuple[LoadInFlight, ...]:
-        """How far it is, if it is read. Any thread may ask."""
+        """Its bytes so far, if it is read. Any thread may ask."""
         if self.first_read_s is None:
             return ()
         load = LoadInFlight(

@@ -1,4 +1,4 @@
-"""Who holds what, and who reads what from whom: `TpKVTopology`, the geometries it is made from, and the attention
+"""The mapping of ranks to ranks: `TpKVTopology`, the geometries it is made from, and the attention
 backends whose caches they describe. Pure.
 """
 

@@ -1,4 +1,4 @@
-"""What an engine's workers hold: the values that two engines exchange in a greeting and that planning works on.
+"""Geometries of engines: the values that two engines exchange in a greeting and that planning works on.
 
 Each rank names its layers and its head interval, so uneven pipeline stages and any head split are plain data. For a
 recurrent state a *head* is whatever its engine cuts (channels, state heads).
@@ -52,7 +52,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def model_key(self) -> tuple[int, int, int]:
-        """What both engines must agree on; parts with equal keys are moved together."""
+        """Values on which both engines must agree; parts with equal keys are moved together."""
         return (self.total_heads, self.head_dim, self.item_size_bytes)
 
     @property
@@ -137,7 +137,7 @@ class GroupGeometry(
 
     @cached_property
     def context_parallel(self) -> ContextParallel:
-        """Which tokens of a request this rank holds."""
+        """The tokens of a request that this rank holds."""
         return ContextParallel(
             world_size=self.dcp_size, rank=self.dcp_rank, interleave_tokens=self.interleave_tokens
         )
@@ -149,7 +149,7 @@ class GroupGeometry(
 
 
 def _common_values(group: GroupGeometry) -> tuple[object, ...]:
-    """What a group has on all ranks of an engine."""
+    """Values that a group has in common on all ranks of an engine."""
     parts = [(part.name, *part.model_key) for part in group.parts]
     return (group.block_size, group.dcp_size, group.interleave_tokens, parts)
 
@@ -167,7 +167,7 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What two engines must agree on beyond shapes: which weights wrote the cache, and in which numbers."""
+    """Values beyond shapes on which two engines must agree: the weights that wrote the cache, and its number format."""
 
     model: str
     dtype: str
@@ -301,7 +301,7 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
 
 
 def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
-    """The parts of every cache group: name, and what the model says of it."""
+    """The parts of every cache group: each one's name and its model's values."""
     return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
 
 

@@ -1,4 +1,4 @@
-"""What one rank reads from another, as the topology finds it."""
+"""Segments: the boxes of layers, heads and tokens that two ranks have in common."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks of an engine deliver what a rank of another engine holds, and which of several replicas each reads.
+"""The ranks of an engine that deliver what a rank of another engine holds, and the choice among replicas.
 
 Ranks of one stage that hold the same are examined once, so the time grows with the ranks of the two engines, not with
 the pairs of them.
@@ -20,7 +20,7 @@ from kvconnector.topology.geometry import EngineGeometry, GroupGeometry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one stage has of one family of parts: neighbouring layers, the tokens of `stripes`, and `pieces`: disjoint
+    """The share of one stage in a family of parts: neighbouring layers, the tokens of `stripes`, and `pieces`: disjoint
     head ranges in ascending order, each with the ranks that hold all of it, in rank order.
     """
 
@@ -58,7 +58,7 @@ def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -
 
 
 def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
-    """What an engine has of these cache groups. Raises IncompatiblePeerError: it lacks a layer or a head."""
+    """Everything that an engine has of these cache groups. Raises IncompatiblePeerError: it lacks a layer or a head."""
     for index, group in enumerate(groups):
         missing = set(group.layers)
         for pp_rank in range(remote.pp_size):

@@ -332,7 +332,7 @@ class TpKVTopology:
             )
 
     def _assigned(self, offer: Offer) -> list[tuple[Rank, range]]:
-        """Which rank delivers which heads of an offer, in ascending order."""
+        """The ranks that deliver an offer, each with its heads, in ascending order."""
         dcp_size = self.geometry.groups[offer.group].dcp_size
         assigned: list[tuple[Rank, range]] = []
         for heads, replicas in offer.pieces:

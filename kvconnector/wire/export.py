@@ -1,6 +1,6 @@
 """A producer worker's pools as a consumer may read them: a field of `HelloReply`.
 
-Nothing here is believed: a consumer on the same host verifies with the nonce that `pid` is the process that it greeted,
+Nothing here is trusted: a consumer on the same host verifies with the nonce that `pid` is the process that it greeted,
 compares the tables with the geometry in the directory, and reads the lease board before and after every copy.
 """
 
@@ -17,7 +17,7 @@ Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 NONCE_BYTES = 16
 BOARD_OFFSET = 4096
-"""Of the lease board, behind the nonce."""
+"""Of the lease board, after the nonce."""
 BUCKET_BYTES = 256
 """Of a lease board: 8 entries of 32 bytes, see `datapath.direct.board`."""
 IPC_HANDLE_BYTES = 64
@@ -58,7 +58,7 @@ class SharedRange(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class PoolExport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """How to read one producer worker's pools, and its lease board of `num_buckets` (a power of two).
+    """The memory of one producer worker's pools, and its lease board of `num_buckets` (a power of two).
 
     Descriptor `fd` of process `pid` is a file in memory that it shares: first `nonce`, at `BOARD_OFFSET` the board, and
     on the CPU the pools, in `ranges`. CUDA pools are in `allocations` of the GPU `gpu_uuid`.

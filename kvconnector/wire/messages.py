@@ -1,8 +1,8 @@
 """Control messages. Frozen, tagged by the envelope's kind, append-only: a new field goes last and has a default.
 
 Consumer to scheduler of the producer: `DirectoryRequest`. Consumer worker to producer worker: `Hello`, `Read`,
-`CancelRead`, `Done`, `Abort`, `Heartbeat`, `Probe`; the producer worker answers with the others. What either side has
-to say at one time may travel as a `Batch`.
+`CancelRead`, `Done`, `Abort`, `Heartbeat`, `Probe`; the producer worker answers with the others. Messages that a side
+sends at one time may travel as a `Batch`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CHUNK_TAG_BITS = 20
 
 
 class Refusal(StrEnum):
-    """Why a peer refused; `wire.error_of` maps these to exceptions."""
+    """Reasons of a refusal; `wire.error_of` maps these to exceptions."""
 
     INCOMPATIBLE = "incompatible"
     UNKNOWN_TRANSFER = "unknown_transfer"
@@ -51,8 +51,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine's scheduler who its workers are; with `any_engine` whatever its name is. `ranks`: whose addresses
-    are wanted, by index among `world_size` ranks, None for all. The answer may have more.
+    """Asks an engine's scheduler for its workers; with `any_engine` whatever its name is. `ranks`: the indices of those
+    whose addresses are wanted among `world_size` ranks, None for all. The answer may have more.
     """
 
     engine_id: Id
@@ -62,7 +62,7 @@ class DirectoryRequest(Message, frozen=True, kw_only=True):
 
 
 class WorkerEntry(Message, frozen=True, kw_only=True):
-    """One worker of a directory: where its control channel listens."""
+    """One worker of a directory: the address of its control channel."""
 
     pp_rank: Index
     tp_rank: Index
@@ -88,7 +88,7 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """Where the sender of a greeting takes this link's further messages over the transport, as `control.sealed` frames
+    """The inbox of a greeting's sender for this link's further messages over the transport, as `control.sealed` frames
     of at most `max_message_bytes` under the tag `2^63 + inbox_id`.
     """
 
@@ -100,8 +100,8 @@ class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
-    None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it does
-    not say; both sides use the shorter one. `segments` are those of all its reads from this producer worker.
+    None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it is
+    not stated; both sides use the shorter one. `segments` are those of all its reads from this producer worker.
     """
 
     geometry: PackedGeometry
@@ -121,9 +121,9 @@ class HelloReply(Message, frozen=True, kw_only=True):
     """The producer worker's answer; with a refusal the session ends.
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
-    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, as `export` says. Where both
+    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, by `export`. Where both
     greetings name a `control`, further messages travel over the transport. `timeout_ms`: see `Hello`. A lease lasts
-    `lease_ms` unless it is renewed, 0 if it does not say.
+    `lease_ms` unless it is renewed, 0 if that is not stated.
     """
 
     incarnation: Id
@@ -193,7 +193,7 @@ class CancelRead(Message, frozen=True, kw_only=True):
 
 
 class TransferKey(Message, frozen=True, kw_only=True):
-    """A transfer and the proof that its holder was told of it."""
+    """A transfer, and the secret that entitles to it."""
 
     transfer_id: Id
     secret: Secret128
