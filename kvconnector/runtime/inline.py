@@ -38,9 +38,10 @@ class InlineProgress:
             finally:
                 if machine.lock.is_ours:
                     self._give_back(driver)
-        finally:
+        except BaseException:
             if machine.lock.is_ours:  # an interrupt came just before, or within
                 self._give_back(driver)
+            raise
         return True
 
     def _drive(self, driver: Driver, drive: Callable[[Driver], None]) -> None:
