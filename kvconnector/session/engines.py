@@ -78,7 +78,7 @@ class RemoteEngines:
         self._loads = loads
         self._is_read = is_read
         self._engines: dict[EngineAddress, RemoteEngine] = {}
-        self._by_link: dict[LinkId, tuple[EngineAddress, Rank | None]] = {}
+        self._by_link: dict[LinkId, tuple[RemoteEngine, Rank | None]] = {}
         self._link_numbers = count(1)
         self.agenda: Agenda[RemoteEngine] = Agenda()
         self._met: set[EngineAddress] = set()
@@ -103,8 +103,8 @@ class RemoteEngines:
 
     def ready_at(self, link: LinkId) -> RemoteEngine | None:
         """The engine whose worker is at `link`, if it can be read from now."""
-        name, _ = self._by_link.get(link, (None, None))
-        return None if name is None else self.ready(name)
+        engine, _ = self._by_link.get(link, (None, None))
+        return engine if engine is not None and engine.state is EngineState.READY else None
 
     def patience_s(self, name: EngineAddress) -> float:
         """Seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
@@ -115,10 +115,8 @@ class RemoteEngines:
         """Returns True if the worker at `link` cannot have given us up before `now`. One that did sends other bytes
         from the same slots after a while.
         """
-        name, rank = self._by_link.get(link, (None, None))
-        if name is None or rank is None:
-            return False
-        return now < self._engines[name].workers[rank].deadline
+        engine, rank = self._by_link.get(link, (None, None))
+        return engine is not None and rank is not None and now < engine.workers[rank].deadline
 
     def handle(self, event: object, now: float) -> list[Answer]:
         """Return the commands for `event`; events of links that were closed are stale and have none."""
@@ -132,8 +130,7 @@ class RemoteEngines:
             link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
             if link not in self._by_link:
                 return []
-            name, rank = self._by_link[link]
-            engine = self._engines[name]
+            engine, rank = self._by_link[link]
             answers = self._of_link(engine, rank, event, now)
         self.agenda.plan(engine, engine.deadline)
         return answers
@@ -197,7 +194,7 @@ class RemoteEngines:
 
     def _open(self, engine: RemoteEngine, rank: Rank | None) -> LinkId:
         link = LinkId(next(self._link_numbers))
-        self._by_link[link] = (engine.name, rank)
+        self._by_link[link] = (engine, rank)
         return link
 
     def _resolve(self, engine: RemoteEngine, now: float) -> list[Answer]:
