@@ -37,7 +37,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2808),
     "kvconnector/control": Size(1420, target=1330),
-    "kvconnector/datapath": Size(4690, target=4050),
+    "kvconnector/datapath": Size(4640, target=4050),
     "kvconnector/integrations": Size(2817, target=2810),
     "kvconnector/integrations/sglang": Size(1460, target=900),
     "kvconnector/layout": Size(622, target=520),

@@ -6,7 +6,6 @@ the data path; `step` moves what can move and returns what happened, as session 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TypeAlias
 
 import msgspec
@@ -14,9 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import KVConnectorError, TransportError
-from kvconnector.planning import ALL_LAYERS, GroupBlocks, SegmentWindow
+from kvconnector.planning import GroupBlocks, SegmentWindow
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
 from kvconnector_kernels.relayout import RelayoutError, TokenRuns
 from kvconnector_kernels.relayout.runs import ADJACENT
 
@@ -95,27 +93,3 @@ class Program(msgspec.Struct, frozen=True, eq=False):
         nbytes *= self.chunks["num_tokens"]
         nbytes *= per_token[self.chunks["segment"]]
         return nbytes
-
-
-class DirectRead(msgspec.Struct, frozen=True, eq=False):
-    """A read in the pools of the producer worker at `link`: of segment `i` the `rows[i]` of the `members[i]` of its
-    stripe, from `their_blocks` to `blocks`.
-
-    `their_segments[i]` is segment `i` in *its* tables; these and its blocks are what a peer said and what a router
-    passed on, so they are checked before use. `lease_key` is what its lease board knows them by, and `token_stop` and
-    `layer_stop` (a global index) the ends of the last token and layer that are read. `cut` makes the chunks, for a read
-    that the producer has to send after all.
-    """
-
-    read_id: int
-    link: LinkId
-    segments: tuple[SegmentWindow, ...]
-    their_segments: tuple[SegmentWindow, ...]
-    members: tuple[range, ...]
-    rows: tuple[range, ...]
-    blocks: tuple[GroupBlocks, ...]
-    their_blocks: tuple[GroupBlocks, ...]
-    lease_key: bytes
-    cut: Callable[[], Chunks]
-    token_stop: int
-    layer_stop: int = ALL_LAYERS.stop

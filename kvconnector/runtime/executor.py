@@ -12,7 +12,7 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
-from kvconnector.datapath.base import DirectRead, Program
+from kvconnector.datapath.base import Program
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.links import Links
@@ -208,22 +208,8 @@ class Executor:
                 self._report(event)
             return
         known_blocks = () if command.is_followed else command.remote_blocks
-        self._datapath.submit_direct(
-            DirectRead(
-                read_id=command.read_id,
-                link=command.link,
-                segments=route.here,
-                their_segments=route.there,
-                members=source.members,
-                rows=source.rows,
-                blocks=command.blocks,
-                their_blocks=command.remote_blocks,
-                lease_key=lease_key(transfer.transfer_id, transfer.secret, known_blocks),
-                cut=lambda: source.chunks,
-                token_stop=source.token_stop,
-                layer_stop=source.layer_stop,
-            )
-        )
+        key = lease_key(transfer.transfer_id, transfer.secret, known_blocks)
+        self._datapath.submit_direct(command, key)
 
     def _open_export(self, command: cmd.OpenExport) -> None:
         producer = (command.engine_id, command.theirs.rank)

@@ -51,7 +51,7 @@ class Races:
         taker = threading.Thread(target=self._take_back, args=(begins, key, next_content))
         taker.start()
         begins.set()
-        d.path.submit_direct(read)
+        d.path.submit_direct(*read)
         ended = self._until_over(number)
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):

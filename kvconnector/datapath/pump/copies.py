@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import DirectRead, Program, paged_tokens
+from kvconnector.datapath.base import Program, paged_tokens
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
@@ -22,6 +22,7 @@ from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, SegmentWindow
+from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.chunks import measure_chunks
 from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import (
@@ -135,8 +136,9 @@ class Copies:
         """
 
     @abstractmethod
-    def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
-        """The copies of a read from a peer's pools. Raises RelayoutError: what is outside the pools, or cannot be
+    def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
+        """The copies of a read from a peer's pools. Its windows there and its blocks there are what a peer stated and a
+        router passed on, so they are checked here. Raises RelayoutError: what is outside the pools, or cannot be
         copied. TransportError: the device takes no block ids.
         """
 
@@ -232,7 +234,7 @@ def chunk_spans(
 
 
 def read_spans(
-    read: DirectRead,
+    read: StartReceive,
     pools: Pools,
     remote: RemotePools,
     ids: tuple[Sequence[BlockIds], Sequence[BlockIds]],
@@ -242,20 +244,21 @@ def read_spans(
     peer exported no such table.
     """
     found: list[Span] = []
-    for index, members in enumerate(read.members):
+    source, route = read.source, read.source.route
+    for index, members in enumerate(source.members):
         if not members:
             continue
-        ours, theirs, rows = read.segments[index], read.their_segments[index], read.rows[index]
+        ours, theirs, rows = route.here[index], route.there[index], source.rows[index]
         table = remote.tables.get((theirs.group, theirs.family))
         if table is None:
             raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
         # ours were checked when the engine named them
-        blocks = read.their_blocks[theirs.group]
+        blocks = read.remote_blocks[theirs.group]
         if blocks.highest_id() >= table.num_blocks:
             check_ids_in_pool("the read's", blocks.block_ids, table.num_blocks)
         own = pools.tables[ours.group, ours.family]
         first = {"member": members.start, "part_stop": rows.stop}
-        src = _paged_side(theirs, table, read.their_blocks, ids[0], **first)
+        src = _paged_side(theirs, table, read.remote_blocks, ids[0], **first)
         dst = _paged_side(ours, own, read.blocks, ids[1], **first)
         counts = (ours.num_heads, len(members), ours.part_token_bytes * len(members))
         # no array: numpy takes longer than all of this

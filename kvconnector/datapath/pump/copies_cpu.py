@@ -7,7 +7,7 @@ from array import array
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import DirectRead, Program
+from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
@@ -23,6 +23,7 @@ from kvconnector.datapath.pump.copies import (
     words_of,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
+from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.copy_cpu import (
     JOB,
     READ,
@@ -77,13 +78,13 @@ class CpuCopies(Copies):
             words[:, _IS_STREAMED] = 1
         return Jobs(address_of(words), (ids,), words)
 
-    def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
-        blocks = (*read.their_blocks, *read.blocks)
-        room = READ.itemsize + len(read.members) * JOB.itemsize
+    def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
+        blocks = (*read.remote_blocks, *read.blocks)
+        room = READ.itemsize + len(read.source.members) * JOB.itemsize
         buffer = self.ids.lend(blocks, more_bytes=room)
         try:
             ids, first = buffer.write(blocks, "cpu")
-            count = len(read.their_blocks)
+            count = len(read.remote_blocks)
             spans = read_spans(read, self._pools, remote, (ids[:count], ids[count:]))
             numbers, nbytes = [len(spans), 0, 0], 0
             for span in spans:

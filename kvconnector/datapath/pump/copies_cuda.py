@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvconnector.datapath.base import DirectRead, Program
+from kvconnector.datapath.base import Program
 from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
@@ -34,6 +34,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks
+from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.copy_cuda import (
     CONTEXT,
     JOB,
@@ -146,14 +147,14 @@ class CudaCopies(Copies):
             raise
         return Jobs(address_of(words), (buffer,), words)
 
-    def make_read(self, read: DirectRead, remote: RemotePools) -> Jobs:
+    def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids, right before its launches."""
-        blocks = (*read.their_blocks, *read.blocks)
+        blocks = (*read.remote_blocks, *read.blocks)
         stream = self.streams.marks.stream_of(read.blocks)
         buffer, handle = self.ids.lend(blocks, stream), self.streams.handles[stream]
         try:
             places, nbytes = buffer.write(blocks, self._pools.device)
-            count = len(read.their_blocks)
+            count = len(read.remote_blocks)
             spans = read_spans(read, self._pools, remote, (places[:count], places[count:]))
             memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
             ids = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvconnector.config import PathsConfig
-from kvconnector.datapath.base import DataEvent, DirectRead, EventQueue, Program
+from kvconnector.datapath.base import DataEvent, EventQueue, Program
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
@@ -46,7 +46,7 @@ from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.session.commands import LinkId
+from kvconnector.session.commands import LinkId, StartReceive
 from kvconnector.transport import Transport
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Probe
@@ -179,12 +179,12 @@ class DataPath:
         self.machine.stay_awake()
         self.receives.submit(read_id, program)
 
-    def submit_direct(self, read: DirectRead) -> None:
+    def submit_direct(self, read: StartReceive, lease_key: bytes) -> None:
         """The same without the producer, if it publishes the lease: then there is no `ReceivePosted`, and
         `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
         """
         self.machine.stay_awake()
-        self.reads.submit(read)
+        self.reads.submit(read, lease_key)
         if self._are_copies_quick:
             # a GPU copies meanwhile
             self.machine.begin(1)

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import msgspec
 
 from kvconnector.config import PathsConfig
-from kvconnector.datapath.base import DirectRead, EventQueue, Program
+from kvconnector.datapath.base import EventQueue, Program
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.commands import LinkId, StartReceive
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
@@ -44,7 +44,8 @@ class _Source:
 class _Read(msgspec.Struct, eq=False):
     """What the rows do not say about a direct read. Its lease is waited for until `until_s`."""
 
-    asked: DirectRead
+    asked: StartReceive
+    lease_key: bytes
     source: _Source
     jobs: Jobs
     until_s: float
@@ -120,7 +121,7 @@ class DirectReads:
         self._closing.append(source)
         self._close_unread(source)
 
-    def submit(self, asked: DirectRead) -> None:
+    def submit(self, asked: StartReceive, lease_key: bytes) -> None:
         """Read it from where it is, now or once its lease is published."""
         source = self._sources.get(asked.link)
         if source is None:
@@ -134,7 +135,7 @@ class DirectReads:
             self._send(asked)
             return
         source.num_reads += 1
-        read = _Read(asked, source, jobs, self._clock() + MAX_PATIENCE_S)
+        read = _Read(asked, lease_key, source, jobs, self._clock() + MAX_PATIENCE_S)
         if self._machine.reads.num_active >= MAX_READS or not self._begin_or_send(read):
             self._waiting[asked.read_id] = read
 
@@ -165,7 +166,7 @@ class DirectReads:
         is_late = source.then is not None or self._clock() >= read.until_s
         try:
             is_published = source.then is None and source.remote.is_published(
-                asked.lease_key, asked.token_stop, asked.layer_stop
+                read.lease_key, asked.source.token_stop, asked.source.layer_stop
             )
         except KVConnectorError as error:
             logger.debug("read %s is sent: %s", asked.read_id, error)
@@ -205,9 +206,11 @@ class DirectReads:
         self._sources.clear()
         self._closing.clear()
 
-    def _send(self, asked: DirectRead) -> None:
+    def _send(self, asked: StartReceive) -> None:
         """Let the producer send it."""
-        self._fall_back(asked.read_id, Program(asked.segments, asked.cut(), asked.blocks))
+        source = asked.source
+        program = Program(source.route.here, source.chunks, asked.blocks)
+        self._fall_back(asked.read_id, program)
 
     def _begin(self, read: _Read) -> None:
         index = self._machine.reads.add(
@@ -245,7 +248,7 @@ class DirectReads:
         """All bytes are here: they count if the lease still holds."""
         try:
             # how far it is filled was seen before: now it may just be written again
-            is_published = read.source.remote.is_published(read.asked.lease_key, 0, 0)
+            is_published = read.source.remote.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
             self._report.failed(read.asked.read_id, error)
             return

@@ -2,12 +2,17 @@
 
 from typing import ClassVar
 
-from kvconnector.datapath.base import DirectRead
+from kvconnector.ids import Rank
+from kvconnector.layout import ALL_LAYERS
+from kvconnector.planning import SourceRead
+from kvconnector.planning.route import Route
 from kvconnector.session import events as ev
+from kvconnector.session.commands import StartReceive
 from tests.unit.datapath.pump_pair import TO_P, Pair
 
 KEY = b"sixteen bytes it"
 MANY_TOKENS = 1 << 20
+RANK = Rank(0, 0)
 CUT = {"chunk_tokens": 5, "chunk_rows": 3}
 
 
@@ -22,24 +27,16 @@ class DirectPair(Pair):
         assert d.path.reads.open(TO_P, self.export)
 
 
-def direct_read(read_id, theirs, ours, tokens, **changes):
-    """A read of what programs of both sides are to move."""
-    return DirectRead(
-        **{
-            "read_id": read_id,
-            "link": TO_P,
-            "segments": ours.segments,
-            "their_segments": theirs.segments,
-            "members": (tokens,),
-            "rows": (range((ours.chunks["part_start"] + ours.chunks["num_parts"]).max()),),
-            "blocks": ours.blocks,
-            "their_blocks": theirs.blocks,
-            "lease_key": KEY,
-            "cut": lambda: ours.chunks,
-            "token_stop": tokens.stop,
-            **changes,
-        }
-    )
+def direct_read(read_id, theirs, ours, tokens, *, remote_blocks=None, lease_key=KEY):
+    """A read of what programs of both sides are to move, and the key of its lease."""
+    num_rows = int((ours.chunks["part_start"] + ours.chunks["num_parts"]).max())
+    route = Route(RANK, 1, (), (), here=ours.segments, there=theirs.segments)
+    ends = tokens.stop, ALL_LAYERS.stop
+    source = SourceRead(route, (tokens,), ALL_LAYERS, 1, (tokens,), (range(num_rows),), 1, *ends)
+    vars(source)["chunks"] = ours.chunks  # not those of a real route
+    remote_blocks = remote_blocks or theirs.blocks
+    read = StartReceive(read_id, "", "p", TO_P, "", source, ours.blocks, (), remote_blocks, False)
+    return read, lease_key
 
 
 def only_consumer_steps(pair, read_id, kind):

@@ -55,7 +55,7 @@ class Consumer(Caches):
         there = theirs.program(source, tokens, **cut)
         blocks = (GroupBlocks.of(source[first_block:], first_block),)
         here = self.program(destination, tokens, **cut)
-        self.path.submit_direct(direct_read(read_id, there, here, tokens, their_blocks=blocks))
+        self.path.submit_direct(*direct_read(read_id, there, here, tokens, remote_blocks=blocks))
         return source, destination
 
     def until_over(self, read_id):

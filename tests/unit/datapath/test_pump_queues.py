@@ -59,9 +59,9 @@ def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
         path = pair.d.path
         pair.p.path.publish_lease(KEY, Watermark(TOKENS.stop))
         for read in range(MAX_READS + num_waiting):
-            path.submit_direct(direct_read(read, theirs, ours, TOKENS))
+            path.submit_direct(*direct_read(read, theirs, ours, TOKENS))
         last = direct_read(-1, theirs, ours, TOKENS)
-        few = lines_of(lambda: path.submit_direct(last), lambda: path.stop_receive(-1))
+        few = lines_of(lambda: path.submit_direct(*last), lambda: path.stop_receive(-1))
         assert few < 500
         waiting = [MAX_READS + read for read in range(num_waiting)]
         assert f"waiting {waiting}>" in repr(path)

@@ -51,8 +51,8 @@ class MappingPath:
     def export(self):
         return self._export
 
-    def submit_direct(self, read):
-        program = Program(read.segments, read.cut(), read.blocks)
+    def submit_direct(self, read, lease_key):
+        program = Program(read.source.route.here, read.source.chunks, read.blocks)
         self._sending.submit_receive(read.read_id, program)
 
 
