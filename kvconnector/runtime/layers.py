@@ -15,7 +15,7 @@ MAX_PIECES = 8
 
 
 class StepLayers:
-    """What one step computes of prompts that consumers follow.
+    """The layers of one step, as far as it computes prompts that consumers follow.
 
     A step is reported in a few pieces of some megabytes; one that is smaller than two of them is reported as a whole.
     Layers may come in any order: a piece is reported once all its layers, and those before it, are written.

@@ -24,7 +24,7 @@ CONNECTOR_NAME = "KVConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 33))
 """Major and minor numbers. vLLM changes its connector interface between minor releases.
 
-What differs between these: 0.33 has sleep mode with connectors, and calls `supports_sleep_mode`,
+0.33 differs: it has sleep mode with connectors, and calls `supports_sleep_mode`,
 `unregister_kv_caches`, `restore_kv_caches` and, after each wake-up, `set_xfer_handshake_metadata_pp_aware` again.
 """
 
@@ -52,7 +52,7 @@ def __getattr__(name: str) -> object:
 
 
 def check_version(found: str) -> None:
-    """Raises ConfigError: neither a supported release nor a development build (which says 0.0.0 or dev)."""
+    """Raises ConfigError: neither a supported release nor a development build, named 0.0.0 or dev."""
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or release.group() in ("0.0", "0.1"):
         return

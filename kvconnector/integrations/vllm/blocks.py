@@ -32,10 +32,10 @@ def request_blocks(
     """`(our block ids, index of the first in the sequence)` of what a request has in a group.
 
     Blocks outside a sliding window are gone: vLLM's table starts with null blocks in their places. A state is that
-    behind `num_tokens` tokens.
+    after `num_tokens` tokens.
     """
     if info.keeps == "state":
-        # the running one is in the last block but the scratch blocks, where there are so many
+        # the running one is in the last block before the scratch blocks, where there are any
         state = max(0, len(block_ids) - info.scratch_blocks - 1)
         return list(block_ids[state : state + 1]), max(0, num_tokens - 1)
     gone = 0
@@ -46,7 +46,7 @@ def request_blocks(
 
 @dataclass(frozen=True, slots=True)
 class InTiles:
-    """Tiles of `tile_tokens` tokens, in which a group keeps what `tokens` says. A tile that is begun is moved whole."""
+    """Tiles of `tile_tokens` tokens, of which a group keeps those that hold its `tokens`. One that is begun moves."""
 
     tokens: Retention
     tile_tokens: int
@@ -59,7 +59,7 @@ class InTiles:
 
 
 def retention_of(info: GroupInfo) -> Retention:
-    """What a group keeps of a sequence, as the scheduler half takes it."""
+    """Return what a group keeps of a sequence, for the scheduler half."""
     kept: Retention = KeepsAll()
     if info.keeps == "state":
         kept = KeepsState()
@@ -80,7 +80,7 @@ def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int])
 def unwritten_slots(
     info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]
 ) -> list[tuple[int, int, int]]:
-    """`(index of our block in the sequence, first slot, slot behind the last)` of what a load of `tokens` leaves as it
+    """`(index of our block in the sequence, first slot, slot after the last)` of what a load of `tokens` leaves as it
     was on this rank, in the blocks of vLLM's that belong to these tokens.
     """
     if info.keeps == "state" or tokens[0] >= tokens[1]:

@@ -265,7 +265,7 @@ def _common_geometry(
 
 
 def group_info(spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int = 1) -> GroupInfo:
-    """Which tokens vLLM keeps in a group. Raises GeometryError: a kind of group whose rules are not known here."""
+    """Return what vLLM keeps in a group. Raises GeometryError: a kind of group whose rules are not known here."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,

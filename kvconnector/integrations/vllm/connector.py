@@ -71,12 +71,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """Whether a load brings what lags behind the local attention hit: recurrent states yes, windows no."""
+        """True if a load brings what the local attention hit lacks: recurrent states yes, windows no."""
         return self._scheduler.completes_divergent_hits
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Whether a request that is preempted at its end is computed again rather than handed over without blocks:
+        """True if a request that is preempted at its end is computed again rather than handed over without blocks:
         on whatever engine hands over, also a decode engine whose blocks the next turn's prefill reads.
         """
         return self._scheduler.delivers
@@ -113,7 +113,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """vLLM calls it behind the step's kernels, unless a request of the step needs what another connector loads."""
+        """vLLM calls it after the step's kernels, unless a request of the step needs what another connector loads."""
         step = self._get_connector_metadata()
         if not isinstance(step, ConnectorStep):
             raise LocalError("this is another connector's metadata", found=type(step).__name__)

@@ -1,4 +1,4 @@
-"""Which cores our threads may run on."""
+"""The cores on which our threads may run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Where vLLM's CPU attention keeps each element of a block: asked of vLLM's own store operation.
+"""The place of each element in a block of vLLM's CPU attention, found with vLLM's own store operation.
 
-The tensor's shape says `[block, head, token, 2 * dim]`, but what lies inside a (block, head) depends on the instruction
+The tensor's shape is `[block, head, token, 2 * dim]`, but what lies inside a (block, head) depends on the instruction
 set: the vector code stores K as `[dim][token]`, then V as `[token][dim]`; AMX code stores tiles. A block with coded
 contents tells. Where elements lie at plain strides, any two engines can exchange them. Where they lie in tiles of some
 tokens and dims, whole tiles are moved, between engines with the same tiles.

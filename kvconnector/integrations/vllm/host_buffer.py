@@ -42,7 +42,7 @@ class HostBuffer:
         self.copy_blocks: CopyBlocks | None = None
         self._loads: dict[str, list[tuple[list[str], list[int]]]] = {}
         self._grown: dict[str, tuple[GroupBlocks, ...]] = {}
-        """What the mirrors have of prompts that are still computed."""
+        """Blocks of prompts that are still computed, as far as the mirrors have them."""
 
     def before_lease(
         self, order: LeaseOrder | WithdrawRequest, groups: Sequence[RegisteredGroup]

@@ -1,4 +1,4 @@
-"""What vLLM carries between our halves: its own base classes around `msgspec` bytes."""
+"""The messages that vLLM carries between our halves: its own base classes around `msgspec` bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `vllm_group` is the index of its block table, `kernel_blocks` the number of our blocks in one of vLLM's. Where
     `tile_tokens` tokens lie in one tile, a tile is a token of ours.
-    `keeps` says which tokens vLLM keeps: all, those in a sliding window or a chunk of `extent_tokens`, or one state in
+    `keeps` names what vLLM keeps: all, those in a sliding window or a chunk of `extent_tokens`, or one state in
     the last block but `scratch_blocks`.
     """
 
@@ -74,7 +74,7 @@ class ConnectorStep(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers tell the scheduler half beside the ends of transfers.
+    """What workers report to the scheduler half beside the ends of transfers.
 
     `begun` are requests whose load may be asked for: their prefill engine computes them, or never will. It has `traces`
     where vLLM traces requests. `failed` and `unsent` say why loads and leases failed, for the log.
@@ -86,7 +86,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     unsent: dict[str, str] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """What two workers say. Raises LocalError: the other one is another connector's."""
+        """Both reports, as one. Raises LocalError: the other one is another connector's."""
         if not isinstance(other, WorkerReport):
             raise LocalError("this is another connector's metadata", found=type(other).__name__)
         return WorkerReport(

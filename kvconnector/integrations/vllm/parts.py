@@ -1,7 +1,7 @@
 """One layer's cache of vLLM as parts: K and V, an MLA latent, or a recurrent state.
 
 vLLM gives every attention layer a tensor seen as `[B, H, N, C]` (blocks, heads, tokens, content), K and V packed in C.
-The states of one request and recurrent layer lie behind one another in a page: a convolution's channels and the state
+The states of one request and recurrent layer lie one after another in a page: a convolution's channels and the state
 heads. Both are cut by tensor parallelism, and are called heads in the rest of kvconnector; a state is one token.
 """
 
@@ -37,7 +37,7 @@ PACKED_CONTENT = frozenset(
         "XPU_ATTN",
     }
 )
-"""Backends whose tensors hold what their shape says: per block, head and token first K's dims, then V's, or opaque
+"""Backends whose tensors have the order of their shape: per block, head and token first K's dims, then V's, or opaque
 quantised bytes of both."""
 CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
 """Kinds of layers whose states are a convolution's input and a state per head, in this order, both cut evenly."""
@@ -89,7 +89,7 @@ Part = tuple[PartGeometry, KVView]
 
 
 def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
-    """The parts of an attention layer with blocks of so many tokens. Raises GeometryError: an unknown layout."""
+    """The parts of an attention layer, by its block size in tokens. Raises GeometryError: an unknown layout."""
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
     tensor = cache.tensor
@@ -227,7 +227,7 @@ def _state_part(piece: StatePiece, cut: Cut, tensor: torch.Tensor) -> Part:
 
 
 def state_pieces(spec: MambaSpec, cut: Cut, *, is_dim_first: bool) -> list[StatePiece]:
-    """Which pieces a recurrent layer's state has. `is_dim_first`: the convolution's channels are outermost.
+    """Return the pieces of a recurrent layer's state. `is_dim_first`: the convolution's channels are outermost.
 
     A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each cut on its own;
     so any two tensor-parallel sizes and both orders of the channels fit. States of other kinds are one opaque piece a

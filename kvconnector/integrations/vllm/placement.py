@@ -1,4 +1,4 @@
-"""Where a worker stands in its engine: which heads and which tokens are its own, and how other engines know it."""
+"""A worker's place in its engine: its heads, its tokens, and its name among other engines."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Placement:
     """One worker's place.
 
-    `rank` counts all workers of a pipeline stage, as vLLM does in its handshake; `tp_rank` says which heads are here,
-    `context_parallel` which tokens. A replica holds what another worker holds, and no other engine hears of it.
+    `rank` counts all workers of a pipeline stage, as vLLM does in its handshake; `tp_rank` gives the heads here,
+    `context_parallel` which tokens. A replica holds what another worker holds, and no other engine knows it.
     """
 
     rank: Rank

@@ -48,13 +48,13 @@ class SchedulerHalf:
         self._lookahead_tokens = vllm_config.num_prefill_lookahead_tokens
         self._groups: tuple[GroupInfo, ...] = ()
         self.delivers = settings.config.role != "consumer"
-        """Whether finished requests' blocks are handed to other engines."""
+        """True if finished requests' blocks are handed to other engines."""
         self._started: Scheduler | None = None
         self._handshakes: list[Handshake] = []
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._streamed: dict[str, Request] = {}
-        # a draft model's layers are written behind the place where the workers take a step's orders
+        # a draft model's layers are written after the workers have taken a step's orders
         self._has_drafts = vllm_config.speculative_config is not None
         self._idle_steps = IdleSteps(vllm_config)
         self._sent, self._received = Reports(), Reports()
@@ -192,7 +192,7 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         num_tokens = request.num_prompt_tokens
         if not params.get("remote_block_ids"):
-            # the producer has not said where it stops: where an engine of this configuration does
+            # the producer has not reported where it stops: where an engine of this configuration does
             num_tokens -= max(0, self._backoff_tokens() - 1)
         tokens, is_async = self._scheduler.matched_tokens(
             request.request_id, num_tokens, num_computed_tokens
@@ -202,7 +202,7 @@ class SchedulerHalf:
         return tokens, is_async
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Load into the request's blocks, or tell the producer that nothing is needed."""
+        """Load into the request's blocks, or notify the producer that nothing is needed."""
         if not self._loads:
             return
         tables = blocks.get_block_ids()
@@ -233,7 +233,7 @@ class SchedulerHalf:
             self._scheduler.withdraw(request_id)
             return
         num_scheduled = planned.num_scheduled_tokens.get(request_id)
-        # with another connector's loads in the step, its orders are taken in front of it
+        # with another connector's loads in the step, its orders are taken before it
         if num_scheduled is None or planned.has_sync_kv_loads:
             return
         computed = request.num_computed_tokens, request.num_computed_tokens + num_scheduled
@@ -290,7 +290,7 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must be kept, and the parameters for whoever reads them."""
+        """Return True if the request's blocks must be kept, and the parameters for their reader."""
         self._siblings.remove(request.request_id)
         self._shortened.discard(request.request_id)
         self._streamed.pop(request.request_id, None)
@@ -343,7 +343,7 @@ class SchedulerHalf:
 
 
 def _transfer_of(params: Params) -> Any:
-    """What a consumer calls the transfer, by the offer, or while the prompt is computed."""
+    """Return a consumer's name for the transfer, by the offer, or while the prompt is computed."""
     return params.get("remote_request_id" if params.get("remote_block_ids") else "transfer_id")
 
 

@@ -40,7 +40,7 @@ IGNORED_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the halves need beside the `ConnectorConfig`. The names are those of NixlConnector's options."""
+    """The settings of the halves beside the `ConnectorConfig`. The names are those of NixlConnector's options."""
 
     config: ConnectorConfig
     bidirectional_kv_xfer: bool
@@ -50,7 +50,7 @@ class Settings:
     decoder_kv_blocks_ttl_s: float
     """How long a decode engine keeps the blocks of a finished request for the next turn."""
     model_name: str
-    """What peers compare instead of vLLM's model name, which may be a path that differs between hosts."""
+    """Peers compare it instead of vLLM's model name, which may be a path that differs between hosts."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, environ: Mapping[str, str] | None = None) -> Settings:
@@ -128,7 +128,7 @@ def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
 
 
 def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
-    """What two engines must agree on beyond shapes. Not the weights' quantization: that is each engine's own."""
+    """Return what two engines must agree on beyond shapes. Not the weights' quantization: that is each engine's own."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelDescription(
@@ -155,6 +155,6 @@ def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
 
 
 def traces_endpoint(vllm_config: VllmConfig) -> str | None:
-    """Where vLLM sends its spans, as `--otlp-traces-endpoint` says."""
+    """Return where vLLM sends its spans, by `--otlp-traces-endpoint`."""
     endpoint: str | None = vllm_config.observability_config.otlp_traces_endpoint
     return endpoint

@@ -38,7 +38,7 @@ class ConnectorStats(KVConnectorStats):
 
     @classmethod
     def of(cls, stats: WorkerStats) -> ConnectorStats:
-        """What one worker did."""
+        """The statistics of one worker."""
         data: dict[str, list[float]] = {
             "transfer_duration": [load.seconds for load in stats.transfers],
             "bytes_transferred": [load.nbytes for load in stats.transfers],
@@ -134,7 +134,7 @@ class PromMetrics(KVConnectorPromMetrics):
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        """A counter with labels of ours behind vLLM's."""
+        """A counter with labels of ours after vLLM's."""
         return self._counter_cls(
             name=f"vllm:kvconnector_{name}",
             documentation=text,

@@ -1,4 +1,4 @@
-"""What the scheduler half remembers of requests beyond their own lives. Pure."""
+"""The scheduler half's memory of requests beyond their own lives. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMEMBERED_REPORTS = 16384
 
 
 class Reports:
-    """Finished requests that workers reported lately, so that a repeated report is told from another connector's."""
+    """Finished requests that workers reported lately, to distinguish a repeated report from another connector's."""
 
     def __init__(self, capacity: int = REMEMBERED_REPORTS) -> None:
         self._capacity = capacity
@@ -24,7 +24,7 @@ class Reports:
         self._reasons.setdefault(request_id, reason)
 
     def take_reason(self, request_id: str) -> str:
-        """Return why a request failed that all have reported; empty if none of them said."""
+        """Return why a request failed that all have reported; empty if none of them gave a reason."""
         return self._reasons.pop(request_id, "")
 
     def add(self, request_ids: Iterable[str]) -> None:
@@ -45,7 +45,7 @@ class Reports:
 
 
 class IdleSteps:
-    """Whether neither a step nor one in flight computes anything."""
+    """Counts steps, to find those in which nothing is computed, nor in flight."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
@@ -57,7 +57,7 @@ class IdleSteps:
         self._has_peers = parallel.data_parallel_size > 1
 
     def plan(self, num_tokens: int) -> bool:
-        """Book a step that computes so many tokens, and say whether it is idle."""
+        """Count a step that computes `num_tokens` tokens. Returns True if it is idle."""
         self._num_empty = 0 if num_tokens else self._num_empty + 1
         return self._num_empty >= self._at_once and not self._has_peers
 
@@ -75,7 +75,7 @@ class Siblings:
         self._waiting: dict[str, str] = {}
 
     def add(self, request_id: str, engine_id: str, transfer_id: str) -> bool:
-        """Whether the request is the first of its kind, and so the one that reads."""
+        """Returns True if the request is the first of its kind, and so the one that reads."""
         source = (engine_id, transfer_id)
         first = self._first.setdefault(source, request_id)
         if first == request_id:

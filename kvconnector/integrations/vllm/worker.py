@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
 IDLE_WAIT_S = 0.002
-"""For a transfer in a step that computes nothing. vLLM sleeps 1 ms behind each, and plans two before it takes the first
+"""For a transfer in a step that computes nothing. vLLM sleeps 1 ms after each, and plans two before it takes the first
 one's results."""
 _in_use: list[list[RegisteredGroup]] = []
 """Caches that could not be freed when their worker closed."""
@@ -123,7 +123,7 @@ class WorkerHalf:
             self._host_buffer.copy_blocks = copy_blocks
 
     def handshake(self) -> HandshakeMetadata | None:
-        """What the scheduler half must know; None of a worker that other engines do not hear of."""
+        """Return this worker's registration; None if other engines do not know it."""
         return HandshakeMetadata.of(
             Handshake(
                 worker=self._registered().handshake(),
@@ -250,7 +250,7 @@ class WorkerHalf:
             self._worker.resume()
 
     def take_report(self) -> WorkerReport:
-        """What the scheduler half is told, since the last call."""
+        """Return the report to the scheduler half since the last call."""
         report, self._report = self._report, WorkerReport()
         return report
 
@@ -261,7 +261,7 @@ class WorkerHalf:
 
     def close(self) -> None:
         """Stop the driver; bounded and idempotent. Caches that are still in use stay allocated: at an error vLLM would
-        break its shutdown off, in front of the scheduler's half and the other workers.
+        break its shutdown off, before the scheduler's half and the other workers.
         """
         if self._worker is not None:
             try:
@@ -291,7 +291,7 @@ class ReplicaHalf(WorkerHalf):
         """Nobody reads these."""
 
     def handshake(self) -> None:
-        """No other engine hears of this worker."""
+        """No other engine knows this worker."""
 
     def start_step(self, step: ConnectorStep) -> None:
         self._unreported.finished_sending.update(
@@ -299,7 +299,7 @@ class ReplicaHalf(WorkerHalf):
         )
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
-        """What the others hold, at once: an idle rank without transfers has nothing to wait for."""
+        """Return what the others hold, at once: an idle rank without transfers has nothing to wait for."""
         return super().finished()
 
     def _collect(self) -> None:
