@@ -44,7 +44,8 @@ def check(command):
 
 def check_cli(arguments, *, is_whole=True):
     """`kvconnector`, by its own parser."""
-    command, rest = typer.main.get_command(make_app()), arguments
+    command, rest = typer.main.get_command(make_app()), [a for a in arguments if a != "--help"]
+    is_whole &= len(rest) == len(arguments)  # help needs nothing else
     context = command.make_context("kvconnector", list(rest), resilient_parsing=True)
     while rest and isinstance(command, TyperGroup) and not rest[0].startswith("-"):
         _, command, rest = command.resolve_command(context, list(rest))
