@@ -2,6 +2,7 @@
 
 import time
 
+from kvconnector import errors
 from kvconnector.control.security import (
     AUTHORIZED_CLIENTS_FILE,
     SECRET_KEY_FILE,
@@ -154,11 +155,11 @@ def _settings(folder):
     }
 
 
-REFUSALS = ("AuthenticationError", "PeerUnreachableError")
+REFUSALS = (errors.AuthenticationError, errors.PeerUnreachableError)
 ERRORS = (
-    "TransferTimeoutError",
-    "PeerLostError",
-    "PeerUnreachableError",
-    "LeaseExpiredError",
-    "UnknownTransferError",
+    errors.TransferTimeoutError,
+    errors.PeerLostError,
+    errors.PeerUnreachableError,
+    errors.LeaseExpiredError,
+    errors.UnknownTransferError,
 )
