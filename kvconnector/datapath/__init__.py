@@ -1,4 +1,4 @@
-"""Moving a read's chunks: kernels plus transport, behind one submit-and-step interface."""
+"""Moving a read's chunks: kernels plus transport, with one submit-and-step interface."""
 
 from kvconnector.datapath.pools import CacheGroup, Pools
 

@@ -1,4 +1,4 @@
-"""Memory that a GPU works on: waiting until it is through with it, and keeping what it may yet touch."""
+"""Memory that a GPU works on: waiting until it is done with it, and keeping what it may yet touch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _kept: list[object] = []
 
 
 def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:
-    """Wait until a GPU is through with something, as `is_idle` tells without waiting, each `poll_s`. Raises
-    TransportError: it is not within `RELEASE_S`; `what` then says what that means.
+    """Wait until a GPU is done with something: `is_idle`, which does not wait, is called each `poll_s`. Raises
+    TransportError: it is not within `RELEASE_S`; `what` is its text.
     """
     deadline_s = time.monotonic() + RELEASE_S
     while not is_idle():

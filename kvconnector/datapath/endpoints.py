@@ -19,8 +19,8 @@ _BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
 def new_tags() -> int:
     """The first of `MAX_CHUNKS` tags for one read or warm-up message: a block that nobody can guess.
 
-    Whoever reaches the transport's port can send to it, but only who was told in an authenticated message knows a tag
-    that a receive is posted for. A block that was drawn before is as unlikely to come again.
+    Whoever reaches the transport's port can send to it, but the tags of receives travel in authenticated messages only.
+    A block that was drawn before is as unlikely to come again.
     """
     return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
 
@@ -70,7 +70,7 @@ class WarmUps:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a warm-up message is awaited, or a receive of one not over yet."""
+        """Returns True if a warm-up message is awaited, or a receive of one is not over yet."""
         return bool(self._by_ticket)
 
 
@@ -134,5 +134,5 @@ class Endpoints:
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether a warm-up message is on its way."""
+        """Returns True if a warm-up message is on its way."""
         return bool(self._warm_ups)

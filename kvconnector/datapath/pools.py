@@ -21,7 +21,7 @@ NO_POOL = 1 << 31
 class CacheGroup:
     """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order.
 
-    `device` is where the views are: "cpu" or "cuda:N". `dtype` is the elements' type, where the engine says it.
+    `device` is where the views are: "cpu" or "cuda:N". `dtype` is the elements' type, where the engine states it.
     `memory` is what owns the bytes, where that is known: whoever uses the views holds it.
     """
 

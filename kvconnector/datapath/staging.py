@@ -74,7 +74,7 @@ class SlotPool:
         return True
 
     def refill(self, slot: int) -> bool:
-        """Give a slot memory that is out of quarantine, if there is some; whether there is."""
+        """Give a slot memory that is out of quarantine, if there is some. Returns True if there is."""
         if self._spare:
             self._memory[slot] = self._spare.pop()
             return True

@@ -50,7 +50,7 @@ _MAX_EXPECTED = (1 << 31) - 1
 
 
 class ReadyWriter(Protocol):
-    """Writes what tells of an entry's tokens behind whatever fills the blocks."""
+    """Writes the words of an entry after whatever fills the blocks."""
 
     def write(self, address: int, value: int) -> None:
         """Set the aligned int32 at `address`, which is inside the board."""

@@ -164,7 +164,7 @@ class CudaDriver:
 
 
 class CudaMemory:
-    """GPU memory from `address` on, freed with this object. Nothing on the GPU uses it by then."""
+    """GPU memory from `address` on, freed with this object. Nothing on the GPU may use it then."""
 
     def __init__(self, address: int) -> None:
         self.address = address
@@ -177,7 +177,7 @@ def _free(library: Any, context: ctypes.c_void_p, address: ctypes.c_uint64) -> N
 
 
 class StreamWriter:
-    """A board's `ReadyWriter` on a GPU: `ready` is written behind all that a stream holds.
+    """A board's `ReadyWriter` on a GPU: `ready` is written after all that a stream holds.
 
     `context` is the CUDA context of `stream`; the board is `nbytes` of host memory at `address`.
 

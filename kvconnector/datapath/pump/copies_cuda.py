@@ -245,7 +245,7 @@ class CudaCopies(Copies):
         try:
             self._expected[id(blocks)] = (blocks, *self._send_ids(blocks, FREE_STREAM))
         except (RelayoutError, TransportError):
-            return  # the read meets the same, and says so
+            return  # the read meets the same error, and reports it
         if len(self._expected) > _MAX_EXPECTED:
             self.ids.give_back(self._expected.pop(next(iter(self._expected)))[1])
 

@@ -42,7 +42,7 @@ class IdBuffers:
     """All buffers of one worker. They are as many and as long as the reads at any one time have needed, and are kept:
     allocating pinned memory takes longer than a small read.
 
-    `allocate` makes one of so many ids for a stream, of memory that no kernel of anybody else's may still write.
+    `allocate(num_ids, stream)` makes one, of memory that no kernel of anybody else's may still write.
     """
 
     def __init__(self, allocate: Callable[[int, int], IdBuffer]) -> None:

@@ -40,7 +40,7 @@ _GRACE_NS = 30_000
 _LONG_GIL_WAIT_NS = _NS_PER_MS // 2
 """Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
 _LONG_STEP_NS = 5 * _NS_PER_MS
-"""From a thread that computes so long without a poll the interpreter takes the GIL."""
+"""The interpreter takes the GIL from a thread that computes for this time without a poll."""
 _GIL_WAITS, _INLINE_TURNS = 4, 64
 """Their average goes back over about as many, and is forgotten in so many turns that needed none."""
 
@@ -165,7 +165,7 @@ class Slots:
         self.rows["address"][slot] = self.pool.address(slot)
 
     def end_quarantines(self) -> None:
-        """Let memory that the network is through with be used again."""
+        """Let memory that the network no longer uses be used again."""
         if self._pool is None:
             return
         self._pool.end_quarantines()
@@ -189,12 +189,12 @@ class DriverLock:
 
     @property
     def has_pending(self) -> bool:
-        """Whether there is something to do for a turn of the driver."""
+        """Returns True if there is something to do for a turn of the driver."""
         return bool(self._words[_PENDING])
 
     @property
     def is_looping(self) -> bool:
-        """Whether the driver's thread is in the loop, or sleeps there."""
+        """Returns True if the driver's thread is in the loop, or sleeps there."""
         return bool(self._words[_LOOPING])
 
     @property
@@ -266,12 +266,12 @@ class Machine:
 
     @property
     def is_active(self) -> bool:
-        """Whether a program is under way, or only the network still holds a slot."""
+        """Returns True if a program is under way, or only the network still holds a slot."""
         return self.reads.num_active > 0 or self.uses_network
 
     @property
     def uses_network(self) -> bool:
-        """Whether chunks are sent or received, or the network still holds a slot."""
+        """Returns True if chunks are sent or received, or the network still holds a slot."""
         return (
             self.sends.num_active > 0
             or self.receives.num_active > 0
@@ -301,7 +301,7 @@ class Machine:
         return int(reason)
 
     def begin(self, passes: int) -> None:
-        """Begin what can be begun, in so many looks at everything, which keep the GIL and the lock."""
+        """Run `passes` iterations of the loop, without releasing the GIL or the lock."""
         # as if inline, which releases nothing
         self._calls.set_limit(r.INLINE, -1)
         self._numbers[_ENTERING] = r.INLINE
@@ -341,7 +341,7 @@ class Machine:
         self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
 
     def notify(self) -> bool:
-        """There is something to do. Whether the driver's thread sees it by itself. Any thread may say so."""
+        """There is something to do. Returns True if the driver's thread sees it by itself. Any thread may call it."""
         return bool(notify(self._address))
 
     def try_acquire(self, limit_s: float) -> bool:

@@ -27,8 +27,8 @@ class Marks:
     """The marks in the engine's stream that have not passed yet, and the streams that wait for them.
 
     Streams from 1 on take the marks in turn. `passed` has an int32 for each stream: the number of the last mark that it
-    has passed, set by the device. All marks are made in one stream of the engine's, so one that has passed tells that
-    those before it have.
+    has passed, set by the device. All marks are made in one stream of the engine's, so if one has passed,
+    those before it have, too.
     """
 
     def __init__(self, passed: npt.NDArray[np.int32]) -> None:
@@ -43,8 +43,8 @@ class Marks:
         return f"<Marks pending: {pending or 'none'}>"
 
     def add(self, requests: Requests | None) -> tuple[int, int]:
-        """The stream that is to wait for a new mark, and the number that it sets behind it. `requests` are those whose
-        blocks are used in front of the mark; None stands for all blocks.
+        """The stream that is to wait for a new mark, and the number that it sets after it. `requests` are those whose
+        blocks are used before the mark; None stands for all blocks.
         """
         self._forget_passed()
         self._turn = stream = self._turn % (len(self._passed) - 1) + 1
@@ -53,7 +53,7 @@ class Marks:
         return stream, int(number)
 
     def stream_of(self, blocks: Sequence[GroupBlocks]) -> int:
-        """Where copies of a request's blocks run: behind the last mark of that request, if it has not passed."""
+        """The stream for copies of a request's blocks: after the last mark of that request, if it has not passed."""
         self._forget_passed()
         for mark in reversed(self._pending):
             if mark.requests is None or any(_holds(held, blocks) for held in mark.requests):
@@ -64,12 +64,12 @@ class Marks:
         self._pending = [mark for mark in self._pending if not self._has_passed(mark)]
 
     def _has_passed(self, mark: _Mark) -> bool:
-        behind = (int(self._passed[mark.stream]) - mark.number) & 0x7FFFFFFF
-        return behind < 0x40000000
+        distance = (int(self._passed[mark.stream]) - mark.number) & 0x7FFFFFFF
+        return distance < 0x40000000
 
 
 def _holds(held: Sequence[GroupBlocks], blocks: Sequence[GroupBlocks]) -> bool:
-    """Whether a request holds all of these blocks."""
+    """Returns True if a request holds all of these blocks."""
     # a load has the very blocks of its order, and comparing them takes longer than a launch
     return held is blocks or all(
         _are_in(some.block_ids, whole.block_ids) for some, whole in zip(blocks, held, strict=True)
@@ -77,5 +77,5 @@ def _holds(held: Sequence[GroupBlocks], blocks: Sequence[GroupBlocks]) -> bool:
 
 
 def _are_in(some: npt.NDArray[np.int32], whole: npt.NDArray[np.int32]) -> bool:
-    # of another request's blocks the first tells already, in a fiftieth of the time
+    # for another request's blocks the first is enough, in a fiftieth of the time
     return not len(some) or (bool((whole == some[0]).any()) and bool(np.isin(some, whole).all()))

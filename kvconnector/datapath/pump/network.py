@@ -70,7 +70,7 @@ class Network(Protocol):
     def adopt(
         self, request: int, tag: int, buffer: Buffer, endpoint: int | None
     ) -> Callable[[], bool]:
-        """Leave an operation and its memory to the transport. Whether its memory is free again by then."""
+        """Leave an operation and its memory to the transport. Returns what finds out if the memory is free again."""
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
         """Why an operation failed."""
@@ -79,14 +79,16 @@ class Network(Protocol):
         """See `Transport`: of operations that were not posted by the loop."""
 
     def is_control_arriving(self) -> bool:
-        """Whether a control message is on its way that the caller has begun to take."""
+        """Returns True if a control message is on its way that the caller has begun to take."""
 
     def check(self) -> None:
-        """Raise what went wrong in a function that the loop called, and could not tell it."""
+        """Raise what went wrong in a function that the loop called, and that could not report it."""
 
 
 def phases_of(program: Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
-    """Parts of a send or a receive, by the fields that tell when each began and ended; those that it came to."""
+    """Parts of a send or a receive, by the fields with the times when each began and ended. Phases that
+    did not begin are left out.
+    """
     return tuple(
         Phase(name, program[first] / NS_PER_S, program[last] / NS_PER_S)
         for name, (first, last) in phases.items()

@@ -130,7 +130,7 @@ class DirectReads:
         try:
             jobs = self._copies.make_read(asked, source.remote)
         except (RelayoutError, KVConnectorError) as error:
-            # the producer knows better what is wrong, and says it
+            # the producer knows better what is wrong, and reports it
             logger.debug("read %s is sent: %s", asked.read_id, error)
             self._send(asked)
             return
@@ -146,7 +146,7 @@ class DirectReads:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a lease is awaited: `poll` is to be called soon."""
+        """Returns True if a lease is awaited, so that `poll` is to be called soon."""
         return bool(self._waiting) and self._machine.reads.num_active < MAX_READS
 
     def _begin_waiting(self) -> None:

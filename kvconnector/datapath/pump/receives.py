@@ -50,8 +50,8 @@ class Receives:
     """All receives of one worker, in the order they were submitted as far as slots go.
 
     A receive gets its slots when it begins, at most `window`, and keeps them: what the producer may send is always
-    awaited, so no two workers can wait for each other's slots. It begins in two phases, since all that its producer is
-    told of are slots and tags: `admit` promises these, and `begin` makes its copies while the producer is already at
+    awaited, so no two workers can wait for each other's slots. It begins in two phases, since all that its producer
+    needs are slots and tags: `admit` promises these, and `begin` makes its copies while the producer is already at
     work. What comes before its receive is posted waits in UCX, mostly as no more than a header.
 
     The network writes slots only: once a receive is stopped and its copies are through, its blocks are free, whatever
@@ -200,7 +200,9 @@ class Receives:
         return copies.unread_jobs_of(receive.program, self._slots.pool.slot_bytes)
 
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
-        """Leave a slot's operation and its memory to the network. Whether that is through with it by then."""
+        """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
+        with it.
+        """
         buffer = self._slots.pool.buffer(slot, self._slots.pool.slot_bytes)
         request = int(self._slots.rows[slot]["request"])
         return self._network.adopt(request, receive.first_tag, buffer, None)
