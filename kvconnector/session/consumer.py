@@ -77,7 +77,8 @@ class ConsumerSession:
         kind = ev.kind_of(event)
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
-            commands += self._fail_if_lost(self._reads[event.read_id], now)
+            if (read := self._reads[event.read_id]).is_peer_over:
+                commands += self._fail_if_lost(read, now)
         if (handler := self._HANDLERS.get(kind)) is not None:
             commands += handler(self, event, now)
         if kind in ENGINE_EVENTS:
@@ -196,7 +197,7 @@ class ConsumerSession:
         self._give_until(load, now + self._timeout_s)
         load.move(LoadState.READING)
         return [
-            self._reads.open(load, engine.workers[source.source], source, now) for source in reads
+            self._reads.open(load, engine.workers[source.route.peer], source, now) for source in reads
         ]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:

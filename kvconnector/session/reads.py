@@ -41,7 +41,7 @@ class OpenReads(dict[int, StartReceive]):
             load.progress[worker.link].blocks if load.is_followed else load.asked.remote_blocks,
             load.is_followed,
         )
-        load.reads[read.read_id] = source.source
+        load.reads[read.read_id] = source.route.peer
         load.trace.began(read.read_id, source.total_bytes, now)
         self[read.read_id] = self._by_engine.setdefault(load.engine, {})[read.read_id] = read
         return read

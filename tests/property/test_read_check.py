@@ -24,7 +24,7 @@ from tests.support.examples import examples
 from tests.unit.session import harness
 
 MAX_CHUNK_BYTES = 512
-NUM_TOKENS = 21
+NUM_TOKENS = 27
 WATERMARKS = st.builds(
     Watermark, st.integers(5, NUM_TOKENS), st.integers(5, NUM_TOKENS), st.integers(0, 6)
 )
@@ -101,10 +101,10 @@ def lease_of(watermark):
 @st.composite
 def reads(draw, route):
     """A read that is inside, or has one field that is somewhat or far off."""
-    edges = st.integers(0, 23)
+    edges = draw(st.sampled_from([st.integers(4, 20)] * 3 + [st.integers(0, NUM_TOKENS)]))
     ranges = [tuple(sorted((draw(edges), draw(edges)))) for _ in MINE]
-    layers = tuple(sorted(draw(st.tuples(st.integers(0, 7), st.integers(0, 7)))))
-    chunk_bytes = draw(st.sampled_from([64, 200, MAX_CHUNK_BYTES] * 4 + [MAX_CHUNK_BYTES + 1, 0]))
+    layers = tuple(sorted(draw(st.just((0, 7)) | st.tuples(st.integers(0, 7), st.integers(0, 7)))))
+    chunk_bytes = draw(st.sampled_from([96, 200, MAX_CHUNK_BYTES] * 2 + [MAX_CHUNK_BYTES + 1, 0]))
     wrong = draw(st.sampled_from([None] * 6 + ["ranges", "reversed", "blocks", "chunks"]))
     if wrong == "ranges":
         ranges = draw(st.sampled_from([ranges[:1], [*ranges, (0, 1)], []]))
