@@ -39,7 +39,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4640, target=4050),
     "kvconnector/integrations": Size(2817, target=2810),
-    "kvconnector/integrations/sglang": Size(1460, target=900),
+    "kvconnector/integrations/sglang": Size(1485, target=900),
     "kvconnector/layout": Size(622, target=520),
     "kvconnector/planning": Size(549, target=560),
     "kvconnector/runtime": Size(4006, target=2800),
@@ -66,7 +66,7 @@ ROOMS: dict[str, Size] = {
     "tests/integration": Size(1560),
     "tests/kernels": Size(1900),
     "tests/property": Size(3168),
-    "tests/sglang/pure": Size(870),
+    "tests/sglang/pure": Size(890),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
     "tests/unit": Size(1756),
@@ -85,9 +85,9 @@ ROOMS: dict[str, Size] = {
 # the rooms in and below these folders
 SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6981, target=5360),
-    ("kvconnector",): Size(34280, target=27400),
+    ("kvconnector",): Size(34305, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(33133, target=24800),
+    ("tests",): Size(33153, target=24800),
 }
 
 

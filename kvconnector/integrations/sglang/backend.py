@@ -199,7 +199,7 @@ class KVSender(BaseKVSender):
         pages = [int(page) for page in kv_indices]
         self._num_pages += len(pages)
         tokens = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
-        with self.kv_mgr.after(early):
+        with transfer.failing(), self.kv_mgr.after(early):
             transfer.grow(pages, tokens, page_groups=layout.kv_groups)
             if state_indices is None:
                 transfer.publish()
@@ -247,7 +247,8 @@ class KVReceiver(BaseKVReceiver):
     def init(self, prefill_dp_rank: int) -> None:
         self._is_met = True
         if self._transfer.stage is Stage.WAITING:
-            self._transfer.want(prefill_address(self._address, self.kv_mgr.transfers.config))
+            with self._transfer.failing():
+                self._transfer.want(prefill_address(self._address, self.kv_mgr.transfers.config))
 
     def send_metadata(
         self,
@@ -258,15 +259,15 @@ class KVReceiver(BaseKVReceiver):
         **_: object,
     ) -> None:
         self._row = aux_index or 0
-        ranges, blocks = self.kv_mgr.layout.to_load(
-            [int(page) for page in kv_indices],
-            state_indices or (),
-            self._row,
-            prefix_tokens=decode_prefix_len or 0,
-            num_tokens=self.num_tokens,
-            window_tokens=self.window_tokens,
-        )
-        with self.kv_mgr.after(self.stream):
+        with self._transfer.failing(), self.kv_mgr.after(self.stream):
+            ranges, blocks = self.kv_mgr.layout.to_load(
+                [int(page) for page in kv_indices],
+                state_indices or (),
+                self._row,
+                prefix_tokens=decode_prefix_len or 0,
+                num_tokens=self.num_tokens,
+                window_tokens=self.window_tokens,
+            )
             self._transfer.load(ranges, blocks)
 
     def poll(self) -> int:

@@ -33,7 +33,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from itertools import count
 
@@ -41,7 +42,12 @@ import msgspec
 
 from kvconnector import errors
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import KVConnectorError, RemoteError, TransferAbortedError
+from kvconnector.errors import (
+    KVConnectorError,
+    RemoteError,
+    RemoteProtocolError,
+    TransferAbortedError,
+)
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import CacheGroup, Worker
@@ -106,13 +112,25 @@ class RoomTransfer:
 
     def abort(self) -> None:
         """Give the request up: it has failed once nothing uses its blocks. Idempotent."""
+        self.fail(TransferAbortedError("the request was aborted here", room=self.room))
+
+    def fail(self, error: KVConnectorError) -> None:
+        """The same, for this reason."""
         if self.stage in {Stage.DONE, Stage.FAILED}:
             return
         if self.error is None:
-            self.error = TransferAbortedError("the request was aborted here", room=self.room)
+            self.error = error
             self.rank.order(*self.end())
         if not self.is_awaited:
             self.ended(None)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """What goes wrong inside is the request's failure, and no other's."""
+        try:
+            yield
+        except KVConnectorError as error:
+            self.fail(error)
 
     def settle(self) -> KVConnectorError:
         """Make sure that nothing uses the blocks, wherever the request failed.
@@ -140,6 +158,11 @@ class SentPrompt(RoomTransfer):
         super().__init__(rank, room)
         self._names = self.request_id, *transfer_names(room)
         self._grown = GrowRequest(*self._names, (NO_BLOCKS,) * rank.num_groups, Watermark())
+        if room in rank.rooms:
+            self.error = RemoteProtocolError("another request has this bootstrap room", room=room)
+            self.stage = Stage.FAILED
+            return
+        rank.rooms.add(room)
         rank.order(self._grown)
 
     @property
@@ -178,6 +201,10 @@ class SentPrompt(RoomTransfer):
         self.stage, self.is_awaited = Stage.TRANSFERRING, True
         self.rank.await_end(self)
         self.rank.order(HoldRequest(*self._names, blocks, self.num_tokens))
+
+    def ended(self, reason: str | None) -> None:
+        super().ended(reason)
+        self.rank.rooms.discard(self.room)
 
     def end(self) -> Sequence[Order]:
         return (WithdrawRequest(self.request_id),)
@@ -259,6 +286,8 @@ class RankTransfers:
         except BaseException:
             self._worker.close()
             raise
+        self.rooms: set[int] = set()
+        """Of prompts that are computed or held: a name stands for one transfer at a time."""
         self._awaited: dict[str, RoomTransfer] = {}
         self._numbers = count()
         self._turn = 0

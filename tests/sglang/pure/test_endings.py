@@ -7,9 +7,11 @@ import pytest
 
 from kvconnector.errors import (
     AuthenticationError,
+    BlockIdError,
     LeaseExpiredError,
     PeerUnreachableError,
     RemoteError,
+    RemoteProtocolError,
     TransferAbortedError,
     TransferTimeoutError,
     UnknownTransferError,
@@ -118,6 +120,24 @@ def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
     assert wanted[0].poll() is Stage.FAILED
     for each in (*sent, *wanted):
         each.abort()
+
+
+def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(pair):
+    sent = _computed(pair, 11)
+    (again,) = pair.send(11)
+    assert again.poll() is Stage.FAILED
+    assert isinstance(again.settle(), RemoteProtocolError)
+    wanted = pair.want(11)
+    pair.load(wanted, OTHERS, TOKENS)
+    assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+
+
+def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
+    sent = pair.send(12)
+    with sent[0].failing():
+        raise BlockIdError("no such block")
+    assert sent[0].poll() is Stage.FAILED
+    assert isinstance(sent[0].settle(), BlockIdError)
 
 
 def test_a_room_is_used_again(pair):
