@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2808),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4640, target=4050),
-    "kvconnector/integrations": Size(2817, target=2810),
+    "kvconnector/integrations": Size(2829, target=2810),
     "kvconnector/integrations/sglang": Size(1485, target=900),
     "kvconnector/layout": Size(622, target=520),
     "kvconnector/planning": Size(549, target=560),

@@ -197,7 +197,8 @@ class ConsumerSession:
         self._give_until(load, now + self._timeout_s)
         load.move(LoadState.READING)
         return [
-            self._reads.open(load, engine.workers[source.route.peer], source, now) for source in reads
+            self._reads.open(load, engine.workers[source.route.peer], source, now)
+            for source in reads
         ]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:

@@ -157,10 +157,10 @@ def test_layers_are_told_in_order_and_before_the_step_is():
     assert (worker.orders, written) == ([grown], [0, 1, 2])
     half.start_step(step)
     computed = replace(grown, watermark=Watermark(7))
-    assert worker.orders[1:] == [begun, computed, orders.DropRequest("x")]
+    assert worker.orders[1:] == [computed, orders.DropRequest("x")]
     half.layer_written(step, LAYER)  # of a draft model's kernels
     half.layer_written(ConnectorStep.of(StepMetadata()), LAYER)
-    assert len(worker.orders) == 4
+    assert len(worker.orders) == 3
 
 
 def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():

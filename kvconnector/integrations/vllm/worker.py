@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -139,7 +139,7 @@ class WorkerHalf:
         if self._is_asleep:
             self._take(taken)  # to be refused: the caches have no memory to prepare
             return
-        orders = tuple(map(self._prepared, taken.orders))
+        orders = tuple(map(self._prepared, _without_beginnings(taken.orders)))
         try:
             self._take(replace(taken, orders=orders))
         except KVConnectorError as error:
@@ -274,6 +274,18 @@ class WorkerHalf:
         if self._worker is None:
             raise LocalError("register_kv_caches comes first", rank=str(self._placement.rank))
         return self._worker
+
+
+def _without_beginnings(orders: Sequence[Order]) -> list[Order]:
+    """Leave out a prompt's beginning where the same step grows it: after an order that the first layer's call brought,
+    a lease without blocks would take blocks back.
+    """
+    newest = {each.request_id: each for each in orders if isinstance(each, GrowRequest)}
+    return [
+        each
+        for each in orders
+        if not isinstance(each, GrowRequest) or newest[each.request_id] is each
+    ]
 
 
 def _grows_ahead(order: Order) -> bool:
