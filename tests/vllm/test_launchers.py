@@ -28,12 +28,12 @@ MANIFEST = Path(ray_serve.__file__).with_name("kubernetes.yaml")
 OFFER = TransferParams(
     remote_engine_id="p",
     remote_request_id="r",
-    remote_block_ids=[[3, 1, 2], [7]],
+    remote_block_ids=((3, 1, 2), (7,)),
     remote_host="10.0.0.7",
     remote_port=20000,
     remote_num_tokens=40,
     transfer_secret="5" * 32,
-    remote_first_blocks=[0, 2],
+    remote_first_blocks=(0, 2),
     remote_public_key="k" * 40,
 )
 # what llm-d's routing sidecar copies into the decode request, where it does not pass all on
