@@ -263,8 +263,9 @@ class RemoteEngines:
             engine.accept(event, now)
             worker.heartbeat_answered(event.message.number)
             return []
-        if engine.state is not EngineState.HELLO:
-            return []  # a repeated answer
+        is_repeated = kind is m.HelloReply and worker.answered
+        if engine.state is not EngineState.HELLO or is_repeated:
+            return []
         engine.accept(event, now)
         answers: list[Answer] = []
         if kind is m.HelloReply:

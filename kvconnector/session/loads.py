@@ -99,6 +99,10 @@ class EngineLoads:
         self._connecting.pop(load.request_id, None)
         if not same:
             del self._by_transfer[load.key.transfer_id]
+        if not self._by_transfer:
+            # else an engine that is gone, to which no heartbeat goes, would be looked for as long as we run
+            self.turns.clear()
+            self.num_unnamed = 0
 
     def of_transfer(self, transfer_id: str) -> list[Load]:
         """The loads of one transfer."""

@@ -67,6 +67,22 @@ def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again(side):
     assert harness.of(side.tick(1.0), cmd.OpenLink)
 
 
+def test_an_engine_that_nobody_wants_any_more_is_not_looked_for(side):
+    side.tell(harness.wanted(), harness.load_asked())
+    assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S))
+    while (deadline := side.session.next_deadline()) is not None:
+        side.now = deadline
+        assert not harness.of(side.tick(), cmd.OpenLink)
+
+
+def test_a_repeated_greeting_is_not_connected_to_again(side):
+    (worker,) = harness.resolve(side)
+    reply = m.HelloReply(incarnation="one", transport_address=b"p", export=harness.EXPORT)
+    answers = [side.tell(ev.FromPeer(worker.link, reply)) for _ in range(2)]
+    assert [type(each) for each in answers[0]] == [cmd.ConnectBack, cmd.OpenExport]
+    assert not answers[1]
+
+
 def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent(side):
     """The link may have been cut while it was asked, and be whole again."""
     (first,) = harness.of(side.tell(harness.wanted()), cmd.OpenLink)
