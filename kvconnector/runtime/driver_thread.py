@@ -252,9 +252,6 @@ class DriverThread:
             self._context.allow_captures()
             while not self._is_stopping:
                 driver.turn(IDLE_TURN_S)
-                if driver.num_queued:
-                    # it comes back from the data path before an engine's thread that waits for the GIL is awake
-                    time.sleep(YIELD_S)
             if self._failure is None:
                 self._leave(driver)
         except Exception as error:
