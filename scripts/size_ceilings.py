@@ -75,7 +75,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(1000),
     "tests/unit/control": Size(150),
     "tests/unit/datapath": Size(2268),
-    "tests/unit/minillm": Size(1785),
+    "tests/unit/minillm": Size(1787),
     "tests/unit/runtime": Size(2028),
     "tests/unit/session": Size(1453),
     "tests/sglang": Size(310),
@@ -87,7 +87,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6981, target=5360),
     ("kvconnector",): Size(34305, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(33158, target=24800),
+    ("tests",): Size(33160, target=24800),
 }
 
 

@@ -35,7 +35,7 @@ def _good_request_completes(p, d, name):
         ({"remote_block_ids": [[1, 9999]]}, "ReadRefusedError: the read's block ids are not"),
         ({"remote_block_ids": [[1]]}, "ReadRefusedError: the read's block ids are not"),
         ({"remote_first_blocks": [1]}, "ReadRefusedError: the read's block ids are not"),
-        ({"remote_num_tokens": 31}, "ReadRefusedError: a chunk is outside the lease"),
+        ({"remote_num_tokens": 31}, "ReadRefusedError: a read is ahead of the lease"),
         ({"remote_engine_id": "q"}, "IncompatiblePeerError: engine 'p' is here, not 'q'"),
         ({"remote_port": "free"}, "Error: "),
     ],
