@@ -21,7 +21,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kvconnector", "kernels", "examples", "tests", "scripts")
 CEILINGS = {"file lines": 400, "function lines": 60, "class attributes": 15}
-README_LINES = 121
+README_LINES = 120
 
 
 class Size(NamedTuple):
@@ -43,8 +43,8 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(622, target=520),
     "kvconnector/planning": Size(549, target=560),
     "kvconnector/runtime": Size(4006, target=2800),
-    "kvconnector/session": Size(3842, target=2900),
-    "kvconnector/topology": Size(896, target=980),
+    "kvconnector/session": Size(3850, target=2900),
+    "kvconnector/topology": Size(899, target=980),
     "kvconnector/transport": Size(2830, target=1930),
     "kvconnector/wire": Size(545, target=500),
     "kernels/kvconnector_kernels": Size(10),
@@ -69,7 +69,7 @@ ROOMS: dict[str, Size] = {
     "tests/sglang/pure": Size(890),
     "tests/support": Size(2740),
     "tests/transport": Size(1240),
-    "tests/unit": Size(1756),
+    "tests/unit": Size(1767),
     "tests/unit/bench": Size(746),
     "tests/unit/cache": Size(1219),
     "tests/unit/cli": Size(1000),
@@ -77,7 +77,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2268),
     "tests/unit/minillm": Size(1787),
     "tests/unit/runtime": Size(2028),
-    "tests/unit/session": Size(1453),
+    "tests/unit/session": Size(1462),
     "tests/sglang": Size(310),
     "tests/sglang/harness": Size(1150),
     "tests/vllm": Size(5452),
@@ -87,7 +87,7 @@ SUMS: dict[tuple[str, ...], Size] = {
     ("kvconnector/bench", "kvconnector/cli"): Size(6981, target=5360),
     ("kvconnector",): Size(34305, target=27400),
     ("kernels",): Size(4250, target=3650),
-    ("tests",): Size(33160, target=24800),
+    ("tests",): Size(33180, target=24800),
 }
 
 

@@ -51,8 +51,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                     Measurement(runner.name, runner.kind, tuple(times), mean_bytes)
                     for runner, times in zip(runners, samples, strict=True)
                 )
-                told = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0]))
-                yield CaseResult(f"{case}, {how}", measured, told)
+                remarks = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0]))
+                yield CaseResult(f"{case}, {how}", measured, remarks)
 
 
 def _start_peers(

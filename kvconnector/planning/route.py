@@ -17,9 +17,7 @@ from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.layout import ALL_TOKENS, Stripe, local_stripe
 from kvconnector.topology import EngineGeometry, GroupGeometry, Segment, TpKVTopology
-
-MAX_SEGMENTS = 1 << 12
-"""Segments of a route: each costs time in every read. Real engines have one to a few for each of their cache groups."""
+from kvconnector.topology.segments import MAX_SEGMENTS
 
 
 @dataclass(frozen=True, slots=True)

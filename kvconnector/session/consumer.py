@@ -162,7 +162,7 @@ class ConsumerSession:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event, now)
         load.ask(event, now)
-        error = event.error or load.error
+        error = event.error or load.error or load.complaint_about(event)
         if error is not None:
             return self._close(load, error, now)
         self._asked[load.request_id] = load

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from kvconnector.errors import (
+    BlockIdError,
     KVConnectorError,
     RemoteProtocolError,
     TransferAbortedError,
@@ -133,6 +134,13 @@ class Load(Tracked[LoadState]):
             f"<Load {self.request_id} of {self.key.transfer_id} at {self.engine.engine_id}:"
             f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
         )
+
+    def complaint_about(self, asked: LoadRequest) -> KVConnectorError | None:
+        """Returns an error for an order that names no blocks of the producer, unless the load is followed."""
+        is_empty = all(start >= stop for start, stop in asked.token_ranges)
+        if self.is_followed or asked.remote_blocks or is_empty:
+            return None
+        return BlockIdError("a load names no blocks of its producer", request=self.request_id)
 
     def record_progress(self, link: LinkId, reported: m.Progress, num_groups: int) -> bool:
         """Remember how far a producer worker is. Ignores stale messages.

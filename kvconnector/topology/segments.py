@@ -17,6 +17,9 @@ from kvconnector.topology.geometry import GroupGeometry
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
+MAX_SEGMENTS = 1 << 12
+"""Segments of a route: each costs time in every read. Real engines have one to a few for each of their cache groups."""
+
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
     """One part family of one cache group, as far as both ranks hold it. A consumer's greeting names those of its reads.

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
 from kvconnector.topology import Segment
+from kvconnector.topology.segments import MAX_SEGMENTS
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
@@ -114,7 +115,7 @@ class Hello(Message, frozen=True, kw_only=True):
     library_version: Text = ""
     control: ControlInbox | None = None
     timeout_ms: Index = 0
-    segments: tuple[Segment, ...] = ()
+    segments: Annotated[tuple[Segment, ...], Meta(max_length=MAX_SEGMENTS)] = ()
 
 
 class HelloReply(Message, frozen=True, kw_only=True):

@@ -143,7 +143,7 @@ def cells(read, segments):
 
 
 def is_there(asked, watermark):
-    """Whether all of this is in the lease's blocks, and computed in all layers or in the newest step's first ones."""
+    """Returns True if the lease's blocks hold all of this, computed in all layers or the newest step's first ones."""
     tokens = [token for _, _, token in asked]
     layers = [layer for _, layer, _ in asked]
     is_whole = max(tokens) < watermark.num_tokens

@@ -6,6 +6,7 @@ import pytest
 
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
 from kvconnector.topology import Segment
+from kvconnector.topology.segments import MAX_SEGMENTS
 from kvconnector.wire import WIRE_MAJOR, decode, decode_batch, encode, encode_batch, error_of
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -103,6 +104,16 @@ def test_a_greeting_with_an_impossible_segment_is_refused(wrong):
     )
     with pytest.raises(RemoteProtocolError, match=r"(malformed|impossible) Hello"):
         decode(travelling(hello, segments=[list((fields | wrong).values())]))
+
+
+def test_a_greeting_with_very_many_segments_is_refused_before_they_are_looked_at():
+    hello = messages()["hello_with_segments"]
+    segment = msgspec.to_builtins(hello.segments[0])
+    assert (
+        len(decode(travelling(hello, segments=[segment] * MAX_SEGMENTS)).segments) == MAX_SEGMENTS
+    )
+    with pytest.raises(RemoteProtocolError, match="malformed Hello"):
+        decode(travelling(hello, segments=[segment] * (MAX_SEGMENTS + 1)))
 
 
 def test_deep_nesting_is_refused():

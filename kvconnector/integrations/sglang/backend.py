@@ -1,9 +1,9 @@
 """What SGLang asks a transfer backend for, and calls of it: the only file that follows its protocol.
 
 What happens to a request is in `transfers.py`. On the prefill side SGLang waits in `poll` for a decode engine before it
-computes a prompt. This backend does not let it wait: a decode engine reads whenever it is ready. Nor is it told how
-long a prefix the decode engine has: what is not needed is not read. `send` comes after each chunk with its pages,
-and with the last one hands over states and the row of metadata.
+computes a prompt. This backend does not let it wait: a decode engine reads whenever it is ready. It does not
+ask how long a prefix the decode engine has: what is not needed is not read. `send` comes after each chunk with its
+pages, and with the last one hands over states and the row of metadata.
 
 The decode side learns the prompt's length and the window by a hook, since `send_metadata` has neither: it names pages.
 """

@@ -32,7 +32,7 @@ def connector_config(
     """The settings of one engine: `KVCONNECTOR_*` over what follows from SGLang's arguments.
 
     Args:
-        is_prefill: Whether this is the prefill engine.
+        is_prefill: True for the prefill engine, False for the decode engine.
         host: `--host`; its address is bound unless `control.host` names another.
         bootstrap_port: `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
         unique_name: A decode engine's name, the same in all its ranks.

@@ -33,6 +33,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -82,7 +83,7 @@ class Stage(IntEnum):
     DONE = 4
 
 
-class RoomTransfer:
+class RoomTransfer(ABC):
     """One request of one rank. `is_awaited`: the worker reports when nothing uses its blocks any more."""
 
     def __init__(self, rank: RankTransfers, room: int) -> None:
@@ -106,9 +107,9 @@ class RoomTransfer:
             self.error = error_from(reason, self.room)
         self.stage = Stage.DONE if self.error is None else Stage.FAILED
 
+    @abstractmethod
     def end(self) -> Sequence[Order]:
         """The orders that end it early."""
-        raise NotImplementedError
 
     def abort(self) -> None:
         """Give the request up: it has failed once nothing uses its blocks. Idempotent."""

@@ -1,4 +1,4 @@
-"""Requests that end early, on either side and at any time, and what the engines are told."""
+"""Requests that end early, on either side and at any time, and what each engine learns of it."""
 
 import time
 from contextlib import closing

@@ -25,7 +25,7 @@ def _options(**fields):
 
 def _run(name, **fields):
     lines = []
-    cases = list(BENCHMARKS[name].run(_options(**fields), lambda *told: lines.append(told)))
+    cases = list(BENCHMARKS[name].run(_options(**fields), lambda *step: lines.append(step)))
     assert lines
     for case in cases:
         assert all(sample > 0 for each in case.measurements for sample in each.samples_s)

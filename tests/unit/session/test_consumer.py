@@ -1,6 +1,8 @@
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import (
+    BlockIdError,
     LeaseExpiredError,
     LocalError,
     LocalProtocolError,
@@ -53,6 +55,13 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
     assert cmd.DrainReceive(read, None) in closed
     side.tell(ev.ReceiveDrained(read))
     assert side.num_reads == 0
+
+
+def test_a_load_that_names_no_blocks_of_its_producer_is_refused(side):
+    harness.connect(side)
+    commands = side.tell(replace(harness.load_asked(), remote_blocks=()))
+    assert harness.finished(commands) == harness.failed(BlockIdError)
+    assert not harness.of(commands, cmd.StartReceive)
 
 
 def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
