@@ -19,7 +19,8 @@ from kvconnector.errors import ConfigError
 Role = Literal["producer", "consumer", "both"]
 # The upper bound refuses infinity: every wait ends.
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+MAX_PORT = 65535
+Port = Annotated[int, msgspec.Meta(ge=0, le=MAX_PORT)]
 KIB = 1 << 10
 MIB = 1 << 20
 # UCX's own 8 KiB cost a system call each, and a copy on the sending side that longer ones do without.

@@ -32,13 +32,13 @@ class Size(NamedTuple):
 
 
 ROOMS: dict[str, Size] = {
-    "kvconnector": Size(660, target=560),
+    "kvconnector": Size(661, target=560),
     "kvconnector/bench": Size(4173),
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2808),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4640, target=4050),
-    "kvconnector/integrations": Size(2829, target=3510),
+    "kvconnector/integrations": Size(2853, target=3510),
     "kvconnector/integrations/sglang": Size(1485, target=900),
     "kvconnector/layout": Size(622, target=520),
     "kvconnector/planning": Size(549, target=560),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1462),
     "tests/sglang": Size(310),
     "tests/sglang/harness": Size(1150),
-    "tests/vllm": Size(5452),
+    "tests/vllm": Size(5477),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from kvconnector.config import ConnectorConfig, Role, is_loopback
+from kvconnector.config import MAX_PORT, ConnectorConfig, Role, is_loopback
 from kvconnector.errors import ConfigError
 from kvconnector.topology import ModelDescription
 
@@ -72,6 +72,7 @@ class Settings:
         if bidirectional:
             base["role"] = "both"
         config = ConnectorConfig.from_env(environ, base)
+        config = of_rank(config, vllm_config.parallel_config.data_parallel_index)
         return cls(config, bidirectional, threshold, decoder_ttl_s, name)
 
 
@@ -84,9 +85,8 @@ def _base(
         lease.setdefault("duration_s", _take(options, "kv_lease_duration", PositiveSeconds, 0.0))
     control = dict(_take(options, "control", dict, {}))
     control.setdefault("host", environ.get(HOST_VARIABLE, "localhost"))
-    if PORT_VARIABLE in environ and "port" not in control:
-        index = vllm_config.parallel_config.data_parallel_index
-        control["port"] = _port(environ[PORT_VARIABLE]) + index
+    if PORT_VARIABLE in environ:
+        control.setdefault("port", _port(environ[PORT_VARIABLE]))
     if _names_no_keys(control, environ) and is_loopback(control["host"]):
         control.setdefault("insecure", True)
     return {
@@ -96,6 +96,30 @@ def _base(
         "lease": lease,
         "control": control,
     }
+
+
+def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:
+    """Return the settings of one data-parallel rank, an engine of its own: the next port, where one is given, and an id
+    that no other rank has. vLLM appends the rank to its own engine id, but not to that of a `MultiConnector`'s child or
+    to one of our settings.
+
+    Raises:
+        ConfigError: there is no such port.
+    """
+    suffix, control = f"_dp{index}", config.control
+    if index and not config.engine_id.endswith(suffix):
+        config = msgspec.structs.replace(config, engine_id=config.engine_id + suffix)
+    if not index or not control.port:
+        return config
+    port = control.port + index
+    if port > MAX_PORT:
+        raise ConfigError(
+            "a data-parallel rank listens on the control port plus its index, and there is no such port",
+            port=control.port,
+            data_parallel_index=index,
+        )
+    control = msgspec.structs.replace(control, port=port)
+    return msgspec.structs.replace(config, control=control)
 
 
 def _names_no_keys(control: Mapping[str, Any], environ: Mapping[str, str]) -> bool:

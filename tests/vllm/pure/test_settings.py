@@ -8,13 +8,15 @@ from kvconnector.integrations.vllm import check_version
 from kvconnector.integrations.vllm import settings as integration
 
 
-def vllm_config(role="kv_producer", cache_dtype="auto", **extra):
+def vllm_config(role="kv_producer", cache_dtype="auto", vllm_id="e", index=0, **extra):
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            engine_id="e", kv_role=role, kv_connector_extra_config=extra
+            engine_id=vllm_id, kv_role=role, kv_connector_extra_config=extra
         ),
         parallel_config=SimpleNamespace(
-            data_parallel_index=2, decode_context_parallel_size=1, prefill_context_parallel_size=1
+            data_parallel_index=index,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
         ),
         model_config=SimpleNamespace(
             model="/models/m", dtype="torch.bfloat16", get_total_num_hidden_layers=lambda: 4
@@ -46,8 +48,7 @@ def test_nixl_options_and_variables_keep_their_meaning():
         environ, kv_lease_duration=60, backends=["UCX"], enforce_handshake_compat=False
     )
     control = found.config.control
-    # every data-parallel engine of a host has a port of its own
-    assert (control.host, control.port) == ("127.0.0.1", 5602)
+    assert (control.host, control.port) == ("127.0.0.1", 5600)
     assert found.config.lease.duration_s == 60
     assert (found.bidirectional_kv_xfer, found.kv_recompute_threshold) == (False, 64)
     # reuse between turns needs both roles; truth values may be text
@@ -55,6 +56,30 @@ def test_nixl_options_and_variables_keep_their_meaning():
         found = settings(role="kv_consumer", bidirectional_kv_xfer=value, decoder_kv_blocks_ttl=9)
         role = "consumer" if value == "false" else "both"
         assert (found.config.role, found.decoder_kv_blocks_ttl_s) == (role, 9)
+
+
+@pytest.mark.parametrize(
+    "variables,extra",
+    [
+        ({integration.PORT_VARIABLE: "5600"}, {}),
+        ({}, {"control": {"port": 5600}}),
+        ({"KVCONNECTOR_CONTROL_PORT": "5600"}, {}),
+    ],
+)
+def test_data_parallel_ranks_of_a_host_never_share_a_port_or_a_name(variables, extra):
+    # vLLM names the rank in its own engine id, but not in one that a child of MultiConnector or a setting of ours has
+    for name, more in (("e_dp{}", {}), ("e", {}), ("e_dp{}", {"engine_id": "own"})):
+        found = [
+            settings(variables, vllm_id=name.format(index), index=index, **extra | more).config
+            for index in range(3)
+        ]
+        assert [each.control.port for each in found] == [5600, 5601, 5602]
+        assert len({each.engine_id for each in found}) == 3
+        assert all(each.engine_id.endswith(f"_dp{i}") for i, each in enumerate(found) if i)
+        assert not any(each.engine_id.endswith("_dp1_dp1") for each in found)
+    assert [settings(index=index).config.control.port for index in range(3)] == [0, 0, 0]
+    with pytest.raises(ConfigError, match=r"65535.*data_parallel_index=1"):
+        settings(control={"port": 65535}, index=1)
 
 
 def test_our_own_sections_and_variables_are_options():
