@@ -54,7 +54,7 @@ ROOMS: dict[str, Size] = {
     "examples": Size(60),
     "examples/launchers": Size(40),
     "examples/monitoring": Size(100),
-    "examples/minillm": Size(6375),
+    "examples/minillm": Size(6256),
     "examples/sglang_1p1d": Size(275),
     "examples/vllm_1p1d": Size(560),
     "scripts": Size(923),

@@ -19,7 +19,7 @@ from minillm.batch import Batch
 from minillm.cache_groups import cache_name
 from minillm.config import LayerKind, ModelConfig
 from minillm.paged_cache import PagedCache
-from minillm.parallel import Communicator
+from minillm.parallel import ProcessGroups
 from minillm.partition import RankShare
 from minillm.shared_attention import shared_attention
 from minillm.weights import WeightSource
@@ -48,7 +48,7 @@ class StepContext:
     batch: Batch
     cache: PagedCache
     rotary: Rotary
-    groups: Communicator
+    groups: ProcessGroups
     encoded_ME: Tensor
 
 

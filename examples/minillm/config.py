@@ -306,59 +306,60 @@ def parse_engine_options(text: str) -> dict[str, str]:
     return options
 
 
+PARALLEL_OPTIONS = {
+    "tp": "tp_size",
+    "pp": "pp_size",
+    "dcp": "dcp_size",
+    "interleave": "interleave_tokens",
+    "layers": "pp_layers",
+}
+CACHE_OPTIONS = {
+    "block": "block_size",
+    "kernel": "kernel_block_size",
+    "layout": "layout",
+    "blocks": "num_blocks",
+    "memory": "memory_mib",
+    "host": "num_host_blocks",
+    "host_layout": "host_layout",
+    "host_block": "host_block_size",
+    "prefix": "prefix_caching",
+    "states": "state_interval",
+    "lookahead": "lookahead",
+}
+"""Engine options, and the fields that they set."""
+
+
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
-    """Parallelism and cache from `tp, pp, dcp, interleave, layers (5+3), block, kernel, layout, blocks, memory, host,
-    host_layout, host_block, prefix, states, lookahead`; others are refused. Without `tp` there are as many tensor ranks
-    as share tokens.
+    """Parallelism and cache from `PARALLEL_OPTIONS` and `CACHE_OPTIONS`; layers are given as 5+3, layouts in any case,
+    prefix as on or off. Without `tp` there are as many tensor ranks as share tokens.
+
+    Raises:
+        ValueError: an unknown option, or a value that the field does not take.
     """
-    known = {"tp", "pp", "dcp", "interleave", "layers"}
-    known |= {
-        "block",
-        "kernel",
-        "layout",
-        "blocks",
-        "memory",
-        "host",
-        "host_layout",
-        "host_block",
-        "prefix",
-        "states",
-        "lookahead",
-    }
-    if unknown := set(options) - known:
+    known = {**PARALLEL_OPTIONS, **CACHE_OPTIONS}
+    if unknown := set(options) - set(known):
         raise ValueError(f"unknown engine options {sorted(unknown)}; known are {sorted(known)}")
-    layouts = {name: options[name].upper() for name in ("layout", "host_layout") if name in options}
-    for name, layout in layouts.items():
-        if layout not in get_args(Layout):
-            raise ValueError(f"{name} must be one of {get_args(Layout)}, not {layout!r}")
-    prefix = options.get("prefix", "on")
-    if prefix not in {"on", "off"}:
-        raise ValueError(f"prefix must be on or off, not {prefix!r}")
-    layers = tuple(int(count) for count in options.get("layers", "").split("+") if count)
-    dcp_size = int(options.get("dcp", 1))
-    parallel = ParallelConfig(
-        tp_size=int(options.get("tp", dcp_size)),
-        pp_size=int(options.get("pp", 1)),
-        pp_layers=layers,
-        dcp_size=dcp_size,
-        interleave_tokens=int(options.get("interleave", 1)),
-    )
-    cache = msgspec.convert(
-        {
-            "block_size": int(options.get("block", 16)),
-            "num_blocks": int(options.get("blocks", 0)),
-            "memory_mib": int(options.get("memory", 0)),
-            **layouts,
-            "kernel_block_size": int(options.get("kernel", 0)),
-            "lookahead": int(options.get("lookahead", 0)),
-            "num_host_blocks": int(options["host"]) if "host" in options else None,
-            "host_block_size": int(options.get("host_block", 0)),
-            "prefix_caching": prefix == "on",
-            "state_interval": int(options.get("states", CacheConfig().state_interval)),
-        },
-        CacheConfig,
-    )
-    return parallel, cache
+    values: dict[str, Any] = {"tp": options.get("dcp", 1), **options}
+    for name in ("layout", "host_layout"):
+        if name in options:
+            values[name] = options[name].upper()
+            if values[name] not in get_args(Layout):
+                raise ValueError(f"{name} must be one of {get_args(Layout)}, not {values[name]!r}")
+    if "layers" in options:
+        values["layers"] = options["layers"].split("+")
+    if "prefix" in options:
+        if options["prefix"] not in {"on", "off"}:
+            raise ValueError(f"prefix must be on or off, not {options['prefix']!r}")
+        values["prefix"] = options["prefix"] == "on"
+
+    def fields(table: Mapping[str, str]) -> dict[str, Any]:
+        return {field: values[name] for name, field in table.items() if name in values}
+
+    try:
+        parallel = msgspec.convert(fields(PARALLEL_OPTIONS), ParallelConfig, strict=False)
+        return parallel, msgspec.convert(fields(CACHE_OPTIONS), CacheConfig, strict=False)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"engine options: {error}") from error
 
 
 def load_engine_config(path: Path) -> EngineConfig:

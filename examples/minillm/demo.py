@@ -263,7 +263,7 @@ def _positive(text: str) -> int:
 def _engine_text(text: str) -> str:
     try:
         engine_shape(parse_engine_options(text))
-    except (ValueError, msgspec.ValidationError) as error:
+    except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
 

@@ -25,7 +25,7 @@ from minillm.batch import Batch
 from minillm.config import ModelConfig
 from minillm.messages import SampledToken
 from minillm.paged_cache import PagedCache
-from minillm.parallel import Communicator
+from minillm.parallel import ProcessGroups
 from minillm.partition import RankShare
 from minillm.state_mixer import StateMixer
 from minillm.weights import WeightSource
@@ -100,7 +100,7 @@ class Stage:
         share: RankShare,
         *,
         cache: PagedCache,
-        groups: Communicator,
+        groups: ProcessGroups,
         source: WeightSource,
         device: str,
     ) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,26 +20,6 @@ def choose_backend(device: str, world_size: int) -> str:
     if device == "cuda" and torch.cuda.device_count() >= world_size:
         return "nccl"
     return "gloo"
-
-
-class Communicator(Protocol):
-    """What a model stage needs of its peers."""
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the tensor-parallel ranks of this stage. May work in place; use the result."""
-        ...
-
-    def gather_shares(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of all ranks that share this one's tokens, in the order of their shares. All of one shape."""
-        ...
-
-    def send_forward(self, hidden_TE: Tensor) -> None:
-        """Hand `[tokens, hidden_size]` to the same tensor rank of the next stage."""
-        ...
-
-    def recv_forward(self, num_tokens: int, hidden_size: int) -> Tensor:
-        """The previous stage's `[num_tokens, hidden_size]`, float32."""
-        ...
 
 
 class ProcessGroups:
@@ -84,6 +63,7 @@ class ProcessGroups:
         return found
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum of `tensor` over the tensor-parallel ranks of this stage. May work in place; use the result."""
         if self.parallel.tp_size == 1:
             return tensor
         staged = tensor.cpu() if self.host_copies else tensor
@@ -91,16 +71,19 @@ class ProcessGroups:
         return staged.to(tensor.device)
 
     def gather_shares(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The tensors of all ranks that share this one's tokens, in the order of their shares. All of one shape."""
         staged = (tensor.cpu() if self.host_copies else tensor).contiguous()
         shares = [torch.empty_like(staged) for _ in range(self.parallel.dcp_size)]
         dist.all_gather(shares, staged, group=self._dcp_group)
         return tuple(share.to(tensor.device) for share in shares)
 
     def send_forward(self, hidden_TE: Tensor) -> None:
+        """Hand `[tokens, hidden_size]` to the same tensor rank of the next stage."""
         staged = hidden_TE.cpu() if self.host_copies else hidden_TE
         dist.send(staged.contiguous(), self.global_rank + self.parallel.tp_size)
 
     def recv_forward(self, num_tokens: int, hidden_size: int) -> Tensor:
+        """The previous stage's `[num_tokens, hidden_size]`, float32."""
         hidden_TE = torch.empty(
             num_tokens, hidden_size, device="cpu" if self.host_copies else self.device
         )

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from kvconnector.errors import LocalError
 from kvconnector.ids import Rank
@@ -27,6 +26,7 @@ from minillm.request_books import BlockOffer, LoadTarget
 from minillm.transfer import (
     LoadStats,
     Params,
+    SchedulerTransfer,
     TransferEvents,
     connector_config,
 )
@@ -54,13 +54,13 @@ def cache_forms(topology: TpKVTopology) -> Iterator[str]:
             )
 
 
-class ConnectorTransfer:
+class ConnectorTransfer(SchedulerTransfer):
     """A prefill engine's finished prompts are kept for the decode engine that the router chooses; a decode engine loads
     prompts that another engine computed into local blocks.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self.stats: dict[str, LoadStats] = {}
+        super().__init__()
         groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         self._retentions = [group.retention for group in groups]
         self._is_producer = config.role == "prefill"
@@ -68,7 +68,6 @@ class ConnectorTransfer:
         self._started: Scheduler | None = None
         self._decoder = msgspec.msgpack.Decoder(WorkerOutput | None)
         self._aggregator: KVOutputAggregator | None = None
-        self.registry = CollectorRegistry()
         self._metrics: EngineMetrics | None = None
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:

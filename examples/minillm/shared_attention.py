@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minillm.batch import Batch, SequenceSlice
 from minillm.paged_cache import PagedCache
-from minillm.parallel import Communicator
+from minillm.parallel import ProcessGroups
 
 
 def shared_attention(
@@ -23,7 +23,7 @@ def shared_attention(
     batch: Batch,
     *,
     scale: float,
-    groups: Communicator,
+    groups: ProcessGroups,
 ) -> Tensor:
     """As `paged_attention`, for this rank's queries over the tokens of all ranks of its group. `[T, H, D]`."""
     num_heads = q_THD.shape[1]

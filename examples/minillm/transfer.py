@@ -1,11 +1,11 @@
-"""The scheduler's side of KV transfer: what the engine asks of it, and its three forms (none, producer, consumer)."""
+"""The scheduler's side of KV transfer: what the engine asks of it, and an engine without any."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -54,58 +54,57 @@ class LoadStats(msgspec.Struct, kw_only=True):
         self.path = "+".join(sorted(paths))
 
 
-class SchedulerTransfer(Protocol):
-    """The scheduler half of a connector, in one engine's terms. Block ids come by cache group."""
+class SchedulerTransfer:
+    """The scheduler half of a connector, in one engine's terms. Block ids come by cache group.
 
-    stats: dict[str, LoadStats]
-    """Loads of requests that are not over; the engine takes them out."""
-    registry: CollectorRegistry
-    """The connector's Prometheus metrics."""
+    This one is that of a monolithic engine: nothing is ever remote. `ConnectorTransfer` is kvconnector's.
+    """
+
+    def __init__(self) -> None:
+        self.stats: dict[str, LoadStats] = {}
+        """Loads of requests that are not over; the engine takes them out."""
+        self.registry = CollectorRegistry()
+        """The connector's Prometheus metrics."""
 
     @property
     def loads_in_flight(self) -> Sequence[LoadInFlight]:
         """How far loads are."""
-        ...
+        return ()
 
     def start(self, metadata: Sequence[msgspec.Raw]) -> None:
         """Take every rank's handshake metadata, in rank order."""
-        ...
 
     def on_new_request(self, request_id: str, params: Params) -> None:
         """A request was queued."""
-        ...
 
     def matched_tokens(
         self, request_id: str, num_prompt: int, num_computed: int, params: Params
     ) -> tuple[int, bool]:
         """Tokens that a remote engine has beyond the `num_computed` here, and whether they arrive asynchronously."""
-        ...
+        return 0, False
 
     def is_early(self, request_id: str) -> bool:
-        """Whether the remote engine has the request still in its queue, so that it needs no blocks here."""
-        ...
+        """Returns True if the remote engine has the request still in its queue, so that it needs no blocks here."""
+        return False
 
     def after_alloc(
         self, request_id: str, target: LoadTarget, num_external: int, num_encoder_tokens: int
     ) -> None:
         """The request has blocks: load `num_external` tokens as far as groups lack them, and the encoder's output."""
-        ...
 
     def is_offered(self, params: Params) -> bool:
-        """Whether a request with these params will be read by another engine."""
-        ...
+        """Returns True if a request with these params will be read by another engine."""
+        return False
 
     def grow(
         self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
     ) -> None:
-        """An offered request is in the next step; the steps before have computed so many of its tokens, and this one
+        """An offered request is in the next step: earlier steps computed its first `num_tokens` tokens, and this one
         computes those up to `ahead_tokens`.
         """
-        ...
 
     def withdraw(self, request_id: str) -> None:
         """A request that is computed here has lost its blocks."""
-        ...
 
     def finished(
         self,
@@ -115,91 +114,22 @@ class SchedulerTransfer(Protocol):
         num_encoder_tokens: int,
         params: Params,
     ) -> tuple[bool, Params]:
-        """The request ended: whether its blocks must be kept, and params for the response."""
-        ...
-
-    def abort(self, request_id: str) -> None:
-        """The request's client is gone, or its load failed for good. Unknown requests are ignored."""
-        ...
-
-    def build_step(self) -> msgspec.Raw:
-        """The ranks' metadata for the next step."""
-        ...
-
-    def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
-        """Book the ranks' outputs of a step, in rank order."""
-        ...
-
-    def close(self) -> None:
-        """Bounded and idempotent."""
-        ...
-
-
-class NoTransfer:
-    """A monolithic engine: nothing is ever remote."""
-
-    def __init__(self) -> None:
-        self.stats: dict[str, LoadStats] = {}
-        self.registry = CollectorRegistry()
-        self.loads_in_flight: Sequence[LoadInFlight] = ()
-
-    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
-        """Nothing to start."""
-
-    def on_new_request(self, request_id: str, params: Params) -> None:
-        """Nothing to prepare."""
-
-    def matched_tokens(
-        self, request_id: str, num_prompt: int, num_computed: int, params: Params
-    ) -> tuple[int, bool]:
-        """No tokens."""
-        return 0, False
-
-    def is_early(self, request_id: str) -> bool:
-        """Nothing is waited for."""
-        return False
-
-    def after_alloc(
-        self, request_id: str, target: LoadTarget, num_external: int, num_encoder_tokens: int
-    ) -> None:
-        """Nothing to load."""
-
-    def is_offered(self, params: Params) -> bool:
-        """Nobody reads."""
-        return False
-
-    def grow(
-        self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
-    ) -> None:
-        """Nobody reads."""
-
-    def withdraw(self, request_id: str) -> None:
-        """Nobody reads."""
-
-    def finished(
-        self,
-        request_id: str,
-        offer: BlockOffer | None,
-        num_tokens: int,
-        num_encoder_tokens: int,
-        params: Params,
-    ) -> tuple[bool, Params]:
-        """Blocks are free at once."""
+        """The request ended. Returns True if its blocks must be kept, and params for the response."""
         return False, None
 
     def abort(self, request_id: str) -> None:
-        """Nothing to stop."""
+        """The request's client is gone, or its load failed for good. Unknown requests are ignored."""
 
     def build_step(self) -> msgspec.Raw:
-        """No metadata."""
+        """The ranks' metadata for the next step."""
         return EMPTY
 
     def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
-        """No events."""
+        """Book the ranks' outputs of a step, in rank order."""
         return TransferEvents()
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Bounded and idempotent."""
 
 
 def connector_config(config: EngineConfig) -> ConnectorConfig:
@@ -217,7 +147,7 @@ def connector_config(config: EngineConfig) -> ConnectorConfig:
 def create_scheduler_transfer(config: EngineConfig) -> SchedulerTransfer:
     """The half that the engine's role needs."""
     if config.role == "mono":
-        return NoTransfer()
+        return SchedulerTransfer()
     # imported here so that a monolithic engine runs without the connector's runtime
     from minillm.scheduler_transfer import ConnectorTransfer
 

@@ -50,7 +50,7 @@ from minillm.partition import rank_share
 from minillm.processes import die_with_parent, log_to_stderr
 from minillm.rank_tables import create_rank_tables
 from minillm.weights import weight_source
-from minillm.worker_transfer import NoWorkerTransfer, WorkerTransfer, create_worker_transfer
+from minillm.worker_transfer import WorkerTransfer, create_worker_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class RankWorker:
 
     def __init__(self, config: EngineConfig, global_rank: int, run_dir: Path) -> None:
         self.config, self.global_rank = config, global_rank
-        self.transfer: WorkerTransfer = NoWorkerTransfer()
+        self.transfer = WorkerTransfer()
         self.device = choose_device(config, global_rank)
         share = rank_share(config.model, config.parallel, global_rank)
         self.groups = ProcessGroups(

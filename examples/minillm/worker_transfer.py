@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,60 +20,32 @@ if TYPE_CHECKING:
     from minillm.partition import RankShare
 
 
-class WorkerTransfer(Protocol):
-    """The worker half of a connector as the rank's loop uses it."""
+class WorkerTransfer:
+    """The worker half of a connector as the rank's loop uses it; this one is that of a rank without a connector."""
 
     def handshake(self) -> msgspec.Raw:
         """What the scheduler process must know of this rank."""
-        ...
+        return EMPTY
 
     def start_step(self, metadata: msgspec.Raw) -> None:
         """Take the scheduler's metadata; never blocks."""
-        ...
 
     def layer_written(self, layer: int) -> None:
-        """The step has written its tokens of a layer and of those in front of it; never blocks."""
-        ...
+        """The step has written its tokens of a layer and of those before it; never blocks."""
 
     def wait(self, timeout_s: float) -> None:
         """An idle step: return when something finished, or after `timeout_s`."""
-        ...
-
-    def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """What finished since the last step, and with it the cache events of this one; never blocks."""
-        ...
-
-    def close(self) -> None:
-        """Bounded and idempotent."""
-        ...
-
-
-class NoWorkerTransfer:
-    """A rank without a connector."""
-
-    def handshake(self) -> msgspec.Raw:
-        """Nothing to tell."""
-        return EMPTY
-
-    def start_step(self, metadata: msgspec.Raw) -> None:
-        """Nothing to start."""
-
-    def layer_written(self, layer: int) -> None:
-        """Nobody to tell."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Nothing can finish early."""
         time.sleep(timeout_s)
 
     def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """Nothing finished, and nobody counts events."""
+        """What finished since the last step, and with it the cache events of this one; never blocks."""
         return EMPTY
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Bounded and idempotent."""
 
 
-class ConnectorWorkerTransfer:
+class ConnectorWorkerTransfer(WorkerTransfer):
     """A rank whose cache is served or filled by a kvconnector worker."""
 
     def __init__(self, worker: Worker, block_tokens: Sequence[int]) -> None:

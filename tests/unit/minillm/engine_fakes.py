@@ -9,7 +9,7 @@ from minillm.messages import SampledToken, block_number
 from minillm.request import Request
 from minillm.request_blocks import RequestBlocks
 from minillm.scheduler import Scheduler
-from minillm.transfer import NoTransfer, Params, TransferEvents
+from minillm.transfer import Params, SchedulerTransfer, TransferEvents
 
 REMOTE: Params = {"do_remote_prefill": True}
 OFFERED: Params = {"do_remote_decode": True}
@@ -19,7 +19,7 @@ WINDOW = 6
 CHUNK = 6
 
 
-class RecordingTransfer(NoTransfer):
+class RecordingTransfer(SchedulerTransfer):
     """Matches all but the last prompt token of requests with params; keeps blocks when asked to."""
 
     def __init__(self):
