@@ -17,7 +17,7 @@ from kvconnector.runtime import (
     wants_remote_decode,
     wants_remote_prefill,
 )
-from kvconnector.runtime.engine import engine_geometry
+from kvconnector.runtime.engine import joined_geometry
 from kvconnector.session import KVOutputAggregator, LoadInFlight
 from kvconnector.topology import TpKVTopology
 from minillm.cache_groups import layer_groups
@@ -76,7 +76,7 @@ class ConnectorTransfer(SchedulerTransfer):
         self._started = Scheduler(self._config, workers, retentions=self._retentions)
         self._aggregator = KVOutputAggregator.from_connector(self._started, len(workers))
         self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
-        for line in cache_forms(TpKVTopology(engine_geometry(workers, self._config.verify), FIRST)):
+        for line in cache_forms(TpKVTopology(joined_geometry(workers, self._config.verify), FIRST)):
             logger.info(line)
 
     @property

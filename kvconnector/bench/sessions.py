@@ -69,8 +69,8 @@ class _Pair:
         reply = m.HelloReply(
             incarnation="one",
             max_chunk_bytes=CHUNK_BYTES,
-            timeout_ms=m.milliseconds(CONFIG.peer.timeout_s),
-            lease_ms=m.milliseconds(CONFIG.lease.duration_s),
+            timeout_ms=m.stated_timeout_ms(CONFIG.peer.timeout_s),
+            lease_ms=m.stated_timeout_ms(CONFIG.lease.duration_s),
         )
         self.producer = ProducerSession(
             theirs, rank.rank, reply, CONFIG.lease, CONFIG.peer.timeout_s
@@ -242,5 +242,5 @@ class _Pair:
             warm_up_tag=1,
             warm_up_bytes=8,
             segments=segments,
-            timeout_ms=m.milliseconds(CONFIG.peer.timeout_s),
+            timeout_ms=m.stated_timeout_ms(CONFIG.peer.timeout_s),
         )

@@ -165,8 +165,8 @@ class ProducerRank(SessionThread):
             incarnation=INCARNATION,
             transport_address=UCX_ADDRESS,
             max_chunk_bytes=CHUNK_BYTES,
-            timeout_ms=m.milliseconds(CONFIG.peer.timeout_s),
-            lease_ms=m.milliseconds(CONFIG.lease.duration_s),
+            timeout_ms=m.stated_timeout_ms(CONFIG.peer.timeout_s),
+            lease_ms=m.stated_timeout_ms(CONFIG.lease.duration_s),
         )
         session = ProducerSession(engine, rank.rank, reply, CONFIG.lease, CONFIG.peer.timeout_s)
         super().__init__(world, packed, rank, session)
@@ -299,11 +299,11 @@ class ConsumerRank(SessionThread):
             warm_up_tag=1,
             warm_up_bytes=CHUNK_BYTES,
             segments=segments,
-            timeout_ms=m.milliseconds(self._timeout_s),
+            timeout_ms=m.stated_timeout_ms(self._timeout_s),
         )
 
 
-class Directory(Thread):
+class SimulatedDirectory(Thread):
     """A producer engine's directory service."""
 
     def __init__(

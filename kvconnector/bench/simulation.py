@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
-from kvconnector.bench.simulated_ranks import ConsumerRank, Directory, ProducerRank, Thread
+from kvconnector.bench.simulated_ranks import ConsumerRank, ProducerRank, SimulatedDirectory, Thread
 from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
@@ -118,7 +118,7 @@ class Simulation:
             packed = PackedGeometry.of(engine)
             ranks = [ProducerRank(self, engine, packed, rank) for rank in engine.ranks]
             self._producers.append(ranks)
-            self.listening[f"p{i}"] = Directory(self, packed, ranks)
+            self.listening[f"p{i}"] = SimulatedDirectory(self, packed, ranks)
         self._consumers: list[list[ConsumerRank]] = []
         for i in range(cluster.num_consumers):
             engine = engine_geometry(cluster.model, cluster.decode, f"d{i}")

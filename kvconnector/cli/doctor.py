@@ -83,7 +83,7 @@ def doctor(
     With --peer, greet a running prefill engine as a decode engine here would, without touching its requests: whether
     the two agree, round trip, bandwidth, and which way transfers will go and why. Exit status 1 for a fault.
     """
-    found = examine(keys=keys, device=device, tls=tls)
+    found = examine_host(keys=keys, device=device, tls=tls)
     if peer:
         local = _local_engine(model, dtype, decode, name) if model else None
         from kvconnector.cli.doctor_peer import examine_peer
@@ -136,7 +136,7 @@ def _config(keys: Path | None, tls: str) -> ConnectorConfig:
     )
 
 
-def examine(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
+def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
     """Every finding, as soon as it is known."""
     yield from _versions()
     yield from _gpus()

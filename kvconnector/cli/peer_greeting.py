@@ -39,7 +39,7 @@ from kvconnector.session.export_check import check_export
 from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 from kvconnector.transport.ucx.address import WorkerAddress
-from kvconnector.wire import decode_batch, encode, error_of
+from kvconnector.wire import decode_batch, encode, refusal_error
 from kvconnector.wire import messages as m
 
 PROBE_MESSAGES, PROBES = 32, 3
@@ -165,7 +165,7 @@ class PeerGreeting(ExitStack):
                     raise event.error
                 for answer in decode_batch(event.payload):
                     if isinstance(answer, m.DirectoryRefused):
-                        raise error_of(answer.refusal, answer.text)
+                        raise refusal_error(answer.refusal, answer.text)
                     if isinstance(answer, m.Directory):
                         self._control.disconnect(handle)
                         return answer

@@ -104,8 +104,8 @@ def hello_reply(
         transport_address=transport.address,
         max_chunk_bytes=config.chunk_bytes(pools.device),
         export=_export_that_fits(config, datapath),
-        timeout_ms=m.milliseconds(config.peer.timeout_s),
-        lease_ms=m.milliseconds(config.lease.duration_s),
+        timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
+        lease_ms=m.stated_timeout_ms(config.lease.duration_s),
     )
 
 

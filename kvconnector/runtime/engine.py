@@ -57,7 +57,7 @@ def check_workers(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -
             )
 
 
-def engine_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:
+def joined_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:
     """The whole engine, from the metadata of all its workers in any order, and its setting `verify`.
 
     A model that names no number of layers has as many as the workers registered.

@@ -52,7 +52,7 @@ def hello_of(
         warm_up_tag=0,
         warm_up_bytes=0,
         library_version=__version__,
-        timeout_ms=m.milliseconds(config.peer.timeout_s),
+        timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
     )
 
 

@@ -24,7 +24,7 @@ from kvconnector.runtime.engine import (
     check_workers,
     checked_retentions,
     directory_of,
-    engine_geometry,
+    joined_geometry,
 )
 from kvconnector.runtime.failures import FailureLog
 from kvconnector.runtime.offers import OfferCheck
@@ -70,7 +70,7 @@ class Scheduler:
     ) -> None:
         self._config = checked_config(config)
         check_workers(config, workers)
-        self._engine = engine_geometry(workers, config.verify)
+        self._engine = joined_geometry(workers, config.verify)
         self._retentions = checked_retentions(self._engine, retentions)
         self._offers = OfferCheck(self._engine, self._retentions, workers)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"

@@ -32,8 +32,8 @@ from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import OpenReads, read_message
 from kvconnector.session.remote_engine import EngineState, RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
-from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
+from kvconnector.wire import refusal_error
 
 
 class ConsumerSession:
@@ -271,7 +271,7 @@ class ConsumerSession:
         if not read.is_stopped:
             load = self._loads[read.request_id]
             load.accept(event, now)
-            error = error_of(ended.refusal, ended.text, rank=str(read.source.source))
+            error = refusal_error(ended.refusal, ended.text, rank=str(read.source.source))
             commands += self._fail(load, error, now)
         return commands
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import count, islice
+from itertools import islice
 from typing import TypeAlias, TypeVar
 
 from kvconnector.session import events as ev
@@ -15,24 +15,22 @@ EVENT_BYTES = 512
 """Bytes that an event takes, besides a read's ranges and blocks: there is room for 131,072 followed prompts."""
 
 EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
+Name: TypeAlias = tuple[LinkId, int | m.TransferKey]
+"""What a link has once: a read by its number, or that it follows, or is done with, a transfer."""
 KeyT = TypeVar("KeyT", LinkId, str)
 
 
 class EarlyEvents:
-    """Events of peers, in their order, each until its deadline: at most `MAX_EARLY_BYTES`. A link follows a transfer
-    once, however often it says so.
-    """
+    """Events of peers, in their order, each once and until its deadline: at most `MAX_EARLY_BYTES`."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, EarlyEvent] = {}
-        self._by_transfer: dict[str, dict[int, None]] = {}
-        self._by_link: dict[LinkId, dict[int, None]] = {}
+        self._kept: dict[Name, EarlyEvent] = {}
+        self._by_transfer: dict[str, dict[Name, None]] = {}
+        self._by_link: dict[LinkId, dict[Name, None]] = {}
         self._lost: dict[LinkId, None] = {}
         """Links that are gone and whose events are still to be removed, some at each tick."""
-        self._singular: dict[object, int] = {}
-        self._agenda: Agenda[int] = Agenda()
+        self._agenda: Agenda[Name] = Agenda()
         """When the time of each is over."""
-        self._numbers = count()
         self._nbytes = 0
 
     def __repr__(self) -> str:
@@ -40,33 +38,30 @@ class EarlyEvents:
 
     def keep(self, event: EarlyEvent, until: float) -> bool:
         """Keep an event. Returns False if there is no room."""
-        name = _singular(event)
-        if name in self._singular:
+        name = _name_of(event.link, event.message)
+        if name in self._kept:
             return True
         nbytes = _nbytes(event)
         if self._nbytes + nbytes > MAX_EARLY_BYTES:
             return False
-        number = next(self._numbers)
         self._nbytes += nbytes
-        self._kept[number] = event
-        self._by_transfer.setdefault(event.message.transfer_id, {})[number] = None
-        self._by_link.setdefault(event.link, {})[number] = None
-        if name is not None:
-            self._singular[name] = number
-        self._agenda.plan(number, until)
+        self._kept[name] = event
+        self._by_transfer.setdefault(event.message.transfer_id, {})[name] = None
+        self._by_link.setdefault(event.link, {})[name] = None
+        self._agenda.plan(name, until)
         return True
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
         """Those of a transfer whose lease is here."""
-        taken = [self._remove(number) for number in [*self._by_transfer.get(transfer_id, ())]]
+        taken = [self._remove(name) for name in [*self._by_transfer.get(transfer_id, ())]]
         return [event for event in taken if event.link not in self._lost]
 
     def cancel_read(self, link: LinkId, read_id: int) -> bool:
         """Forget a read. Returns False if it was not among them."""
-        number = self._singular.get((link, read_id))
-        if number is not None:
-            self._remove(number)
-        return number is not None
+        if (link, read_id) not in self._kept:
+            return False
+        self._remove((link, read_id))
+        return True
 
     def drop_link(self, link: LinkId) -> None:
         """The peer is gone. Its events are never taken; `take_late` removes them."""
@@ -79,34 +74,27 @@ class EarlyEvents:
 
     def take_late(self, now: float) -> list[EarlyEvent]:
         """Some of those whose time is over. Also removes some of those of links that are gone."""
-        late = [self._remove(number) for number in self._agenda.due(now)]
+        late = [self._remove(name) for name in self._agenda.due(now)]
         kept = [event for event in late if event.link not in self._lost]
         if self._lost:
             link = next(iter(self._lost))
-            for number in [*islice(self._by_link.get(link, ()), MAX_AT_ONCE)]:
-                self._remove(number)
+            for name in [*islice(self._by_link.get(link, ()), MAX_AT_ONCE)]:
+                self._remove(name)
             if link not in self._by_link:
                 del self._lost[link]
         return kept
 
-    def _remove(self, number: int) -> EarlyEvent:
-        event = self._kept.pop(number)
+    def _remove(self, name: Name) -> EarlyEvent:
+        event = self._kept.pop(name)
         self._nbytes -= _nbytes(event)
-        self._agenda.forget(number)
-        name = _singular(event)
-        if name is not None:
-            del self._singular[name]
-        _discard(self._by_transfer, event.message.transfer_id, number)
-        _discard(self._by_link, event.link, number)
+        self._agenda.forget(name)
+        _discard(self._by_transfer, event.message.transfer_id, name)
+        _discard(self._by_link, event.link, name)
         return event
 
 
-def _singular(event: EarlyEvent) -> object:
-    """The name of an event that a link has once: of a read its number, of what it follows the transfer."""
-    message = event.message
-    if isinstance(message, m.Read):
-        return event.link, message.read_id
-    return (event.link, message) if isinstance(message, m.Follow) else None
+def _name_of(link: LinkId, message: m.Read | m.TransferKey) -> Name:
+    return link, message.read_id if isinstance(message, m.Read) else message
 
 
 def _nbytes(event: EarlyEvent) -> int:
@@ -117,8 +105,8 @@ def _nbytes(event: EarlyEvent) -> int:
     return EVENT_BYTES + 64 * len(message.token_ranges) + blocks_bytes
 
 
-def _discard(index: dict[KeyT, dict[int, None]], key: KeyT, number: int) -> None:
-    numbers = index[key]
-    del numbers[number]
-    if not numbers:
+def _discard(index: dict[KeyT, dict[Name, None]], key: KeyT, name: Name) -> None:
+    names = index[key]
+    del names[name]
+    if not names:
         del index[key]

@@ -25,13 +25,13 @@ from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
-    Worker,
+    RemoteWorker,
     geometry_of,
     look_up,
 )
 from kvconnector.topology import TpKVTopology
-from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
+from kvconnector.wire import refusal_error
 
 FIRST_GREETING_FACTOR = 3
 """An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
@@ -151,7 +151,7 @@ class RemoteEngines:
             return self._of_worker(engine, engine.workers[rank], event, now)
         if kind is m.DirectoryRefused:
             refused = event.message
-            return self._lose(engine, event, error_of(refused.refusal, refused.text), now)
+            return self._lose(engine, event, refusal_error(refused.refusal, refused.text), now)
         return self._directory(engine, event, now)
 
     def _tick_due(self, event: ev.Tick, now: float) -> list[Answer]:
@@ -247,7 +247,7 @@ class RemoteEngines:
         for rank in holders:
             entry = entries[rank]
             theirs = geometry.rank_geometry(rank)
-            worker = Worker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
+            worker = RemoteWorker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
             answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
             answers.append(cmd.ExpectWarmUp(worker.link, segments.get(rank, ())))
@@ -256,7 +256,7 @@ class RemoteEngines:
         return answers
 
     def _of_worker(
-        self, engine: RemoteEngine, worker: Worker, event: Any, now: float
+        self, engine: RemoteEngine, worker: RemoteWorker, event: Any, now: float
     ) -> list[Answer]:
         kind = ev.kind_of(event)
         if kind is m.HeartbeatReply:
@@ -271,7 +271,7 @@ class RemoteEngines:
         if kind is m.HelloReply:
             reply = event.message
             if reply.refusal is not None:
-                return self._lose(engine, event, error_of(reply.refusal, reply.text), now)
+                return self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
             worker.greeted_by(reply, now)
             if reply.transport_address:
                 answers.append(cmd.ConnectBack(worker.link, reply.transport_address))

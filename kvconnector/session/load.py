@@ -21,8 +21,8 @@ from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
-from kvconnector.wire import error_of
 from kvconnector.wire import messages as m
+from kvconnector.wire import refusal_error
 
 
 class LoadState(StrEnum):
@@ -152,7 +152,7 @@ class Load(Tracked[LoadState]):
             KVConnectorError: it gives the prompt up, or what it reports makes no sense.
         """
         if reported.refusal is not None:
-            raise error_of(reported.refusal, reported.text, request=self.request_id)
+            raise refusal_error(reported.refusal, reported.text, request=self.request_id)
         if len(reported.blocks) != num_groups:
             raise RemoteProtocolError(
                 "a producer's progress does not name blocks of every cache group",

@@ -12,7 +12,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId, StartReceive
 from kvconnector.session.load import Load
-from kvconnector.session.remote_engine import Worker
+from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.wire import messages as m
 
 
@@ -26,7 +26,9 @@ class OpenReads(dict[int, StartReceive]):
         self._by_engine: dict[EngineAddress, dict[int, StartReceive]] = {}
         self.agenda: Agenda[int] = Agenda()
 
-    def open(self, load: Load, worker: Worker, source: SourceRead, now: float) -> StartReceive:
+    def open(
+        self, load: Load, worker: RemoteWorker, source: SourceRead, now: float
+    ) -> StartReceive:
         """A new read of what is at a worker, under a number of its own."""
         assert load.asked is not None  # nothing is read before
         read = StartReceive(

@@ -67,7 +67,7 @@ ENGINE_TABLE: Table[EngineState] = Table(
 
 
 @dataclass(slots=True, eq=False)
-class Worker:
+class RemoteWorker:
     """One rank of a remote engine that we greeted. `alive_at` is when we sent the newest message that it has
     answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
     ours. Its leases last `lease_s` unless they are renewed. `unanswered` are the numbers of heartbeats, and when they
@@ -176,7 +176,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.directory_link: LinkId | None = None
         self.has_named_ranks = False
         self.routes: tuple[Route, ...] = ()
-        self.workers: dict[Rank, Worker] = {}
+        self.workers: dict[Rank, RemoteWorker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
         self.loads = EngineLoads()
 

@@ -6,7 +6,7 @@ from kvconnector.wire.codec import (
     decode_batch,
     encode,
     encode_batch,
-    error_of,
+    refusal_error,
 )
 
-__all__ = ["WIRE_MAJOR", "decode", "decode_batch", "encode", "encode_batch", "error_of"]
+__all__ = ["WIRE_MAJOR", "decode", "decode_batch", "encode", "encode_batch", "refusal_error"]

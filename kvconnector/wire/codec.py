@@ -56,7 +56,7 @@ _ERRORS: dict[Refusal, type[e.RemoteError]] = {
 }
 
 
-def error_of(refusal: Refusal, text: str, **context: object) -> e.RemoteError:
+def refusal_error(refusal: Refusal, text: str, **context: object) -> e.RemoteError:
     """The exception that a peer's refusal becomes here."""
     return _ERRORS[refusal](text, **context)
 

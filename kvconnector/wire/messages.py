@@ -35,7 +35,7 @@ CHUNK_TAG_BITS = 20
 
 
 class Refusal(StrEnum):
-    """Reasons of a refusal; `wire.error_of` maps these to exceptions."""
+    """Reasons of a refusal; `wire.refusal_error` maps these to exceptions."""
 
     INCOMPATIBLE = "incompatible"
     UNKNOWN_TRANSFER = "unknown_transfer"
@@ -138,7 +138,7 @@ class HelloReply(Message, frozen=True, kw_only=True):
     lease_ms: Index = 0
 
 
-def milliseconds(seconds: float) -> int:
+def stated_timeout_ms(seconds: float) -> int:
     """A timeout as greetings state it: at least 1, since 0 means that none is stated."""
     return min(max(int(seconds * 1000), 1), (1 << 31) - 1)
 

@@ -7,7 +7,7 @@ import pytest
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
 from kvconnector.topology import Segment
 from kvconnector.topology.segments import MAX_SEGMENTS
-from kvconnector.wire import WIRE_MAJOR, decode, decode_batch, encode, encode_batch, error_of
+from kvconnector.wire import WIRE_MAJOR, decode, decode_batch, encode, encode_batch, refusal_error
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.golden.test_wire_bytes import messages
@@ -145,7 +145,7 @@ def test_an_impossible_geometry_is_refused_with_its_reason():
 
 
 def test_every_refusal_becomes_a_remote_error_with_its_text():
-    made = [error_of(refusal, "because", request="r") for refusal in m.Refusal]
+    made = [refusal_error(refusal, "because", request="r") for refusal in m.Refusal]
     assert all(isinstance(error, RemoteError) for error in made)
     assert {error.statement for error in made} == {"because [request='r']"}
     assert len({type(error) for error in made}) == len(m.Refusal)

@@ -12,7 +12,7 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from kvconnector_kernels.pump.native import call, record_at, store
-from kvconnector_kernels.pump.records import offset_of, place_of, record_of
+from kvconnector_kernels.pump.records import index_of, offset_of, record_of
 from kvconnector_kernels.pump.steps import helper
 
 MAX_PARAMS = 40
@@ -34,7 +34,7 @@ READ = record_of("num_jobs", "ids_there", "ids_here", "ids_bytes", "stream")
 _READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
 _PARAMS, _POINTERS = offset_of(JOB, "params"), offset_of(CONTEXT, "pointers")
 _NBYTES, _NUM_PROGRAMS, _STREAM = (
-    place_of(JOB, name) for name in ("nbytes", "num_programs", "stream")
+    index_of(JOB, name) for name in ("nbytes", "num_programs", "stream")
 )
 
 

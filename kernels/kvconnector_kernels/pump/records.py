@@ -49,7 +49,7 @@ def numbers_of(records: Any) -> memoryview[int]:
     return found
 
 
-def place_of(record: np.dtype[np.void], name: str) -> int:
+def index_of(record: np.dtype[np.void], name: str) -> int:
     """Where a field is among the numbers of a record."""
     return offset_of(record, name) // 8
 

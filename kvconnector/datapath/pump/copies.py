@@ -199,7 +199,7 @@ class Span(NamedTuple):
     fields: Fields | tuple[tuple[int, ...], ...]
 
 
-def slots_of(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
+def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
     """Slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for all of them."""
     return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}
 
@@ -213,7 +213,7 @@ def chunk_spans(
     packing: bool,
 ) -> list[Span]:
     """The spans of a program's chunks between the pools and slots. `ids` are the block ids of each group as the device
-    reads them; `slots`: see `slots_of`. Raises RelayoutError: a chunk outside its pool or its slot.
+    reads them; `slots`: see `packed_sides`. Raises RelayoutError: a chunk outside its pool or its slot.
     """
     # a copy: compiled code tells arrays that can be written from others
     fields = np.frombuffer(program.chunks.tobytes(), np.int32).reshape(-1, _NUM_FIELDS).copy()

@@ -18,8 +18,8 @@ from kvconnector.datapath.pump.copies import (
     Span,
     address_of,
     chunk_spans,
+    packed_sides,
     read_spans,
-    slots_of,
     words_of,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
@@ -32,14 +32,14 @@ from kvconnector_kernels.pump.copy_cpu import (
     compile_read,
     job_of,
 )
-from kvconnector_kernels.pump.records import place_of
+from kvconnector_kernels.pump.records import index_of
 from kvconnector_kernels.relayout import PagedSide
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import check_copy
 
 _PAGE = 4096
 _NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC_ROWS, _DST_ROWS = (
-    place_of(JOB, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
+    index_of(JOB, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
 )
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
@@ -61,7 +61,7 @@ class CpuCopies(Copies):
     ) -> None:
         self._pools = pools
         # the alignment of a slot does not matter here
-        self._slots = slots_of(_PAGE, slot_bytes, "cpu")
+        self._slots = packed_sides(_PAGE, slot_bytes, "cpu")
         self._min_streamed_bytes = min_streamed_bytes
         self.ids = IdBuffers(_allocate_ids)
         self._compiled = compile_copy(), compile_read()

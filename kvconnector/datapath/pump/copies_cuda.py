@@ -25,8 +25,8 @@ from kvconnector.datapath.pump.copies import (
     address_of,
     addresses_of,
     chunk_spans,
+    packed_sides,
     read_spans,
-    slots_of,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
@@ -86,7 +86,7 @@ class CudaCopies(Copies):
         import torch
 
         self._pools = pools
-        self._slots = slots_of(slot_address, slot_bytes, pools.device)
+        self._slots = packed_sides(slot_address, slot_bytes, pools.device)
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
         # kept with their blocks, so that no others have their identity

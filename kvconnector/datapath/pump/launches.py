@@ -104,7 +104,7 @@ def _holds(side: Side, num_tokens: int) -> bool:
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     terms = np.zeros((4, JOB.itemsize // 8), np.int64)
-    terms[0] = words_of(job_of(launch))[0]
+    terms[0] = words_of(gpu_job_of(launch))[0]
     terms[3, _word(launch, "num_tokens")] = 1
     ids, parts = [-1, -1], [-1, -1]
     for side, (name, place) in enumerate((("src", span.src), ("dst", span.dst))):
@@ -152,7 +152,7 @@ def shares_of(table: PartTable) -> list[int]:
     return sorted({table.num_heads >> shift for shift in range(table.num_heads.bit_length())})
 
 
-def job_of(launch: PreparedLaunch) -> npt.NDArray[np.void]:
+def gpu_job_of(launch: PreparedLaunch) -> npt.NDArray[np.void]:
     """A launch as one job: all parts, one program for each tile, and 0 bytes."""
     job = np.zeros(1, JOB)
     job["function"] = launch.function

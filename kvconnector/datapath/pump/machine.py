@@ -48,7 +48,7 @@ _PENDING, _LOOPING, _INLINE_THREAD = (
     r.offset_of(LOCK, name) // 4 for name in ("pending", "looping", "inline_thread")
 )
 _ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEFT, _GRACE, _RETURN_BY = (
-    r.place_of(r.STATE, name)
+    r.index_of(r.STATE, name)
     for name in (
         *("entering", "wants_slots", "num_inline", "moved_ns", "left_ns", "grace_ns"),
         "return_by_ns",

@@ -157,7 +157,7 @@ class UcxNetwork:
         """See `Network`. libucp's functions raise nothing."""
 
 
-_LIMIT = r.place_of(r.RUN, "limit_ns")
+_LIMIT = r.index_of(r.RUN, "limit_ns")
 
 
 class Calls:

@@ -54,7 +54,7 @@ from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import CacheGroup, Worker
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
-from kvconnector.runtime.engine import WorkerMetadata, directory_of, engine_geometry
+from kvconnector.runtime.engine import WorkerMetadata, directory_of, joined_geometry
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -277,7 +277,7 @@ class RankTransfers:
             self._worker.register(list(groups))
             own = msgspec.msgpack.encode(self._worker.handshake())
             workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
-            geometry = engine_geometry(workers, config.verify)
+            geometry = joined_geometry(workers, config.verify)
             self._step = StepMetadata(engine=geometry)
             self.order()  # peers may greet it before it has a request
             if config.role == "producer" and rank == Rank(0, 0):

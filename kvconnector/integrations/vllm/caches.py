@@ -13,9 +13,9 @@ import torch
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.integrations.vllm.parts import (
-    Cut,
     LayerCache,
     Part,
+    TpSplit,
     attention_parts,
     state_parts,
     state_pieces,
@@ -100,7 +100,7 @@ def register_groups(
     Raises:
         GeometryError: a layout that is not understood, or a tensor that is missing.
     """
-    cut = Cut(placement.tp_rank, vllm_config.parallel_config.tensor_parallel_size)
+    cut = TpSplit(placement.tp_rank, vllm_config.parallel_config.tensor_parallel_size)
     registered = []
     for vllm_group in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[vllm_group]
@@ -171,7 +171,7 @@ def _register(
     spec: Any,
     layers: Mapping[int, LayerCache],
     *,
-    cut: Cut,
+    cut: TpSplit,
     shared: ContextParallel,
 ) -> RegisteredGroup:
     from vllm.v1.kv_cache_interface import MambaSpec
@@ -241,7 +241,7 @@ def _join(cache: LayerCache, ratio: int, shared: ContextParallel) -> LayerCache:
     return replace(cache, tensor=joined)
 
 
-def _parts(cache: LayerCache, cut: Cut, block_size: int, is_state: bool) -> list[Part]:
+def _parts(cache: LayerCache, cut: TpSplit, block_size: int, is_state: bool) -> list[Part]:
     if not is_state:
         return attention_parts(cache, cut, block_size)
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first

@@ -59,7 +59,7 @@ class LayerCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TpSplit:
     """How the engine cuts its layers over its tensor-parallel ranks."""
 
     tp_rank: int
@@ -88,7 +88,7 @@ class Cut:
 Part = tuple[PartGeometry, KVView]
 
 
-def attention_parts(cache: LayerCache, cut: Cut, block_size: int) -> list[Part]:
+def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Part]:
     """The parts of an attention layer, by its block size in tokens. Raises GeometryError: an unknown layout."""
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
@@ -196,7 +196,7 @@ class StatePiece:
     is_replicated: bool = False
 
 
-def state_parts(cache: LayerCache, cut: Cut, pieces: Sequence[StatePiece]) -> list[Part]:
+def state_parts(cache: LayerCache, cut: TpSplit, pieces: Sequence[StatePiece]) -> list[Part]:
     """The parts of a recurrent layer. Raises GeometryError: the pieces do not fill the state."""
     spec, expected = cache.spec, _state_bytes(cache.spec)
     found = sum(piece.units * piece.dim * piece.item_size_bytes for piece in pieces)
@@ -212,7 +212,7 @@ def state_parts(cache: LayerCache, cut: Cut, pieces: Sequence[StatePiece]) -> li
     return [_state_part(piece, cut, cache.tensor) for piece in pieces]
 
 
-def _state_part(piece: StatePiece, cut: Cut, tensor: torch.Tensor) -> Part:
+def _state_part(piece: StatePiece, cut: TpSplit, tensor: torch.Tensor) -> Part:
     block_stride = tensor.stride(0) * tensor.element_size()
     view = KVView(
         tensor.data_ptr() + piece.offset_bytes,
@@ -226,7 +226,7 @@ def _state_part(piece: StatePiece, cut: Cut, tensor: torch.Tensor) -> Part:
     return _part(piece.name, view, total, heads)
 
 
-def state_pieces(spec: MambaSpec, cut: Cut, *, is_dim_first: bool) -> list[StatePiece]:
+def state_pieces(spec: MambaSpec, cut: TpSplit, *, is_dim_first: bool) -> list[StatePiece]:
     """Return the pieces of a recurrent layer's state. `is_dim_first`: the convolution's channels are outermost.
 
     A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each cut on its own;
@@ -285,7 +285,7 @@ def _state_bytes(spec: MambaSpec) -> int:
     return sum(prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
 
-def _opaque(spec: MambaSpec, cut: Cut) -> StatePiece:
+def _opaque(spec: MambaSpec, cut: TpSplit) -> StatePiece:
     nbytes = _state_bytes(spec)
     return StatePiece(
         # another size gives the part another name, so such engines refuse each other

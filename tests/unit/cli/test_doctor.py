@@ -7,7 +7,7 @@ import pytest
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import main
 from kvconnector.cli.console import Finding
-from kvconnector.cli.doctor import SelfTestResult, examine
+from kvconnector.cli.doctor import SelfTestResult, examine_host
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx import rdma
@@ -21,7 +21,7 @@ def no_transfer(monkeypatch):
 
 
 def _findings(keys=None):
-    return list(examine(keys=keys, device="cpu", tls=""))
+    return list(examine_host(keys=keys, device="cpu", tls=""))
 
 
 def _verdicts(findings, subject):
@@ -75,7 +75,7 @@ def test_lanes_without_shared_memory_are_a_warning_only_where_nobody_asked_for_t
 
 def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
     found = [Finding("numpy", "ok", "2.0"), Finding("ucx", "FAIL", "no UCX")]
-    monkeypatch.setattr(doctor_module, "examine", lambda **_: iter(found))
+    monkeypatch.setattr(doctor_module, "examine_host", lambda **_: iter(found))
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[:-1]] == ["ok", "FAIL"]

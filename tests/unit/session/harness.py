@@ -109,7 +109,7 @@ def producer(export=None, **shape):
         incarnation="one",
         max_chunk_bytes=CHUNK_BYTES,
         export=export,
-        timeout_ms=m.milliseconds(PEER.timeout_s),
+        timeout_ms=m.stated_timeout_ms(PEER.timeout_s),
     )
     session = ProducerSession(engine(**shape), Rank(0, 0), reply, LEASE, PEER.timeout_s)
     return Side(session)
