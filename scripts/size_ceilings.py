@@ -50,7 +50,7 @@ ROOMS: dict[str, Size] = {
     "kernels/kvconnector_kernels": Size(10),
     "kernels/kvconnector_kernels/block_table": Size(590),
     "kernels/kvconnector_kernels/pump": Size(1790),
-    "kernels/kvconnector_kernels/relayout": Size(1850),
+    "kernels/kvconnector_kernels/relayout": Size(1790),
     "examples": Size(60),
     "examples/launchers": Size(40),
     "examples/monitoring": Size(100),

@@ -32,7 +32,7 @@ recv_slots_of = helper(lambda state: array_at(state.recv_slots, state.num_recv_s
 
 @helper
 def window_of(side):
-    """The window of a side in host memory, a record with the fields of `PAGED_SIDE`, as `copy_span` takes it."""
+    """The window of a side in host memory, a record with the fields of `PAGED_SIDE`, as `copy_part` takes it."""
     ids = (side.block_ids, side.block_size)
     tokens = (side.token_start, side.run_tokens, side.step_tokens, side.skip_tokens)
     return (*ids, side.head_start, *tokens)

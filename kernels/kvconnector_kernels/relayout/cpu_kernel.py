@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 # One witness value per item width: the strided loops are compiled once for each of these types.
 _U8, _U16, _U32, _U64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0)
 _TILE_ITEMS = 32
-_ROW_BYTES, _ID_BYTES = 40, 4
+_ID_BYTES = 4
 _LINE_BYTES = 64
 # Shorter runs than this spend more on their unaligned ends than streaming saves.
 _MIN_STREAMED_BYTES = 128
@@ -221,7 +221,12 @@ def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, i
 
 @njit(nogil=True, cache=True)
 def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
-    """The tokens `span[0]` to `span[1]` of one part; windows as in `copy_span`. `end_stream` follows if streamed."""
+    """The tokens `span[0]` to `span[1]` of one part, all heads; nothing is checked. `end_stream` follows if streamed.
+
+    A row is the address of a side's part table row (5 int64). A window is (address of the int32 block ids, block size,
+    first head, first token, tokens of a run, tokens from one run's start to the next, tokens skipped at first), see
+    `TokenRuns`; `item` is (head dim, item bytes).
+    """
     zero = np.int64(0)
     dst_block = _load(dst_row + 8, zero)
     src_block = _load(src_row + 8, zero)
@@ -248,43 +253,3 @@ def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, i
             _copy_box(dst, dst_box, src, src_box, num_heads, count, item, is_streamed)
         token += count
     _copy_run(run_dst, run_src, run_bytes, is_streamed)
-
-
-@njit(nogil=True, cache=True)
-def copy_span(
-    dst_rows,
-    dst_window,
-    src_rows,
-    src_window,
-    num_heads,
-    num_tokens,
-    item,
-    is_streamed,
-    unit_start,
-    unit_end,
-):
-    """Copy the units `unit_start` to `unit_end`, where unit `part * num_tokens + token` is all heads of one token.
-
-    `rows` is the address of a side's table rows (int64 `[num_parts, 5]`), beginning with the window's first part.
-    `window` is (address of the int32 block ids, block size, first head, first token, tokens of a run, tokens from one
-    run's start to the next, tokens skipped at first), see `TokenRuns`; `item` is (head dim, item bytes).
-    Nothing is checked here, and no Python object is touched.
-    """
-    unit = unit_start
-    while unit < unit_end:
-        part = unit // num_tokens
-        first = unit - part * num_tokens
-        last = min(unit_end - part * num_tokens, num_tokens)
-        copy_part(
-            dst_rows + part * _ROW_BYTES,
-            dst_window,
-            src_rows + part * _ROW_BYTES,
-            src_window,
-            num_heads,
-            (first, last),
-            item,
-            is_streamed,
-        )
-        unit += last - first
-    if is_streamed:
-        end_stream()

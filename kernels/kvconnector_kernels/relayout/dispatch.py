@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Unpack
 
-from kvconnector_kernels.relayout.sides import Side
+from kvconnector_kernels.relayout.sides import CopyCounts, Side
 
 
 def relayout(
-    src: Side,
-    dst: Side,
-    *,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    max_programs: int | None = None,
-    head_dim: int | None = None,
-    item_size_bytes: int | None = None,
+    src: Side, dst: Side, *, max_programs: int | None = None, **counts: Unpack[CopyCounts]
 ) -> None:
     """Copy `[num_parts, num_heads, num_tokens, head_dim]` items from `src` to `dst`, whatever their layouts.
 
     Writes exactly those items of `dst` and nothing between them. On `cpu` it returns when they are written (numba, no
     GIL); on `cuda:N` it is one launch on the current stream, and both sides must stay alive until that has run.
     `max_programs` caps the programs of the launch, so that kernels beside it keep most of the GPU; the CPU ignores it.
-    `head_dim` and `item_size_bytes` come from the paged sides; only a copy between two chunks must be told.
 
     The two sides must not overlap in memory, and a block must not occur twice in the written range of the destination.
     Block ids on the CPU are checked here, those on a GPU by `upload_block_ids`.
@@ -37,12 +29,4 @@ def relayout(
         from kvconnector_kernels.relayout.triton import relayout_triton
 
         copy = partial(relayout_triton, max_programs=max_programs)
-    copy(
-        src,
-        dst,
-        num_parts=num_parts,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-        head_dim=head_dim,
-        item_size_bytes=item_size_bytes,
-    )
+    copy(src, dst, **counts)

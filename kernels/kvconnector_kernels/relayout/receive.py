@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Unpack
 
 from kvconnector_kernels.relayout.dispatch import relayout
 from kvconnector_kernels.relayout.errors import GeometryMismatchError
-from kvconnector_kernels.relayout.sides import PackedSide, PagedSide, Side
+from kvconnector_kernels.relayout.sides import CopyCounts, PackedSide, PagedSide, Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,18 @@ class ReceiveTransform:
         src: PagedSide,
         dst: PagedSide,
         *,
-        num_parts: int,
-        num_heads: int,
-        num_tokens: int,
         max_programs: int | None = None,
         scratch: PackedSide | None = None,
+        **counts: Unpack[CopyCounts],
     ) -> None:
         """Copy as `relayout` does, in either direction: to larger or smaller blocks, HND to NHD or back.
 
         Args:
             src: the received blocks.
             dst: the local ones.
-            num_parts: rows of both tables to copy.
-            num_heads: of each part.
-            num_tokens: from the first of the blocks on.
             max_programs: as for `relayout`.
             scratch: room for all of it, through which the copy goes then: `src` and `dst` may be the same memory.
+            **counts: see `CopyCounts`; tokens are those from the first of the blocks on.
 
         Raises:
             GeometryMismatchError: what should be the same differs, or the other way round.
@@ -52,14 +49,7 @@ class ReceiveTransform:
         self._check(src, dst)
         hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]
         for source, destination in pairwise(hops):
-            relayout(
-                source,
-                destination,
-                num_parts=num_parts,
-                num_heads=num_heads,
-                num_tokens=num_tokens,
-                max_programs=max_programs,
-            )
+            relayout(source, destination, max_programs=max_programs, **counts)
 
     def _check(self, src: PagedSide, dst: PagedSide) -> None:
         for what, received, local, same in (

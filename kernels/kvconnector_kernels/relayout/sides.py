@@ -7,7 +7,15 @@ address and four byte strides. A *row* of a part table is `(address, block, head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
+from typing import (
+    TYPE_CHECKING,
+    Literal,
+    NamedTuple,
+    NotRequired,
+    TypeAlias,
+    TypedDict,
+    get_args,
+)
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +197,24 @@ class PackedSide:
 
 
 Side: TypeAlias = PagedSide | PackedSide
+
+
+class CopyCounts(TypedDict):
+    """What a caller says of a copy.
+
+    Attributes:
+        num_parts: rows of both tables, or parts of a chunk.
+        num_heads: of each part.
+        num_tokens: of each head.
+        head_dim: items of a head's token; from the paged sides, so that only a copy between two chunks must be told.
+        item_size_bytes: likewise.
+    """
+
+    num_parts: int
+    num_heads: int
+    num_tokens: int
+    head_dim: NotRequired[int | None]
+    item_size_bytes: NotRequired[int | None]
 
 
 class CopyGeometry(NamedTuple):

@@ -4,8 +4,9 @@ Legend: a tile is `[heads, tokens, words]`; strides inside the kernel count word
 """
 
 # Triton reads the annotations of a kernel's parameters, so they stay evaluated: no postponed annotations here.
+import math
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import torch
@@ -14,7 +15,13 @@ import triton.language as tl
 
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
 from kvconnector_kernels.relayout.errors import RelayoutError
-from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side, check_copy
+from kvconnector_kernels.relayout.sides import (
+    CopyCounts,
+    CopyGeometry,
+    PackedSide,
+    Side,
+    check_copy,
+)
 from kvconnector_kernels.relayout.tiles import SideTiling, Tiling, plan_tiles
 
 NUM_WARPS = 4
@@ -154,15 +161,7 @@ def relayout_kernel(
 
 
 def relayout_triton(
-    src: Side,
-    dst: Side,
-    *,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    max_programs: int | None = None,
-    head_dim: int | None = None,
-    item_size_bytes: int | None = None,
+    src: Side, dst: Side, *, max_programs: int | None = None, **counts: Unpack[CopyCounts]
 ) -> None:
     """Copy between two sides with one launch on the current stream, see `relayout`.
 
@@ -171,22 +170,14 @@ def relayout_triton(
     Raises:
         RelayoutError: the sides do not hold the copy, see `check_copy`; `max_programs` is below 1.
     """
-    geometry = check_copy(
-        src,
-        dst,
-        num_parts=num_parts,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-        head_dim=head_dim,
-        item_size_bytes=item_size_bytes,
-    )
+    geometry = check_copy(src, dst, **counts)
     if max_programs is not None and max_programs < 1:
         raise RelayoutError(f"max_programs must be at least 1, not {max_programs}")
     if geometry.nbytes == 0:
         return
     tiling = plan_tiles(src, dst, geometry)
-    counts = tiling.counts(geometry)
-    num_tiles = geometry.num_parts * counts[0] * counts[1] * counts[2]
+    tiles = tiling.counts(geometry)
+    num_tiles = geometry.num_parts * math.prod(tiles)
     num_programs = num_tiles if max_programs is None else min(num_tiles, max_programs)
     with on_device(src.device):
         relayout_kernel[(num_programs,)](
@@ -196,7 +187,7 @@ def relayout_triton(
             geometry.num_tokens,
             tiling.lead_tokens,
             num_tiles,
-            *counts,
+            *tiles,
             **kernel_constants(tiling),
             num_warps=NUM_WARPS,
         )
