@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvconnector.errors import BlockIdError, IncompatiblePeerError, RemoteProtocolError
 from tests.integration.runtime_pair import Engine, arrives, keyed_controls, same, until
 from tests.support.ports import free_ports
 
@@ -54,29 +53,6 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
 
 
 @pytest.mark.parametrize(
-    "change, error",
-    [
-        ({"transfer_secret": "short"}, RemoteProtocolError),
-        ({"transfer_secret": "\u00e9" * 32}, RemoteProtocolError),
-        ({"remote_request_id": ""}, RemoteProtocolError),
-        ({"remote_engine_id": "x" * 600}, RemoteProtocolError),
-        ({"remote_block_ids": [[-1]]}, RemoteProtocolError),
-        ({"remote_block_ids": "text"}, RemoteProtocolError),
-        ({"remote_block_ids": [[1], [2]]}, IncompatiblePeerError),
-        ({"remote_port": 70000}, RemoteProtocolError),
-        ({"remote_host": None}, RemoteProtocolError),
-        ({"remote_first_blocks": [0, 0]}, RemoteProtocolError),
-    ],
-)
-def test_parameters_that_cannot_be_used(pair, name, change, error):
-    p, d = pair
-    params = p.offer(name, [1, 2], 30)
-    with pytest.raises(error):
-        d.scheduler.on_new_request(name, {**params, **change})
-    _good_request_completes(p, d, name)
-
-
-@pytest.mark.parametrize(
     "blocks, text", [([5, 9999], "outside the pool"), ([5], "do not hold these tokens")]
 )
 def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, text):
@@ -94,14 +70,6 @@ def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, t
     assert text in d.failed[name]
     assert same(p.dense([10, 11], 30), d.dense([20, 21], 30))
     until(lambda: set(offers) <= p.sent, d, p)
-
-
-def test_blocks_outside_the_pool_are_not_offered(pair, name):
-    p, d = pair
-    with pytest.raises(BlockIdError, match=r"outside the pool .*num_blocks=64"):
-        p.scheduler.offer(name, blocks=[[9999, 1]], num_tokens=30)
-    assert name not in p.scheduler.held
-    _good_request_completes(p, d, name)
 
 
 def test_keys_that_were_not_agreed_on(start, tmp_path, name):

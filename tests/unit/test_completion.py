@@ -8,13 +8,11 @@ from kvconnector.session.completion import (
     KVOutputAggregator,
     LoadInFlight,
     RequestTrace,
-    TransferStats,
     WorkerOutput,
     WorkerStats,
 )
 
 NOTHING = WorkerOutput()
-LOAD = TransferStats(request_id="r", nbytes=9, seconds=0.5, path="packed")
 
 
 def output(sent="", received="", *, unsent=None, failed=None, **stats):
@@ -28,24 +26,6 @@ def output(sent="", received="", *, unsent=None, failed=None, **stats):
     )
 
 
-@pytest.mark.parametrize("kind", ["finished_sending", "finished_recving"])
-def test_a_request_is_finished_with_its_last_worker_once_however_often_they_report_it(kind):
-    aggregator = KVOutputAggregator(2)
-    report = WorkerOutput(**{kind: frozenset("r")})
-    reports = ((report, NOTHING), (report, NOTHING), (NOTHING, report), (NOTHING, NOTHING))
-    merged = [aggregator.aggregate(step) for step in reports]
-    assert merged == [NOTHING, NOTHING, report, NOTHING]
-    # and a name may be used again
-    assert aggregator.aggregate((report, report)) == report
-
-
-def test_sending_and_receiving_are_counted_apart():
-    aggregator = KVOutputAggregator(2)
-    merged = aggregator.aggregate((output(sent="r"), output(received="r")))
-    assert merged == NOTHING
-    assert aggregator.aggregate((output(received="r"), output(sent="r"))) == output("r", "r")
-
-
 def test_a_failure_of_one_worker_is_reported_with_the_request_when_all_have_let_go():
     aggregator = KVOutputAggregator(2)
     report = output("a", "b", unsent={"a": "bad blocks"}, failed={"b": "lost"})
@@ -55,15 +35,6 @@ def test_a_failure_of_one_worker_is_reported_with_the_request_when_all_have_let_
     # of others, and of the next requests of these names, nothing failed
     assert aggregator.aggregate((output("c", "d"), NOTHING)) == output("c", "d")
     assert aggregator.aggregate((output("a", "b"), output("a", "b"))) == output("a", "b")
-
-
-def test_what_is_reported_while_one_worker_has_no_output_comes_with_its_next_one():
-    aggregator = KVOutputAggregator(2)
-    report = output("r", transfers=(LOAD,), failures={"PeerLostError": 1}, leases_expired=1)
-    assert aggregator.aggregate((None, report)) is None
-    merged = aggregator.aggregate((report, None))
-    twice = {"transfers": (LOAD, LOAD), "failures": {"PeerLostError": 2}, "leases_expired": 2}
-    assert merged == output("r", **twice)
 
 
 def test_notices_traces_and_loads_in_flight_of_all_workers_are_passed_on_at_once():
@@ -91,16 +62,6 @@ def test_a_connector_may_say_how_many_of_its_workers_report(count, expected):
     steps = [[output("r") if worker == n else None for worker in range(4)] for n in range(4)]
     told = [aggregator.aggregate(step, output_rank=n) for n, step in enumerate(steps)]
     assert [bool(each.finished_sending) for each in told].index(True) == expected - 1
-
-
-def test_another_expected_count_holds_for_requests_that_were_not_reported_before():
-    aggregator = KVOutputAggregator(2)
-    assert aggregator.aggregate((output("a"), NOTHING)) == NOTHING
-    one = WorkerOutput(finished_sending=frozenset("ab"), expected_finished_count=1)
-    told = aggregator.aggregate((one, NOTHING))
-    assert (told.finished_sending, told.expected_finished_count) == (frozenset("b"), 1)
-    assert aggregator.aggregate((NOTHING, output("a"))) == output("a")
-    assert aggregator.aggregate((NOTHING, output("c"))) == output("c")
 
 
 def test_a_cache_event_is_passed_on_when_all_workers_have_reported_it_and_again_when_it_comes_again():
@@ -132,11 +93,6 @@ def test_events_that_are_complete_need_no_room(monkeypatch):
         complete = WorkerOutput(kv_cache_events=(name,))
         assert aggregator.aggregate((complete, complete)) == complete
     assert aggregator.aggregate((NOTHING, incomplete)) == incomplete
-
-
-def test_invalid_blocks_of_any_worker_are_passed_on_at_once():
-    steps = [WorkerOutput(invalid_block_ids=frozenset(ids)) for ids in ({1, 2}, {2, 7}, ())]
-    assert KVOutputAggregator(3).aggregate(steps).invalid_block_ids == {1, 2, 7}
 
 
 def test_what_cannot_be_counted_is_refused():

@@ -34,8 +34,13 @@ REFUSED = [
     ({5: 1}, r"unknown setting 5"),
     ({"engine_id": ""}, "engine_id"),
     ({"engine_id": "e" * 513}, "engine_id"),
-    ({"engine_id": 5}, "engine_id"),
-    ({"role": "reader"}, "role"),
+    ({"engine_id": None}, r"engine_id: expected `str`, got `null` \[got=None\]"),
+    ({"role": "prod"}, r"role: expected one of producer, consumer, both \[got='prod'\]"),
+    ({"verify": "md5"}, "verify: expected one of none, checksum"),
+    ({"paths": {"direct": "no"}}, r"paths\.direct: expected one of auto, always, never"),
+    ({"peer": {"timeout_s": 0}}, r"peer\.timeout_s: expected `float` > 0\.0 \[got=0\]"),
+    ({"staging": {"window": 100}}, r"staging\.window: expected `int` <= 64 \[got=100\]"),
+    ({"control": 5}, r"invalid setting control: expected `object`, got `int` \[got=5\]"),
     *(({"lease": section}, "lease") for section in (None, 5, "lease", [])),
     *(
         ({section: {**(INSECURE if section == "control" else {}), field: value}}, field)
@@ -46,7 +51,7 @@ REFUSED = [
             ("peer", "transfer_timeout_s", None),
             ("staging", "budget_bytes", 1024, 65536.5),
             ("staging", "chunk_bytes", -1),
-            ("staging", "window", 0, 65),
+            ("staging", "window", 0),
             ("control", "port", 65536, -1),
             ("control", "max_message_bytes", 100),
             ("ucx", "library", 1, ""),
@@ -75,18 +80,20 @@ def test_what_cannot_be_is_refused_by_name(number):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "wrong, complaint",
     [
-        {"engine_id": ""},
-        {"lease": LeaseConfig(duration_s=0)},
-        {"ucx": UcxConfig(tcp_segment_bytes=5000)},
+        ({"engine_id": ""}, "engine_id"),
+        ({"lease": LeaseConfig(duration_s=0)}, "lease"),
+        ({"ucx": UcxConfig(tcp_segment_bytes=5000)}, "ucx"),
+        (
+            {"peer": PeerConfig(timeout_s=-3)},
+            r"peer\.timeout_s: expected `float` > 0\.0 \[got=-3\]",
+        ),
     ],
-    ids=str,
 )
-def test_constructors_check_too(wrong):
-    """Those of msgspec structs alone do not."""
-    [name] = wrong
-    with pytest.raises(ConfigError, match=name):
+def test_constructors_check_too(wrong, complaint):
+    """Those of msgspec structs alone do not. A section is named as one of a mapping."""
+    with pytest.raises(ConfigError, match=complaint):
         ConnectorConfig(**{"engine_id": "e", "control": ControlConfig(insecure=True)} | wrong)
 
 
@@ -104,7 +111,7 @@ def test_on_one_host_insecure_is_allowed_when_it_is_said(host):
 @pytest.mark.parametrize("insecure", [True, False])
 def test_beyond_one_host_there_is_no_way_without_keys_but_the_one_that_says_so(host, insecure):
     assert not is_loopback(host)
-    with pytest.raises(ConfigError, match="needs CURVE keys"):
+    with pytest.raises(ConfigError, match="needs CURVE keys: make them with `kvconnector keygen`"):
         config(control={"host": host, "insecure": insecure})
     assert config(control={"host": host, "insecure_network": True}).control.host == host
 
@@ -184,24 +191,3 @@ def test_slots_are_as_long_as_the_place_asks_and_the_budget_allows():
     small = config(staging={"budget_bytes": 1 << 20})
     assert small.chunk_bytes("cpu") == small.chunk_bytes("cuda") == 1 << 19
     assert config(peer={"timeout_s": 5.5}).peer == PeerConfig(timeout_s=5.5)
-
-
-@pytest.mark.parametrize(
-    "change, text",
-    [
-        ({"role": "prod"}, r"role: expected one of producer, consumer, both \[got='prod'\]"),
-        ({"paths": {"direct": "no"}}, r"paths\.direct: expected one of auto, always, never"),
-        ({"peer": {"timeout_s": 0}}, r"peer\.timeout_s: expected `float` > 0\.0 \[got=0\]"),
-        ({"staging": {"window": 100}}, r"staging\.window: expected `int` <= 64 \[got=100\]"),
-        ({"engine_id": None}, r"engine_id: expected `str`, got `null` \[got=None\]"),
-        ({"control": 5}, r"control: expected `object`, got `int` \[got=5\]"),
-    ],
-)
-def test_an_invalid_value_is_shown_with_what_it_may_be(change, text):
-    with pytest.raises(ConfigError, match=f"invalid setting {text}"):
-        ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}, **change})
-
-
-def test_a_section_that_was_made_wrong_is_named_as_one_of_a_mapping():
-    with pytest.raises(ConfigError, match=r"peer\.timeout_s: expected `float` > 0\.0 \[got=-3\]"):
-        ConnectorConfig(engine_id="e", peer=PeerConfig(timeout_s=-3))

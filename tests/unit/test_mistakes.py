@@ -9,15 +9,17 @@ from kvconnector.errors import (
     BlockIdError,
     ConfigError,
     GeometryError,
+    IncompatiblePeerError,
     LocalError,
     RemoteProtocolError,
     UnknownRequestError,
 )
+from tests.unit.runtime.test_scheduler import PARAMS
 
 
-def config(**changes):
+def config():
     settings = {"engine_id": "e", "role": "both", "control": {"insecure": True}}
-    return kvc.Config.from_mapping({**settings, **changes})
+    return kvc.Config.from_mapping(settings)
 
 
 def cache(*shape):
@@ -39,20 +41,6 @@ def engine():
             yield registered, scheduler
 
 
-SETTINGS = [
-    ({"role": "prefill"}, "role: expected one of producer, consumer, both [got='prefill']"),
-    ({"paths": {"direct": "no"}}, "paths.direct: expected one of auto, always, never"),
-    ({"verify": "md5"}, "verify: expected one of none, checksum"),
-    ({"leases": {}}, "unknown setting 'leases'; did you mean 'lease'"),
-    ({"lease": {"duration": 3}}, "did you mean 'duration_s'"),
-    ({"lease": {"duration_s": -1}}, "lease.duration_s: expected `float` > 0.0 [got=-1]"),
-    ({"lease": 3}, "lease: expected `object`, got `int`"),
-    ({"peer": {"timeout_s": "soon"}}, "peer.timeout_s: expected `float`, got `str` [got='soon']"),
-    ({"control": {"insecure": True, "port": 70_000}}, "control.port: expected `int` <= 65535"),
-    ({"control": {}}, "control.insecure=true"),
-    ({"control": {"insecure": True, "host": "10.0.0.5"}}, "kvconnector keygen"),
-    ({"engine_id": ""}, "engine_id: expected `str` of length >= 1"),
-]
 CONSTRUCTION = [
     (lambda: kvc.Config.from_mapping(None), ConfigError, "settings are a mapping"),
     (lambda: kvc.Config.from_env({"KVCONNECTOR_LEASE_DURATION": "3"}), ConfigError, "DURATION_S"),
@@ -101,11 +89,18 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("changes, words", SETTINGS)
-def test_a_setting_that_cannot_be_is_named_with_what_it_may_be(changes, words):
-    with pytest.raises(ConfigError) as raised:
-        config(**changes)
-    assert words in str(raised.value)
+WRONG_PARAMS = [
+    ({"transfer_secret": "short"}, RemoteProtocolError),
+    ({"transfer_secret": "\u00e9" * 32}, RemoteProtocolError),
+    ({"remote_request_id": ""}, RemoteProtocolError),
+    ({"remote_engine_id": "x" * 600}, RemoteProtocolError),
+    ({"remote_block_ids": [[-1]]}, RemoteProtocolError),
+    ({"remote_block_ids": "text"}, RemoteProtocolError),
+    ({"remote_block_ids": [[1], [2]]}, IncompatiblePeerError),
+    ({"remote_port": 70000}, RemoteProtocolError),
+    ({"remote_host": None}, RemoteProtocolError),
+    ({"remote_first_blocks": [0, 0]}, RemoteProtocolError),
+]
 
 
 @pytest.mark.parametrize("call, kind, words", CONSTRUCTION)
@@ -145,3 +140,13 @@ def test_an_order_that_cannot_be_is_refused(engine, call, kind, words):
     with pytest.raises(kind) as raised:
         call(*engine)
     assert words in str(raised.value)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("changes, kind", WRONG_PARAMS)
+def test_params_that_cannot_be_used_are_refused(engine, changes, kind):
+    _, scheduler = engine
+    with pytest.raises(kind):
+        scheduler.on_new_request("new", {**PARAMS, **changes})
+    scheduler.on_new_request("new", PARAMS)
+    scheduler.abort("new")

@@ -169,51 +169,6 @@ def test_an_encoders_blocks_are_the_requests_own():
         assert manager.get_num_free_gpu_blocks() == 6
 
 
-def test_an_encoders_blocks_are_swapped_with_the_request():
-    manager = manager_of()
-    group = group_of(range(5), 1, num_encoder_tokens=6)
-    manager.allocate(group)
-    held = [*manager.get_block_table(group.seqs()[0]), *manager.get_cross_block_table(group)]
-    copies = manager.swap_out(group)
-    assert [source for source, _ in copies] == held
-    assert manager.get_cross_block_table(group) == [target for _, target in copies][2:]
-    assert manager.get_num_free_gpu_blocks() == 10
-    assert manager.can_swap_in(group) is AllocStatus.OK
-    assert len(manager.swap_in(group)) == 4
-    assert manager.get_num_free_cpu_blocks() == 10
-
-
-def test_lookahead_counts_where_blocks_are_asked_for():
-    manager = manager_of(num_gpu_blocks=3)
-    group = group_of(range(6), 1)
-    assert manager.can_allocate(group, 6) is AllocStatus.OK
-    assert manager.can_allocate(group, 7) is AllocStatus.NEVER
-    manager.allocate(group, 3)
-    assert len(manager.get_block_table(group.seqs()[0])) == 3
-    manager.swap_out(group)
-    assert manager.can_swap_in(group, 6) is AllocStatus.OK
-    assert manager.can_swap_in(group, 7) is AllocStatus.NEVER
-    start(manager, 2, range(1))
-    assert manager.can_swap_in(group) is AllocStatus.LATER
-
-
-def test_a_batch_shares_the_computed_blocks_that_its_tables_begin_with():
-    manager = manager_of(enable_caching=True)
-    prompt = list(range(12))
-    first, second, third = (
-        computed(manager, seq_id, tokens).seqs()[0]
-        for seq_id, tokens in ((1, prompt), (2, prompt), (3, [*prompt[:4], *prompt]))
-    )
-    table = manager.get_block_table(first)
-    common = manager.get_common_computed_block_ids
-    assert common([first, second]) == table[:2], "each computed the block of its last token"
-    assert common([first, second, third]) == table[:1]
-    assert common([first]) == table
-    assert common([]) == []
-    manager.allocate(group := group_of(range(50, 58), 4))
-    assert common(group.seqs()) == []
-
-
 def test_the_block_with_the_last_prompt_token_is_always_computed_anew():
     manager = manager_of(enable_caching=True)
     (first,) = computed(manager, 1, range(8)).seqs()
@@ -245,16 +200,6 @@ def freed_after(manager, seq_id, tokens, now):
     table = manager.get_block_table(seq)
     manager.free(seq)
     return table
-
-
-def test_a_prompt_does_not_evict_the_prefix_that_it_shares():
-    manager = manager_of(num_gpu_blocks=4, enable_caching=True)
-    prefix, _ = freed_after(manager, 1, range(5), now=1.0)
-    freed_after(manager, 2, range(100, 112), now=2.0)  # no block is without content
-    (seq,) = start(manager, 3, [*range(4), *range(200, 204)]).seqs()
-    table = manager.get_block_table(seq)
-    assert table[0] == prefix
-    assert len(set(table)) == 2
 
 
 def test_a_group_that_returns_does_not_evict_what_the_gpu_still_caches_of_it():
@@ -296,46 +241,6 @@ def test_the_latest_use_of_a_block_by_any_of_its_owners_counts():
     assert found == {0: 4, 100: 0}
 
 
-def test_a_shared_block_is_copied_only_for_the_tokens_that_it_holds():
-    manager = manager_of()
-    group = group_of(range(6), 1, 2)
-    manager.allocate(group, 6)
-    first, second = group.seqs()
-    before = manager.get_block_table(first)
-    first.append_tokens([6])
-    ((source, target),) = manager.append_slots(first, 2)
-    after = manager.get_block_table(first)
-    assert (source, target) == (before[1], after[1])
-    assert after[0] == before[0], "a full block is not written"
-    assert after[2] != before[2], "a block for lookahead is not shared any more, and not copied"
-    second.append_tokens([7])
-    assert manager.append_slots(second, 2) == [], "the blocks are its own now"
-    assert manager.get_block_table(second) == before
-
-
-def test_a_block_that_two_steps_complete_can_be_found():
-    manager = manager_of(enable_caching=True)
-    group = start(manager, 1, range(10))
-    for count, found in ((3, 0), (2, 4), (2, 4), (1, 8)):
-        manager.mark_blocks_as_computed(group, count)
-        assert manager.find_cached_tokens(Sequence(2, range(10))) == found
-    with pytest.raises(SequenceError, match="room=2"):
-        manager.mark_blocks_as_computed(group, 3)
-
-
-def test_cached_blocks_in_use_cost_nothing_and_idle_ones_one_each():
-    manager = manager_of(num_gpu_blocks=6, enable_caching=True)
-    first = computed(manager, 1, range(16))
-    probe = group_of(range(20), 2)
-    # Four of its five blocks are those of the first; two are free.
-    assert manager.can_allocate(probe) is AllocStatus.OK
-    manager.free(first.seqs()[0])
-    start(manager, 3, range(100, 108))
-    assert manager.can_allocate(probe) is AllocStatus.LATER
-    with pytest.raises(OutOfBlocksError):
-        manager.allocate(probe)
-
-
 def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
     manager = manager_of(enable_caching=True)
     computed(manager, 1, range(9))  # 2 looked up, none found
@@ -368,15 +273,6 @@ def test_swapping_in_waits_for_blocks_above_the_watermark():
     assert manager.can_swap_in(group) is AllocStatus.OK
     group.seqs()[0].append_tokens([12])
     assert manager.can_swap_in(group) is AllocStatus.LATER
-
-
-def test_a_sequence_that_grew_out_of_all_blocks_never_returns():
-    manager = manager_of(num_gpu_blocks=3)
-    group = start(manager, 1, range(12))
-    manager.swap_out(group)
-    assert manager.can_swap_in(group) is AllocStatus.OK
-    group.seqs()[0].append_tokens([12])
-    assert manager.can_swap_in(group) is AllocStatus.NEVER
 
 
 def test_blocks_that_the_other_device_still_caches_are_not_copied():

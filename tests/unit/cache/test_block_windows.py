@@ -46,30 +46,6 @@ def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks()
     assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
 
 
-def test_a_window_that_was_brought_is_hit_where_it_is_whole():
-    manager = window_manager(8)
-    group = group_of(range(26), 1)
-    manager.allocate(group, resume_at=21)
-    (seq,) = group.seqs()
-    assert manager.get_first_block(seq) == 3, "tokens 12 to 20 are brought"
-    manager.mark_blocks_as_computed(group, 26)
-    manager.free(seq)
-    probe = Sequence(2, range(30))
-    assert manager.find_cached_tokens(probe) == 24
-    assert manager.find_cached_tokens(probe, 23) == 0, "token 11 never came"
-
-
-def test_a_block_of_which_a_window_needs_all_but_the_first_token_is_not_hit():
-    manager = manager_of(8, sliding_window=9, max_step_tokens=8, enable_caching=True)
-    group = group_of(range(26), 1)
-    manager.allocate(group, resume_at=21)  # tokens 13 to 20 are brought
-    manager.mark_blocks_as_computed(group, 26)
-    manager.free(group.seqs()[0])
-    probe = Sequence(2, range(30))
-    assert manager.find_cached_tokens(probe) == 24
-    assert manager.find_cached_tokens(probe, 23) == 0
-
-
 def test_a_window_of_one_token_needs_nothing_before_it():
     manager = manager_of(8, sliding_window=1, max_step_tokens=8, enable_caching=True)
     group = group_of(range(26), 1)
