@@ -42,7 +42,6 @@ from kvconnector.transport.ucx.rdma import (
     offers_of,
     settle_net_devices,
 )
-from kvconnector.wire import WIRE_MAJOR
 from kvconnector.wire import messages as m
 
 
@@ -130,7 +129,8 @@ def _engine(
     yield Finding(
         "peer",
         "ok" if version == __version__ else "warn",
-        f"engine {theirs.engine_id} at {address}, kvconnector {version} (here {__version__}), wire {WIRE_MAJOR}",
+        f"engine {theirs.engine_id} at {address}, kvconnector {version} (here {__version__}),"
+        f" wire {directory.wire_version}",
     )
     groups = []
     for group in theirs.ranks[0].groups:

@@ -39,7 +39,7 @@ from kvconnector.session.export_check import check_export
 from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
 from kvconnector.transport.ucx.address import WorkerAddress
-from kvconnector.wire import decode_batch, encode, refusal_error
+from kvconnector.wire import decode_batch, encode, refusal_error, versions
 from kvconnector.wire import messages as m
 
 PROBE_MESSAGES, PROBES = 32, 3
@@ -156,8 +156,14 @@ class PeerGreeting(ExitStack):
         """
         check_server(security_of(self._config), self._address, self._key)
         handle = self._control.connect(self._address, self._key)
-        request = m.DirectoryRequest(engine_id=self._config.engine_id, any_engine=True)
-        self._control.send(handle, encode(request))
+        spoken = versions.SPOKEN
+        request = m.DirectoryRequest(
+            engine_id=self._config.engine_id,
+            any_engine=True,
+            oldest_version=spoken.oldest,
+            newest_version=spoken.newest,
+        )
+        self._control.send(handle, encode(request, spoken.oldest))
         deadline_s = time.monotonic() + ASK_S
         while (left_s := deadline_s - time.monotonic()) > 0:
             for event in self._control.poll(left_s):
@@ -268,9 +274,9 @@ class PeerGreeting(ExitStack):
 
     def _carry_out(self, answer: object, now: float) -> None:
         match answer:
-            case cmd.OpenLink(link, address, public_key):
+            case cmd.OpenLink(link, address, public_key, version):
                 check_server(security_of(self._config), address, public_key)
-                self._links.open(link, address, public_key)
+                self._links.open(link, address, public_key, version)
             case cmd.CloseLink(link):
                 self._warm_ups.forget(link)
                 if (open_link := self._links.get(link)) is not None:

@@ -8,10 +8,11 @@ import warnings
 
 import msgspec
 
+from kvconnector._version import __version__
 from kvconnector.control.base import ControlChannel, PeerHandle, Received
 from kvconnector.control.refusals import Refusals
-from kvconnector.errors import KVConnectorError
-from kvconnector.wire import decode, encode
+from kvconnector.errors import IncompatiblePeerError, KVConnectorError
+from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -63,14 +64,17 @@ class DirectoryService:
             if isinstance(event, Received) and event.handle not in dropped:
                 try:
                     reply = self._reply_to(decode(event.payload))
-                    self._control.send(event.handle, encode(reply))
+                    version = version_of(event.payload)
+                    if isinstance(reply, m.Directory):
+                        version = reply.wire_version
+                    self._control.send(event.handle, encode(reply, version))
                 except KVConnectorError as error:
                     peer = self._control.peer_of(event.handle)
                     self._refusals.note(f"a request of {peer}", type(error).__name__, error)
                     self._control.disconnect(event.handle)
                     dropped.add(event.handle)
 
-    def _reply_to(self, message: m.Message) -> m.Message:
+    def _reply_to(self, message: m.Message) -> m.Directory | m.DirectoryRefused:
         if not isinstance(message, m.DirectoryRequest):
             return m.DirectoryRefused(
                 refusal=m.Refusal.NOT_GREETED,
@@ -81,7 +85,15 @@ class DirectoryService:
                 refusal=m.Refusal.INCOMPATIBLE,
                 text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}",
             )
-        return answer_to(message, self._directory)
+        try:
+            agreed = versions.SPOKEN.common(
+                versions.WireVersions(message.oldest_version, message.newest_version)
+            )
+        except IncompatiblePeerError as error:
+            text = f"{error} (this is kvconnector {__version__})"
+            return m.DirectoryRefused(refusal=m.Refusal.INCOMPATIBLE, text=text)
+        directory = msgspec.structs.replace(self._directory, wire_version=agreed)
+        return answer_to(message, directory)
 
     @property
     def address(self) -> str:

@@ -135,7 +135,7 @@ class Executor:
     def _open_link(self, command: cmd.OpenLink) -> None:
         try:
             check_server(self._security, command.address, command.public_key)
-            self._links.open(command.link, command.address, command.public_key)
+            self._links.open(command.link, command.address, command.public_key, command.version)
         except KVConnectorError as error:
             self._report(ev.LinkLost(command.link, error))
 

@@ -40,7 +40,7 @@ from kvconnector.transport.base import (
     ControlFailed,
     ControlMessage,
 )
-from kvconnector.wire import encode, encode_batch
+from kvconnector.wire import encode, encode_batch, version_of
 from kvconnector.wire import messages as m
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ MAX_BATCH_BYTES = 32 << 10
 @dataclass(slots=True, eq=False)
 class Link:
     """One peer worker, or a directory service. Sessions number the links they open from 1; links that peers open get
-    negative numbers.
+    negative numbers. Both sides use the wire `version` in which it was opened.
 
     `handle` is its control connection, None once that has ended. `endpoint` is the transport's for our messages, 0
     while they travel on the control connection; one that the link does not own, the peer's for its reads, is used once
@@ -65,6 +65,7 @@ class Link:
 
     number: LinkId
     handle: PeerHandle | None
+    version: int
     is_lost: bool = False
     tag: int = 0
     opener: Opener | None = None
@@ -146,13 +147,13 @@ class Links:
 
     # -- opening and ending --
 
-    def open(self, number: LinkId, address: str, public_key: str) -> Link:
-        """Connect to a peer.
+    def open(self, number: LinkId, address: str, public_key: str, version: int) -> Link:
+        """Connect to a peer, to write to it in this wire version.
 
         Raises:
             ConfigError, TransportError: see `ControlChannel.connect`.
         """
-        return self._add(number, self.control.connect(address, public_key))
+        return self._add(number, self.control.connect(address, public_key), version)
 
     def close(self, link: Link) -> None:
         """Forget a link, and end its connections after what was sent on them. Idempotent."""
@@ -179,22 +180,23 @@ class Links:
                 self.refusals.warn(peer, f"the connection to {peer} is given up: {error}")
         if link.number < 0 and link.handle is not None and not has_left:
             # over ZMQ, which outlives what was lost
+            goodbye = m.Bye(text=error.statement[:4096])
             with suppress(KVConnectorError):
-                self.control.send(link.handle, encode(m.Bye(text=error.statement[:4096])))
+                self.control.send(link.handle, encode(goodbye, link.version))
         self._end(link, error)
 
     def say_goodbye(self) -> None:
         """Tell the consumers that this worker leaves in order. Each lets go of its pools, then disconnects: until then
         it is one of the `mappers`. Producers see this worker disconnect, for which it need not wait for them.
         """
-        goodbye = encode(m.Bye(text="the worker is closing"))
+        goodbye = m.Bye(text="the worker is closing")
         for link in self:
             if link.number < 0:
-                self.queue(link, goodbye)
+                self.send(link, goodbye)
         self.flush()
 
-    def _add(self, number: LinkId, handle: PeerHandle) -> Link:
-        link = self._by_number[number] = self._by_handle[handle] = Link(number, handle)
+    def _add(self, number: LinkId, handle: PeerHandle, version: int) -> Link:
+        link = self._by_number[number] = self._by_handle[handle] = Link(number, handle, version)
         return link
 
     def _end(self, link: Link, error: KVConnectorError) -> None:
@@ -256,7 +258,7 @@ class Links:
 
     def send(self, link: Link, message: m.Message) -> None:
         """As `queue`, of a message."""
-        self.queue(link, encode(message))
+        self.queue(link, encode(message, link.version))
 
     def flush(self) -> None:
         """Send what is queued, one batch a link, or several where that would be too long."""
@@ -279,7 +281,7 @@ class Links:
         unsent, link.unsent = link.unsent, []
         if not unsent or link.handle is None or link.is_lost:
             return  # the sessions know that it is lost, or will
-        batch = encode_batch(unsent)
+        batch = encode_batch(unsent, link.version)
         try:
             if link.uses_transport:
                 self._seal_and_send(link, batch)
@@ -317,7 +319,9 @@ class Links:
                 continue  # it came before we gave the connection up in this turn
             link = self._by_handle.get(arrival.handle)
             if isinstance(arrival, Received):
-                link = link or self._add(LinkId(-next(self._incoming)), arrival.handle)
+                if link is None:
+                    number, version = LinkId(-next(self._incoming)), version_of(arrival.payload)
+                    link = self._add(number, arrival.handle, version)
                 if not link.is_lost:
                     yield link, arrival.payload, True
             elif link is not None:

@@ -34,11 +34,12 @@ class SendMessage(Command, msgspec.Struct, frozen=True):
 
 
 class OpenLink(Command, msgspec.Struct, frozen=True):
-    """Connect `link` to a peer's control address."""
+    """Connect `link` to a peer's control address; our messages on it are in this wire version."""
 
     link: LinkId
     address: str
     public_key: str
+    version: int
 
 
 class CloseLink(Command, msgspec.Struct, frozen=True):

@@ -31,7 +31,7 @@ from kvconnector.session.remote_engine import (
 )
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
-from kvconnector.wire import refusal_error
+from kvconnector.wire import refusal_error, versions
 
 FIRST_GREETING_FACTOR = 3
 """An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
@@ -207,7 +207,7 @@ class RemoteEngines:
         replica = Rank(rank.pp_rank, self._topology.replica_index % ours.tp_size)
         request = look_up(engine.name, (rank, replica), ours)
         return [
-            cmd.OpenLink(link, engine.name.address, engine.name.public_key),
+            cmd.OpenLink(link, engine.name.address, engine.name.public_key, versions.SPOKEN.oldest),
             cmd.SendMessage(link, request),
         ]
 
@@ -217,6 +217,7 @@ class RemoteEngines:
         directory = event.message
         engine.accept(event, now)
         try:
+            version = versions.SPOKEN.check(directory.wire_version)
             geometry = geometry_of(engine.name, directory)
             self._topology.check_compatible(geometry)
             holders = self._topology.holders(geometry)
@@ -249,7 +250,9 @@ class RemoteEngines:
             theirs = geometry.rank_geometry(rank)
             worker = RemoteWorker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
-            answers.append(cmd.OpenLink(worker.link, entry.control_address, entry.public_key))
+            answers.append(
+                cmd.OpenLink(worker.link, entry.control_address, entry.public_key, version)
+            )
             answers.append(cmd.ExpectWarmUp(worker.link, segments.get(rank, ())))
         if not holders:  # this rank holds nothing, so nobody waits for it either
             answers += self._ready_now(engine, now)

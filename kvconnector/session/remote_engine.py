@@ -17,6 +17,7 @@ from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m
+from kvconnector.wire import versions
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
 """A peer states its timeout and its leases' duration, and so how often we name a transfer, but not more often."""
@@ -125,10 +126,13 @@ def look_up(
     name: EngineAddress, ranks: Iterable[Rank], shape: EngineGeometry
 ) -> m.DirectoryRequest:
     """Ask who an engine's workers are that are at the place of `ranks` in an engine of this shape."""
+    spoken = versions.SPOKEN
     return m.DirectoryRequest(
         engine_id=name.engine_id,
         ranks=tuple(rank.global_rank(shape.tp_size) for rank in ranks),
         world_size=shape.world_size,
+        oldest_version=spoken.oldest,
+        newest_version=spoken.newest,
     )
 
 

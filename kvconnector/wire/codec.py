@@ -1,8 +1,5 @@
-"""Bytes to messages and back. The envelope (magic, major, kind) is checked before the body is decoded.
-
-Majors: 1, the first. 2: heartbeats name what is followed, and messages travel in batches. 3: `Progress` has a watermark
-as one field, a greeting names the segments of all reads, and a read only ranges, which both sides cut into the same
-chunks. Within a major, fields are only ever appended, and chunks are cut in the same way.
+"""Bytes to messages and back. The envelope (magic, version, kind) is checked before the body is decoded, and its form
+never changes. `versions` says which version a message is in.
 """
 
 from __future__ import annotations
@@ -13,15 +10,15 @@ from collections.abc import Sequence
 import msgspec
 
 from kvconnector import errors as e
-from kvconnector.errors import IncompatiblePeerError, KVConnectorError, RemoteProtocolError
+from kvconnector.errors import KVConnectorError, RemoteProtocolError
 from kvconnector.wire import messages as m
+from kvconnector.wire import versions
 from kvconnector.wire.messages import Refusal
 
-WIRE_MAJOR = 3
 MAGIC = b"KVCN"
 _ENVELOPE = struct.Struct("<4sHH")
 
-# Kinds are part of the wire: numbers are never reused. 15 was a message of major 1.
+# Kinds are part of the wire: numbers are never reused. 15 was a message of version 1.
 KINDS: dict[int, type[m.Message]] = {
     1: m.DirectoryRequest,
     2: m.Directory,
@@ -41,6 +38,8 @@ KINDS: dict[int, type[m.Message]] = {
     17: m.Probe,
     18: m.Batch,
 }
+FIXED = frozenset({1, 3, 14})
+"""A request to a directory, its refusal, and a goodbye are read in any version: their fields are only ever appended."""
 _KIND_OF = {message: kind for kind, message in KINDS.items()}
 _DECODERS = {kind: msgspec.msgpack.Decoder(message) for kind, message in KINDS.items()}
 _ENCODER = msgspec.msgpack.Encoder()
@@ -61,15 +60,24 @@ def refusal_error(refusal: Refusal, text: str, **context: object) -> e.RemoteErr
     return _ERRORS[refusal](text, **context)
 
 
-def encode(message: m.Message) -> bytes:
-    """The message with its envelope."""
+def encode(message: m.Message, version: int | None = None) -> bytes:
+    """The message with its envelope, in the newest version or the one that its link uses."""
     kind = _KIND_OF[type(message)]
-    return _ENVELOPE.pack(MAGIC, WIRE_MAJOR, kind) + _ENCODER.encode(message)
+    version = versions.SPOKEN.newest if version is None else version
+    return _ENVELOPE.pack(MAGIC, version, kind) + _ENCODER.encode(message)
 
 
-def encode_batch(payloads: Sequence[bytes]) -> bytes:
+def encode_batch(payloads: Sequence[bytes], version: int | None = None) -> bytes:
     """Encoded messages as one, in their order."""
-    return payloads[0] if len(payloads) == 1 else encode(m.Batch(messages=tuple(payloads)))
+    if len(payloads) == 1:
+        return payloads[0]
+    return encode(m.Batch(messages=tuple(payloads)), version)
+
+
+def version_of(payload: bytes) -> int:
+    """Return the version to answer a message in: its own, or the oldest where it is none of ours."""
+    found = _ENVELOPE.unpack_from(payload)[1] if len(payload) >= _ENVELOPE.size else None
+    return found if found in versions.SPOKEN else versions.SPOKEN.oldest
 
 
 def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
@@ -88,18 +96,20 @@ def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
 
 
 def decode(payload: bytes) -> m.Message:
-    """The message in `payload`. Raises IncompatiblePeerError: another wire major; RemoteProtocolError: anything else
-    that is no valid message: garbage, truncated, wrong types, values out of range, an impossible geometry.
+    """The message in `payload`.
+
+    Raises:
+        IncompatiblePeerError: it is of a wire version that is not spoken here, and of no `FIXED` kind.
+        RemoteProtocolError: anything else that is no valid message: garbage, truncated, wrong types, values out of
+            range, an impossible geometry.
     """
     if len(payload) < _ENVELOPE.size:
         raise RemoteProtocolError("a message is shorter than its envelope", nbytes=len(payload))
-    magic, major, kind = _ENVELOPE.unpack_from(payload)
+    magic, version, kind = _ENVELOPE.unpack_from(payload)
     if magic != MAGIC:
         raise RemoteProtocolError("these bytes are no kvconnector message", starts_with=payload[:8])
-    if major != WIRE_MAJOR:
-        raise IncompatiblePeerError(
-            "the peer speaks another wire version", ours=WIRE_MAJOR, theirs=major
-        )
+    if kind not in FIXED:
+        versions.SPOKEN.check(version)
     decoder = _DECODERS.get(kind)
     if decoder is None:
         raise RemoteProtocolError("unknown message kind", kind=kind)

@@ -34,6 +34,10 @@ CHUNK_TAG_BITS = 20
 """A read's chunk `i` travels under tag `first_tag + i`; 2^20 chunks a read at most."""
 
 
+UNSTATED_VERSION = 3
+"""The wire version of releases that state none."""
+
+
 class Refusal(StrEnum):
     """Reasons of a refusal; `wire.refusal_error` maps these to exceptions."""
 
@@ -53,13 +57,16 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
     """Asks an engine's scheduler for its workers; with `any_engine` whatever its name is. `ranks`: the indices of those
-    whose addresses are wanted among `world_size` ranks, None for all. The answer may have more.
+    whose addresses are wanted among `world_size` ranks, None for all. The answer may have more. The asking engine
+    speaks the wire versions from `oldest_version` to `newest_version`.
     """
 
     engine_id: Id
     any_engine: bool = False
     ranks: Annotated[tuple[Index, ...], Meta(max_length=1 << 16)] | None = None
     world_size: Annotated[int, Meta(ge=1, lt=1 << 31)] = 1
+    oldest_version: Index = UNSTATED_VERSION
+    newest_version: Index = UNSTATED_VERSION
 
 
 class WorkerEntry(Message, frozen=True, kw_only=True):
@@ -73,12 +80,15 @@ class WorkerEntry(Message, frozen=True, kw_only=True):
 
 
 class Directory(Message, frozen=True, kw_only=True):
-    """An engine, and its workers or those that were asked for, in rank order. `stream`: its setting of that name."""
+    """An engine, and its workers or those that were asked for, in rank order. `stream`: its setting of that name. Both
+    engines use `wire_version` from now on.
+    """
 
     geometry: PackedGeometry
     workers: tuple[WorkerEntry, ...]
     library_version: Text = ""
     stream: bool = True
+    wire_version: Index = UNSTATED_VERSION
 
 
 class DirectoryRefused(Message, frozen=True, kw_only=True):

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
-from kvconnector.wire import WIRE_MAJOR, decode, encode
+from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.codec import KINDS
 from kvconnector.wire.packed_geometry import PackedGeometry
+from kvconnector.wire.versions import SPOKEN, WireVersions
 from tests.golden.test_wire_bytes import messages
 from tests.support.strategies import engines, model_shapes
 
@@ -24,7 +25,7 @@ MAX_OVERHEAD_BYTES = 256 << 10
 
 
 def envelope(kind, body):
-    return ENVELOPE.pack(b"KVCN", WIRE_MAJOR, kind) + body
+    return ENVELOPE.pack(b"KVCN", SPOKEN.newest, kind) + body
 
 
 def check_harmless(payload):
@@ -108,3 +109,20 @@ def test_a_length_field_costs_no_memory(message, data):
     finally:
         tracemalloc.stop()
     assert peak < MAX_OVERHEAD_BYTES + 64 * len(hostile)
+
+
+RANGES = st.tuples(st.integers(1, 9), st.integers(0, 4)).map(lambda r: WireVersions(r[0], sum(r)))
+
+
+@given(ours=RANGES, theirs=RANGES)
+def test_two_engines_use_the_newest_version_that_both_speak(ours, theirs):
+    shared = {*range(ours.oldest, ours.newest + 1)} & {*range(theirs.oldest, theirs.newest + 1)}
+    if shared:
+        assert ours.common(theirs) == theirs.common(ours) == max(shared)
+        assert ours.check(max(shared)) == max(shared)
+        return
+    with pytest.raises(IncompatiblePeerError, match="in common") as refused:
+        ours.common(theirs)
+    assert refused.value.context == {"ours": str(ours), "theirs": str(theirs)}
+    with pytest.raises(IncompatiblePeerError, match="another wire version"):
+        ours.check(theirs.newest)

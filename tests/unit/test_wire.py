@@ -7,9 +7,10 @@ import pytest
 from kvconnector.errors import IncompatiblePeerError, RemoteError, RemoteProtocolError
 from kvconnector.topology import Segment
 from kvconnector.topology.segments import MAX_SEGMENTS
-from kvconnector.wire import WIRE_MAJOR, decode, decode_batch, encode, encode_batch, refusal_error
+from kvconnector.wire import decode, decode_batch, encode, encode_batch, refusal_error
 from kvconnector.wire import messages as m
 from kvconnector.wire.packed_geometry import PackedGeometry
+from kvconnector.wire.versions import SPOKEN
 from tests.golden.test_wire_bytes import messages
 from tests.support.fakes import FakeEngine, attention_model
 
@@ -35,10 +36,17 @@ def travelling(message, **changes):
     return payload[: ENVELOPE.size] + msgspec.msgpack.encode(fields)
 
 
-def test_another_wire_major_is_told_from_garbage():
+@pytest.mark.parametrize("other", [SPOKEN.newest + 1, SPOKEN.oldest - 1])
+def test_another_wire_version_is_told_from_garbage(other):
     with pytest.raises(IncompatiblePeerError, match="version") as refused:
-        decode(ENVELOPE.pack(b"KVCN", WIRE_MAJOR + 1, 1))
-    assert refused.value.context == {"ours": WIRE_MAJOR, "theirs": WIRE_MAJOR + 1}
+        decode(ENVELOPE.pack(b"KVCN", other, 2))
+    assert refused.value.context == {"ours": str(SPOKEN), "theirs": other}
+
+
+@pytest.mark.parametrize("name", ["directory_request", "directory_refused", "bye"])
+def test_what_engines_without_a_common_version_exchange_is_read_in_any(name):
+    message = messages()[name]
+    assert decode(encode(message, 77)) == message
 
 
 @pytest.mark.parametrize(
@@ -46,7 +54,7 @@ def test_another_wire_major_is_told_from_garbage():
     [
         (b"", "shorter"),
         (b"GET / HTTP/1.1", "no kvconnector message"),
-        (ENVELOPE.pack(b"KVCN", WIRE_MAJOR, 999), "unknown message kind"),
+        (ENVELOPE.pack(b"KVCN", SPOKEN.newest, 999), "unknown message kind"),
     ],
 )
 def test_what_is_no_envelope_is_refused(data, complaint):

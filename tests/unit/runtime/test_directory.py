@@ -1,13 +1,16 @@
-"""Which workers a directory service names."""
+"""Which workers a directory service names, and the wire version that it picks."""
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvconnector.runtime.directory import MAX_UNASKED, answer_to
+from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_to
+from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
+from tests.support.inproc_control import ControlHub
 from tests.unit.session import harness
 
 ENTRY = harness.directory().workers[0]
@@ -38,3 +41,46 @@ def test_workers_that_share_a_place_with_the_ranks_asked_for(size, theirs, ranks
 def test_who_names_no_ranks_hears_of_all(size):
     directory = directory_of(size)
     assert answer_to(m.DirectoryRequest(engine_id="p"), directory) == directory
+
+
+def asked(service_speaks, asking_speaks, monkeypatch):
+    """The bytes that a service answers with, whose releases speak these versions."""
+    hub = ControlHub(seed=0)
+    asking, serving = hub.open(), hub.open()
+    service = DirectoryService(serving, harness.directory())
+    request = m.DirectoryRequest(
+        engine_id="p", oldest_version=asking_speaks[0], newest_version=asking_speaks[1]
+    )
+    asking.send(asking.connect(serving.address, ""), encode(request, asking_speaks[0]))
+    monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(*service_speaks))
+    service.turn(0.0)
+    monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(*asking_speaks))
+    (answer,) = asking.poll(0.0)
+    return answer.payload
+
+
+@pytest.mark.parametrize(
+    "service_speaks,asking_speaks,agreed",
+    [
+        ((3, 3), (3, 3), 3),
+        ((3, 4), (3, 3), 3),
+        ((3, 3), (3, 4), 3),
+        ((4, 5), (3, 4), 4),
+        ((3, 4), (4, 6), 4),
+    ],
+)
+def test_a_service_answers_in_the_newest_version_of_both(
+    service_speaks, asking_speaks, agreed, monkeypatch
+):
+    payload = asked(service_speaks, asking_speaks, monkeypatch)
+    assert version_of(payload) == agreed
+    assert decode(payload) == replace(harness.directory(), wire_version=agreed)
+
+
+@pytest.mark.parametrize("ours,theirs", [((3, 3), (4, 5)), ((5, 6), (3, 4))])
+def test_releases_without_a_common_version_refuse_each_other_by_name(ours, theirs, monkeypatch):
+    refused = decode(asked(ours, theirs, monkeypatch))
+    assert refused.refusal is m.Refusal.INCOMPATIBLE
+    assert "no wire version in common" in refused.text
+    for spoken in (ours, theirs):
+        assert str(versions.WireVersions(*spoken)) in refused.text

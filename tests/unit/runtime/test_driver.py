@@ -15,6 +15,7 @@ from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
+from kvconnector.wire.versions import SPOKEN
 from tests.support.fakes import FakeClock, FakeEngine, attention_model
 from tests.support.world import World
 
@@ -151,7 +152,7 @@ def test_deadlines_pass_and_no_more_is_queued_while_a_peer_sends_without_end(mon
         producer.grant("r", [[1, 2]], 8)
         driver.turn(0.0)
         driver.clock = Slow(driver.clock())
-        link = Link(LinkId(-9), None)
+        link = Link(LinkId(-9), None, SPOKEN.newest)
         beats = encode_batch([encode(m.Heartbeat(transfers=()))] * 100)
         sent = {
             "transport": ("receive", lambda: [(link, beats)]),

@@ -9,8 +9,9 @@ from kvconnector.errors import PeerLostError
 from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.base import CONTROL_TAG_BIT
-from kvconnector.wire import decode, decode_batch, encode
+from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
 from kvconnector.wire import messages as m
+from kvconnector.wire.versions import SPOKEN
 from tests.support.inproc_control import ControlHub
 from tests.support.loopback import LoopbackNetwork
 
@@ -66,7 +67,7 @@ class Pair:
 
     def greet(self):
         d, p = self.d, self.p
-        d.links.open(OUT, p.control.address, "")
+        d.links.open(OUT, p.control.address, "", SPOKEN.newest)
         hello = d.links.open_inbox(d.link)
         d.send(b"hello")
         assert p.poll() == [b"hello"]
@@ -147,12 +148,27 @@ def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
 
 def test_one_message_travels_as_it_is_and_links_do_not_mix(pair):
     one, other = m.HeartbeatReply(number=1), m.HeartbeatReply(number=2)
-    second = pair.d.links.open(LinkId(2), pair.p.control.address, "")
+    second = pair.d.links.open(LinkId(2), pair.p.control.address, "", SPOKEN.newest)
     pair.d.links.send(second, other)
     pair.d.links.send(pair.d.link, one)
     pair.d.links.flush()
     assert pair.p.receive() == [encode(one)]
     assert pair.p.poll() == [encode(other)]
+
+
+def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypatch):
+    monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(3, 5))
+    message = m.HeartbeatReply(number=1)
+    for version in (4, 5, 3):
+        link = pair.d.links.open(LinkId(version), pair.p.control.address, "", version)
+        pair.d.links.send(link, message)
+        pair.d.links.send(link, message)
+        pair.d.links.flush()
+        assert pair.p.poll() == [encode_batch([encode(message, version)] * 2, version)]
+        *_, answering = pair.p.links
+        pair.p.links.send(answering, message)
+        pair.p.links.flush()
+        assert pair.d.poll() == [encode(message, version)]
 
 
 def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):

@@ -14,6 +14,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 from kvconnector.session.orders import DropRequest
 from kvconnector.wire import messages as m
+from kvconnector.wire import versions
 from kvconnector.wire.packed_geometry import PackedGeometry
 from tests.support.fakes import attention_model
 from tests.unit.session import harness
@@ -95,6 +96,24 @@ def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent(s
     side.tell(ev.LinkLost(first.link, PeerLostError("gone")))
     side.tell(harness.load_asked("x"))
     assert harness.of(side.tell(ev.FromPeer(again.link, harness.directory())), cmd.OpenLink)
+
+
+def test_workers_are_greeted_in_the_version_that_the_directory_names(side, monkeypatch):
+    monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(3, 5))
+    commands = side.tell(harness.wanted())
+    (asked,) = harness.of(commands, cmd.OpenLink)
+    (request,) = harness.messages(commands, m.DirectoryRequest)
+    assert (asked.version, request.oldest_version, request.newest_version) == (3, 3, 5)
+    named = replace(harness.directory(), wire_version=4)
+    (worker,) = harness.of(side.tell(ev.FromPeer(asked.link, named)), cmd.OpenLink)
+    assert worker.version == 4
+
+
+def test_a_version_that_is_not_spoken_here_loses_the_engine(side):
+    (asked,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), cmd.OpenLink)
+    named = replace(harness.directory(), wire_version=versions.SPOKEN.newest + 1)
+    failed = harness.finished(side.tell(ev.FromPeer(asked.link, named)))
+    assert failed == harness.failed(IncompatiblePeerError)
 
 
 def _beat(side, *links, seconds=harness.SOON_IDLE.idle_timeout_s):
