@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(661, target=560),
-    "kvconnector/bench": Size(4173),
+    "kvconnector/bench": Size(4145),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(2814),
+    "kvconnector/cli": Size(2842),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4640, target=4050),
     "kvconnector/integrations": Size(2853, target=3510),

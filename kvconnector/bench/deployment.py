@@ -11,7 +11,8 @@ import numpy as np
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.pools import choose_blocks
 from kvconnector.bench.rank_process import EngineSpec
-from kvconnector.bench.shapes import EngineShape, format_bytes
+from kvconnector.bench.shapes import EngineShape
+from kvconnector.bench.sizes import format_bytes
 
 SPARE_FACTOR = 2
 """Blocks of a pool for each block of the longest request."""

@@ -14,7 +14,7 @@ import msgspec
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.nixl import NIXL_SETTINGS
-from kvconnector.bench.options import TIMEOUT_S, Settings, control_settings
+from kvconnector.bench.options import TIMEOUT_S, BenchOptions, Settings, control_settings
 from kvconnector.bench.processes import EngineProcesses
 from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess
 from kvconnector.bench.remote import RemoteProcesses
@@ -41,12 +41,19 @@ class Engine(ExitStack):
     ) -> None:
         super().__init__()
         self.ranks = self.enter_context(ranks)
+        self._schedulers = self.enter_context(ExitStack())
         self._aggregator = KVOutputAggregator(len(ranks.spec.shape.ranks))
         self._config = config
         if config is None:
             self._agents = ranks.begin(RankProcess.open_agent, num_threads)
         else:
-            self._workers = ranks.begin(RankProcess.start_worker, config)
+            self.start(config)
+
+    def start(self, config: ConnectorConfig) -> None:
+        """Begin to start a worker in every rank, in the place of the one that it has; `await_started` follows."""
+        self._config = config
+        self._schedulers.close()
+        self._workers = self.ranks.begin(RankProcess.start_worker, config)
 
     def await_started(self) -> None:
         """Raises CallFailedError: a rank did not start."""
@@ -55,7 +62,7 @@ class Engine(ExitStack):
         else:
             self.started = self._workers()
             self.scheduler = Scheduler(self._config, [each.metadata for each in self.started])
-            self.callback(self.scheduler.close)
+            self._schedulers.callback(self.scheduler.close)
 
     def offer(self, blocks: dict[str, list[int]], num_tokens: int) -> dict[str, dict[str, Any]]:
         """Hold requests for a consumer, each in these blocks: the `kv_transfer_params` of each."""
@@ -230,13 +237,19 @@ class EnginePair(ProcessPair):
         options = deployment.options
         if options.connect:
             settings = {**settings, "control": msgspec.to_builtins(control_settings())}
-        roles = {"prefill": "producer", "decode": "consumer"}
-        super().__init__(
-            deployment, {name: options.config(name, role, settings) for name, role in roles.items()}
-        )
+        super().__init__(deployment, _configs(options, settings))
         self.paths: set[str] = set()
         self.lanes: list[str] = []
         self._num_requests = 0
+
+    def start_again(self, settings: Settings) -> None:
+        """Start new workers with these settings in the processes of both engines, in the place of those there."""
+        configs = _configs(self.deployment.options, settings)
+        for engine, config in zip((self.prefill, self.decode), configs.values(), strict=True):
+            engine.start(config)
+        self.prefill.await_started()
+        self.decode.await_started()
+        self.paths.clear()
 
     def restart(self, engine_id: str) -> None:
         """Kill an engine and start it again under the same id."""
@@ -278,6 +291,11 @@ class EnginePair(ProcessPair):
             request_id, blocks=[transfer.prefill_blocks], num_tokens=transfer.num_tokens
         )
         self.decode.want(request_id, params, transfer.decode_blocks, transfer.num_tokens)
+
+
+def _configs(options: BenchOptions, settings: Settings) -> dict[str, ConnectorConfig]:
+    roles = {"prefill": "producer", "decode": "consumer"}
+    return {name: options.config(name, role, settings) for name, role in roles.items()}
 
 
 class NixlPair(ProcessPair):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -97,7 +98,11 @@ def cpu_name() -> str:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch can use; none where torch is missing."""
+    """The GPUs that torch can use; none where torch, or the driver, is missing."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # importing torch takes seconds
+    except OSError:
+        return ()
     if importlib.util.find_spec("torch") is None:
         return ()
     import torch

@@ -9,7 +9,8 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from kvconnector.bench.shapes import EngineShape, ModelShape, parse_numbers
+from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.sizes import parse_numbers
 from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError
 

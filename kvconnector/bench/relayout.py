@@ -14,7 +14,8 @@ from kvconnector.bench.limits import host_copy, repeat
 from kvconnector.bench.options import SEED, WARMUP, BenchOptions
 from kvconnector.bench.pools import RankPools, choose_blocks
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
-from kvconnector.bench.shapes import EngineShape, format_bytes
+from kvconnector.bench.shapes import EngineShape
+from kvconnector.bench.sizes import format_bytes
 from kvconnector.datapath import Pools
 from kvconnector.ids import Rank
 from kvconnector_kernels.relayout import PagedSide, relayout, upload_block_ids

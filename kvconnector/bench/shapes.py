@@ -1,14 +1,14 @@
-"""What is benchmarked: the cache shapes of public models, and how an engine cuts them; sizes as people write them."""
+"""What is benchmarked: the cache shapes of public models, and how an engine cuts them."""
 
 from __future__ import annotations
 
-import re
 from math import prod
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
+from kvconnector.bench.sizes import parse_numbers
 from kvconnector.cache.specs import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -271,43 +271,3 @@ def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> En
         model=model.description(),
         ranks=tuple(rank_geometry(model, shape, rank) for rank in shape.ranks),
     )
-
-
-def parse_tokens(text: str) -> tuple[int, ...]:
-    """Request sizes from "2000" or "16,128,2048". Raises ConfigError: something else, or a size below one token."""
-    tokens = parse_numbers(text)
-    if not tokens or min(tokens) < 1:
-        raise ConfigError("token counts are positive numbers with commas between them", given=text)
-    return tokens
-
-
-def parse_numbers(text: str) -> tuple[int, ...]:
-    """Numbers from "0" or "2,3"; none from nothing. Raises ConfigError: something else."""
-    pieces = [piece.strip() for piece in text.split(",")] if text else []
-    if not all(piece.isdecimal() for piece in pieces):
-        raise ConfigError("expected numbers with commas between them", given=text)
-    return tuple(int(piece) for piece in pieces)
-
-
-_BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b|ib|)", re.IGNORECASE)
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of "2MiB", "512k", "1.5 GB" or "4096". Raises ConfigError: no such number or unit, or less than a byte."""
-    match = _BYTES.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError("a size is a number and a unit, as in 2MiB", given=text)
-    base = 1000 if match[3].lower() == "b" else 1024
-    nbytes = int(float(match[1]) * base ** " kmg".index(match[2].lower() or " "))
-    if nbytes < 1:
-        raise ConfigError("a size is at least one byte", given=text)
-    return nbytes
-
-
-def format_bytes(nbytes: int) -> str:
-    """Three digits and a binary unit."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = min(max(nbytes, 1).bit_length() // 10, len(units) - 1)
-    if power and nbytes < 1 << 10 * power:
-        power -= 1
-    return f"{nbytes / (1 << 10 * power):.4g} {units[power]}"

@@ -111,7 +111,7 @@ class SessionThread(Thread):
     def take(self, event: object) -> None:
         """Have the session handle an event, and carry out what it commands."""
         self.spend(self.world.costs.turn_s)
-        for command in self.session.handle(event, self.free_at):
+        for command in self.world.handle(self.session, event, self.free_at):
             self._execute(command)
         self._plan_tick()
 

@@ -21,6 +21,8 @@ from kvconnector.config import PeerConfig
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks
+from kvconnector.session import ConsumerSession, ProducerSession
+from kvconnector.session import commands as cmd
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.wire.packed_geometry import PackedGeometry
 
@@ -112,18 +114,18 @@ class Simulation:
         self._errors: dict[str, KVConnectorError] = {}
         self._completion_s: dict[str, float] = {}
         self._shapes = cluster.prefill, cluster.decode
-        self._producers: list[list[ProducerRank]] = []
+        self.producers: list[list[ProducerRank]] = []
         for i in range(cluster.num_producers):
             engine = engine_geometry(cluster.model, cluster.prefill, f"p{i}")
             packed = PackedGeometry.of(engine)
             ranks = [ProducerRank(self, engine, packed, rank) for rank in engine.ranks]
-            self._producers.append(ranks)
+            self.producers.append(ranks)
             self.listening[f"p{i}"] = SimulatedDirectory(self, packed, ranks)
-        self._consumers: list[list[ConsumerRank]] = []
+        self.consumers: list[list[ConsumerRank]] = []
         for i in range(cluster.num_consumers):
             engine = engine_geometry(cluster.model, cluster.decode, f"d{i}")
             packed, peer = PackedGeometry.of(engine), cluster.peer
-            self._consumers.append(
+            self.consumers.append(
                 [ConsumerRank(self, engine, packed, rank, peer) for rank in engine.ranks]
             )
         for i, request in enumerate(requests):
@@ -133,16 +135,28 @@ class Simulation:
         """Have something happen."""
         heapq.heappush(self._agenda, (time_s, next(self._numbers), action))
 
+    def advance(self, until_s: float) -> None:
+        """Let what is due by then happen."""
+        while self._agenda and self._agenda[0][0] <= until_s:
+            self.now, _, action = heapq.heappop(self._agenda)
+            action()
+        self.now = until_s
+
+    def handle(
+        self, session: ProducerSession | ConsumerSession, event: object, now: float
+    ) -> list[cmd.Command]:
+        """Have a rank's session handle an event. Returns its commands."""
+        return session.handle(event, now)
+
     def run(self) -> Outcome:
         """The outcome; the same for the same requests."""
         while (self._open or self._held) and self._agenda:
-            self.now, _, action = heapq.heappop(self._agenda)
-            action()
-        consumers = [rank for engine in self._consumers for rank in engine]
+            self.advance(self._agenda[0][0])
+        consumers = [rank for engine in self.consumers for rank in engine]
         threads: list[Thread] = [*self.listening.values(), *consumers]
         times_ms = [time_s * 1e3 for time_s in self._completion_s.values()]
         return Outcome(
-            engines=len(self._producers) + len(self._consumers),
+            engines=len(self.producers) + len(self.consumers),
             requests=len(self._requests),
             succeeded=len(self._completion_s),
             released=len(self._requests) - len(self._held),
@@ -180,10 +194,10 @@ class Simulation:
         )
         producer = f"p{request.producer}"
         granted = HoldRequest(name, name, SECRET, theirs, request.num_tokens)
-        for rank in self._producers[request.producer]:
+        for rank in self.producers[request.producer]:
             rank.take(granted)
         asked = LoadRequest(name, ((0, request.num_tokens),), ours, theirs)
-        for consumer in self._consumers[request.consumer]:
+        for consumer in self.consumers[request.consumer]:
             consumer.take(
                 WantRequest(name, name, SECRET, EngineAddress(EngineId(producer), producer))
             )

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 EXIT_FAULT, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
-PLAIN: dict[str, Any] = {
-    "pretty_exceptions_enable": False,
-    "rich_markup_mode": None,
-    "context_settings": {"help_option_names": ["-h", "--help"], "max_content_width": 100},
-}
-"""How typer makes a command: help as text that is not cut off."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(arguments)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in ("matplotlib", "rich", "typer"):
+        if package not in ("click", "matplotlib", "rich"):
             raise
         sys.stderr.write(
             f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"

@@ -2,98 +2,86 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+import click
+from click.shell_completion import get_completion_class
 
 from kvconnector import __version__
-from kvconnector.cli import EXIT_ERROR, EXIT_FAULT, EXIT_INTERRUPTED, PLAIN
+from kvconnector.cli import EXIT_ERROR, EXIT_FAULT, EXIT_INTERRUPTED
 from kvconnector.errors import KVConnectorError
 
 COMMANDS = {
     "plan": "Print which rank reads what from which, and draw it.",
     "simulate": "Simulate growing clusters in virtual time.",
-    "doctor": "Say what this host, or this host and a running engine, can do.",
+    "doctor": "Report what this host, or this host and a running engine, can do.",
     "bench": "Measure transfers, beside the limits of this machine.",
     "top": "Show engines' transfers as they happen.",
     "keygen": "Make a CURVE key pair for the control channel.",
+    "completion": "Print a shell's completion script.",
 }
-"""Each is the function, or the `typer.Typer`, of its name in the module of its name."""
+"""Each is the command of its name in the module of its name, but for `completion`."""
 STATUSES = (
     "Exit status: 0 well; 1 a fault was found, or a result was wrong; 2 wrong usage, or an error that the text names;"
     " 130 interrupted."
 )
 
 
-class _Commands(TyperGroup):
-    """Knows every command's name, and imports the one that is called: `plan` needs no torch, and help nothing."""
+class _Commands(click.Group):
+    """Knows every command's name, and imports the one that is called: `top` needs no numpy, and help nothing."""
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name = args[0] if args else ""
-        if name in COMMANDS:
-            self.commands[name] = _load(name)
-        return super().resolve_command(ctx, args)
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*COMMANDS]
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in COMMANDS and cmd_name not in self.commands:
+            found: click.Command = getattr(import_module(f"kvconnector.cli.{cmd_name}"), cmd_name)
+            self.add_command(found)
+        return super().get_command(ctx, cmd_name)
 
-def _load(name: str) -> Any:
-    found = getattr(import_module(f"kvconnector.cli.{name}"), name)
-    if isinstance(found, typer.Typer):
-        return typer.main.get_command(found)
-    alone = typer.Typer(add_completion=False, **PLAIN)
-    alone.command(name)(found)
-    return typer.main.get_command(alone)
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([*COMMANDS.items()])
 
 
-def _print_version(is_wanted: bool) -> None:
-    if is_wanted:
-        typer.echo(f"kvconnector {__version__}")
-        raise typer.Exit
-
-
-def _main(
-    _: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
+@click.group(
+    cls=_Commands,
+    epilog=STATUSES,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "show_default": True,
+    },
+)
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def app() -> None:
     """KV-cache transfer between prefill and decode engines that are cut differently."""
 
 
-def make_app() -> typer.Typer:
-    """The command line, whose commands are not imported yet."""
-    app = typer.Typer(
-        name="kvconnector",
-        cls=_Commands,
-        no_args_is_help=True,
-        **PLAIN,
-    )
-    app.callback(epilog=STATUSES)(_main)
-    for name, text in COMMANDS.items():
-        app.command(name, help=text)(lambda: None)
-    return app
+@app.command(short_help=COMMANDS["completion"])
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print a shell's completion script. In ~/.bashrc: eval "$(kvconnector completion bash)"."""
+    found = get_completion_class(shell)
+    if found is not None:
+        click.echo(found(app, {}, "kvconnector", "_KVCONNECTOR_COMPLETE").source())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status, see `STATUSES`."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        make_app()(args=arguments, prog_name="kvconnector")
+        status = app.main(arguments, "kvconnector", standalone_mode=False)
     except KVConnectorError as error:
         is_wrong = type(error).__name__ == "ResultMismatchError"
         prefix = "wrong result, so no figures: " if is_wrong else ""
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        typer.echo(f"kvconnector: {prefix}{text}", err=True)
+        click.echo(f"kvconnector: {prefix}{text}", err=True)
         return EXIT_FAULT if is_wrong else EXIT_ERROR
-    except SystemExit as ended:
-        if ended.code == EXIT_INTERRUPTED:
-            typer.echo("kvconnector: interrupted", err=True)
-        if not isinstance(ended.code, int):
-            return EXIT_ERROR if ended.code else 0
-        return ended.code
-    return 0
+    except click.ClickException as error:
+        error.show()
+        return EXIT_ERROR
+    except click.Abort:
+        click.echo("kvconnector: interrupted", err=True)
+        return EXIT_INTERRUPTED
+    return status if isinstance(status, int) else 0

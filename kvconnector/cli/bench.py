@@ -8,19 +8,18 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
-from inspect import Parameter, Signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import click
 import msgspec
-import typer
 
 from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers, parse_tokens
-from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED, PLAIN
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
+from kvconnector.bench.sizes import parse_numbers, parse_tokens
+from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
-    JsonFlag,
-    PictureOption,
+    PATH,
     finish_loglog,
     picture,
     print_json,
@@ -40,51 +39,60 @@ def _parse_device(text: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...
     return kind, (parse_numbers(producers), parse_numbers(consumers))
 
 
-def _option(kind: Any, default: object, text: str, **more: Any) -> tuple[Any, object]:
-    return Annotated[kind, typer.Option(help=text, **more)], default
-
-
-def _parsed(parser: Callable[[str], Any], default: str, metavar: str, text: str) -> Any:
-    return _option(Any, default, text, parser=parser, metavar=metavar)
-
-
-_SHAPE = EngineShape.parse, "block=16", "SHAPE"
-OPTIONS: dict[str, tuple[Any, object]] = {
-    "model": _parsed(
-        ModelShape.parse, "llama-3.1-8b", "MODEL", f"{', '.join(MODELS)}; also MODEL,layers=4."
-    ),
-    "tokens": _parsed(parse_tokens, "2048", "N,N,...", "Request sizes."),
-    "iterations": _option(int, 10, "Timed repetitions.", min=1),
-    "minutes": _option(float, 1.0, "How long it runs.", min=1e-3),
-    "scattered": (
-        Annotated[
-            bool, typer.Option("--scattered/--contiguous", help="Blocks at random, or in one run.")
-        ],
-        True,
-    ),
-    "prefill": _parsed(*_SHAPE, "Producer: tp=2,dcp=2,block=16,layout=HND."),
-    "decode": _parsed(*_SHAPE, "Consumer: tp=1,pp=2,block=64,layout=NHD."),
-    "device": _parsed(
-        _parse_device,
-        "cpu",
-        "DEVICE",
-        "cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
-    ),
-    "tls": _option(str, "", "UCX_TLS, ours and the peer's."),
-    "peer": _option(str, "", "Compare with: nixl."),
-    "connect": _option(str, "", "Producer's host: HOST:PORT[,KEY] of a `bench serve` there."),
-    "compute": _parsed(
-        Compute.parse,
-        "8000,2048,1",
-        "RATE,STEP,N,...",
-        "P's tokens/s, tokens a step, prompts at once.",
-    ),
-    "svg": (PictureOption, None),
-    "output": _option(Path | None, None, "Write the report here, as JSON."),
-    "json": (JsonFlag, False),
+SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "model": {
+        "type": ModelShape.parse,
+        "metavar": "MODEL",
+        "default": "llama-3.1-8b",
+        "help": f"{', '.join(MODELS)}; also MODEL,layers=4.",
+    },
+    "tokens": {
+        "type": parse_tokens,
+        "metavar": "N,N,...",
+        "default": "2048",
+        "help": "Request sizes.",
+    },
+    "iterations": {"type": click.IntRange(1), "default": 10, "help": "Timed repetitions."},
+    "minutes": {"type": click.FloatRange(1e-3), "default": 1.0, "help": "How long it runs."},
+    "scattered/--contiguous": {"default": True, "help": "Blocks at random, or in one run."},
+    "prefill": {
+        **SHAPE,
+        "default": "block=16",
+        "help": "Producer: tp=2,dcp=2,block=16,layout=HND.",
+    },
+    "decode": {
+        **SHAPE,
+        "default": "block=16",
+        "help": "Consumer: tp=1,pp=2,block=64,layout=NHD.",
+    },
+    "device": {
+        "type": _parse_device,
+        "metavar": "DEVICE",
+        "default": "cpu",
+        "help": "cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
+    },
+    "tls": {"default": "", "show_default": False, "help": "UCX_TLS, ours and the peer's."},
+    "peer": {"default": "", "show_default": False, "help": "Compare with: nixl."},
+    "connect": {
+        "default": "",
+        "show_default": False,
+        "metavar": "HOST:PORT[,KEY]",
+        "help": "Producer's host: the address of a `bench serve` there.",
+    },
+    "compute": {
+        "type": Compute.parse,
+        "metavar": "RATE,STEP,N,...",
+        "default": "8000,2048,1",
+        "help": "P's tokens/s, tokens a step, prompts at once.",
+    },
+    "svg": {"type": PATH, "help": "Draw it into this file, .svg or .png."},
+    "output": {"type": PATH, "help": "Write the report here, as JSON."},
+    "json": {"is_flag": True, "help": "Print JSON."},
 }
-"""Every option's type and default; benchmarks have some of them."""
-_PAIR = ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device", "tls")
+"""Every option, as click takes it; benchmarks have some of them."""
+_ORDER = "scattered/--contiguous"
+_PAIR = ("model", "tokens", "iterations", _ORDER, "prefill", "decode", "device", "tls")
 _REPORT = ("output", "json")
 
 
@@ -131,7 +139,7 @@ BENCHMARKS = {
         "relayout",
         "One fused copy, from an engine's blocks to another's.",
         "relayout --prefill block=16,layout=HND --decode block=64,layout=NHD",
-        ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device"),
+        ("model", "tokens", "iterations", _ORDER, "prefill", "decode", "device"),
         {"iterations": 20, "prefill": "block=16,layout=HND", "decode": "block=64"},
     ),
     "gil": Benchmark(
@@ -158,12 +166,11 @@ BENCHMARKS = {
 }
 
 
-def _run(name: str, given: dict[str, Any]) -> None:
-    """Print each case when it is known; libraries' pools have a single thread.
+def _run(name: str, **given: Any) -> int:
+    """Print each case when it is known; libraries' pools have a single thread. Returns the exit status.
 
     Raises:
         ConfigError: the report or the picture cannot be written.
-        typer.Exit: it was interrupted.
     """
     from kvconnector.bench.environment import record_environment
     from kvconnector.bench.results import BenchReport, CaseResult
@@ -196,8 +203,8 @@ def _run(name: str, given: dict[str, Any]) -> None:
         draw(report, svg)
     if is_interrupted:
         kept = f"saved in {output}" if output else "printed"
-        typer.echo(f"interrupted: {len(cases)} finished cases are {kept}", err=True)
-        raise typer.Exit(EXIT_INTERRUPTED)
+        click.echo(f"interrupted: {len(cases)} finished cases are {kept}", err=True)
+    return EXIT_INTERRUPTED if is_interrupted else 0
 
 
 def _options(given: dict[str, Any]) -> BenchOptions:
@@ -217,15 +224,15 @@ def _publish(report: dict[str, Any], output: Path | None, *, as_json: bool) -> N
             raise ConfigError(f"cannot write the report: {error}", path=str(output)) from error
 
 
-def _serve(_: dict[str, Any]) -> None:
+def _serve() -> None:
     from kvconnector.bench.remote import serve
 
     with progress_bar("serve") as progress:
         serve(progress)
 
 
-def _pairs(given: dict[str, Any]) -> None:
-    """Rank 0 of the job reports for all."""
+def _pairs(**given: Any) -> int:
+    """Rank 0 of the job reports for all. Returns the exit status."""
     from kvconnector.bench import pairs
     from kvconnector.bench.environment import record_environment
 
@@ -243,16 +250,15 @@ def _pairs(given: dict[str, Any]) -> None:
         terminal().print(str(environment), soft_wrap=True)
     failed = [each for each in matrix.pairs if each.error]
     for each in failed if is_first else ():
-        typer.echo(f"from rank {each.producer} to rank {each.consumer}: {each.error}", err=True)
-    if failed:
-        raise typer.Exit(EXIT_ERROR)
+        click.echo(f"from rank {each.producer} to rank {each.consumer}: {each.error}", err=True)
+    return EXIT_ERROR if failed else 0
 
 
 _JOB = Benchmark(
     "pairs",
     "All ordered pairs of a torchrun job's ranks, as a matrix.",
     "pairs --device cuda, by torchrun --nproc-per-node 8 -m kvconnector.cli",
-    ("model", "tokens", "iterations", "scattered", "decode", "device", "tls", *_REPORT),
+    ("model", "tokens", "iterations", _ORDER, "decode", "device", "tls", *_REPORT),
     {"tokens": "512", "iterations": 5},
 )
 _SERVER = Benchmark(
@@ -260,52 +266,28 @@ _SERVER = Benchmark(
 )
 
 
-def _command(benchmark: Benchmark, call: Callable[[dict[str, Any]], None]) -> Callable[..., None]:
-    """A function with the benchmark's options as its parameters, which is what typer reads."""
-
-    def command(**given: Any) -> None:
-        call(given)
-
-    taken = {name: OPTIONS[name] for name in benchmark.options}
-    command.__annotations__ = {name: kind for name, (kind, _) in taken.items()}
-    command.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            Parameter(
-                name,
-                Parameter.KEYWORD_ONLY,
-                annotation=kind,
-                default=benchmark.defaults.get(name, default),
-            )
-            for name, (kind, default) in taken.items()
-        ]
-    )
-    return command
+def _command(name: str, benchmark: Benchmark, call: Callable[..., int | None]) -> click.Command:
+    options: list[click.Parameter] = []
+    for each in benchmark.options:
+        default = {"default": benchmark.defaults[each]} if each in benchmark.defaults else {}
+        options.append(click.Option([f"--{each}"], **OPTIONS[each] | default))
+    example = f"Example: kvconnector bench {benchmark.example}"
+    return click.Command(name, callback=call, params=options, help=benchmark.text, epilog=example)
 
 
-def _make_commands() -> typer.Typer:
-    app = typer.Typer(
-        name="bench",
-        help="Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.\n\n"
-        "The connector's own settings come from the environment, as in an engine: KVCONNECTOR_PATHS_DIRECT=never.",
-        no_args_is_help=True,
-        add_completion=False,
-        **PLAIN,
-    )
-    commands: dict[str, tuple[Benchmark, Callable[[dict[str, Any]], None]]] = {
-        name: (
-            each._replace(options=(*each.options, *_REPORT)),
-            partial(_run, name),
-        )
-        for name, each in BENCHMARKS.items()
-    }
-    commands |= {"serve": (_SERVER, _serve), "pairs": (_JOB, _pairs)}
-    for name, (each, call) in commands.items():
-        example = f"Example: kvconnector bench {each.example}"
-        app.command(name, help=each.text, epilog=example)(_command(each, call))
-    return app
+@click.group()
+def bench() -> None:
+    """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
+
+    The connector's own settings come from the environment, as in an engine: KVCONNECTOR_PATHS_DIRECT=never.
+    """
 
 
-bench = _make_commands()
+for _name, _benchmark in BENCHMARKS.items():
+    _with_report = _benchmark._replace(options=(*_benchmark.options, *_REPORT))
+    bench.add_command(_command(_name, _with_report, partial(_run, _name)))
+bench.add_command(_command("serve", _SERVER, _serve))
+bench.add_command(_command("pairs", _JOB, _pairs))
 
 
 def draw(report: BenchReport, path: Path) -> None:

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+import click
 import msgspec
-import typer
 
 from kvconnector.errors import ConfigError, KVConnectorError
 
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
 
 MIN_WIDTH = 100
 REFRESH_S = 0.25
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PictureOption = Annotated[
-    Path | None, typer.Option("--svg", help="Draw it into this file, .svg or .png.")
-]
+PATH = click.Path(path_type=Path)
+json_flag = click.option("--json", is_flag=True, help="Print JSON.")
+picture_option = click.option("--svg", type=PATH, help="Draw it into this file, .svg or .png.")
 
 
 def terminal() -> Console:
@@ -59,7 +58,7 @@ def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
                 drawn_s = time.monotonic()
                 bar.refresh()
         elif text != last:
-            typer.echo(f"{subject}: {text}", err=True)
+            click.echo(f"{subject}: {text}", err=True)
         last = text
 
     task = bar.add_task("", total=None)
@@ -79,7 +78,7 @@ def right_aligned(*names: str) -> list[Column]:
 
 def print_json(value: Any) -> None:
     """A value of builtins and structs as indented JSON."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
 Verdict = Literal["ok", "note", "warn", "FAIL"]

@@ -6,18 +6,19 @@ import os
 import platform
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
+import click
 import msgspec
-import typer
 
 from kvconnector import __version__
 from kvconnector.bench.environment import cpu_name, gpus, installed_version
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry, format_bytes
-from kvconnector.cli.console import Finding, JsonFlag, Verdict, attempt, print_json
+from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
+from kvconnector.bench.sizes import format_bytes
+from kvconnector.cli import EXIT_FAULT
+from kvconnector.cli.console import PATH, Finding, Verdict, attempt, json_flag, print_json
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
@@ -36,49 +37,63 @@ from kvconnector.transport.ucx.rdma import (
 )
 from kvconnector.transport.ucx.stacks import Stack, examine_stacks
 
+if TYPE_CHECKING:
+    from kvconnector.bench.engines import EnginePair
+
 HELLO_TIMEOUT_S = 3.0
 
 
+@click.command()
+@click.option(
+    "--keys", type=PATH, help="Directory of key files; default: what the environment names."
+)
+@click.option("--device", default="cpu", help="Where the caches are that it tries: cpu or cuda:N.")
+@click.option("--tls", default="", show_default=False, help="UCX_TLS of what it tries.")
+@click.option(
+    "--peer",
+    metavar="HOST:PORT[,KEY]",
+    help="Look at a running engine instead: the address of its directory service, the remote_host and remote_port of"
+    " its requests, and its public key where that is not ours.",
+)
+@click.option(
+    "--model",
+    help="With --peer: compare its caches with this model's: one that `plan` knows, or a config.json.",
+)
+@click.option(
+    "--dtype", default="", show_default=False, help="With --model: the caches' element type."
+)
+@click.option(
+    "--decode",
+    default="",
+    show_default=False,
+    help="With --model: this engine's shape, as in `plan`: tp=2,block=64.",
+)
+@click.option(
+    "--name",
+    default="",
+    show_default=False,
+    help="With --model: what this engine calls it; left out, names may differ.",
+)
+@click.option(
+    "--params",
+    type=PATH,
+    help="A file with one request's kv_transfer_params: report why they cannot be used.",
+)
+@json_flag
 def doctor(
     *,
-    keys: Annotated[
-        Path | None,
-        typer.Option(help="Directory of key files; default: what the environment names."),
-    ] = None,
-    device: Annotated[
-        str, typer.Option(help="Where the caches are that it tries: cpu or cuda:N.")
-    ] = "cpu",
-    tls: Annotated[str, typer.Option(help="UCX_TLS of what it tries.")] = "",
-    peer: Annotated[
-        str,
-        typer.Option(
-            help="Look at a running engine instead: HOST:PORT of its directory service, the remote_host and remote_port"
-            " of its requests. HOST:PORT,KEY where its public key is not ours."
-        ),
-    ] = "",
-    model: Annotated[
-        str,
-        typer.Option(
-            help="With --peer: compare its caches with this model's: one that `plan` knows, or a config.json."
-        ),
-    ] = "",
-    dtype: Annotated[str, typer.Option(help="With --model: the caches' element type.")] = "",
-    decode: Annotated[
-        str, typer.Option(help="With --model: this engine's shape, as in `plan`: tp=2,block=64.")
-    ] = "",
-    name: Annotated[
-        str,
-        typer.Option(help="With --model: what this engine calls it; left out, names may differ."),
-    ] = "",
-    params: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file with one request's kv_transfer_params: say why they cannot be used."
-        ),
-    ] = None,
-    json: JsonFlag = False,
-) -> None:
-    """Say what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
+    keys: Path | None,
+    device: str,
+    tls: str,
+    peer: str | None,
+    model: str | None,
+    dtype: str,
+    decode: str,
+    name: str,
+    params: Path | None,
+    json: bool,
+) -> int:
+    """Report what this host can do: versions, keys, UCX, GPUs and RDMA, and a small cache moved between two processes.
 
     With --peer, greet a running prefill engine as a decode engine here would, without touching its requests: whether
     the two agree, round trip, bandwidth, and which way transfers will go and why. Exit status 1 for a fault.
@@ -93,23 +108,22 @@ def doctor(
         from kvconnector.cli.doctor_peer import examine_params
 
         found = attempt("params", lambda: examine_params(params, _config(keys, tls), device))
-    _print(found, as_json=json)
+    return _print(found, as_json=json)
 
 
-def _print(found: Iterator[Finding], *, as_json: bool) -> None:
-    """Each finding when it is known. Raises typer.Exit: there is a fault."""
+def _print(found: Iterator[Finding], *, as_json: bool) -> int:
+    """Print each finding when it is known. Returns the exit status: 1 if there is a fault."""
     findings = []
     for finding in found:
         findings.append(finding)
         if not as_json:
-            typer.echo(f"{finding.verdict:>4}  {finding.subject:<12} {finding.text}")
+            click.echo(f"{finding.verdict:>4}  {finding.subject:<12} {finding.text}")
     faults = [finding.subject for finding in findings if finding.verdict == "FAIL"]
     if as_json:
         print_json({"findings": findings, "faults": faults})
     else:
-        typer.echo(f"faults: {', '.join(faults)}" if faults else "no faults found")
-    if faults:
-        raise typer.Exit(1)
+        click.echo(f"faults: {', '.join(faults)}" if faults else "no faults found")
+    return EXIT_FAULT if faults else 0
 
 
 def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeometry:
@@ -149,7 +163,6 @@ def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Findin
     if not found_ucx:
         return
     yield from attempt("self-test", lambda: _self_test(device, tls))
-    yield _direct_reads(device, tls)
 
 
 def _versions() -> Iterator[Finding]:
@@ -168,7 +181,9 @@ def _versions() -> Iterator[Finding]:
             yield Finding(package, "ok", version)
         else:
             verdict: Verdict = "warn" if package in ("torch", "triton") else "FAIL"
-            yield Finding(package, verdict, f"not installed; {needed} needs it")
+            yield Finding(
+                package, verdict, f"not installed; {needed} needs it: pip install {package}"
+            )
 
 
 def _gpus() -> Iterator[Finding]:
@@ -238,7 +253,7 @@ def _ucx(device: str) -> Iterator[Finding]:
     yield Finding("ucx", "ok", f"{library}: {why}")
     yield Finding("transports", "ok", ", ".join(names))
     if gpus() and "cuda_ipc" not in names:
-        text = "no cuda_ipc: between GPUs UCX will go through host memory"
+        text = "no cuda_ipc: between GPUs UCX will go through host memory; install kvconnector[ucx-cu12] or [ucx-cu13]"
         yield Finding("transports", "warn", text)
     yield from attempt("rdma", _rdma_places)
     yield from attempt("network", lambda: [_network(library, device)])
@@ -282,55 +297,15 @@ def _rdma_places() -> Iterator[Finding]:
         yield Finding("rdma", verdict, f"{port} is {state}. {far}")
 
 
-def _self_test(device: str, tls: str) -> list[Finding]:
-    """A request that is sent between two processes with the environment's settings, and their data path."""
-    result = two_processes_transfer(device, tls, "never")
-    reasons = result.warnings
-    verdict: Verdict = "warn" if reasons else "ok"
-    taken = f"a request went by: {result.transfer_path}"
-    path = Finding("data path", verdict, "; ".join([taken, *reasons]))
-    text = (
-        f"{format_bytes(result.nbytes)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
-        f" {result.seconds * 1e3:.0f} ms with connection set-up"
-    )
-    lanes = Finding("lanes", "ok", f"{result.lanes} between two processes of this host")
-    if not tls and {lane.partition("/")[0] for lane in result.lanes.split("+")} <= {"tcp"}:
-        lanes = Finding("lanes", "warn", f"{result.lanes}: processes of this host share no memory")
-    return [path, lanes, Finding("self-test", "ok", text)]
-
-
-def _direct_reads(device: str, tls: str) -> Finding:
-    """Whether engines of this host can read each other's pools."""
-    if os.environ.get("KVCONNECTOR_PATHS_DIRECT") == "never":
-        return Finding("direct reads", "note", "none: paths.direct is never")
-    try:
-        result = two_processes_transfer(device, tls, "always")
-    except (KVConnectorError, ImportError) as error:
-        return Finding("direct reads", "note", f"none, all is sent: {error}")
-    if result.transfer_path != DIRECT_PATH:
-        text = f"none: a request between two processes went by: {result.transfer_path}"
-        return Finding("direct reads", "note", "; ".join([text, *result.warnings]))
-    return Finding("direct reads", "ok", "engines of this host can read each other's pools")
-
-
 MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)
 NUM_TOKENS = 1000
-SETTINGS = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
+STAGING = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
 
 
-@dataclass(frozen=True, slots=True)
-class SelfTestResult:
-    """How a request went; `seconds` are with connections."""
-
-    nbytes: int
-    seconds: float
-    transfer_path: str
-    lanes: str
-    warnings: list[str]
-
-
-def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult:
-    """One request between two processes of other block sizes and layouts. Raises KVConnectorError: it failed."""
+def _self_test(device: str, tls: str) -> Iterator[Finding]:
+    """A request between two processes of other block sizes and layouts, with the environment's settings: packed, and
+    then read directly. Raises KVConnectorError: it failed.
+    """
     from kvconnector.bench.deployment import Deployment
     from kvconnector.bench.engines import EnginePair
 
@@ -345,13 +320,47 @@ def two_processes_transfer(device: str, tls: str, direct: str) -> SelfTestResult
         tls=tls,
     )
     deployment = Deployment.of(options, (NUM_TOKENS,))
-    with EnginePair(deployment, SETTINGS | {"paths": {"direct": direct}}) as pair:
-        seconds = pair.verify(deployment.transfer(NUM_TOKENS))
-        started = [*pair.prefill.started, *pair.decode.started]
-        return SelfTestResult(
-            nbytes=MODEL.token_bytes * NUM_TOKENS,
-            seconds=seconds,
-            transfer_path="+".join(sorted(pair.paths)),
-            lanes="+".join(text.rpartition(" ")[2] for text in pair.lanes),
-            warnings=list(dict.fromkeys(text for each in started for text in each.warnings)),
+    transfer = deployment.transfer(NUM_TOKENS)
+    with EnginePair(deployment, STAGING | {"paths": {"direct": "never"}}) as pair:
+        seconds = pair.verify(transfer)
+        yield from packed_findings(pair, tls)
+        text = (
+            f"{format_bytes(MODEL.token_bytes * NUM_TOKENS)} on {device}, blocks of 16 HND to 64 NHD, all bytes equal,"
+            f" {seconds * 1e3:.0f} ms with connection set-up"
         )
+        yield Finding("self-test", "ok", text)
+        if os.environ.get("KVCONNECTOR_PATHS_DIRECT") == "never":
+            yield Finding("direct reads", "note", "none: paths.direct is never")
+            return
+        try:
+            pair.start_again(STAGING | {"paths": {"direct": "always"}})
+            pair.verify(transfer)
+            yield direct_finding(pair)
+        except (KVConnectorError, ImportError) as error:
+            yield Finding("direct reads", "note", f"none, all is sent: {error}")
+
+
+def packed_findings(pair: EnginePair, tls: str) -> Iterator[Finding]:
+    """Which way a request went, and by what UCX sent it."""
+    verdict: Verdict = "warn" if (warnings := _warnings(pair)) else "ok"
+    taken = f"a request went by: {'+'.join(sorted(pair.paths))}"
+    yield Finding("data path", verdict, "; ".join([taken, *warnings]))
+    lanes = "+".join(text.rpartition(" ")[2] for text in pair.lanes)
+    if not tls and {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"}:
+        text = f"{lanes}: processes of this host share no memory; see UCX_TLS, and that /dev/shm can be written"
+        yield Finding("lanes", "warn", text)
+    else:
+        yield Finding("lanes", "ok", f"{lanes} between two processes of this host")
+
+
+def direct_finding(pair: EnginePair) -> Finding:
+    """Whether engines of this host can read each other's pools."""
+    if pair.paths == {DIRECT_PATH}:
+        return Finding("direct reads", "ok", "engines of this host can read each other's pools")
+    text = f"none: a request between two processes went by: {'+'.join(sorted(pair.paths))}"
+    return Finding("direct reads", "note", "; ".join([text, *_warnings(pair)]))
+
+
+def _warnings(pair: EnginePair) -> list[str]:
+    started = [*pair.prefill.started, *pair.decode.started]
+    return list(dict.fromkeys(text for each in started for text in each.warnings))

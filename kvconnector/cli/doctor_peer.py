@@ -9,7 +9,7 @@ from statistics import median
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.shapes import format_bytes
+from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
 from kvconnector.cli.peer_greeting import (
     PROBE_MESSAGES,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from kvconnector.cli.console import JsonFlag, print_json
+from kvconnector.cli.console import json_flag, print_json
 from kvconnector.control.security import (
     AUTHORIZED_CLIENTS_FILE,
     PUBLIC_KEY_FILE,
@@ -16,11 +15,13 @@ from kvconnector.control.security import (
 )
 
 
-def keygen(
-    directory: Annotated[Path, typer.Argument(help="Where the key files go; made if need be.")],
-    json: JsonFlag = False,
-) -> None:
-    """Make a CURVE key pair for the control channel. Existing keys are never overwritten."""
+@click.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@json_flag
+def keygen(directory: Path, json: bool) -> None:
+    """Make a CURVE key pair for the control channel in DIRECTORY, which is made if need be. Existing keys are never
+    overwritten.
+    """
     key = generate_keys(directory).public_key
     settings = {
         "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(directory / SECRET_KEY_FILE),
@@ -29,10 +30,10 @@ def keygen(
     if json:
         print_json({"public_key": key, "settings": settings})
         return
-    typer.echo(f"public key: {key}")
+    click.echo(f"public key: {key}")
     for name, value in settings.items():
-        typer.echo(f"{name}={value}")
-    typer.echo(
+        click.echo(f"{name}={value}")
+    click.echo(
         f"Give {PUBLIC_KEY_FILE} to the engines that talk to this one, and add theirs to"
         f" {AUTHORIZED_CLIENTS_FILE}, one a line."
     )

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Any, Literal
 
+import click
 import msgspec
 import numpy as np
-import typer
 from rich.table import Table
 
-from kvconnector.bench.shapes import (
-    MODELS,
-    EngineShape,
-    ModelShape,
-    engine_geometry,
-    format_bytes,
-    parse_bytes,
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
+from kvconnector.bench.sizes import format_bytes, parse_bytes
+from kvconnector.cli.console import (
+    json_flag,
+    picture_option,
+    print_json,
+    right_aligned,
+    terminal,
 )
-from kvconnector.cli.console import JsonFlag, PictureOption, print_json, right_aligned, terminal
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
@@ -98,48 +99,65 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
         return f"at least {self.predicted_ms:.3g} ms with {self.link_gbits:g} Gbit/s a rank"
 
 
+SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
+
+
+@click.command(
+    epilog="Example: kvconnector plan --model llama-3.1-70b --prefill tp=4 --decode tp=2,block=64"
+)
+@click.option(
+    "--prefill", **SHAPE, default="tp=1,pp=1,block=16", help="Producer: tp=2,dcp=2,interleave=8."
+)
+@click.option(
+    "--decode", **SHAPE, default="tp=1,pp=1,block=16", help="Consumer: tp=1,pp=2,block=64."
+)
+@click.option(
+    "--model",
+    help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.",
+)
+@click.option("--layers", type=int, help="Layers of the model.")
+@click.option("--kv-heads", type=int, help="KV heads of the model.")
+@click.option("--head-dim", type=int, help="Elements of one head; of the latent with --mla.")
+@click.option("--dtype", help="Element type, named as torch does.")
+@click.option("--mla", is_flag=True, help="One latent instead of K and V.")
+@click.option("--tokens", type=int, default=2000, help="Tokens to load.")
+@click.option("--start", type=int, default=0, help="First token to load, after a local hit.")
+@click.option("--chunk", type=parse_bytes, metavar="BYTES", default="2MiB", help="Longest message.")
+@click.option("--link", type=float, help="Gbit/s of each rank's link, for a predicted time.")
+@picture_option
+@json_flag
 def plan(
     *,
-    prefill: Annotated[
-        str, typer.Option(help="Producer's shape: tp=2,pp=1,block=16,dcp=2,interleave=8.")
-    ] = "tp=1,pp=1,block=16",
-    decode: Annotated[
-        str, typer.Option(help="Consumer's shape: tp=1,pp=2,block=64.")
-    ] = "tp=1,pp=1,block=16",
-    model: Annotated[
-        str | None,
-        typer.Option(help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json."),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(help="Layers of the model.")] = None,
-    kv_heads: Annotated[int | None, typer.Option(help="KV heads of the model.")] = None,
-    head_dim: Annotated[
-        int | None, typer.Option(help="Elements of one head; of the latent with --mla.")
-    ] = None,
-    dtype: Annotated[str | None, typer.Option(help="Element type, named as torch does.")] = None,
-    mla: Annotated[bool, typer.Option("--mla", help="One latent instead of K and V.")] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens to load.")] = 2000,
-    start: Annotated[int, typer.Option(help="First token to load, behind a local hit.")] = 0,
-    chunk: Annotated[str, typer.Option(help="Longest message.")] = "2MiB",
-    link: Annotated[
-        float | None, typer.Option(help="Gbit/s of each rank's link, for a predicted time.")
-    ] = None,
-    svg: PictureOption = None,
-    json: JsonFlag = False,
+    prefill: EngineShape,
+    decode: EngineShape,
+    model: str | None,
+    mla: bool,
+    tokens: int,
+    start: int,
+    chunk: int,
+    link: float | None,
+    svg: Path | None,
+    json: bool,
+    **sizes: int | str | None,
 ) -> None:
-    """Print which producer rank each consumer rank reads from: layers, heads, tokens, chunks, bytes."""
+    """Print which producer rank each consumer rank reads from: layers, heads, tokens, chunks, bytes.
+
+    Without --model the model has 32 layers of 8 heads with 128 elements, in bfloat16.
+    """
     if tokens < 1 or start < 0:
         raise ConfigError(
-            "tokens must be positive and start not negative", tokens=tokens, start=start
+            "tokens are positive, and the first is not negative", tokens=tokens, start=start
         )
-    asked = {"num_layers": layers, "num_kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    renamed = {"layers": "num_layers", "kv_heads": "num_kv_heads"}
+    asked = {renamed.get(name, name): each for name, each in sizes.items() if each is not None}
     if mla:
-        asked |= {"num_kv_heads": kv_heads or 1, "is_mla": True}
+        asked = {"num_kv_heads": 1, **asked, "is_mla": True}
     report = build_report(
-        _asked_model(model, {name: value for name, value in asked.items() if value is not None}),
-        EngineShape.parse(prefill),
-        EngineShape.parse(decode),
+        _asked_model(model, asked),
+        prefill,
+        decode,
         range(start, start + tokens),
-        chunk_bytes=parse_bytes(chunk),
+        chunk_bytes=chunk,
         link_gbits=link,
     )
     if svg is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kvconnector.bench.shapes import format_bytes
+from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import picture
 
 if TYPE_CHECKING:

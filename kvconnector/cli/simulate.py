@@ -5,20 +5,22 @@ from __future__ import annotations
 import random
 from math import nan
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
+import click
 import msgspec
-import typer
 from rich.box import SIMPLE
 from rich.table import Table
 
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_numbers
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
+from kvconnector.bench.sizes import parse_numbers
 from kvconnector.cli.console import (
-    JsonFlag,
-    PictureOption,
+    PATH,
     finish_loglog,
+    json_flag,
     picture,
+    picture_option,
     print_json,
     progress_bar,
     right_aligned,
@@ -42,54 +44,90 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Outcome]
 
 
+SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
+
+
+@click.command(
+    epilog="Example: kvconnector simulate --engines 2,10,100 --rate 2 --svg simulate.svg"
+)
+@click.option(
+    "--engines",
+    type=parse_numbers,
+    metavar="N,N,...",
+    default="2,10,100",
+    help="Sizes: half prefill, half decode.",
+)
+@click.option("--prefill", **SHAPE, default="tp=2", help="Producers' shape, as for `plan`.")
+@click.option("--decode", **SHAPE, default="tp=2", help="Consumers' shape.")
+@click.option(
+    "--model",
+    type=ModelShape.parse,
+    metavar="MODEL",
+    default="llama-3.1-70b",
+    help=", ".join(MODELS),
+)
+@click.option(
+    "--rate", type=click.FloatRange(1e-6), default=1.0, help="Requests/s of a decode engine."
+)
+@click.option(
+    "--seconds", type=click.FloatRange(1e-6), default=20.0, help="How long requests come."
+)
+@click.option("--tokens", type=click.IntRange(1), default=4096, help="Median prompt, lognormal.")
+@click.option("--spread", type=click.FloatRange(0), default=0.8, help="Sigma of its logarithm.")
+@click.option("--trace", type=PATH, help='Requests instead: a line "seconds tokens" each.')
+@click.option("--link", type=click.FloatRange(1e-3), default=400.0, help="Gbit/s of a rank's link.")
+@click.option("--latency-us", type=click.FloatRange(0), default=20.0, help="Of a link.")
+@click.option(
+    "--idle-timeout",
+    type=click.FloatRange(PEER.timeout_s),
+    default=PEER.idle_timeout_s,
+    help="Seconds until idle engines disconnect.",
+)
+@click.option("--seed", type=int, default=0, help="Of arrivals, lengths and the router's choices.")
+@picture_option
+@json_flag
 def simulate(
     *,
-    engines: Annotated[str, typer.Option(help="Sizes: half prefill, half decode.")] = "2,10,100",
-    prefill: Annotated[str, typer.Option(help="Producers' shape, as for `plan`.")] = "tp=2",
-    decode: Annotated[str, typer.Option(help="Consumers' shape.")] = "tp=2",
-    model: Annotated[str, typer.Option(help=", ".join(MODELS))] = "llama-3.1-70b",
-    rate: Annotated[float, typer.Option(help="Requests/s of a decode engine.", min=1e-6)] = 1.0,
-    seconds: Annotated[float, typer.Option(help="How long requests come.", min=1e-6)] = 20.0,
-    tokens: Annotated[int, typer.Option(help="Median prompt, lognormal.", min=1)] = 4096,
-    spread: Annotated[float, typer.Option(help="Sigma of its logarithm.", min=0)] = 0.8,
-    trace: Annotated[
-        Path | None, typer.Option(help='Requests instead: a line "seconds tokens" each.')
-    ] = None,
-    link: Annotated[float, typer.Option(help="Gbit/s of a rank's link.", min=1e-3)] = 400.0,
-    latency_us: Annotated[float, typer.Option(help="Of a link.", min=0)] = 20.0,
-    idle_timeout: Annotated[
-        float, typer.Option(help="Seconds until idle engines disconnect.", min=PEER.timeout_s)
-    ] = PEER.idle_timeout_s,
-    seed: Annotated[int, typer.Option(help="Of arrivals, lengths and the router's choices.")] = 0,
-    svg: PictureOption = None,
-    json: JsonFlag = False,
+    engines: tuple[int, ...],
+    prefill: EngineShape,
+    decode: EngineShape,
+    model: ModelShape,
+    rate: float,
+    seconds: float,
+    tokens: int,
+    spread: float,
+    trace: Path | None,
+    link: float,
+    latency_us: float,
+    idle_timeout: float,
+    seed: int,
+    svg: Path | None,
+    json: bool,
 ) -> None:
     """Simulate growing clusters: greetings, control messages, staging slots, times to completion. Nothing is sent."""
-    costs = Costs(latency_s=latency_us / 1e6, bytes_per_s=link * 1e9 / 8)
-    sizes = parse_numbers(engines)
-    if not sizes or min(sizes) < 2:
+    if not engines or min(engines) < 2:
         raise ConfigError("a cluster has two engines at least", engines=engines)
     report = Report(
-        model=ModelShape.parse(model),
-        prefill=EngineShape.parse(prefill),
-        decode=EngineShape.parse(decode),
-        costs=costs,
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        costs=Costs(latency_s=latency_us / 1e6, bytes_per_s=link * 1e9 / 8),
         idle_timeout_s=idle_timeout,
         seed=seed,
         rows=[],
     )
     traced = _read_trace(trace) if trace is not None else None
-    rngs = [random.Random(seed) for _ in sizes]
+    rngs = [random.Random(seed) for _ in engines]
     runs = [
         traced or _poisson(rng, rate * (size - size // 2), seconds, tokens, spread)
-        for rng, size in zip(rngs, sizes, strict=True)
+        for rng, size in zip(rngs, engines, strict=True)
     ]
     if not all(runs):
         text = "no request arrives in this time: give more --seconds, a higher --rate or another --seed"
         raise ConfigError(text, engines=engines, seconds=seconds, rate=rate, seed=seed)
     with progress_bar("simulate") as show:
-        for size, rng, arrivals in zip(sizes, rngs, runs, strict=True):
-            show(f"{size} engines, {len(arrivals)} requests", len(report.rows) / len(sizes))
+        for size, rng, arrivals in zip(engines, rngs, runs, strict=True):
+            show(f"{size} engines, {len(arrivals)} requests", len(report.rows) / len(engines))
             report.rows.append(_run(report, size, rng, arrivals))
     if svg is not None:
         _draw(report, svg)

@@ -12,22 +12,24 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from io import StringIO
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import click
 import msgspec
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kvconnector.bench.shapes import format_bytes
+from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli import EXIT_FAULT
-from kvconnector.cli.console import right_aligned, terminal
+from kvconnector.cli.console import PATH, json_flag, right_aligned, terminal
 from kvconnector.errors import ConfigError
-from kvconnector.session import LoadInFlight
+
+if TYPE_CHECKING:
+    from kvconnector.session import LoadInFlight
 
 TIMEOUT_S = 3.0
 MAX_METRICS_BYTES = 16 << 20
@@ -72,25 +74,22 @@ class Snapshot:
         return self.failures + Counter({"leases expired": int(self.expired)})
 
 
+@click.command(epilog="Example: kvconnector top http://10.0.0.5:8100 http://10.0.0.6:8200")
+@click.argument("endpoints", nargs=-1, required=True)
+@click.option(
+    "--interval", type=click.FloatRange(0.1), default=2.0, help="Seconds between two looks."
+)
+@click.option("--count", type=click.IntRange(1), help="End after this many looks, not at Ctrl-C.")
+@click.option("--svg", type=PATH, help="Write the last screen here.")
+@json_flag
 def top(
-    endpoints: Annotated[
-        list[str], typer.Argument(help="Engines: http://10.0.0.5:8000, or the metrics' full URL.")
-    ],
-    *,
-    interval: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 2.0,
-    count: Annotated[
-        int,
-        typer.Option(help="End after this many looks; 0: at Ctrl-C.", min=0, show_default=False),
-    ] = 0,
-    svg: Annotated[Path | None, typer.Option(help="Write the last screen here.")] = None,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print a line of JSON for each look.")
-    ] = False,
-) -> None:
+    endpoints: tuple[str, ...], interval: float, count: int | None, svg: Path | None, json: bool
+) -> int:
     """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their causes. Ctrl-C ends.
 
-    Of an engine that serves `/transfers` beside its metrics, each load under way is shown with its progress. Exit
-    status 1 if no endpoint has shown an engine at the last look.
+    ENDPOINTS are engines, http://10.0.0.5:8000, or the full URLs of their metrics. Of an engine that serves
+    `/transfers` beside its metrics, each load under way is shown with its progress. With --json each look is a line.
+    Exit status 1 if no endpoint has shown an engine at the last look.
     """
     urls = [_metrics_url(endpoint) for endpoint in endpoints]
     console, screen = terminal(), Group()
@@ -108,7 +107,7 @@ def top(
             if live is not None:
                 live.update(screen, refresh=True)
             elif json:
-                typer.echo(msgspec.json.encode(now).decode())
+                click.echo(msgspec.json.encode(now).decode())
             else:
                 console.print(screen)
             if looks == count:
@@ -117,8 +116,7 @@ def top(
             time.sleep(max(0.0, interval - (time.monotonic() - started_s)))
     if svg is not None:
         _write_screen(screen, svg)
-    if all(isinstance(each, str) for each in now.values()):
-        raise typer.Exit(EXIT_FAULT)
+    return EXIT_FAULT if all(isinstance(each, str) for each in now.values()) else 0
 
 
 def _metrics_url(endpoint: str) -> str:
@@ -244,6 +242,8 @@ def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
 
 
 def _loads_at(url: str) -> list[LoadInFlight]:
+    from kvconnector.session import LoadInFlight  # only where there may be some: it needs numpy
+
     try:
         return msgspec.json.decode(_fetch(url), type=list[LoadInFlight])
     except (OSError, msgspec.DecodeError):

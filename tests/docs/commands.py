@@ -5,10 +5,9 @@ import re
 import tomllib
 from types import SimpleNamespace
 
-import typer
-from typer.core import TyperGroup
+import click
 
-from kvconnector.cli.app import make_app
+from kvconnector.cli.app import app
 from kvconnector.config import SECTIONS, ConnectorConfig
 from kvconnector.integrations.vllm.settings import ROLES, Settings
 from minillm.demo import parse_arguments
@@ -44,10 +43,10 @@ def check(command):
 
 def check_cli(arguments, *, is_whole=True):
     """`kvconnector`, by its own parser."""
-    command, rest = typer.main.get_command(make_app()), [a for a in arguments if a != "--help"]
+    command, rest = app, [a for a in arguments if a != "--help"]
     is_whole &= len(rest) == len(arguments)  # help needs nothing else
     context = command.make_context("kvconnector", list(rest), resilient_parsing=True)
-    while rest and isinstance(command, TyperGroup) and not rest[0].startswith("-"):
+    while rest and isinstance(command, click.Group) and not rest[0].startswith("-"):
         _, command, rest = command.resolve_command(context, list(rest))
     if is_whole or rest:
         command.make_context("kvconnector", list(rest))

@@ -1,6 +1,7 @@
 import pytest
 
-from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, parse_bytes, parse_tokens
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
+from kvconnector.bench.sizes import parse_bytes, parse_tokens
 from kvconnector.errors import ConfigError
 
 

@@ -44,7 +44,7 @@ def test_torch_2_11_is_enough_and_the_command_line_is_an_extra():
     assert needed == {"msgspec", "numba", "numpy", "pyzmq"}
 
 
-@pytest.mark.parametrize("package", ["matplotlib", "rich", "typer"])
+@pytest.mark.parametrize("package", ["click", "matplotlib", "rich"])
 def test_without_its_packages_the_command_line_says_what_to_install(
     kvconnector, monkeypatch, tmp_path, package
 ):

@@ -7,7 +7,7 @@ import pytest
 from kvconnector.cli import doctor as doctor_module
 from kvconnector.cli import main
 from kvconnector.cli.console import Finding
-from kvconnector.cli.doctor import SelfTestResult, examine_host
+from kvconnector.cli.doctor import direct_finding, examine_host, packed_findings
 from kvconnector.control.security import generate_keys
 from kvconnector.errors import TransportError
 from kvconnector.transport.ucx import rdma
@@ -45,32 +45,27 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
     assert "tcp" in by_subject["transports"]["text"] or "RDMA" in by_subject["transports"]["text"]
 
 
-def test_what_a_worker_warns_of_is_a_warning_of_its_data_path(monkeypatch):
-    warnings = ["a slot of staging memory less"]
-    result = SelfTestResult(1 << 20, 0.1, "packed", "tcp/lo", warnings)
-    monkeypatch.setattr(doctor_module, "two_processes_transfer", lambda *_: result)
-    path, _, _ = doctor_module._self_test("cpu", "")
+def _pair(path, warnings=(), lanes=("packed reads travel over tcp/lo",)):
+    sides = [SimpleNamespace(started=[SimpleNamespace(warnings=list(warnings))]) for _ in range(2)]
+    return SimpleNamespace(paths={path}, lanes=list(lanes), prefill=sides[0], decode=sides[1])
+
+
+def test_what_a_worker_warns_of_is_a_warning_of_its_data_path():
+    path, _ = packed_findings(_pair("packed", ["a slot of staging memory less"]), "")
     assert path.verdict == "warn"
     assert path.text == "a request went by: packed; a slot of staging memory less"
 
 
-def test_what_keeps_reads_from_being_direct_is_a_note(monkeypatch):
-    result = SelfTestResult(1 << 20, 0.1, "packed", "tcp/lo", [])
-    monkeypatch.setattr(doctor_module, "two_processes_transfer", lambda *_: result)
-    found = [doctor_module._direct_reads("cpu", "")]
-    monkeypatch.setenv("KVCONNECTOR_PATHS_DIRECT", "never")
-    found.append(doctor_module._direct_reads("cpu", ""))
-    assert [each.verdict for each in found] == ["note", "note"]
-    assert "went by: packed" in found[0].text
-    assert "paths.direct is never" in found[1].text
+def test_what_keeps_reads_from_being_direct_is_a_note():
+    found = direct_finding(_pair("packed", ["no memory can be shared"]))
+    assert found.verdict == "note"
+    assert found.text.endswith("went by: packed; no memory can be shared")
+    assert direct_finding(_pair("direct")).verdict == "ok"
 
 
-@pytest.mark.ucx
-@pytest.mark.integration
-def test_lanes_without_shared_memory_are_a_warning_only_where_nobody_asked_for_them(monkeypatch):
-    monkeypatch.setenv("UCX_TLS", "tcp,self")
-    assert _verdicts(doctor_module._self_test("cpu", ""), "lanes") == ["warn"]
-    assert _verdicts(doctor_module._self_test("cpu", "tcp"), "lanes") == ["ok"]
+@pytest.mark.parametrize("tls, verdict", [("", "warn"), ("tcp", "ok")])
+def test_lanes_without_shared_memory_are_a_warning_only_where_nobody_asked_for_them(tls, verdict):
+    assert _verdicts(packed_findings(_pair("packed"), tls), "lanes") == [verdict]
 
 
 def test_every_line_has_a_verdict_and_a_fault_is_status_1(monkeypatch, capsys):
