@@ -133,7 +133,7 @@ class SessionThread(Thread):
 
     def _plan_tick(self) -> None:
         deadline = self.session.next_deadline()
-        if deadline is not None and (self._tick_at is None or deadline < self._tick_at):
+        if deadline < (cmd.NEVER if self._tick_at is None else self._tick_at):
             self._tick_at = deadline
             self.world.at(max(deadline, self.world.now), partial(self._tick, deadline))
 
@@ -141,8 +141,7 @@ class SessionThread(Thread):
         if planned != self._tick_at:
             return  # an earlier one was planned since
         self._tick_at = None
-        deadline = self.session.next_deadline()
-        if deadline is not None and deadline <= max(self.world.now, self.free_at):
+        if self.session.next_deadline() <= max(self.world.now, self.free_at):
             self.take(ev.Tick())
         else:
             self._plan_tick()

@@ -33,6 +33,7 @@ from kvconnector.runtime.executor import hello_of
 from kvconnector.runtime.links import Link, Links
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import LinkId
 from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.export_check import check_export
@@ -125,6 +126,10 @@ def resolve(host: str) -> str:
     return failed[0]
 
 
+def _raise(lost: ev.EngineLost, _: float) -> list[cmd.Command]:
+    raise lost.error
+
+
 class PeerGreeting(ExitStack):
     """A consumer worker without caches at an engine's `address`. First `ask`, then `greet`; leaving it disconnects.
 
@@ -200,9 +205,11 @@ class PeerGreeting(ExitStack):
         self._engines = RemoteEngines(
             TpKVTopology(ours, RANK),
             config.peer,
-            {},
-            lambda _: False,
             defaultdict(lambda: "NHD"),
+            Agenda(),
+            is_read=lambda _: False,
+            on_ready=lambda *_: [],
+            on_lost=_raise,
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
         self._events.append(WantRequest("doctor", "doctor", new_secret(), name))
@@ -213,7 +220,7 @@ class PeerGreeting(ExitStack):
             self._ranks[worker.link].rank = worker.geometry.rank
         checks = [self._ranks[worker.link] for worker in engine.workers.values()]
         self._run(MEASURE_S, lambda: all(len(c.round_trips_s) >= ROUND_TRIPS for c in checks))
-        nbytes = min(WARM_UP_BYTES, engine.chunk_bytes(WARM_UP_BYTES))
+        nbytes = engine.chunk_bytes(WARM_UP_BYTES)
         for worker in engine.workers.values():
             for _ in range(PROBES if directory.library_version else 0):
                 self._probe(worker.link, nbytes)
@@ -252,11 +259,12 @@ class PeerGreeting(ExitStack):
                     self._ranks[event.link].num_warm_ups += 1
                 self._events.append(event)
             now = time.monotonic()
-            if self._engines.agenda.next_deadline() <= now:
-                self._events.append(ev.Tick())
+            engines = self._engines
+            commands = [c for e in engines.agenda.due(now) for c in engines.tick(e, ev.Tick(), now)]
             while self._events:
-                for answer in self._engines.handle(self._events.popleft(), now):
-                    self._carry_out(answer, now)
+                commands += engines.handle(self._events.popleft(), now)
+            for command in commands:
+                self._carry_out(command, now)
 
     def _take(self, link: Link, message: m.Message) -> None:
         if isinstance(message, m.Bye):
@@ -268,12 +276,10 @@ class PeerGreeting(ExitStack):
             sent_s = self._sent_s.pop((link.number, message.number), None)
             if sent_s is not None:
                 self._ranks[link.number].round_trips_s.append(time.monotonic() - sent_s)
-        event = ev.event_of(link.number, message)
-        if event is not None:
-            self._events.append(event)
+        self._events.append(ev.event_of(link.number, message))
 
-    def _carry_out(self, answer: object, now: float) -> None:
-        match answer:
+    def _carry_out(self, command: object, now: float) -> None:
+        match command:
             case cmd.OpenLink(link, address, public_key, version):
                 check_server(security_of(self._config), address, public_key)
                 self._links.open(link, address, public_key, version)
@@ -296,14 +302,11 @@ class PeerGreeting(ExitStack):
                 self._links.change_over(self._link(link), endpoint)
                 check = self._ranks[link]
                 check.lanes = self._transport.lanes(endpoint)
-                here, there = map(
-                    WorkerAddress.decode, (self._transport.address, transport_address)
-                )
+                addresses = self._transport.address, transport_address
+                here, there = map(WorkerAddress.decode, addresses)
                 check.is_same_host = here.same_host(there)
             case cmd.OpenExport(link):
-                self._open(answer, self._ranks[link])
-            case ev.EngineLost(_, error):
-                raise error
+                self._open(command, self._ranks[link])
 
     def _open(self, command: cmd.OpenExport, check: RankCheck) -> None:
         check.device = command.export.device

@@ -94,7 +94,7 @@ class Driver:
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
         self._late_at = 0.0
-        self._deadline: tuple[float | None] | None = None
+        self._deadline: float | None = None
         self._is_ticking = False
         self._actions = actions
         self._intake = intake
@@ -183,8 +183,7 @@ class Driver:
 
     def _tick_if_due(self) -> None:
         """Queue a tick, after what came before the deadline, unless one is queued."""
-        deadline = self._next_deadline()
-        if deadline is not None and deadline <= self.clock() and not self._is_ticking:
+        if self._next_deadline() <= self.clock() and not self._is_ticking:
             self._is_ticking = True
             self._events.append(ev.Tick())
 
@@ -221,19 +220,14 @@ class Driver:
         if self._events or self._commands or self.links.has_more:
             return 0.0
         timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
-        deadline = self._next_deadline()
-        return timeout_s if deadline is None else min(timeout_s, max(0.0, deadline - self.clock()))
+        return min(timeout_s, max(0.0, self._next_deadline() - self.clock()))
 
-    def _next_deadline(self) -> float | None:
+    def _next_deadline(self) -> float:
         """The first of the sessions', who change it when they handle an event."""
         if self._deadline is None:
-            soonest = None
-            for session in (self.producer, self.consumer):
-                at = None if session is None else session.next_deadline()
-                if at is not None and (soonest is None or at < soonest):
-                    soonest = at
-            self._deadline = (soonest,)
-        return self._deadline[0]
+            sessions = (self.producer, self.consumer)
+            self._deadline = min([each.next_deadline() for each in sessions if each is not None])
+        return self._deadline
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
         """Take the fields of greetings that are for links, from a channel that has proved who the peer is."""

@@ -11,18 +11,22 @@ from kvconnector.session.commands import NEVER
 
 ThingT = TypeVar("ThingT", bound=Hashable)
 
+AT_ONCE = 0.0
+"""The time of what is to be looked at by the next tick."""
+
 MAX_AT_ONCE = 64
-"""Things that one `Tick` looks at, and loads that one event of an engine starts or ends: the next tick, which is due at
-once, goes on. So no event keeps the engine's thread waiting for long, however many requests it is about.
+"""Things that one `Tick` looks at, and what one event starts or ends at once: the next tick, which is due at once, goes
+on. So no event keeps the engine's thread waiting for long, however many requests it is about.
 """
 
 
 class Agenda(Generic[ThingT]):
-    """Things with a time at which they are to be looked at.
+    """Things with a time at which they are to be looked at: the deadlines of one session, whatever has them.
 
     A thing whose deadline moves away stays where it is: it is found too early, and planned again by whoever looks. So
     a deadline that is extended with every message costs nothing. What is forgotten leaves two numbers until its time,
-    and is not kept itself: a request may end minutes before its deadline.
+    and is not kept itself: a request may end minutes before its deadline. What has more work than one look allows is
+    planned for `AT_ONCE`.
     """
 
     def __init__(self) -> None:
@@ -53,11 +57,14 @@ class Agenda(Generic[ThingT]):
         return self._heap[0][0] if self._heap else NEVER
 
     def due(self, now: float) -> Iterator[ThingT]:
-        """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things."""
-        for _ in range(MAX_AT_ONCE):
-            if self.next_deadline() > now:
-                return
-            _, number = heappop(self._heap)
-            thing = self._things.pop(number)
-            del self._planned[thing]
-            yield thing
+        """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things. What is planned meanwhile
+        is for the next call.
+        """
+        numbers: list[int] = []
+        while len(numbers) < MAX_AT_ONCE and self.next_deadline() <= now:
+            numbers.append(heappop(self._heap)[1])
+        for number in numbers:
+            if number in self._things:  # else it was forgotten meanwhile
+                thing = self._things.pop(number)
+                del self._planned[thing]
+                yield thing

@@ -23,7 +23,7 @@ from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
-from kvconnector.session.commands import NEVER, Command
+from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
 from kvconnector.session.load import Load, LoadState, ending_of
@@ -39,7 +39,8 @@ from kvconnector.wire import refusal_error
 class ConsumerSession:
     """All loads of one consumer worker. `handle` is the only way in; `load.py` has the table of states.
 
-    `orders[group, family]` is what this worker unpacks fastest. `stream`: read prompts that are still computed.
+    `orders[group, family]` is what this worker unpacks fastest. `stream`: read prompts that are still computed. The
+    next `Tick` is to come by `next_deadline()`, which may be early where something has moved away since the last.
     """
 
     def __init__(
@@ -60,12 +61,20 @@ class ConsumerSession:
         self._num_groups = geometry.num_groups
         self._loads: dict[str, Load] = {}
         self._asked: dict[str, Load] = {}
-        self._agenda: Agenda[Load] = Agenda()
-        self._backlog = Backlog()
+        self._agenda: Agenda[Load | cmd.StartReceive | RemoteEngine | Backlog] = Agenda()
+        self.next_deadline = self._agenda.next_deadline
+        self._backlog = Backlog(self._agenda)
         self._progress_at = 0.0
-        self._reads = OpenReads(drain_timeout_s=self._timeout_s)
-        topology = TpKVTopology(geometry, rank)
-        self._engines = RemoteEngines(topology, peer, self._loads, self._reads.has_any, orders)
+        self._reads = OpenReads(self._agenda, drain_timeout_s=self._timeout_s)
+        self._engines = RemoteEngines(
+            TpKVTopology(geometry, rank),
+            peer,
+            orders,
+            self._agenda,
+            is_read=self._reads.has_any,
+            on_ready=self._engine_ready,
+            on_lost=self._engine_lost,
+        )
 
     def handle(self, event: object, now: float) -> list[Command]:
         """Return the commands for `event`. The only method that changes loads and engines.
@@ -77,28 +86,12 @@ class ConsumerSession:
         kind = ev.kind_of(event)
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
-            if (read := self._reads[event.read_id]).is_peer_over:
-                commands += self._fail_if_lost(read, now)
+            commands += self._fail_if_lost(self._reads[event.read_id], now)
         if (handler := self._HANDLERS.get(kind)) is not None:
             commands += handler(self, event, now)
         if kind in ENGINE_EVENTS:
-            commands += self._pass_to_engines(event, now)
+            commands += self._engines.handle(event, now)
         return commands
-
-    def _pass_to_engines(self, event: object, now: float) -> list[Command]:
-        commands: list[Command] = []
-        for answer in self._engines.handle(event, now):
-            if isinstance(answer, (ev.EngineReady, ev.EngineLost)):
-                commands += self._HANDLERS[type(answer)](self, answer, now)
-            else:
-                commands.append(answer)
-        return commands
-
-    def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest. May be early where a deadline has moved away since the last."""
-        soonest = min(self._backlog.next_deadline(), self._engines.agenda.next_deadline())
-        soonest = min(soonest, self._agenda.next_deadline(), self._reads.agenda.next_deadline())
-        return None if soonest == NEVER else soonest
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
@@ -124,18 +117,15 @@ class ConsumerSession:
 
     def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
         engine = self._engines.ready_at(event.link)
-        if engine is None:
-            return []
+        loads = [] if engine is None else engine.loads.of_transfer(event.message.transfer_id)
         commands: list[Command] = []
-        for load in engine.loads.of_transfer(event.message.transfer_id):
+        for load in loads:
             if load.is_followed:
                 load.accept(event, now)
-                commands += self._take_progress(load, engine, event, now)
+                commands += self._take_report(load, event, now)
         return commands
 
-    def _take_progress(
-        self, load: Load, engine: RemoteEngine, event: ev.FromPeer[m.Progress], now: float
-    ) -> list[Command]:
+    def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
         try:
             is_new = load.record_progress(event.link, event.message, self._num_groups)
         except KVConnectorError as error:
@@ -143,7 +133,7 @@ class ConsumerSession:
         if not is_new:
             return []
         if load.state is LoadState.FOLLOWING:
-            return self._advance(load, engine, now)
+            return self._advance(load, now)
         if load.asked is not None:
             return []  # progress of the prompt does not bring chunks that were lost
         self._give_until(load, now + self._progress_timeout_s)
@@ -173,10 +163,11 @@ class ConsumerSession:
             self._give_until(load, now + self._engines.patience_s(load.engine))
             load.move(LoadState.CONNECTING)
             return []
-        return self._advance(load, engine, now)
+        return self._advance(load, now)
 
-    def _advance(self, load: Load, engine: RemoteEngine, now: float) -> list[Command]:
-        """Open one read per producer rank that has something for us which was not read for yet."""
+    def _advance(self, load: Load, now: float) -> list[Command]:
+        """Open one read per rank of the ready producer that has something for us which was not read for yet."""
+        engine = self._engines.open(load.engine)
         links = engine.links if load.is_followed else ()
         try:
             chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
@@ -224,7 +215,7 @@ class ConsumerSession:
         if not read.is_stopped and not self._engines.is_within_timeout(read.link, now):
             # this worker was paused longer than its timeout: the producer may have given it up and reused its slots
             lost = PeerLostError("this worker was silent too long")
-            commands += self._pass_to_engines(ev.LinkLost(read.link, lost), now)
+            commands += self._lose(read.link, lost, now)
             commands += self._fail_if_lost(read, now)
         load = self._loads[self._reads.close(event.read_id).request_id]
         load.accept(event, now)
@@ -256,8 +247,7 @@ class ConsumerSession:
         if load.error is not None or not load.is_followed:
             return self._close(load, load.error, now)
         load.note_filled()
-        # it is ready: its loss would be the load's error
-        return self._advance(load, self._engines.open(load.engine), now)
+        return self._advance(load, now)  # the loss of its engine would be the load's error
 
     def _read_cut_short(
         self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float
@@ -308,14 +298,17 @@ class ConsumerSession:
         for event, load in self._backlog.take():
             if self._loads.get(load.request_id) is not load or load.error is not None:
                 continue  # it has ended in the meantime
-            engine = self._engines.ready(load.engine)
             if isinstance(event, ev.EngineLost):
                 load.accept(event, now)
                 commands += self._fail(load, event.error, now)
-            elif engine is not None and load.state is LoadState.CONNECTING:
+            elif self._engines.ready(load.engine) and load.state is LoadState.CONNECTING:
                 load.accept(event, now)
-                commands += self._advance(load, engine, now)
+                commands += self._advance(load, now)
         return commands
+
+    def _lose(self, link: LinkId, error: KVConnectorError, now: float) -> list[Command]:
+        """Give the engine at `link` up."""
+        return self._engines.handle(ev.LinkLost(link, error), now)
 
     def _withdrawn(self, event: DropRequest, now: float) -> list[Command]:
         load = self._loads.get(event.request_id)
@@ -330,14 +323,25 @@ class ConsumerSession:
         return self._close(load, error, now)
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
-        commands = self._work_off(now)
-        for read in self._reads.take_late(now):
-            lost = PeerLostError("a producer rank did not end a read that was cancelled")
-            commands += self._pass_to_engines(ev.LinkLost(read.link, lost), now)
-            commands += self._reads.peer_over(read, None, now)
-        for load in self._agenda.due(now):
-            commands += self._load_due(load, event, now)
+        commands: list[Command] = []
+        for thing in self._agenda.due(now):
+            if isinstance(thing, Load):
+                commands += self._load_due(thing, event, now)
+            elif isinstance(thing, cmd.StartReceive):
+                commands += self._read_due(thing, now)
+            elif isinstance(thing, RemoteEngine):
+                commands += self._engines.tick(thing, event, now)
+            else:
+                commands += self._work_off(now)
         return commands
+
+    def _read_due(self, read: cmd.StartReceive, now: float) -> list[Command]:
+        """Lose a peer that did not end a cancelled read in time."""
+        if read.deadline > now:
+            self._agenda.plan(read, read.deadline)
+            return []
+        lost = PeerLostError("a producer rank did not end a read that was cancelled")
+        return self._lose(read.link, lost, now) + self._reads.peer_over(read, None, now)
 
     def _load_due(self, load: Load, event: ev.Tick, now: float) -> list[Command]:
         """Give a load up whose deadline has passed."""
@@ -392,7 +396,5 @@ class ConsumerSession:
         ev.ReceiveDrained: _receive_drained,
         m.ReadRefused: _read_cut_short,
         m.ReadEnded: _read_cut_short,
-        ev.EngineReady: _engine_ready,
-        ev.EngineLost: _engine_lost,
         ev.Tick: _tick,
     }

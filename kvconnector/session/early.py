@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from itertools import islice
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
+from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import LinkId
 from kvconnector.wire import messages as m
 
@@ -21,16 +21,18 @@ KeyT = TypeVar("KeyT", LinkId, str)
 
 
 class EarlyEvents:
-    """Events of peers, in their order, each once and until its deadline: at most `MAX_EARLY_BYTES`."""
+    """Events of peers, in their order, each once and until its deadline: at most `MAX_EARLY_BYTES`.
 
-    def __init__(self) -> None:
+    In the `agenda` are the names of events, and this object itself while it has more of lost links to remove.
+    """
+
+    def __init__(self, agenda: Agenda[Any]) -> None:
         self._kept: dict[Name, EarlyEvent] = {}
         self._by_transfer: dict[str, dict[Name, None]] = {}
         self._by_link: dict[LinkId, dict[Name, None]] = {}
         self._lost: dict[LinkId, None] = {}
         """Links that are gone and whose events are still to be removed, some at each tick."""
-        self._agenda: Agenda[Name] = Agenda()
-        """When the time of each is over."""
+        self._agenda = agenda
         self._nbytes = 0
 
     def __repr__(self) -> str:
@@ -64,25 +66,25 @@ class EarlyEvents:
         return True
 
     def drop_link(self, link: LinkId) -> None:
-        """The peer is gone. Its events are never taken; `take_late` removes them."""
+        """The peer is gone. Its events are never taken; `remove_lost` removes them."""
         if link in self._by_link:
             self._lost[link] = None
+            self._agenda.plan(self, AT_ONCE)
 
-    def next_deadline(self) -> float:
-        """The time of the next `take_late`; infinite if there is none."""
-        return 0.0 if self._lost else self._agenda.next_deadline()
-
-    def take_late(self, now: float) -> list[EarlyEvent]:
-        """Some of those whose time is over. Also removes some of those of links that are gone."""
-        late = [self._remove(name) for name in self._agenda.due(now)]
-        kept = [event for event in late if event.link not in self._lost]
+    def remove_lost(self) -> None:
+        """Remove some of the events of links that are gone."""
+        link = next(iter(self._lost))
+        for name in [*islice(self._by_link.get(link, ()), MAX_AT_ONCE)]:
+            self._remove(name)
+        if link not in self._by_link:
+            del self._lost[link]
         if self._lost:
-            link = next(iter(self._lost))
-            for name in [*islice(self._by_link.get(link, ()), MAX_AT_ONCE)]:
-                self._remove(name)
-            if link not in self._by_link:
-                del self._lost[link]
-        return kept
+            self._agenda.plan(self, AT_ONCE)
+
+    def take_late(self, name: Name) -> EarlyEvent | None:
+        """The event of this name, whose time is over; None if its link is gone."""
+        event = self._remove(name)
+        return None if event.link in self._lost else event
 
     def _remove(self, name: Name) -> EarlyEvent:
         event = self._kept.pop(name)

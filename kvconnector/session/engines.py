@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from itertools import count
 from math import ceil
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
@@ -39,13 +39,9 @@ FIRST_GREETING_FACTOR = 3
 QUICK_GREETING_S = 1.0
 """Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are quicker."""
 
-Answer: TypeAlias = Command | ev.EngineReady | ev.EngineLost
-"""A command, or an event for the machine of loads."""
-
 ENGINE_EVENTS = frozenset(
     {
         WantRequest,
-        ev.Tick,
         ev.LinkLost,
         ev.WarmedUp,
         m.Directory,
@@ -58,29 +54,34 @@ ENGINE_EVENTS = frozenset(
 
 
 class RemoteEngines:
-    """All producer engines of one consumer rank. `handle` returns commands, and notices for the requests' machine.
+    """All producer engines of one consumer rank.
 
-    Heartbeats name the `loads` of each engine in turn, and keep their leases alive; `is_read(engine)` returns True if a
-    read of it is left. An engine without either is disconnected after `PeerConfig.idle_timeout_s`.
+    Heartbeats name the loads of each engine in turn, and keep their leases alive; `is_read(engine)` returns True if a
+    read of it is left. An engine without either is disconnected after `PeerConfig.idle_timeout_s`. Each is in the
+    `agenda`, for `tick`. What `on_ready` and `on_lost` return is carried out after an engine's own commands.
     """
 
     def __init__(
         self,
         topology: TpKVTopology,
         settings: PeerConfig,
-        loads: Mapping[str, Load],
-        is_read: Callable[[EngineAddress], bool],
         orders: Mapping[tuple[int, int], str],
+        agenda: Agenda[Any],
+        *,
+        is_read: Callable[[EngineAddress], bool],
+        on_ready: Callable[[ev.EngineReady, float], list[Command]],
+        on_lost: Callable[[ev.EngineLost, float], list[Command]],
     ) -> None:
         self._topology = topology
         self._orders = orders
         self._settings = settings
-        self._loads = loads
         self._is_read = is_read
+        self._on_ready = on_ready
+        self._on_lost = on_lost
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[RemoteEngine, Rank | None]] = {}
         self._link_numbers = count(1)
-        self.agenda: Agenda[RemoteEngine] = Agenda()
+        self.agenda = agenda
         self._met: set[EngineAddress] = set()
 
     def open(self, name: EngineAddress) -> RemoteEngine:
@@ -118,26 +119,30 @@ class RemoteEngines:
         engine, rank = self._by_link.get(link, (None, None))
         return engine is not None and rank is not None and now < engine.workers[rank].deadline
 
-    def handle(self, event: object, now: float) -> list[Answer]:
+    def handle(self, event: object, now: float) -> list[Command]:
         """Return the commands for `event`; events of links that were closed are stale and have none."""
-        if isinstance(event, ev.Tick):
-            return self._tick_due(event, now)
         if isinstance(event, WantRequest):
             engine = self.open(event.engine)
             engine.accept(event, now)
-            answers = self._wanted(engine, event, now)
+            commands = self._wanted(engine, event, now)
         else:
             link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
             if link not in self._by_link:
                 return []
             engine, rank = self._by_link[link]
-            answers = self._of_link(engine, rank, event, now)
+            commands = self._of_link(engine, rank, event, now)
         self.agenda.plan(engine, engine.deadline)
-        return answers
+        return commands
+
+    def tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command]:
+        """Return the commands for an engine that the agenda named."""
+        commands = self._tick(engine, event, now)
+        self.agenda.plan(engine, engine.deadline)
+        return commands
 
     def _of_link(
         self, engine: RemoteEngine, rank: Rank | None, event: Any, now: float
-    ) -> list[Answer]:
+    ) -> list[Command]:
         """An event of one of the engine's links."""
         if isinstance(event, ev.LinkLost):
             return self._lose(engine, event, event.error, now)
@@ -154,15 +159,6 @@ class RemoteEngines:
             return self._lose(engine, event, refusal_error(refused.refusal, refused.text), now)
         return self._directory(engine, event, now)
 
-    def _tick_due(self, event: ev.Tick, now: float) -> list[Answer]:
-        """Look at those engines whose time it is: there may be hundreds that it is not."""
-        answers: list[Answer] = []
-        due = [*self.agenda.due(now)]  # first: an engine with more to send is due again at once
-        for engine in due:
-            answers += self._tick(engine, event, now)
-            self.agenda.plan(engine, engine.deadline)
-        return answers
-
     def end_transfer(
         self, name: EngineAddress, ending: m.Done | m.Abort, now: float
     ) -> list[Command]:
@@ -177,7 +173,7 @@ class RemoteEngines:
             engine.unsent_endings.append(ending)
         return []
 
-    def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Answer]:
+    def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Command]:
         if engine.state is EngineState.READY and event.is_followed:
             engine.ask_at = now
         if engine.state is EngineState.UNKNOWN:
@@ -197,7 +193,7 @@ class RemoteEngines:
         self._by_link[link] = (engine, rank)
         return link
 
-    def _resolve(self, engine: RemoteEngine, now: float) -> list[Answer]:
+    def _resolve(self, engine: RemoteEngine, now: float) -> list[Command]:
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = self._open(engine, None)
@@ -213,7 +209,7 @@ class RemoteEngines:
 
     def _directory(
         self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float
-    ) -> list[Answer]:
+    ) -> list[Command]:
         directory = event.message
         engine.accept(event, now)
         try:
@@ -235,7 +231,7 @@ class RemoteEngines:
         except KVConnectorError as error:
             return self._lose(engine, event, error, now)
         summary = self._topology.describe(geometry)
-        answers: list[Answer] = [
+        commands: list[Command] = [
             *self._close(engine),
             cmd.LogEngine(engine.name.engine_id, summary),
         ]
@@ -250,17 +246,17 @@ class RemoteEngines:
             theirs = geometry.rank_geometry(rank)
             worker = RemoteWorker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
             engine.workers[rank] = worker
-            answers.append(
+            commands.append(
                 cmd.OpenLink(worker.link, entry.control_address, entry.public_key, version)
             )
-            answers.append(cmd.ExpectWarmUp(worker.link, segments.get(rank, ())))
+            commands.append(cmd.ExpectWarmUp(worker.link, segments.get(rank, ())))
         if not holders:  # this rank holds nothing, so nobody waits for it either
-            answers += self._ready_now(engine, now)
-        return answers
+            commands += self._ready_now(engine, now)
+        return commands
 
     def _of_worker(
         self, engine: RemoteEngine, worker: RemoteWorker, event: Any, now: float
-    ) -> list[Answer]:
+    ) -> list[Command]:
         kind = ev.kind_of(event)
         if kind is m.HeartbeatReply:
             engine.accept(event, now)
@@ -270,39 +266,40 @@ class RemoteEngines:
         if engine.state is not EngineState.HELLO or is_repeated:
             return []
         engine.accept(event, now)
-        answers: list[Answer] = []
+        commands: list[Command] = []
         if kind is m.HelloReply:
             reply = event.message
             if reply.refusal is not None:
                 return self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
             worker.greeted_by(reply, now)
             if reply.transport_address:
-                answers.append(cmd.ConnectBack(worker.link, reply.transport_address))
+                commands.append(cmd.ConnectBack(worker.link, reply.transport_address))
             if reply.export is not None:
                 name, theirs = engine.name.engine_id, worker.geometry
-                answers.append(cmd.OpenExport(worker.link, name, reply.export, theirs))
+                commands.append(cmd.OpenExport(worker.link, name, reply.export, theirs))
         else:
             if event.error is not None:
                 return self._lose(engine, event, event.error, now)
             worker.warm = True
         if all(w.answered and w.warm for w in engine.workers.values()):
-            answers += self._ready_now(engine, now)
-        return answers
+            commands += self._ready_now(engine, now)
+        return commands
 
-    def _ready_now(self, engine: RemoteEngine, now: float) -> list[Answer]:
+    def _ready_now(self, engine: RemoteEngine, now: float) -> list[Command]:
         engine.move(EngineState.READY)
         self._met.add(engine.name)
         engine.attempts = 0
         engine.heartbeat_at = engine.ask_at = engine.idle_since = now
         engine.loads.start_over()
-        return [*self._send_endings(engine), ev.EngineReady(engine.name)]
+        ready = self._on_ready(ev.EngineReady(engine.name), now)
+        return [*self._send_endings(engine), *ready]
 
-    def _send_endings(self, engine: RemoteEngine) -> list[Answer]:
+    def _send_endings(self, engine: RemoteEngine) -> list[Command]:
         endings = engine.unsent_endings
         some = [endings.popleft() for _ in range(min(MAX_AT_ONCE, len(endings)))]
         return [cmd.SendMessage(w.link, ending) for ending in some for w in engine.workers.values()]
 
-    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Answer]:
+    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command]:
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO) and engine.until <= now:
             error = PeerUnreachableError(
                 "the engine did not complete the handshake in time",
@@ -338,7 +335,7 @@ class RemoteEngines:
             return [*endings, *self._forget(engine)]
         return [*endings, *self._heartbeats(engine, now)]
 
-    def _heartbeats(self, engine: RemoteEngine, now: float) -> list[Answer]:
+    def _heartbeats(self, engine: RemoteEngine, now: float) -> list[Command]:
         """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
         limit = 0
         if engine.ask_at <= now:
@@ -351,9 +348,9 @@ class RemoteEngines:
         if not limit:
             engine.ask_at = NEVER
             return []
-        # a worker answers who has greeted it
+        # only a worker that has greeted us answers
         links = engine.links if engine.state is EngineState.READY else ()
-        transfers, followed = engine.loads.take_turn(self._loads, limit, links)
+        transfers, followed = engine.loads.take_turn(limit, links)
         engine.ask_at = now if engine.loads.num_unnamed else NEVER
         return [
             cmd.SendMessage(
@@ -367,28 +364,28 @@ class RemoteEngines:
 
     def _lose(
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
-    ) -> list[Answer]:
+    ) -> list[Command]:
         engine.accept(event, now)
         _, rank = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
         error.context.setdefault("engine", engine.name.engine_id)
         if rank is not None:
             error.context.setdefault("rank", str(rank))
-        answers = self._close(engine)
+        commands = self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
         engine.unsent_endings.clear()  # its leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(EngineState.BACKOFF)
-        return [*answers, ev.EngineLost(engine.name, error)]
+        return [*commands, *self._on_lost(ev.EngineLost(engine.name, error), now)]
 
-    def _forget(self, engine: RemoteEngine) -> list[Answer]:
+    def _forget(self, engine: RemoteEngine) -> list[Command]:
         """Nobody wants the engine: the next request greets it as any other."""
         engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
         self.agenda.forget(engine)
         return self._close(engine)
 
-    def _close(self, engine: RemoteEngine) -> list[Answer]:
+    def _close(self, engine: RemoteEngine) -> list[Command]:
         """Close every link of the engine."""
         links = engine.links
         for link in links:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from kvconnector.ids import EngineAddress
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE
-from kvconnector.session.commands import NEVER, LinkId
+from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
+from kvconnector.session.commands import LinkId
 from kvconnector.session.load import Load
 from kvconnector.wire import messages as m
 
@@ -26,14 +26,13 @@ OfEngine: TypeAlias = ev.EngineReady | ev.EngineLost
 
 
 class Backlog:
-    """Loads that are to know of an event of their engine, `MAX_AT_ONCE` at a time."""
+    """Loads that are to know of an event of their engine, `MAX_AT_ONCE` at a time. While there are more, it is in the
+    `agenda`.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, agenda: Agenda[Any]) -> None:
         self._queue: deque[tuple[OfEngine, Iterator[Load]]] = deque()
-
-    def next_deadline(self) -> float:
-        """At once, if `take` has more."""
-        return 0.0 if self._queue else NEVER
+        self._agenda = agenda
 
     def add(self, event: OfEngine, loads: Iterable[Load]) -> None:
         """These loads are to know of the event. Nobody may change the collection any more."""
@@ -54,35 +53,38 @@ class Backlog:
                 yield event, load
             if left:
                 self._queue.popleft()
+        if self._queue:
+            self._agenda.plan(self, AT_ONCE)
 
 
 class EngineLoads:
     """The loads from one engine that have not failed. No method takes longer where more of them are open, but for
     `start_over`.
 
-    `turns` has the ids of those that heartbeats name, the next one first: a load that was named goes to the end, and
-    one that is over is left out when it is its turn. The first `num_unnamed` should be named at once. `depending` fail
-    with the engine; of these, `connecting` begin with it.
+    `turns` has transfer and id of each that heartbeats name, the next one first: a load that was named goes to the end,
+    and one that is over is left out when it is its turn. The first `num_unnamed` should be named at once. `depending`
+    fail with the engine; of these, `connecting` begin with it.
     """
 
     __slots__ = ("_by_transfer", "_connecting", "_depending", "num_unnamed", "turns")
 
     def __init__(self) -> None:
         self._by_transfer: dict[str, dict[str, Load]] = {}
-        self.turns: deque[str] = deque()
+        self.turns: deque[tuple[str, str]] = deque()
         self.num_unnamed = 0
         self._depending: dict[str, Load] = {}
         self._connecting: dict[str, Load] = {}
 
     def add(self, load: Load) -> None:
         """A new load. One that is followed is named by the next heartbeat, which is due at once."""
-        self._by_transfer.setdefault(load.key.transfer_id, {})[load.request_id] = load
+        turn = load.key.transfer_id, load.request_id
+        self._by_transfer.setdefault(turn[0], {})[turn[1]] = load
         if load.is_followed:
             self._depending[load.request_id] = load
-            self.turns.appendleft(load.request_id)
+            self.turns.appendleft(turn)
             self.num_unnamed += 1
         else:
-            self.turns.append(load.request_id)
+            self.turns.append(turn)
 
     def depend(self, load: Load, *, is_connecting: bool) -> None:
         """The load was asked for: the loss of its engine ends it. One that `is_connecting` begins with the engine."""
@@ -122,20 +124,19 @@ class EngineLoads:
         """The engine knows none of them yet."""
         self.num_unnamed = len(self.turns)
 
-    def take_turn(self, loads: Mapping[str, Load], limit: int, links: Collection[LinkId]) -> Named:
-        """Name the next ones of all `loads`, at most `limit`. The workers at `links` are asked how far those are that
+    def take_turn(self, limit: int, links: Collection[LinkId]) -> Named:
+        """Name the next ones, at most `limit`. The workers at `links` are asked how far those are that
         are followed, until all have answered.
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
         for _ in range(min(limit, len(self.turns))):
-            load = loads.get(self.turns.popleft())
+            turn = self.turns.popleft()
             self.num_unnamed = max(0, self.num_unnamed - 1)
-            if load is None or load.request_id not in self._by_transfer.get(
-                load.key.transfer_id, ()
-            ):
+            load = self._by_transfer.get(turn[0], {}).get(turn[1])
+            if load is None:
                 continue
-            self.turns.append(load.request_id)
+            self.turns.append(turn)
             key = load.key
             if not load.is_followed or load.is_answered(links):
                 renewed.append(key)

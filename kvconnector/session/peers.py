@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
+from typing import Any
 from weakref import WeakValueDictionary
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError, KVConnectorError, PeerLostError
@@ -10,7 +12,8 @@ from kvconnector.ids import EngineId, Rank
 from kvconnector.planning import Route
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.agenda import Agenda
+from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.read_check import check_route
 from kvconnector.topology import TpKVTopology
@@ -76,13 +79,23 @@ class Peer(Tracked[PeerState]):
 
 
 class Peers:
-    """All consumer workers of one producer worker; `reply` is what those are answered that passed."""
+    """All consumer workers of one producer worker; `reply` is what those are answered that passed. Each is in the
+    `agenda`, for `tick`. What `on_lost` returns is carried out before a link is closed.
+    """
 
-    def __init__(self, topology: TpKVTopology, reply: m.HelloReply, timeout_s: float) -> None:
+    def __init__(
+        self,
+        topology: TpKVTopology,
+        reply: m.HelloReply,
+        timeout_s: float,
+        agenda: Agenda[Any],
+        on_lost: Callable[[LinkId], list[Command]],
+    ) -> None:
         self._topology = topology
         self._reply = reply
         self._timeout_s = timeout_s
-        self._no_loss_before = NEVER
+        self._agenda = agenda
+        self._on_lost = on_lost
         self._peers: dict[LinkId, Peer] = {}
         self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
 
@@ -97,10 +110,8 @@ class Peers:
         if peer is not None:
             peer.last_message_at = now
 
-    def handle(self, event: object, now: float) -> list[Command | ev.LinkLost]:
-        """Return the commands for `event`; a `LinkLost` among them is for the machine of leases."""
-        if isinstance(event, ev.Tick):
-            return self._tick(event, now)
+    def handle(self, event: object, now: float) -> list[Command]:
+        """Return the commands for `event`."""
         link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
         peer = self._peers.get(link)
         if isinstance(event, ev.FromPeer):
@@ -118,15 +129,17 @@ class Peers:
             return self._lose(peer, event, event.error, now)
         return []
 
-    def next_deadline(self) -> float:
-        """When to send the next `Tick`, at the latest; infinite if nothing is due ever. May be early where peers
-        spoke or left since the last one: asked after every event, this does not go through all of them.
-        """
-        return self._no_loss_before if self._peers else NEVER
+    def tick(self, peer: Peer, event: ev.Tick, now: float) -> list[Command]:
+        """Give a consumer worker up that the agenda named, unless it has spoken since."""
+        if peer.deadline > now:
+            self._agenda.plan(peer, peer.deadline)
+            return []
+        error = PeerLostError("a consumer worker went silent", timeout_s=peer.timeout_s)
+        return self._lose(peer, event, error, now)
 
     def _greeted(
         self, known: Peer | None, event: ev.FromPeer[m.Hello], now: float
-    ) -> list[Command | ev.LinkLost]:
+    ) -> list[Command]:
         hello = event.message
         if known is not None:
             known.accept(event, now)
@@ -139,7 +152,7 @@ class Peers:
         timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
         peer = self._peers[event.link] = Peer(event.link, hello, now, timeout_s)
         peer.accept(event, now)
-        self._no_loss_before = min(self._no_loss_before, peer.deadline)
+        self._agenda.plan(peer, peer.deadline)
         try:
             peer.readers = self._readers_of(hello.geometry)
             if hello.pp_rank >= hello.geometry.pp_size or hello.tp_rank >= hello.geometry.tp_size:
@@ -180,26 +193,16 @@ class Peers:
         )
         return cmd.SendMessage(peer.link, reply)
 
-    def _tick(self, event: ev.Tick, now: float) -> list[Command | ev.LinkLost]:
-        answers: list[Command | ev.LinkLost] = []
-        if now < self._no_loss_before:
-            return answers
-        for peer in list(self._peers.values()):
-            if peer.deadline <= now:
-                error = PeerLostError("a consumer worker went silent", timeout_s=peer.timeout_s)
-                answers += self._lose(peer, event, error, now)
-        self._no_loss_before = min((peer.deadline for peer in self._peers.values()), default=NEVER)
-        return answers
-
     def _lose(
         self, peer: Peer, event: object, error: KVConnectorError, now: float
-    ) -> list[Command | ev.LinkLost]:
+    ) -> list[Command]:
         peer.accept(event, now)
         peer.move(PeerState.LOST)
         del self._peers[peer.link]
+        self._agenda.forget(peer)
         # only the side that connected can close a control connection, so it gets a Bye, if the link still works
         return [
-            ev.LinkLost(peer.link, error),
+            *self._on_lost(peer.link),
             cmd.CloseEndpoint(peer.link),
             cmd.SendMessage(peer.link, m.Bye(text=error.statement[:4096])),
             cmd.CloseLink(peer.link),

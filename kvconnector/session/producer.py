@@ -15,9 +15,9 @@ from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
-from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.completion import Phase
-from kvconnector.session.early import EarlyEvents
+from kvconnector.session.early import EarlyEvents, Name
 from kvconnector.session.lease import (
     REFUSAL_OF,
     EndedLeases,
@@ -26,7 +26,7 @@ from kvconnector.session.lease import (
     ended_progress,
 )
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
-from kvconnector.session.peers import Peers
+from kvconnector.session.peers import Peer, Peers
 from kvconnector.session.read_check import check_read
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -43,7 +43,8 @@ class ProducerSession:
     `peers.py`.
 
     `reply` is what consumers are answered that are taken: with an export in it, leases are published for those that can
-    use it. `timeout_s`: how long a consumer may be silent.
+    use it. `timeout_s`: how long a consumer may be silent. The next `Tick` is to come by `next_deadline()`, which is
+    early where something was renewed.
     """
 
     def __init__(
@@ -58,11 +59,12 @@ class ProducerSession:
         self._reply = reply
         self._config = lease
         self._leases: dict[str, Lease] = {}
-        self._agenda: Agenda[Lease] = Agenda()
+        self._agenda: Agenda[Lease | Peer | EarlyEvents | Name] = Agenda()
+        self.next_deadline = self._agenda.next_deadline
         self._by_request: dict[str, str] = {}
         self._sends: dict[LinkId, dict[int, Lease]] = {}
-        self._early = EarlyEvents()
-        self._peers = Peers(self._topology, reply, timeout_s)
+        self._early = EarlyEvents(self._agenda)
+        self._peers = Peers(self._topology, reply, timeout_s, self._agenda, self._link_lost)
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
@@ -75,15 +77,7 @@ class ProducerSession:
         kind = ev.kind_of(event)
         if kind not in _PEER_EVENTS:
             return self._HANDLERS[kind](self, event, now)
-        commands: list[Command] = []
-        for answer in self._peers.handle(event, now):
-            if isinstance(answer, ev.LinkLost):
-                commands += self._link_lost(answer)
-            else:
-                commands.append(answer)
-        if isinstance(event, ev.Tick):
-            commands += self._tick(event, now)
-        return commands
+        return self._peers.handle(event, now)
 
     def holds(self, request_id: str) -> bool:
         """Returns True if a lease on the request's blocks has not ended."""
@@ -92,15 +86,6 @@ class ProducerSession:
     def keep_alive(self, link: LinkId, now: float) -> None:
         """Any message came on `link`: the worker there lives."""
         self._peers.keep_alive(link, now)
-
-    def next_deadline(self) -> float | None:
-        """When to send the next `Tick`, at the latest. May be early where leases were renewed since the last one."""
-        soonest = min(
-            self._early.next_deadline(),
-            self._peers.next_deadline(),
-            self._agenda.next_deadline(),
-        )
-        return None if soonest == NEVER else soonest
 
     def _granted(self, event: LeaseOrder, now: float) -> list[Command]:
         lease = self._leases.get(event.transfer_id)
@@ -298,25 +283,34 @@ class ProducerSession:
             commands += self._followed(ev.FromPeer(event.link, follow), now)
         return [*commands, cmd.SendMessage(event.link, m.HeartbeatReply(number=heartbeat.number))]
 
-    def _link_lost(self, event: ev.LinkLost) -> list[Command]:
+    def _link_lost(self, link: LinkId) -> list[Command]:
         """Stop what reads for this peer; its leases stay: another link may come before they expire."""
-        self._early.drop_link(event.link)
-        return [cmd.StopSend(event.link, read_id) for read_id in self._sends.get(event.link, ())]
+        self._early.drop_link(link)
+        return [cmd.StopSend(link, read_id) for read_id in self._sends.get(link, ())]
 
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
-        """End the leases whose time is up, and refuse what came before a lease that never did."""
+        """Give silent peers up, end the leases whose time is up, and refuse what came before a lease that never did."""
         commands: list[Command] = []
-        for lease in self._agenda.due(now):
-            if lease.expires_at > now:
-                self._agenda.plan(lease, lease.expires_at)  # it was renewed
+        for thing in self._agenda.due(now):
+            if isinstance(thing, Peer):
+                commands += self._peers.tick(thing, event, now)
+            elif isinstance(thing, EarlyEvents):
+                thing.remove_lost()
+            elif not isinstance(thing, Lease):
+                commands += self._refuse_late(thing)
+            elif thing.expires_at > now:
+                self._agenda.plan(thing, thing.expires_at)  # it was renewed
             else:
-                lease.accept(event, now)
-                commands += self._end(lease, LeaseState.EXPIRED)
-        return commands + [
-            _refuse(ev.FromPeer(late.link, late.message), Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
-            for late in self._early.take_late(now)
-            if isinstance(late.message, m.Read | m.Follow)
-        ]
+                thing.accept(event, now)
+                commands += self._end(thing, LeaseState.EXPIRED)
+        return commands
+
+    def _refuse_late(self, name: Name) -> list[Command]:
+        late = self._early.take_late(name)
+        if late is None or not isinstance(late.message, m.Read | m.Follow):
+            return []
+        late_event = ev.FromPeer(late.link, late.message)
+        return [_refuse(late_event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
 
     def _notify_followers(self, lease: Lease) -> list[Command]:
         """Report how far a prompt is to all that follow it, and forget those that are gone."""
@@ -361,11 +355,12 @@ class ProducerSession:
         m.Abort: _over_for_peer,
         m.Heartbeat: _heartbeat,
         m.Probe: _probed,
+        ev.Tick: _tick,
     }
 
 
 _ABORTED = LeaseState.ABORTED
-_PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost, ev.Tick})
+_PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost})
 _UNKNOWN = "no such transfer"
 """The same text where a transfer of this name has another secret."""
 

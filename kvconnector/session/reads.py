@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from itertools import count
+from typing import Any
 
 from kvconnector.ids import EngineAddress
 from kvconnector.planning import SourceRead
@@ -19,12 +20,12 @@ from kvconnector.wire import messages as m
 class OpenReads(dict[int, StartReceive]):
     """All reads that hold or wait for receive slots, by their ids."""
 
-    def __init__(self, *, drain_timeout_s: float) -> None:
+    def __init__(self, agenda: Agenda[Any], *, drain_timeout_s: float) -> None:
         super().__init__()
         self._drain_timeout_s = drain_timeout_s
         self._numbers = count(1)
         self._by_engine: dict[EngineAddress, dict[int, StartReceive]] = {}
-        self.agenda: Agenda[int] = Agenda()
+        self._agenda = agenda
 
     def open(
         self, load: Load, worker: RemoteWorker, source: SourceRead, now: float
@@ -51,7 +52,7 @@ class OpenReads(dict[int, StartReceive]):
     def close(self, read_id: int) -> StartReceive:
         """Nothing more of this read is awaited."""
         read = self.pop(read_id)
-        self.agenda.forget(read_id)
+        self._agenda.forget(read)
         of_engine = self._by_engine[read.engine]
         del of_engine[read_id]
         if not of_engine:
@@ -93,18 +94,9 @@ class OpenReads(dict[int, StartReceive]):
             self._await_end(read, now)
         return [cmd.DrainReceive(read.read_id, sent_chunks)]
 
-    def take_late(self, now: float) -> Iterator[StartReceive]:
-        """Some of those whose peer did not end them in time."""
-        for read_id in self.agenda.due(now):
-            read = self[read_id]
-            if read.deadline <= now:
-                yield read
-            else:
-                self.agenda.plan(read_id, read.deadline)
-
     def _await_end(self, read: StartReceive, now: float) -> None:
         read.deadline = now + self._drain_timeout_s
-        self.agenda.plan(read.read_id, read.deadline)
+        self._agenda.plan(read, read.deadline)
 
 
 def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:

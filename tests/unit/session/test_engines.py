@@ -71,7 +71,7 @@ def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again(side):
 def test_an_engine_that_nobody_wants_any_more_is_not_looked_for(side):
     side.tell(harness.wanted(), harness.load_asked())
     assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S))
-    while (deadline := side.session.next_deadline()) is not None:
+    while (deadline := side.session.next_deadline()) < cmd.NEVER:
         side.now = deadline
         assert not harness.of(side.tick(), cmd.OpenLink)
 
