@@ -251,10 +251,11 @@ class EnginePair(ProcessPair):
         self.decode.await_started()
         self.paths.clear()
 
-    def restart(self, engine_id: str) -> None:
-        """Kill an engine and start it again under the same id."""
+    def restart(self, engine_id: str, *, is_killed: bool = True) -> None:
+        """End an engine, without a word to anybody or in order, and start it again under the same id."""
         engine = self.prefill if engine_id == "prefill" else self.decode
-        engine.ranks.kill()
+        if is_killed:
+            engine.ranks.kill()
         engine.close()
         engine = self._start(engine_id)
         setattr(self, engine_id, engine)

@@ -48,6 +48,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options; a benchmark uses some of them.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
+    `hours` has the last word over `minutes`, and `state` names the file of a run that goes on after an interruption.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
     """
@@ -63,6 +64,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     iterations: int = 10
     minutes: float = 1.0
+    hours: float = 0.0
+    state: str = ""
     compute: Compute = Compute()
     connect: str = ""
 

@@ -10,6 +10,7 @@ import ctypes
 import inspect
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -211,11 +212,12 @@ class RankProcess:
     def _model_steps(self) -> Callable[[float, int], Iterator[None]]:
         return make_model(self._device)
 
-    def usage(self) -> tuple[float, int, int]:
-        """Resident MiB, open descriptors and threads of this process."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    def usage(self) -> tuple[float, float, int, int]:
+        """Resident MiB of its own and shared with others (pools that a peer reads are), open descriptors, threads."""
+        status = dict(re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+        own_mib, shared_mib = (int(status[name]) / 1024 for name in ("RssAnon", "RssShmem"))
         descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20, descriptors, threads
+        return own_mib, shared_mib, descriptors, threads
 
     def drive(
         self, load: LoadName, steps: list[tuple[str, StepMetadata]], one_by_one: bool, min_s: float

@@ -55,6 +55,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "iterations": {"type": click.IntRange(1), "default": 10, "help": "Timed repetitions."},
     "minutes": {"type": click.FloatRange(1e-3), "default": 1.0, "help": "How long it runs."},
+    "hours": {
+        "type": click.FloatRange(0),
+        "default": 0.0,
+        "show_default": False,
+        "help": "How long it runs, instead of --minutes.",
+    },
+    "state": {
+        "default": "",
+        "show_default": False,
+        "metavar": "FILE",
+        "help": "File of what was found: an interrupted run goes on from there.",
+    },
     "scattered/--contiguous": {"default": True, "help": "Blocks at random, or in one run."},
     "prefill": {
         **SHAPE,
@@ -151,9 +163,9 @@ BENCHMARKS = {
     ),
     "soak": Benchmark(
         "soak",
-        "Mixed load with aborts and restarts: errors by cause, leaked blocks, memory, descriptors.",
-        "soak --minutes 30",
-        ("model", "tokens", "minutes", "prefill", "decode", "device", "tls"),
+        "Mixed load with aborts and faults, for days if need be: errors by cause, leaks, what grew.",
+        "soak --hours 48 --state soak.json",
+        ("model", "tokens", "minutes", "hours", "state", "prefill", "decode", "device", "tls"),
         {"tokens": "16,100,512"},
     ),
     "sessions": Benchmark(

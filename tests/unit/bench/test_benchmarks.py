@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.bench import ResultMismatchError, engines, gil, sessions, soak
+from kvconnector.bench import ResultMismatchError, engines, gil, sessions
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.shapes import EngineShape, ModelShape
@@ -117,20 +117,6 @@ def test_gil(monkeypatch):
             assert figures["p90_bound_s"] == pytest.approx(bound_s)
             assert figures["prefill_steps_kept"] > 0
             assert figures["decode_steps_kept"] > 0
-
-
-@pytest.mark.ucx
-@pytest.mark.integration
-@pytest.mark.slow
-def test_a_soak_survives_restarts_and_aborts_and_leaks_nothing(monkeypatch):
-    monkeypatch.setattr(soak, "NUM_RESTARTS", 2)
-    monkeypatch.setattr(soak, "ABORT_PROBABILITY", 0.3)
-    (case,) = _run("soak", tokens=(9, 70), minutes=0.2)
-    figures = case.ours.figures
-    assert figures["prefill_restarts"] == figures["decode_restarts"] == 1
-    assert figures["aborts"] > 0
-    assert figures["leaked_blocks"] == figures["unexplained"] == 0
-    assert figures["bytes"] > 0
 
 
 @pytest.mark.ucx

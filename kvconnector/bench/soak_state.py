@@ -1,0 +1,140 @@
+"""What a `soak` has found so far, kept in a file, so that a run of days goes on after an interruption."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvconnector.bench.options import SEED
+from kvconnector.errors import ConfigError
+
+MAX_SAMPLES = 20_000
+"""Times that are kept, drawn evenly from all of them."""
+KEPT_POINTS = 1000
+"""Of each engine's use of memory, descriptors and threads; of more every second one is dropped."""
+SETTLE_SHARE = 0.25
+"""Of an engine's life, in which pools are mapped and allocators fill."""
+MEASURES = ("own_mib", "shared_mib", "descriptors", "threads")
+"""Shared memory is that of pools: a consumer's grows until it has read all of its producer's."""
+
+
+class Samples(msgspec.Struct):
+    """Seconds of `num_seen` requests, of which at most `MAX_SAMPLES` are kept, each with equal probability."""
+
+    num_seen: int = 0
+    kept_s: list[float] = []
+    longest_s: float = 0.0
+
+    def add(self, seconds: float, rng: random.Random) -> None:
+        self.num_seen += 1
+        self.longest_s = max(self.longest_s, seconds)
+        if len(self.kept_s) < MAX_SAMPLES:
+            self.kept_s.append(seconds)
+        elif (place := rng.randrange(self.num_seen)) < MAX_SAMPLES:
+            self.kept_s[place] = seconds
+
+
+class UsagePoint(msgspec.Struct, frozen=True):
+    """What all ranks of an engine use together, `at_s` into the run; `life` counts the engine's starts."""
+
+    at_s: float
+    life: int
+    values: tuple[float, ...]
+
+
+class SoakState(msgspec.Struct):
+    """One run, over all its interruptions. `of` names what it runs; `elapsed_s` leaves out the time between them."""
+
+    of: str
+    elapsed_s: float = 0.0
+    num_begun: int = 0
+    counts: dict[str, int] = {}
+    samples: Samples = msgspec.field(default_factory=Samples)
+    first_samples: Samples = msgspec.field(default_factory=Samples)
+    usage: dict[str, list[UsagePoint]] = {}
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] = self.counts.get(name, 0) + number
+
+    def note_usage(self, engine: str, life: int, values: tuple[float, ...]) -> None:
+        """Add a point of an engine's use."""
+        points = self.usage.setdefault(engine, [])
+        points.append(UsagePoint(self.elapsed_s, life, values))
+        if len(points) > KEPT_POINTS:
+            del points[1::2]
+
+    def growth(self) -> dict[str, float]:
+        """Return what the longest life of each engine shows after it settled: how long that was, what was used at its
+        beginning and its end (medians of the first and the last quarter), and how many MiB of its own memory an hour.
+        """
+        found: dict[str, float] = {}
+        for engine, points in self.usage.items():
+            (life, _), *_ = Counter(point.life for point in points).most_common(1)
+            lived = [point for point in points if point.life == life]
+            settled = lived[int(len(lived) * SETTLE_SHARE) :]
+            values = np.array([point.values for point in settled])
+            quarter = max(1, len(settled) // 4)
+            hours = np.array([point.at_s for point in settled]) / 3600
+            found[f"{engine}_watched_s"] = settled[-1].at_s - settled[0].at_s
+            for index, measure in enumerate(MEASURES):
+                found[f"{engine}_{measure}_first"] = float(np.median(values[:quarter, index]))
+                found[f"{engine}_{measure}_last"] = float(np.median(values[-quarter:, index]))
+            if np.ptp(hours) > 0:
+                slope = np.polyfit(hours - hours[0], values[:, 0], 1)[0]
+                found[f"{engine}_own_mib_per_hour"] = float(slope)
+        return found
+
+
+class StateFile:
+    """The state's file, or nothing where `path` is empty."""
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path) if path else None
+
+    def load(self, of: str) -> SoakState:
+        """Return the state to go on from, a new one where there is no file.
+
+        Raises:
+            ConfigError: it cannot be read, or is of another run.
+        """
+        if self._path is None or not self._path.exists():
+            return SoakState(of=of)
+        try:
+            state = msgspec.json.decode(self._path.read_bytes(), type=SoakState)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ConfigError(f"this is no soak's state: {error}", path=str(self._path)) from error
+        if state.of != of:
+            raise ConfigError(
+                "this state is of another soak: name another file",
+                path=str(self._path),
+                found=state.of,
+                wanted=of,
+            )
+        return state
+
+    def save(self, state: SoakState) -> None:
+        """Replace the file at once: a run that is killed here leaves the state before.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        if self._path is None:
+            return
+        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+        try:
+            partial.write_bytes(msgspec.json.encode(state))
+            partial.replace(self._path)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write the soak's state: {error}", path=str(self._path)
+            ) from error
+
+
+def rng_of(state: SoakState) -> random.Random:
+    """Return a run's random numbers, which differ after each interruption."""
+    return random.Random(f"{SEED} {state.num_begun}")
