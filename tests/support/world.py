@@ -92,8 +92,8 @@ class WorldWorker:
     def start_step(self, step):
         """As `Worker.start_step`; the driver takes it in its next turn."""
         orders = checked_orders(step, self.pools, self.config.role)
-        for order in step.orders:
-            self._layers[order.request_id] = StepLayers(orders, self.pools)
+        names = (order.request_id for order in step.orders)
+        self._layers.update(dict.fromkeys(names, StepLayers(orders, self.pools)))
         self.outbox.expect(orders)
         for order in orders:
             self.driver.submit(order)

@@ -208,40 +208,24 @@ def test_rows_are_the_same_on_the_host_and_the_device():
 
 
 def committed_slots(table):
-    """Of tokens 0 to 19 in blocks 3 and 4, of which fewer and fewer are committed, and then all."""
-    for num_tokens in (20, 12, 0, 32, None):
-        slots = table.compute_slot_mapping(np.ones(20, int), np.arange(20)).tolist()
+    """Of the first tokens in blocks 3 and 4, of which some, all or more than there are are committed."""
+    for count, num_tokens in ((20, 20), (20, 12), (5, None), (20, 0), (7, 32), (20, None)):
+        slots = table.compute_slot_mapping(np.ones(count, int), np.arange(count)).tolist()
         table.commit_slot_mapping(num_tokens)
-        kept = 20 if num_tokens is None else min(num_tokens, 20)
+        kept = count if num_tokens is None else min(num_tokens, count)
         yield table.device_slot_mapping().tolist(), slots[:kept] + [PAD_SLOT_ID] * (32 - kept)
 
 
-def test_slots_of_a_part_of_the_tokens_can_be_committed():
-    tables = make_tables()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_slots_of_a_part_of_the_tokens_can_be_committed(device):
+    tables = make_tables(device=device)
     tables.add_row([[3, 4]], 1)
     for found, expected in committed_slots(tables[0]):
         assert found == expected
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_slots_after_the_last_token_are_padding_on_the_device(device):
-    tables = make_tables(device=device)
-    tables.add_row([[3, 4]], 1)
-    for num_tokens in (20, 5, 0, 7):
-        (slots,) = tables.compute_slot_mapping(np.ones(num_tokens, int), np.arange(num_tokens))
-        tables.commit_slot_mapping()
-        expected = slots.tolist() + [PAD_SLOT_ID] * (32 - num_tokens)
-        assert tables[0].device_slot_mapping().tolist() == expected
-
-
 @pytest.mark.gpu
 class TestGpu:
-    def test_slots_of_a_part_of_the_tokens_can_be_committed(self):
-        tables = make_tables(device="cuda")
-        tables.add_row([[3, 4]], 1)
-        for found, expected in committed_slots(tables[0]):
-            assert found == expected
-
     def test_the_device_sees_rows_when_committed(self):
         tables = make_tables(device="cuda")
         table = tables[0]

@@ -14,7 +14,7 @@ import pkgutil
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from types import FunctionType
 
@@ -75,10 +75,7 @@ def expected(architecture, prompt):
 @contextmanager
 def engines(folder, *configs):
     with ExitStack() as stack:
-        running = [LocalEngine(config, folder) for config in configs]
-        for engine in running:
-            stack.callback(engine.close)
-        yield running
+        yield [stack.enter_context(closing(LocalEngine(config, folder))) for config in configs]
 
 
 def hand_over(architecture, folder, direct="always"):
@@ -86,8 +83,7 @@ def hand_over(architecture, folder, direct="always"):
 
     Where there is an encoder, one answer.
     """
-    model = model_of(architecture)
-    num_answers = 1 if model.is_encoder_decoder else 4
+    num_answers = 1 if model_of(architecture).is_encoder_decoder else 4
     prefill = config_of(architecture, "prefill", direct=direct, block_size=16, layout="CROSS")
     decode = config_of(
         architecture,
@@ -102,23 +98,9 @@ def hand_over(architecture, folder, direct="always"):
     )
     with engines(folder, prefill, decode) as (producer, consumer):
         for turn, prompt in enumerate((prompt_of(75), [*prompt_of(75), *prompt_of(9, 1)])):
-            offer = Request(
-                f"p{turn}",
-                prompt,
-                1,
-                encoder_prompt=encoder_prompt_of(model, prompt),
-                kv_transfer_params={"do_remote_decode": True},
-            )
-            producer.run(offer)
-            params = producer.params[offer.request_id]
-            request = Request(
-                f"d{turn}",
-                prompt,
-                MAX_TOKENS,
-                encoder_prompt=encoder_prompt_of(model, prompt),
-                kv_transfer_params=params,
-                num_answers=num_answers,
-            )
+            params = offered_by(producer, architecture, f"p{turn}", prompt)
+            asked = (architecture, f"d{turn}", prompt, MAX_TOKENS, params)
+            request = request_of(*asked, num_answers=num_answers)
             answers = consumer_answers(producer, consumer, request)
             assert answers[0] == expected(architecture, prompt)
             assert len({answer[0] for answer in answers}) == len(answers)
@@ -128,6 +110,18 @@ def hand_over(architecture, folder, direct="always"):
         if num_answers > 1:
             assert consumer.scheduler.blocks.copied_blocks > 0
             assert consumer.scheduler.blocks.common_reads > 0
+
+
+def request_of(architecture, name, prompt, max_tokens, params=None, **more):
+    """A request, with an input for the encoder of a model that has one."""
+    more["encoder_prompt"] = encoder_prompt_of(model_of(architecture), prompt)
+    return Request(name, prompt, max_tokens, kv_transfer_params=params, **more)
+
+
+def offered_by(producer, architecture, name, prompt):
+    """The params of a prompt that the producer has computed."""
+    producer.run(request_of(architecture, name, prompt, 1, {"do_remote_decode": True}))
+    return producer.params[name]
 
 
 def consumer_answers(producer, consumer, request):

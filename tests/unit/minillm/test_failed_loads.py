@@ -3,15 +3,15 @@
 import pytest
 from msgspec.structs import replace
 
-from minillm.request import Request
-from tests.support.local_engines import encoder_prompt_of, prompt_of
+from tests.support.local_engines import prompt_of
 from tests.unit.minillm.seed_cases import (
     MAX_TOKENS,
     config_of,
     consumer_answers,
     engines,
     expected,
-    model_of,
+    offered_by,
+    request_of,
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(120)]
@@ -27,15 +27,10 @@ def test_a_refused_load_is_computed_from_its_first_block_on(tmp_path, architectu
     with engines(tmp_path, prefill, replace(decode, failure_policy="recompute")) as pair:
         producer, consumer = pair
         prompt = prompt_of(75)
-        encoder_prompt = encoder_prompt_of(model_of(architecture), prompt)
-        first = Request("first", prompt[:49], 1, encoder_prompt=encoder_prompt)
-        consumer.run(first)
-        offer = Request("offer", prompt, 1, encoder_prompt=encoder_prompt)
-        offer.kv_transfer_params = {"do_remote_decode": True}
-        producer.run(offer)
-        refused = {**producer.params["offer"], "transfer_secret": "0" * 32}
-        load = Request("load", prompt, MAX_TOKENS, encoder_prompt=encoder_prompt)
-        load.kv_transfer_params = refused
+        consumer.run(request_of(architecture, "first", prompt[:49], 1))
+        params = offered_by(producer, architecture, "offer", prompt)
+        refused = {**params, "transfer_secret": "0" * 32}
+        load = request_of(architecture, "load", prompt, MAX_TOKENS, refused)
         (answer,) = consumer_answers(producer, consumer, load)
         assert answer == expected(architecture, prompt)
         stats = consumer.transfer.stats["load"]

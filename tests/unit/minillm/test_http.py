@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
 import aiohttp
 import msgspec
@@ -22,6 +22,7 @@ from minillm.request import RequestUpdate
 from minillm.router import Router
 from minillm.server import create_app
 from minillm.transfer import LoadStats
+from tests.unit.minillm.http_fakes import app_of, streamed_offer
 
 TIMEOUT_S = 20.0
 TRANSFER = {"bytes": 10, "seconds": 0.5, "path": "packed", "cached_tokens": 16, "loaded_tokens": 3}
@@ -172,24 +173,24 @@ def test_a_client_that_goes_away_aborts_its_request(tmp_path):
     asyncio.run(asyncio.wait_for(check(), TIMEOUT_S))
 
 
-def app_of(handler, **options):
-    """A server that answers completions."""
-    application = web.Application(**options)
-    application.add_routes([web.post("/v1/completions", handler)])
-    return application
+@asynccontextmanager
+async def router_between(first, second):
+    """A client of a router of two servers, which this starts."""
+    async with first, second, aiohttp.ClientSession() as session:
+        urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
+        front = app_of(Router(session, *urls).completions, middlewares=[error_middleware])
+        async with TestClient(TestServer(front)) as client:
+            yield client
 
 
 @asynccontextmanager
 async def router_of(prefill, decode, *, is_decode_up=True):
-    """A client of a router of two servers."""
-    async with TestServer(app_of(prefill)) as first, TestServer(app_of(decode)) as second:
-        urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
+    """A client of a router of servers with these handlers."""
+    first, second = TestServer(app_of(prefill)), TestServer(app_of(decode))
+    async with router_between(first, second) as client:
         if not is_decode_up:
             await second.close()
-        async with aiohttp.ClientSession() as session:
-            front = app_of(Router(session, *urls).completions, middlewares=[error_middleware])
-            async with TestClient(TestServer(front)) as client:
-                yield client
+        yield client
 
 
 async def prefill_well(request):
@@ -252,22 +253,23 @@ def test_the_client_reports_a_stream_that_ends_early():
     asyncio.run(check())
 
 
-class RestartedPrefill:
-    """A prefill engine that streams, and a decode engine that reaches it at its present port alone."""
+class StreamingEngines:
+    """A prefill engine that streams and is reached at `port`, and a decode engine that finds it there alone.
 
-    def __init__(self, *, recomputes):
-        self.recomputes = recomputes
+    Once it was restarted elsewhere, it `is_slow`: still computing when the decode engine answers.
+    """
+
+    def __init__(self, *, recomputes=False, is_slow=False):
+        self.recomputes, self.is_slow = recomputes, is_slow
         self.port = 1
         self.refused = asyncio.Event()
         self.used_ports = []
 
     async def prefill(self, request):
         asked = (await request.json())["kv_transfer_params"]
-        if self.port > 1:  # still computing when the decode engine answers
+        if self.is_slow and self.port > 1:
             await asyncio.wait_for(self.refused.wait(), TIMEOUT_S)
-        names = f"{asked['transfer_id']}|{asked['transfer_secret']}|key"
-        address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": self.port}
-        return web.json_response({"kv_transfer_params": {"remote_request_id": names, **address}})
+        return web.json_response({"kv_transfer_params": streamed_offer(asked, self.port)})
 
     async def decode(self, request):
         port = (await request.json())["kv_transfer_params"]["remote_port"]
@@ -280,60 +282,48 @@ class RestartedPrefill:
         return ApiError.of_load("PeerUnreachableError: no connection could be opened").response()
 
 
+async def statuses(client, count):
+    """Of so many completions, one after the other."""
+    found = []
+    for _ in range(count):
+        async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:
+            found.append(response.status)
+    return found
+
+
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere(recomputes):
     """Also where the decode engine computes the prompt itself, and answers before the prefill engine does."""
-    engines = RestartedPrefill(recomputes=recomputes)
+    engines = StreamingEngines(recomputes=recomputes, is_slow=True)
 
     async def check():
         async with router_of(engines.prefill, engines.decode) as client:
-            for engines.port in (1, 1, 2, 2):
-                async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:
-                    assert response.status == 200
+            for engines.port in (1, 2):
+                assert await statuses(client, 2) == [200, 200]
 
     asyncio.run(check())
     assert engines.used_ports == ([1, 1, 1, 2] if recomputes else [1, 1, 1, 2, 2])
 
 
 def test_after_a_prefill_engine_did_not_answer_the_next_one_there_is_asked_first():
-    used_ports, urls = [], []
-
-    async def prefill(request):
-        asked = (await request.json())["kv_transfer_params"]
-        names = f"{asked['transfer_id']}|{asked['transfer_secret']}|key"
-        address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": len(urls)}
-        return web.json_response({"kv_transfer_params": {"remote_request_id": names, **address}})
-
-    async def decode(request):
-        used_ports.append((await request.json())["kv_transfer_params"]["remote_port"])
-        return web.json_response({})
-
-    async def post(client):
-        async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:
-            return response.status
+    engines = StreamingEngines()
 
     async def check():
-        async with TestServer(app_of(decode)) as second, aiohttp.ClientSession() as session:
-            first = TestServer(app_of(prefill))
-            await first.start_server()
-            urls.append(str(first.make_url("")).rstrip("/"))
-            router = Router(session, urls[:1], [str(second.make_url("")).rstrip("/")])
-            async with TestClient(
-                TestServer(app_of(router.completions, middlewares=[error_middleware]))
-            ) as client:
-                assert [await post(client), await post(client)] == [200, 200]
-                port = first.port
-                await first.close()
-                assert await post(client) == 502
-                again = TestServer(app_of(prefill), port=port)
-                await again.start_server()
-                urls.append("restarted")
-                assert await post(client) == 200
-                await again.close()
+        async with AsyncExitStack() as stack:
+            servers = TestServer(app_of(engines.prefill)), TestServer(app_of(engines.decode))
+            client = await stack.enter_async_context(router_between(*servers))
+            assert await statuses(client, 2) == [200, 200]
+            port = servers[0].port
+            await servers[0].close()
+            assert await statuses(client, 1) == [502]
+            engines.port = 2
+            again = TestServer(app_of(engines.prefill), port=port)
+            await stack.enter_async_context(again)
+            assert await statuses(client, 1) == [200]
 
     asyncio.run(check())
-    assert used_ports[:2] == [1, 1]
-    assert used_ports[-1] == 2
+    assert engines.used_ports[:2] == [1, 1]
+    assert engines.used_ports[-1] == 2
 
 
 def test_logs_have_time_level_and_name(capsys, monkeypatch):

@@ -13,6 +13,7 @@ import minillm.router
 import vllm_1p1d.router
 from minillm.http_api import error_middleware
 from minillm.http_serving import BACKLOG
+from tests.unit.minillm.http_fakes import app_of, streamed_offer
 
 NUM_REQUESTS = 1600
 FILES_A_REQUEST = 6  # both ends of three connections
@@ -36,11 +37,7 @@ class Engines:
     async def prefill(self, request):
         names = (await request.json())["kv_transfer_params"]
         await self._ask("prefill", lambda asked: set(asked.values()) in ({1, 0}, {self.expected}))
-        address = {"remote_engine_id": "p", "remote_host": "h", "remote_port": 1}
-        request_id = f"{names['transfer_id']}|{names['transfer_secret']}|key"
-        return web.json_response(
-            {"kv_transfer_params": {"remote_request_id": request_id, **address}}
-        )
+        return web.json_response({"kv_transfer_params": streamed_offer(names)})
 
     async def decode(self, request):
         body = await request.json()
@@ -58,12 +55,6 @@ async def serving(app):
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
-
-
-def app_of(handler, **options):
-    app = web.Application(**options)
-    app.add_routes([web.post("/v1/completions", handler)])
-    return app
 
 
 @asynccontextmanager
