@@ -40,10 +40,16 @@ async def answered(cluster, router, prompt, max_tokens):
 
 
 async def start_pair(cluster, prefill, decode):
-    """A prefill engine and a decode engine with these options, and their router, healthy."""
+    """A prefill engine and a decode engine with these options, healthy."""
     producer = await cluster.start_engine("prefill", "prefill", prefill)
     consumer = await cluster.start_engine("decode", "decode", decode)
     await cluster.wait_healthy(producer, consumer)
+    return producer, consumer
+
+
+async def start_routed(cluster, prefill, decode):
+    """The same, and their router."""
+    producer, consumer = await start_pair(cluster, prefill, decode)
     router = await cluster.start_router("router", producer, consumer)
     await cluster.wait_healthy(router)
     return producer, consumer, router

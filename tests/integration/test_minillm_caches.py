@@ -16,6 +16,7 @@ from tests.integration.minillm_engines import (
     expected_tokens,
     prompt_of,
     start_pair,
+    start_routed,
     wait_all_blocks_free,
 )
 from tests.support.local_engines import token_ids
@@ -84,7 +85,7 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
     common = ["--model", architecture, "--failure-policy", "fail"]
 
     async def main(cluster):
-        prefill, decode, _ = await start_pair(
+        prefill, decode = await start_pair(
             cluster, [*common, "--engine", "block=16"], [*common, "--engine", decode_shape]
         )
         known = ()
@@ -131,7 +132,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device
 
     async def main(cluster):
         on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]
-        prefill, decode, router = await start_pair(
+        prefill, decode, router = await start_routed(
             cluster,
             ["--device", device, "--engine", "block=16"],
             [*on_device, "--engine", f"{shape},layout=NHD,blocks=20,host=64"],

@@ -25,6 +25,7 @@ from tests.integration.minillm_engines import (
     offer_of,
     prompt_of,
     start_pair,
+    start_routed,
     wait_all_blocks_free,
 )
 from tests.support.local_engines import encoder_prompt_of, token_ids
@@ -193,7 +194,7 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
         common += ["--connector", json.dumps(case.connector or {})]
         common += ["--max-batched-tokens", "2048" if case.long else str(STEP_TOKENS)]
         shapes = ([*common, "--engine", shape] for shape in (case.prefill, case.decode))
-        prefill, decode, _ = await start_pair(cluster, *shapes)
+        prefill, decode = await start_pair(cluster, *shapes)
         pair = Pair(case, cluster, prefill, decode)
         offers = await asyncio.gather(*(pair.offered(prompt_of(n)) for n in LENGTHS))
         assert [known for _, known in offers] == [0] * len(LENGTHS)
@@ -228,7 +229,7 @@ def test_the_router_streams_where_both_engines_do(stream, run_cluster):
     options = [[*step, "--connector", json.dumps({"stream": each})] for each in stream]
 
     async def main(cluster):
-        prefill, decode, router = await start_pair(cluster, *options)
+        prefill, decode, router = await start_routed(cluster, *options)
         for seed in range(3):
             await answered(cluster, router, prompt_of(150, seed), MAX_TOKENS)
         prompt = prompt_of(130, 9)

@@ -41,25 +41,16 @@ def check(races, num_races, show):
     assert num_races // 50 < read < num_races - num_races // 50
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("seed, num_races", BATCHES)
 @pytest.mark.parametrize("path", PATHS)
-def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, show):
-    with closing(Races(seed=seed, **PATHS[path])) as races:
-        races.run(num_races)
-    check(races, num_races, show)
+def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, device, show):
+    options = dict(PATHS[path])
+    if device != "cpu":
+        from tests.support.gpu_caches import Sleeper
 
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("seed, num_races", BATCHES)
-@pytest.mark.parametrize("path", PATHS)
-def test_a_slow_reader_on_a_gpu_gets_right_bytes_or_an_error(path, seed, num_races, show):
-    from tests.support.gpu_caches import Sleeper
-
-    options = {
-        "make_caches": partial(make_caches, device="cuda:0"),
-        "slow_down": Sleeper(seed).delay,
-        **PATHS[path],
-    }
+        options["make_caches"] = partial(make_caches, device=device)
+        options["slow_down"] = Sleeper(seed).delay
     with closing(Races(seed=seed, **options)) as races:
         races.run(num_races)
     check(races, num_races, show)
