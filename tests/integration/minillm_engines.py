@@ -39,17 +39,13 @@ async def answered(cluster, router, prompt, max_tokens):
     assert (result.kv_transfer_stats["bytes"] > 0) == (len(prompt) > 1)
 
 
-async def start_pair(cluster, prefill, decode):
-    """A prefill engine and a decode engine with these options, healthy."""
+async def start_pair(cluster, prefill, decode, *, is_routed=False):
+    """A prefill engine and a decode engine with these options, healthy; and their router, if there is to be one."""
     producer = await cluster.start_engine("prefill", "prefill", prefill)
     consumer = await cluster.start_engine("decode", "decode", decode)
     await cluster.wait_healthy(producer, consumer)
-    return producer, consumer
-
-
-async def start_routed(cluster, prefill, decode):
-    """The same, and their router."""
-    producer, consumer = await start_pair(cluster, prefill, decode)
+    if not is_routed:
+        return producer, consumer
     router = await cluster.start_router("router", producer, consumer)
     await cluster.wait_healthy(router)
     return producer, consumer, router

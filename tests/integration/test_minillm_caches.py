@@ -16,7 +16,6 @@ from tests.integration.minillm_engines import (
     expected_tokens,
     prompt_of,
     start_pair,
-    start_routed,
     wait_all_blocks_free,
 )
 from tests.support.local_engines import token_ids
@@ -32,9 +31,8 @@ def bytes_of(model, **tokens):
     head_bytes = model.head_dim * ITEM_BYTES
     kv_bytes = 2 * model.num_kv_heads * head_bytes
     # the convolution's last inputs, and the state
-    state_bytes = (
-        model.num_heads * (model.mixer.conv_width - 1 + model.mixer.state_dim) * head_bytes
-    )
+    width = model.mixer.conv_width - 1 + model.mixer.state_dim
+    state_bytes = model.num_heads * width * head_bytes
     token_bytes = {"full": kv_bytes, "window": kv_bytes, "chunk": kv_bytes, "state": state_bytes}
     return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
 
@@ -112,30 +110,28 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
         gauges = await read_metrics(cluster.session, prefill.url)
         assert gauges["minillm_prefix_hit_rate"] > 0.2
         counters = await read_metrics(cluster.session, decode.url)
-        counted = [
-            v for k, v in counters.items() if k.startswith("kvconnector_transfer_bytes_total")
-        ]
-        assert sum(counted) == total_bytes
+        name = "kvconnector_transfer_bytes_total"
+        assert sum(v for k, v in counters.items() if k.startswith(name)) == total_bytes
         await wait_all_blocks_free(cluster, prefill, decode)
 
     run_cluster(main)
 
 
 TOKENS_TO_SWAP = 24
-SMALL_SHAPES = ("pp=2,block=8", "dcp=2,interleave=4,block=4")
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("shape", [SMALL_SHAPES[0], SLOW(SMALL_SHAPES[1])])
+@pytest.mark.parametrize("shape", ["pp=2,block=8", SLOW("dcp=2,interleave=4,block=4")])
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device, run_cluster):
     """Six that grow to twice its pool. Its block tables are on the device, which on the CPU is not the default."""
 
     async def main(cluster):
         on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]
-        prefill, decode, router = await start_routed(
+        prefill, decode, router = await start_pair(
             cluster,
             ["--device", device, "--engine", "block=16"],
             [*on_device, "--engine", f"{shape},layout=NHD,blocks=20,host=64"],
+            is_routed=True,
         )
         prompts = [prompt_of(30 + index, index) for index in range(6)]
         await asyncio.gather(*(answered(cluster, router, p, TOKENS_TO_SWAP) for p in prompts))

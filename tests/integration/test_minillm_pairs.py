@@ -25,7 +25,6 @@ from tests.integration.minillm_engines import (
     offer_of,
     prompt_of,
     start_pair,
-    start_routed,
     wait_all_blocks_free,
 )
 from tests.support.local_engines import encoder_prompt_of, token_ids
@@ -229,7 +228,7 @@ def test_the_router_streams_where_both_engines_do(stream, run_cluster):
     options = [[*step, "--connector", json.dumps({"stream": each})] for each in stream]
 
     async def main(cluster):
-        prefill, decode, router = await start_routed(cluster, *options)
+        prefill, decode, router = await start_pair(cluster, *options, is_routed=True)
         for seed in range(3):
             await answered(cluster, router, prompt_of(150, seed), MAX_TOKENS)
         prompt = prompt_of(130, 9)

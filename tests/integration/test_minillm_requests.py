@@ -12,7 +12,7 @@ from tests.integration.minillm_engines import (
     expected_tokens,
     offer_of,
     prompt_of,
-    start_routed,
+    start_pair,
     wait_all_blocks_free,
 )
 from tests.support.local_engines import token_ids
@@ -46,7 +46,7 @@ def test_short_prompts_and_wrong_parameters(run_cluster):
     async def main(cluster):
         # without prefix hits, so that every prompt is asked for as a whole
         common = ["--engine", "block=16,prefix=off"]
-        prefill, decode, router = await start_routed(cluster, common, common)
+        prefill, decode, router = await start_pair(cluster, common, common, is_routed=True)
         # a prompt of one token moves nothing, also while the two engines do not know each other yet
         for length in (1, 5, 1):
             await answered(cluster, router, prompt_of(length), MAX_TOKENS)
@@ -74,10 +74,11 @@ def test_a_crowd_in_small_caches_gets_its_tokens(run_cluster):
     leavers = [(rng.randrange(2, 200), rng.random()) for _ in range(NUM_REQUESTS // 3)]
 
     async def main(cluster):
-        producer, consumer, router = await start_routed(
+        producer, consumer, router = await start_pair(
             cluster,
             ["--engine", "tp=2,block=16,layout=HND,blocks=40"],
             ["--engine", "pp=2,block=24,layout=NHD,blocks=24"],
+            is_routed=True,
         )
         left = [
             asyncio.ensure_future(leave_after(cluster, router.url, *leaver)) for leaver in leavers

@@ -45,17 +45,6 @@ def test_all_and_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(
 
 
 @given(transfers())
-def test_the_layers_of_a_segment_are_neighbours_on_both_sides(transfer):
-    for read in planned(transfer):
-        theirs = transfer.producer.rank_geometry(read.source)
-        for segment in read.segments:
-            for rank in (transfer.consumer, theirs):
-                held = rank.groups[segment.group].layers
-                first = held.index(segment.layers[0])
-                assert held[first : first + len(segment.layers)] == segment.layers
-
-
-@given(transfers())
 def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
     for read in planned(transfer):
         assert read.chunk_nbytes.max() <= transfer.chunk_bytes
