@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -148,8 +148,7 @@ class PeerGreeting(ExitStack):
         self._control = open_control(config, 0)
         self.callback(self._control.close)
         self._key = public_key or self._control.server_key
-        self._events: deque[Any] = deque()
-        self._arrived = EventQueue()
+        self._events = EventQueue()
         self._ranks: defaultdict[LinkId, RankCheck] = defaultdict(RankCheck)
         self._sent_s: dict[tuple[LinkId, int], float] = {}
 
@@ -193,7 +192,7 @@ class PeerGreeting(ExitStack):
         self._transport = open_transport(config, self._device)
         self.callback(self._transport.close)
         self._slots = SlotPool(1, WARM_UP_BYTES, self._device)
-        self._warm_ups = WarmUps(self._transport, self._arrived)
+        self._warm_ups = WarmUps(self._transport, self._events)
         self._links = Links(
             self._control,
             self._transport,
@@ -254,15 +253,14 @@ class PeerGreeting(ExitStack):
             for link, payload in [*arrived, *self._links.receive()]:
                 for message in decode_batch(payload):
                     self._take(link, message)
-            for event in self._arrived.drain():
-                if isinstance(event, ev.WarmedUp):
-                    self._ranks[event.link].num_warm_ups += 1
-                self._events.append(event)
             now = time.monotonic()
             engines = self._engines
             commands = [c for e in engines.agenda.due(now) for c in engines.tick(e, ev.Tick(), now)]
             while self._events:
-                commands += engines.handle(self._events.popleft(), now)
+                event: Any = self._events.popleft()
+                if isinstance(event, ev.WarmedUp):
+                    self._ranks[event.link].num_warm_ups += 1
+                commands += engines.handle(event, now)
             for command in commands:
                 self._carry_out(command, now)
 

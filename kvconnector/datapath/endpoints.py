@@ -35,7 +35,7 @@ class WarmUps:
         self._by_ticket: dict[int, LinkId] = {}
 
     def expect(self, link: LinkId, buffer: Buffer, count: int = 1) -> tuple[int, int]:
-        """See `DataPath.expect_warm_up`. `buffer` is for bytes without meaning, of `count` messages with tags from the
+        """See `Receives.expect_warm_up`. `buffer` is for bytes without meaning, of `count` messages with tags from the
         one returned on: `WarmedUp` follows the last of them.
         """
         tag = new_tags()
@@ -95,7 +95,7 @@ class Endpoints:
         return list(self._by_link)
 
     def open(self, link: LinkId, address: bytes, warm_up_tag: int, warm_up: Buffer) -> None:
-        """See `DataPath.open_endpoint`. The bytes of `warm_up` mean nothing."""
+        """See `Sends.open_endpoint`. The bytes of `warm_up` mean nothing."""
         try:
             endpoint = self._transport.connect(address)
             self._by_link[link] = endpoint
@@ -106,7 +106,7 @@ class Endpoints:
         self._events.append(ev.EndpointOpened(link))
 
     def probe(self, link: LinkId, probe: Probe, buffer: Buffer) -> None:
-        """See `DataPath.send_probe`. The bytes of `buffer` mean nothing."""
+        """See `Sends.probe`. The bytes of `buffer` mean nothing."""
         endpoint = self._by_link.get(link)
         if endpoint is None:
             return

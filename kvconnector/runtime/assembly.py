@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -60,7 +59,7 @@ def build_driver(
             stream=config.stream,
         )
 
-    events: deque[object] = deque()
+    events = datapath.events
     links = Links(
         control,
         transport,
@@ -111,7 +110,7 @@ def hello_reply(
 
 def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
     """Return what consumers need to map the pools, unless no greeting could carry it."""
-    export = datapath.export()
+    export = None if datapath.share is None else datapath.share.message
     nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
     # the other half is for the rest of the greeting
     if nbytes > config.control.max_message_bytes // 2:

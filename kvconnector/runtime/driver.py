@@ -49,8 +49,8 @@ from kvconnector.wire import decode_batch
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
+    from kvconnector.datapath.direct.export import PoolExporter
     from kvconnector.datapath.pump.datapath import DataPath
-    from kvconnector.wire.export import PoolExport
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ MAX_SLEEP_S = 0.5
 class Driver:
     """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
 
-    `actions` carry out each kind of command; what follows of it they put into `events`. `producer` or `consumer` is
-    None where the worker has only the other role. `intake` is called in every turn, once the wait is over: it submits
-    what the engine's thread has left.
+    `actions` carry out each kind of command; what follows of it they and the data path put into `events`. `producer` or
+    `consumer` is None where the worker has only the other role. `intake` is called in every turn, once the wait is
+    over: it submits what the engine's thread has left.
     """
 
     def __init__(
@@ -156,10 +156,10 @@ class Driver:
         if len(self._events) < MAX_QUEUED_EVENTS:
             for link, payload in self.links.receive():
                 self._take_messages(link, payload)
-        self._events.extend(self.datapath.step())
+        self.datapath.step()
         if not (self._carry_out(inline) or self.clock() > self._late_at):
             return
-        self.datapath.machine.lock.clear_pending()
+        self.datapath.machine.clear_pending()
         if len(self._events) < MAX_QUEUED_EVENTS:
             for link, payload, is_proved in self.links.poll():
                 messages = self._take_messages(link, payload)
@@ -176,7 +176,7 @@ class Driver:
         for _ in range(MAX_ROUNDS):
             if not self._carry_out(inline):
                 break
-            self._events.extend(self.datapath.step())
+            self.datapath.step()
             self._tick_if_due()
             if not self._events:
                 break
@@ -211,7 +211,7 @@ class Driver:
             if type(command) in _ENDINGS and self._is_enough():
                 if not self.num_queued:
                     # the loop reports an ending once: once queued, the driver's thread takes it at once
-                    events.extend(self.datapath.step())
+                    self.datapath.step()
                 return False
         return True
 
@@ -234,7 +234,7 @@ class Driver:
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.set_peer_inbox(link, message.control)
-            if isinstance(message, m.Hello) and _is_cuda(self.datapath.export()):
+            if isinstance(message, m.Hello) and _is_cuda(self.datapath.share):
                 rank = f"({message.pp_rank}, {message.tp_rank})"
                 link.consumer = f"{message.geometry.engine_id} rank {rank}"
 
@@ -303,8 +303,8 @@ def _never() -> bool:
     return False
 
 
-def _is_cuda(export: PoolExport | None) -> bool:
-    return export is not None and export.device == "cuda"
+def _is_cuda(share: PoolExporter | None) -> bool:
+    return share is not None and share.message.device == "cuda"
 
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})

@@ -156,7 +156,11 @@ class DriverThread:
         """Take what the engine's thread has for the driver; `inline`, do it here if that is quick."""
         blocks = blocks_of(events) if self._marks.are_needed else []
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
-        if inline and not self._datapath.is_handshaking and self._poll_inline(orders_only=True):
+        if (
+            inline
+            and not self._datapath.machine.is_handshaking
+            and self._poll_inline(orders_only=True)
+        ):
             return
         if not self._datapath.machine.notify():
             self.control.wake()
@@ -164,7 +168,7 @@ class DriverThread:
     def progress_inline(self) -> None:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
         if (
-            self._datapath.has_pending()
+            self._datapath.machine.has_pending()
             and self._poll_inline()
             and self._datapath.machine.is_starved
         ):

@@ -12,7 +12,6 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
-from kvconnector.datapath.base import Program
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.links import Links
@@ -56,9 +55,17 @@ def hello_of(
     )
 
 
-def _of_fields(act: Callable[..., None]) -> Callable[[Any], None]:
+def _of_fields(act: Callable[..., object]) -> Callable[[Any], None]:
     """Return what calls `act` with a command's fields, in order."""
-    return lambda command: act(*msgspec.structs.astuple(command))
+
+    def carry_out(command: Any) -> None:
+        act(*msgspec.structs.astuple(command))
+
+    return carry_out
+
+
+def _ignore(*fields: object) -> None:
+    """Carry out what this worker has nothing for."""
 
 
 class Executor:
@@ -89,28 +96,31 @@ class Executor:
 
     def actions(self) -> Mapping[type, Callable[[Any], None]]:
         """Return what carries out each kind of command. Failures come back to the sessions as events."""
-        datapath = self._datapath
+        datapath, share = self._datapath, self._datapath.share
+        # without a share nobody reads these pools
+        publish = _ignore if share is None else share.board.publish
+        retract = _ignore if share is None else share.board.retract
         return {
             cmd.SendMessage: self._send,
             cmd.OpenLink: self._open_link,
             cmd.CloseLink: self._close_link,
-            cmd.OpenEndpoint: _of_fields(datapath.open_endpoint),
+            cmd.OpenEndpoint: _of_fields(datapath.sends.open_endpoint),
             cmd.ConnectBack: self._connect_back,
             cmd.CloseEndpoint: self._close_endpoint,
             cmd.ExpectWarmUp: self._expect_warm_up,
-            cmd.StartSend: self._start_send,
-            cmd.ExpectReads: _of_fields(datapath.expect_send),
-            cmd.SendProbe: _of_fields(datapath.send_probe),
+            cmd.StartSend: datapath.sends.submit,
+            cmd.ExpectReads: _of_fields(datapath.sends.expect),
+            cmd.SendProbe: _of_fields(datapath.sends.probe),
             cmd.StopSend: _of_fields(datapath.sends.stop),
             cmd.StartReceive: self._start_receive,
-            cmd.StopReceive: _of_fields(datapath.stop_receive),
+            cmd.StopReceive: _of_fields(datapath.reads.stop),
             cmd.DrainReceive: _of_fields(datapath.receives.drain),
             cmd.LogEngine: _of_fields(
                 partial(logger.info, "engine %s is met; here over there: %s")
             ),
             cmd.OpenExport: self._open_export,
-            cmd.PublishLease: lambda c: datapath.publish_lease(c.key, c.watermark),
-            cmd.RetractLease: _of_fields(datapath.retract_lease),
+            cmd.PublishLease: _of_fields(publish),
+            cmd.RetractLease: _of_fields(retract),
             cmd.ReleaseBlocks: self._release,
             cmd.NotifyPrefillStarted: _of_fields(self._outbox.begun),
             cmd.FinishLoad: self._finish_load,
@@ -174,7 +184,7 @@ class Executor:
         link = self._links.get(command.link)
         if link is None:
             return
-        tag, nbytes = self._datapath.expect_warm_up(link.number)
+        tag, nbytes = self._datapath.receives.expect_warm_up(link.number)
         hello = msgspec.structs.replace(
             self._hello,
             warm_up_tag=tag,
@@ -184,32 +194,18 @@ class Executor:
         )
         self._links.send(link, hello)
 
-    def _start_send(self, command: cmd.StartSend) -> None:
-        read = command.read
-        source = command.source
-        program = Program(source.route.here, source.chunks, command.blocks)
-        self._datapath.submit_send(
-            command.link, read.read_id, program, first_tag=read.first_tag, window=read.window
-        )
-
     def _start_receive(self, command: cmd.StartReceive) -> None:
-        source, transfer = command.source, command.transfer
         link = self._links.get(command.link)
         if link is None:
             lost = PeerLostError("the link to the producer rank is closed")
-            self._report(ev.ReceiveFailed(command.read_id, lost))
-            self._report(ev.ReceiveDrained(command.read_id))
-            return
-        route = source.route
-        if link.export is None:
-            program = Program(route.here, source.chunks, command.blocks)
-            self._datapath.submit_receive(command.read_id, program)
-            for event in self._datapath.reported():
-                self._report(event)
-            return
-        known_blocks = () if command.is_followed else command.remote_blocks
-        key = lease_key(transfer.transfer_id, transfer.secret, known_blocks)
-        self._datapath.submit_direct(command, key)
+            self._datapath.events.failed(command.read_id, lost)
+        elif link.export is None:
+            self._datapath.receives.submit(command)
+        else:
+            transfer = command.transfer
+            known_blocks = () if command.is_followed else command.remote_blocks
+            key = lease_key(transfer.transfer_id, transfer.secret, known_blocks)
+            self._datapath.reads.submit(command, key)
 
     def _open_export(self, command: cmd.OpenExport) -> None:
         producer = (command.engine_id, command.theirs.rank)

@@ -36,10 +36,10 @@ class InlineProgress:
                     return False
                 self._drive(driver, drive)
             finally:
-                if machine.lock.is_ours:
+                if machine.is_ours:
                     self._give_back(driver)
         except BaseException:
-            if machine.lock.is_ours:  # an interrupt came just before, or within
+            if machine.is_ours:  # an interrupt came just before, or within
                 self._give_back(driver)
             raise
         return True

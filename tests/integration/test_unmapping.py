@@ -20,8 +20,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
     p, d = start("p", "producer"), start("d", "consumer")
     (worker,) = p.workers
     theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
-    export = cuda_export(theirs.export())
-    monkeypatch.setattr(theirs, "export", lambda: export)
+    monkeypatch.setattr(theirs.share, "message", cuda_export(theirs.share.message))
     monkeypatch.setattr(ours.reads, "open", lambda link, export: "mapped")
     monkeypatch.setattr(ours.reads, "close", lambda link, then: None)
     d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)

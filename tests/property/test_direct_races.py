@@ -44,14 +44,14 @@ class Races:
         content, next_content = 1 + number % 250, 1 + (number + 1) % 250
         for array in p.arrays.values():
             array[...] = content
-        p.path.publish_lease(key, Watermark(MANY_TOKENS))
+        p.path.share.board.publish(key, Watermark(MANY_TOKENS))
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
         read = direct_read(number, theirs, program, TOKENS, lease_key=key)
         begins = threading.Event()
         taker = threading.Thread(target=self._take_back, args=(begins, key, next_content))
         taker.start()
         begins.set()
-        d.path.submit_direct(*read)
+        d.path.reads.submit(*read)
         ended = self._until_over(number)
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):
@@ -77,7 +77,7 @@ class Races:
         until_s = time.perf_counter() + delay_s
         while time.perf_counter() < until_s:
             time.sleep(0.0)
-        self._pair.p.path.retract_lease(key)
+        self._pair.p.path.share.board.retract(key)
         for array in self._pair.p.arrays.values():
             array[...] = content
 
@@ -85,7 +85,7 @@ class Races:
         deadline_s = time.monotonic() + 30.0
         while time.monotonic() < deadline_s:
             self._pair.d.path.pump(0.0, ())
-            for event in self._pair.d.path.step():
+            for event in self._pair.d.step():
                 if isinstance(event, ev.ReceivePosted | ev.ReceiveFinished | ev.ReceiveFailed):
                     return event
         raise AssertionError(f"read {number} does not end")

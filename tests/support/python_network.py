@@ -85,6 +85,7 @@ class PythonNetwork:
         return False
 
     def check(self):
+        """Raise what went wrong in a function that the loop called, and that could not report it."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -202,6 +202,7 @@ class World:
         self.make_caches = make_caches
         self.engines = []
         self._gone = []
+        self._networks = []
         self._settings = {"control": {"insecure": True}, **(settings or {})}
 
     def start(self, shape, role="both", **settings):
@@ -218,6 +219,7 @@ class World:
         # all bytes are to pass the links, with their faults
         config = msgspec.structs.replace(config, paths=PathsConfig(direct="never"))
         network = PythonNetwork(transport, self.clock)
+        self._networks.append(network)
         return open_datapath(config, pools, transport, network, self.clock)
 
     def kill(self, engine, *, silently=False):
@@ -248,6 +250,8 @@ class World:
         self.random.shuffle(members)
         for member in members:
             member.turn(0.0)
+        for network in self._networks:
+            network.check()
 
     def run(self, until, *, max_turns=500, seconds_per_turn=0.0):
         """Take turns until `until()` holds; whether it did. Time passes by `seconds_per_turn`."""

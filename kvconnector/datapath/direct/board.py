@@ -21,6 +21,7 @@ lease. In which order the words of one change become visible is the business of 
 
 from __future__ import annotations
 
+import logging
 import struct
 from collections.abc import Callable
 from typing import Protocol
@@ -41,6 +42,8 @@ from kvconnector_kernels.pump.board import (
     write,
 )
 from kvconnector_kernels.pump.records import offset_of
+
+logger = logging.getLogger(__name__)
 
 _KEY = struct.Struct("<4I")
 NUM_BUCKETS = 1024
@@ -108,7 +111,7 @@ class LeaseBoard:
 
     def publish(self, key: bytes, watermark: Watermark) -> bool:
         """Let the blocks of a lease be read up to its watermark, or now up to this one, once the kernels before have
-        filled them. Returns False if the key's bucket is full.
+        filled them. Returns False if the key's bucket is full: then they are not.
         """
         num_tokens, ahead = watermark.num_tokens, 0
         if watermark.ahead_layers:
@@ -132,6 +135,7 @@ class LeaseBoard:
             self._write("ahead", index, ahead)
             self._write("ready", index, expected)
             return True
+        logger.debug("a lease is not published: its bucket of the board is full")
         return False
 
     def retract(self, key: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from kvconnector.datapath.direct import board
 from kvconnector.datapath.direct.mappings import Mappings
 from kvconnector.datapath.direct.peer_memory import PeerMemory
 from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.planning import Route
 from kvconnector.session.export_check import rows_of
 from kvconnector.wire.export import BOARD_OFFSET, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
@@ -37,6 +39,8 @@ class RemotePools:
             raise TransportError(
                 "pools of another kind of device", theirs=export.device, ours=device
             )
+        self.lanes: dict[Route, Any] = {}
+        """What reads of these pools have in common, by their route, for who makes them."""
         self._num_buckets = export.num_buckets
         self._memory = PeerMemory(export, shared_folder)
         self._board_address = self._memory.array.ctypes.data + BOARD_OFFSET

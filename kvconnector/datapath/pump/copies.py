@@ -1,69 +1,68 @@
 """What the pump's copies need, whatever the device: spans of what is copied, jobs for them, fences, compiled functions.
 
-A chunk is a copy between our pools and a slot, a direct read one from a peer's pools to ours. Both are spans, and a
-device makes the jobs of both in the same way.
+A chunk is a copy between our pools and a slot, a direct read one from a peer's pools to ours. What the copies of a
+route's segment have in common is a *lane*, made and checked when its first read comes. A read adds which tokens and
+parts it copies: a *span* is copies of a lane that differ in their parts only. A device makes the jobs of both alike.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar, NamedTuple, TypeAlias, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.base import Program, paged_tokens
 from kvconnector.datapath.direct.board import ReadyWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Requests
-from kvconnector.planning import GroupBlocks, SegmentWindow
+from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.chunks import measure_chunks
 from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import (
+    BlockIdsAt,
+    BlockIdsError,
     Order,
     PackedSide,
     PagedSide,
     PartTable,
     RelayoutError,
     Side,
+    TokenRuns,
 )
-from kvconnector_kernels.relayout.block_ids import BlockIds
+from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
+from kvconnector_kernels.relayout.runs import ADJACENT
+from kvconnector_kernels.relayout.sides import check_copy
 
 # fields of `planning.CHUNK_DTYPE`
 PART_START, NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
 Fields: TypeAlias = npt.NDArray[np.int32]
 """Of chunks, `[chunk, field]`."""
+Words: TypeAlias = npt.NDArray[np.int64]
+
+Jobs: TypeAlias = tuple[int, IdBuffer | None, Words | None]
+"""Where a compiled function finds what it is to copy for a read; the buffer that was lent for it; and memory to keep
+until it is over: of chunks a row of words for each, which begins with the chunk's `nbytes`.
+"""
+
+NO_JOBS: Jobs = (0, None, None)
+_MAX_ROUTES = 1 << 10
 
 
-_NO_WORDS = np.zeros((0, 1), np.int64)
-
-
-class Jobs(msgspec.Struct, frozen=True, eq=False):
-    """What a compiled function is to copy for a program, from `address` on, and what that refers to: the buffer that
-    it was lent comes first.
-
-    Of chunks it is a row of `words` for each, which begins with the chunk's `nbytes`.
-    """
-
-    address: int
-    kept: tuple[object, ...]
-    words: npt.NDArray[np.int64] = _NO_WORDS
-
-
-def address_of(words: npt.NDArray[np.int64]) -> int:
+def address_of(words: Words) -> int:
     """Where the first word is."""
     address: int = words.__array_interface__["data"][0]  # `ctypes` is Python
     return address
 
 
-def words_of(rows: npt.NDArray[np.void]) -> npt.NDArray[np.int64]:
+def words_of(rows: npt.NDArray[np.void]) -> Words:
     """The same memory as rows of numbers: numpy copies records field by field, which takes longer than a small read."""
     return rows.view(np.int64).reshape(len(rows), rows.dtype.itemsize // 8)
 
@@ -114,11 +113,17 @@ class Copies:
     means: ClassVar[str]
     """How a peer's pools are reached, in words for the log."""
     ids: IdBuffers
-    """The block ids of all programs and reads."""
+    """The block ids of all reads."""
     open_writer: Callable[[int, int], ReadyWriter] | None = None
     """What makes a lease board's writer, see `LeaseBoard`."""
     digests: Digests | None = None
     """Each chunk in a slot has its digest after it, which its job's bytes count."""
+
+    def __init__(self, pools: Pools, slots: Mapping[str, PackedSide]) -> None:
+        """`slots`: see `packed_sides`."""
+        self._pools = pools
+        self._slots = slots
+        self._lanes: dict[Route, tuple[Lane, ...]] = {}
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
@@ -130,9 +135,12 @@ class Copies:
         return np.zeros((count, FENCE_WORDS), np.int32)[:, 0]
 
     @abstractmethod
-    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        """The copies of a program's chunks between the pools and slots. Raises RelayoutError: a chunk outside its pool
-        or its slot. TransportError: the device takes no block ids.
+    def make_jobs(
+        self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
+    ) -> Jobs:
+        """The copies of a read's chunks between slots and these blocks, which were checked when the engine named them.
+        Raises RelayoutError: a chunk outside its pool, its blocks or its slot. TransportError: the device takes no
+        block ids.
         """
 
     @abstractmethod
@@ -142,32 +150,27 @@ class Copies:
         copied. TransportError: the device takes no block ids.
         """
 
-    def jobs_of(self, program: Program, *, packing: bool) -> Jobs:
-        """`make_jobs`, with room for digests."""
-        jobs = self.make_jobs(program, packing=packing)
-        if self.digests is not None:
-            jobs.words[:, 0] += DIGEST_BYTES
-        return jobs
+    def template_of(self, src: Side, dst: Side, num_heads: int) -> Any:
+        """What a lane between these sides keeps for its jobs. They hold no tokens."""
 
-    def unread_jobs_of(self, program: Program, slot_bytes: int) -> Jobs:
-        """Jobs of a program that copies nothing, but awaits what its producer was allowed to send."""
-        rows = np.zeros(len(program.chunks), self.job)
-        nbytes = program.chunks_nbytes + (0 if self.digests is None else DIGEST_BYTES)
+    def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
+        """Jobs of a read that copies nothing, but awaits what its producer was allowed to send."""
+        rows = np.zeros(len(source.chunks), self.job)
+        nbytes = source.chunk_nbytes + (0 if self.digests is None else DIGEST_BYTES)
         rows["nbytes"] = np.minimum(nbytes, slot_bytes)
         words = words_of(rows)
-        return Jobs(address_of(words), (), words)
+        return address_of(words), None, words
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Jobs that pack these very blocks are made soon, or never."""
 
-    def end_jobs(self, jobs: Jobs) -> None:
+    def end(self, jobs: Jobs) -> None:
         """Take back what jobs were lent, of which no copy is under way or will be: once."""
-        for buffer in jobs.kept[:1]:
-            if isinstance(buffer, IdBuffer):
-                self.ids.give_back(buffer)
+        if jobs[1] is not None:
+            self.ids.give_back(jobs[1])
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """Compile what the first programs would have to wait for."""
+        """Compile what the first reads would have to wait for."""
 
     def warm_up_reads(self) -> None:
         """Compile what reads of pools like ours would have to wait for."""
@@ -181,20 +184,172 @@ class Copies:
     def check_device(self) -> None:
         """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
 
+    def chunk_spans(
+        self,
+        source: SourceRead,
+        blocks: Sequence[GroupBlocks],
+        ids: Sequence[int],
+        *,
+        packing: bool,
+    ) -> Iterator[Span]:
+        """The spans of a read's chunks. `ids`: where the device reads the block ids of each group. Raises
+        RelayoutError: a chunk outside its pool, its blocks or its slot.
+        """
+        lanes = self._lanes.get(source.route) or self._chunk_lanes(source.route, packing)
+        # a copy: compiled code tells arrays that can be written from others
+        fields = np.frombuffer(source.chunks.tobytes(), np.int32).reshape(-1, _NUM_FIELDS).copy()
+        for members, own_fields, measured in _groups(fields, len(lanes)):
+            _, part_stop, most_parts, index, first, num_tokens = measured
+            lane = lanes[index]
+            window: Any = lane.src if packing else lane.dst
+            slot: Any = lane.dst if packing else lane.src
+            if most_parts * lane.token_bytes * num_tokens > slot.nbytes:
+                raise RelayoutError(f"a chunk has more than {slot.nbytes} bytes")
+            group = window.segment.group
+            where = window.tokens(first, num_tokens, part_stop, blocks[group], ids[group])
+            src, dst = (where, IN_SLOT) if packing else (IN_SLOT, where)
+            yield Span(lane, src, dst, num_tokens, members, own_fields)
+
+    def read_spans(
+        self, read: StartReceive, remote: RemotePools, ids: Sequence[int]
+    ) -> Iterator[Span]:
+        """The spans of a read from a peer's pools, one for each segment that brings something. `ids`: where the device
+        reads the block ids of each group, the peer's and then ours. Raises RelayoutError: what is outside either's
+        pools or blocks, or the peer exported no such table.
+        """
+        source, count = read.source, 0
+        lanes = remote.lanes.get(source.route) or self._read_lanes(source.route, remote)
+        for lane, members, rows in zip(lanes, source.members, source.rows, strict=True):
+            if not members:
+                continue
+            there: Any = lane.src
+            here: Any = lane.dst
+            theirs, ours = there.segment.group, here.segment.group
+            blocks, num_blocks = read.remote_blocks[theirs], there.table.num_blocks
+            # ours were checked when the engine named them
+            if blocks.highest_id() >= num_blocks:
+                check_ids_in_pool("the read's", blocks.block_ids, num_blocks)
+            what = (members.start, len(members), rows.stop)
+            src = there.tokens(*what, blocks, ids[theirs])
+            dst = here.tokens(*what, read.blocks[ours], ids[len(read.remote_blocks) + ours])
+            # no array: numpy takes longer than all of this
+            fields = ((0, rows.start, len(rows), 0, 0),)
+            yield Span(lane, src, dst, len(members), slice(count, count + 1), fields)
+            count += 1
+
+    def _chunk_lanes(self, route: Route, packing: bool) -> tuple[Lane, ...]:
+        lanes = []
+        for segment in route.here:
+            window = Window(self._pools.tables[segment.group, segment.family], segment)
+            slot = self._slots[segment.order]
+            src, dst = (window, slot) if packing else (slot, window)
+            lanes.append(self._lane(src, dst, segment))
+        if len(self._lanes) >= _MAX_ROUTES:
+            del self._lanes[next(iter(self._lanes))]
+        self._lanes[route] = tuple(lanes)
+        return self._lanes[route]
+
+    def _read_lanes(self, route: Route, remote: RemotePools) -> tuple[Lane, ...]:
+        lanes = []
+        for theirs, ours in zip(route.there, route.here, strict=True):
+            table = remote.tables.get((theirs.group, theirs.family))
+            if table is None:
+                where = f"group {theirs.group}, family {theirs.family}"
+                raise RelayoutError(f"no part table of {where}")
+            own = self._pools.tables[ours.group, ours.family]
+            lanes.append(self._lane(Window(table, theirs), Window(own, ours), ours))
+        found = remote.lanes[route] = tuple(lanes)
+        return found
+
+    def _lane(
+        self, src: Window | PackedSide, dst: Window | PackedSide, segment: SegmentWindow
+    ) -> Lane:
+        """Raises RelayoutError: the sides do not hold these heads, or differ in what a token of a head is."""
+        source, target = (end if isinstance(end, PackedSide) else end.side() for end in (src, dst))
+        check_copy(source, target, num_parts=0, num_heads=segment.num_heads, num_tokens=0)
+        template = self.template_of(source, target, segment.num_heads)
+        return Lane(src, dst, segment.num_heads, segment.part_token_bytes, template)
+
+
+Tokens: TypeAlias = tuple[int, int, int, int]
+"""Where a span finds its tokens in blocks: the address of their ids, how many there are, and `token_start` and
+`skip_tokens` of `PagedSide`."""
+IN_SLOT: Tokens = (0, 0, 0, 0)
+
+
+class Window(msgspec.Struct, frozen=True, eq=False):
+    """A segment in a pool, for all reads of a route."""
+
+    table: PartTable
+    segment: SegmentWindow
+
+    def tokens(
+        self, first: int, num_tokens: int, part_stop: int, blocks: GroupBlocks, ids: int
+    ) -> Tokens:
+        """Where a copy finds its tokens.
+
+        Args:
+            first: the first of the members of the segment's stripe that it has.
+            num_tokens: how many it has.
+            part_stop: after the last of the segment's parts that it has.
+            blocks: the request's in the segment's group.
+            ids: where the device reads their ids.
+
+        Raises:
+            RelayoutError: the pool has no such parts.
+            BlockIdsError: the tokens are not in the blocks.
+        """
+        segment, stripe, block_size = self.segment, self.segment.stripe, self.table.block_size
+        if segment.first_row + part_stop > self.table.num_parts:
+            last = segment.first_row + part_stop
+            raise RelayoutError(f"a copy ends at row {last} of {self.table.num_parts}")
+        num_ids, before = len(blocks.wire_ids) // 4, blocks.first_block * block_size
+        last = first + num_tokens - 1
+        if stripe.run == stripe.period:
+            start, skip, last = first - before, 0, last - before
+        else:
+            turn, skip = divmod(first, stripe.run)
+            start, last = stripe.first + turn * stripe.period - before, stripe.token(last) - before
+        if start + skip < 0 or last // block_size >= num_ids:
+            raise BlockIdsError(
+                f"a copy of tokens {start + skip} to {last + 1} of {num_ids} blocks of {block_size} tokens"
+            )
+        return ids, num_ids, start, skip
+
+    def side(self, tokens: Tokens | None = None) -> PagedSide:
+        """The same for the kernels; without tokens one that holds none."""
+        ids, num_ids, start, skip = tokens or (ALIGN_BYTES, 0, 0, 0)
+        stripe, is_dense = self.segment.stripe, self.segment.stripe.is_dense
+        runs = ADJACENT if is_dense else TokenRuns(stripe.run, stripe.period, skip)
+        place = BlockIdsAt(ids, num_ids, self.table.device)
+        where = (self.segment.first_row, self.segment.head_start, start, runs)
+        return PagedSide(self.table, place, *where)
+
+
+class Lane(msgspec.Struct, frozen=True, eq=False):
+    """What all copies of a segment have in common, on their way from `src` to `dst`. `token_bytes` are those of a token
+    of a part, `template` is the device's.
+    """
+
+    src: Window | PackedSide
+    dst: Window | PackedSide
+    num_heads: int
+    token_bytes: int
+    template: Any = None
+
 
 Members: TypeAlias = "slice | npt.NDArray[np.int64]"
 
 
 class Span(NamedTuple):
-    """Copies that differ in their parts only. A paged side begins with the segment's first part, and `fields` are those
-    of the `chunks` of a program, in `planning.CHUNK_DTYPE`; a read of a peer's pools has one for each segment.
+    """Copies of a lane that differ in their parts only. `src` and `dst`: see `Tokens`. `fields` are those of the
+    `chunks` of a read, in `planning.CHUNK_DTYPE`; a read of a peer's pools has one for each segment.
     """
 
-    src: Side
-    dst: Side
-    num_heads: int
+    lane: Lane
+    src: Tokens
+    dst: Tokens
     num_tokens: int
-    part_bytes: int
     chunks: Members
     fields: Fields | tuple[tuple[int, ...], ...]
 
@@ -202,89 +357,6 @@ class Span(NamedTuple):
 def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
     """Slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for all of them."""
     return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}
-
-
-def chunk_spans(
-    program: Program,
-    pools: Pools,
-    ids: Sequence[BlockIds],
-    slots: Mapping[str, PackedSide],
-    *,
-    packing: bool,
-) -> list[Span]:
-    """The spans of a program's chunks between the pools and slots. `ids` are the block ids of each group as the device
-    reads them; `slots`: see `packed_sides`. Raises RelayoutError: a chunk outside its pool or its slot.
-    """
-    # a copy: compiled code tells arrays that can be written from others
-    fields = np.frombuffer(program.chunks.tobytes(), np.int32).reshape(-1, _NUM_FIELDS).copy()
-    found: list[Span] = []
-    for members, own_fields, measured in _groups(fields, len(program.segments)):
-        _, part_stop, most_parts, index, token_start, num_tokens = measured
-        segment = program.segments[index]
-        table, packed = pools.tables[segment.group, segment.family], slots[segment.order]
-        where = (segment, table, program.blocks, ids)
-        paged = _paged_side(*where, member=token_start, part_stop=part_stop)
-        part_bytes = segment.part_token_bytes * num_tokens
-        if most_parts * part_bytes > packed.nbytes:
-            raise RelayoutError(f"a chunk has more than {packed.nbytes} bytes")
-        src, dst = (paged, packed) if packing else (packed, paged)
-        counts = (segment.num_heads, num_tokens, part_bytes)
-        found.append(Span(src, dst, *counts, members, own_fields))
-    return found
-
-
-def read_spans(
-    read: StartReceive,
-    pools: Pools,
-    remote: RemotePools,
-    ids: tuple[Sequence[BlockIds], Sequence[BlockIds]],
-) -> list[Span]:
-    """The spans of a read from a peer's pools, one for each segment that brings something. `ids` are the block ids of
-    each group as the device reads them, the peer's and ours. Raises RelayoutError: rows outside either's pools, or the
-    peer exported no such table.
-    """
-    found: list[Span] = []
-    source, route = read.source, read.source.route
-    for index, members in enumerate(source.members):
-        if not members:
-            continue
-        ours, theirs, rows = route.here[index], route.there[index], source.rows[index]
-        table = remote.tables.get((theirs.group, theirs.family))
-        if table is None:
-            raise RelayoutError(f"no part table of group {theirs.group}, family {theirs.family}")
-        # ours were checked when the engine named them
-        blocks = read.remote_blocks[theirs.group]
-        if blocks.highest_id() >= table.num_blocks:
-            check_ids_in_pool("the read's", blocks.block_ids, table.num_blocks)
-        own = pools.tables[ours.group, ours.family]
-        first = {"member": members.start, "part_stop": rows.stop}
-        src = _paged_side(theirs, table, read.remote_blocks, ids[0], **first)
-        dst = _paged_side(ours, own, read.blocks, ids[1], **first)
-        counts = (ours.num_heads, len(members), ours.part_token_bytes * len(members))
-        # no array: numpy takes longer than all of this
-        fields = ((index, rows.start, len(rows), members.start, len(members)),)
-        found.append(Span(src, dst, *counts, slice(len(found), len(found) + 1), fields))
-    return found
-
-
-def _paged_side(
-    segment: SegmentWindow,
-    table: PartTable,
-    blocks: Sequence[GroupBlocks],
-    ids: Sequence[BlockIds],
-    *,
-    member: int,
-    part_stop: int,
-) -> PagedSide:
-    """The tokens of a segment from a member of its stripe on, in a pool where the blocks of each group have these ids.
-    Raises RelayoutError: the pool has no parts up to `part_stop`, or the tokens begin before the blocks.
-    """
-    last_row = segment.first_row + part_stop
-    if last_row > table.num_parts:
-        raise RelayoutError(f"a copy ends at row {last_row} of {table.num_parts}")
-    start, runs = paged_tokens(segment, member, blocks[segment.group], table.block_size)
-    where = (segment.first_row, segment.head_start, start, runs)
-    return PagedSide(table, ids[segment.group], *where)
 
 
 def _groups(fields: Fields, num_segments: int) -> list[tuple[Members, Fields, tuple[int, ...]]]:

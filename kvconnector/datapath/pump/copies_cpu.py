@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
@@ -16,13 +15,12 @@ from kvconnector.datapath.pump.copies import (
     Copies,
     Jobs,
     Span,
+    Window,
     address_of,
-    chunk_spans,
     packed_sides,
-    read_spans,
-    words_of,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
+from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.copy_cpu import (
     JOB,
@@ -32,14 +30,18 @@ from kvconnector_kernels.pump.copy_cpu import (
     compile_read,
     job_of,
 )
-from kvconnector_kernels.pump.records import index_of
-from kvconnector_kernels.relayout import PagedSide
+from kvconnector_kernels.pump.digests import DIGEST_BYTES
+from kvconnector_kernels.pump.records import PAGED_SIDE, index_of
+from kvconnector_kernels.relayout import Side
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import check_copy
 
 _PAGE = 4096
-_NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC_ROWS, _DST_ROWS = (
+_NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC, _DST = (
     index_of(JOB, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
+)
+_ROWS, _IDS, _START, _SKIP = map(
+    PAGED_SIDE.index, ("rows", "block_ids", "token_start", "skip_tokens")
 )
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
@@ -59,52 +61,69 @@ class CpuCopies(Copies):
         *,
         min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
     ) -> None:
-        self._pools = pools
         # the alignment of a slot does not matter here
-        self._slots = packed_sides(_PAGE, slot_bytes, "cpu")
+        super().__init__(pools, packed_sides(_PAGE, slot_bytes, "cpu"))
         self._min_streamed_bytes = min_streamed_bytes
         self.ids = IdBuffers(_allocate_ids)
         self._compiled = compile_copy(), compile_read()
         self.function, self.read_function = (int(each.address) for each in self._compiled)
 
-    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        # checked with the spans, as far as copies take them
-        ids = [np.ascontiguousarray(blocks.block_ids) for blocks in program.blocks]
-        spans = chunk_spans(program, self._pools, ids, self._slots, packing=packing)
-        words = words_of(np.empty(len(program.chunks), JOB))
-        for span in spans:
-            _fill(words, span)
-        if not packing and words[:, _NBYTES].sum() >= self._min_streamed_bytes:
+    def template_of(
+        self, src: Side, dst: Side, num_heads: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The words of a job of one part without tokens, and what a token more adds to each."""
+        counts = {"num_parts": 1, "num_heads": num_heads, "num_tokens": 0}
+        none = check_copy(src, dst, **counts)
+        words, more = (job_of(src, dst, none._replace(num_tokens=count)) for count in (0, 1))
+        return tuple(words), tuple(one - zero for zero, one in zip(words, more, strict=True))
+
+    def make_jobs(
+        self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
+    ) -> Jobs:
+        buffer, ids, _ = self.ids.lend(blocks)
+        try:
+            words = np.empty((len(source.chunks), _JOB_WORDS), np.int64)
+            for span in self.chunk_spans(source, blocks, ids, packing=packing):
+                words[span.chunks] = job = _job_of(span)
+                fields = np.asarray(span.fields, np.int64)
+                words[span.chunks, _NUM_PARTS] = num_parts = fields[:, NUM_PARTS]
+                words[span.chunks, _NBYTES] = num_parts * job[_NBYTES]
+                rows = (_SRC if packing else _DST) + _ROWS
+                words[span.chunks, rows] = fields[:, PART_START] * ROW_BYTES + job[rows]
+        except BaseException:
+            self.ids.give_back(buffer)
+            raise
+        if not packing and source.total_bytes >= self._min_streamed_bytes:
             words[:, _IS_STREAMED] = 1
-        return Jobs(address_of(words), (ids,), words)
+        if self.digests is not None:
+            words[:, _NBYTES] += DIGEST_BYTES
+        return address_of(words), buffer, words
 
     def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
         blocks = (*read.remote_blocks, *read.blocks)
         room = READ.itemsize + len(read.source.members) * JOB.itemsize
-        buffer = self.ids.lend(blocks, more_bytes=room)
+        buffer, ids, first = self.ids.lend(blocks, more_bytes=room)
         try:
-            ids, first = buffer.write(blocks, "cpu")
-            count = len(read.remote_blocks)
-            spans = read_spans(read, self._pools, remote, (ids[:count], ids[count:]))
-            numbers, nbytes = [len(spans), 0, 0], 0
-            for span in spans:
+            numbers, num_jobs = [0, 0, 0], 0
+            for span in self.read_spans(read, remote, ids):
                 ((_, part, num_parts, *_),) = span.fields
                 job = _job_of(span)
                 job[_NUM_PARTS] = num_parts
                 job[_NBYTES] *= num_parts
-                job[_SRC_ROWS] += part * ROW_BYTES
-                job[_DST_ROWS] += part * ROW_BYTES
-                nbytes += job[_NBYTES]
+                job[_SRC + _ROWS] += part * ROW_BYTES
+                job[_DST + _ROWS] += part * ROW_BYTES
                 numbers += job
-            if nbytes >= self._min_streamed_bytes:
-                numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * len(spans)
+                num_jobs += 1
+            numbers[0] = num_jobs
+            if read.source.total_bytes >= self._min_streamed_bytes:
+                numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * num_jobs
             # numpy takes several times as long to make an array, and to say where it is
             words = array("q", numbers).tobytes()
             buffer.here[first : first + len(words)] = words
         except BaseException:
             self.ids.give_back(buffer)
             raise
-        return Jobs(buffer.here_address + first, (buffer, remote))
+        return buffer.here_address + first, buffer, None
 
 
 def _allocate_ids(num_ids: int, stream: int) -> IdBuffer:
@@ -113,21 +132,11 @@ def _allocate_ids(num_ids: int, stream: int) -> IdBuffer:
     return IdBuffer(memory.data.cast("B"), address, address, (memory,), stream)
 
 
-def _fill(words: npt.NDArray[np.int64], span: Span) -> None:
-    """Write the jobs of a span's chunks. Raises RelayoutError: see `check_copy`."""
-    job = _job_of(span)
-    words[span.chunks] = job
-    fields = np.asarray(span.fields, np.int64)
-    words[span.chunks, _NUM_PARTS] = num_parts = fields[:, NUM_PARTS]
-    words[span.chunks, _NBYTES] = num_parts * span.part_bytes
-    rows = _SRC_ROWS if isinstance(span.src, PagedSide) else _DST_ROWS
-    words[span.chunks, rows] = fields[:, PART_START] * ROW_BYTES + job[rows]
-
-
 def _job_of(span: Span) -> list[int]:
-    """The job of a span's first part. Raises RelayoutError: see `check_copy`."""
-    counts = (span.num_heads, span.num_tokens)
-    geometry = check_copy(
-        span.src, span.dst, num_parts=1, num_heads=counts[0], num_tokens=counts[1]
-    )
-    return job_of(span.src, span.dst, geometry)
+    """The job of a span's first part."""
+    words, more = span.lane.template
+    job = [word + span.num_tokens * each for word, each in zip(words, more, strict=True)]
+    for at, end, tokens in ((_SRC, span.lane.src, span.src), (_DST, span.lane.dst, span.dst)):
+        if isinstance(end, Window):
+            job[at + _IDS], _, job[at + _START], job[at + _SKIP] = tokens
+    return job

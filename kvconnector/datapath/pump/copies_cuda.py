@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvconnector.datapath.base import Program
 from kvconnector.datapath.device_memory import await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
@@ -21,19 +20,16 @@ from kvconnector.datapath.pump.copies import (
     Copies,
     Fences,
     Jobs,
-    Span,
     address_of,
     addresses_of,
-    chunk_spans,
     packed_sides,
-    read_spans,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
-from kvconnector.planning import GroupBlocks
+from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.copy_cuda import (
     CONTEXT,
@@ -43,8 +39,8 @@ from kvconnector_kernels.pump.copy_cuda import (
     compile_copy,
     compile_read,
 )
-from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError
-from kvconnector_kernels.relayout.checks import check_ids_in_pool
+from kvconnector_kernels.pump.digests import DIGEST_BYTES
+from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError, Side
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
@@ -68,10 +64,10 @@ _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
 
 class CudaCopies(Copies):
-    """See `Copies`. The copies of a program, or of a read of a peer's pools, run in order on one of `streams`, which
-    `Marks` chooses. Writes of the lease board run on a stream of their own, after all marks so far.
+    """See `Copies`. The copies of a read run in order on one of `streams`, which `Marks` chooses. Writes of the lease
+    board run on a stream of their own, after all marks so far.
 
-    `slot_address` stands for the alignment of all slots. `ids` are the block ids of all programs and reads.
+    `slot_address` stands for the alignment of all slots.
 
     Raises:
         TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
@@ -85,12 +81,11 @@ class CudaCopies(Copies):
     ) -> None:
         import torch
 
-        self._pools = pools
-        self._slots = packed_sides(slot_address, slot_bytes, pools.device)
+        super().__init__(pools, packed_sides(slot_address, slot_bytes, pools.device))
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
         # kept with their blocks, so that no others have their identity
-        self._expected: dict[int, tuple[Sequence[GroupBlocks], IdBuffer, list[BlockIdsAt]]] = {}
+        self._expected: dict[int, tuple[Sequence[GroupBlocks], IdBuffer, list[int]]] = {}
         self._launches = Launches(self._prepare, self.max_programs)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
         # declared, so that numbers need no wrapping
@@ -132,33 +127,35 @@ class CudaCopies(Copies):
         fences: Fences = memory.numpy()[:, 0]
         return fences
 
-    def make_jobs(self, program: Program, *, packing: bool) -> Jobs:
-        stream = self.streams.marks.stream_of(program.blocks)
-        sent = self._expected.pop(id(program.blocks), None) if stream == FREE_STREAM else None
-        buffer, ids = sent[1:] if sent else self._send_ids(program.blocks, stream)
+    def make_jobs(
+        self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
+    ) -> Jobs:
+        stream = self.streams.marks.stream_of(blocks)
+        sent = self._expected.pop(id(blocks), None) if stream == FREE_STREAM else None
+        buffer, ids = sent[1:] if sent else self._send_ids(blocks, stream)
         try:
-            words = np.empty((len(program.chunks), _JOB_WORDS), np.int64)
+            words = np.empty((len(source.chunks), _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
             limit = {"max_uncapped_bytes": MAX_UNCAPPED_CHUNK_BYTES}
-            for span in chunk_spans(program, self._pools, ids, self._slots, packing=packing):
+            for span in self.chunk_spans(source, blocks, ids, packing=packing):
                 self._launches.fill(words, span, handle, **limit)
         except BaseException:
             self.ids.give_back(buffer)
             raise
-        return Jobs(address_of(words), (buffer,), words)
+        if self.digests is not None:
+            words[:, 0] += DIGEST_BYTES
+        return address_of(words), buffer, words
 
     def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids, right before its launches."""
         blocks = (*read.remote_blocks, *read.blocks)
         stream = self.streams.marks.stream_of(read.blocks)
-        buffer, handle = self.ids.lend(blocks, stream), self.streams.handles[stream]
+        buffer, ids, nbytes = self.ids.lend(blocks, stream)
         try:
-            places, nbytes = buffer.write(blocks, self._pools.device)
-            count = len(read.remote_blocks)
-            spans = read_spans(read, self._pools, remote, (places[:count], places[count:]))
+            handle, spans = self.streams.handles[stream], list(self.read_spans(read, remote, ids))
             memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
-            ids = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)
-            memory[:_READ_WORDS] = len(spans), *ids, handle
+            sent = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)
+            memory[:_READ_WORDS] = len(spans), *sent, handle
             words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
             for span in spans:
                 limit = {"max_uncapped_bytes": MAX_UNCAPPED_READ_BYTES}
@@ -166,14 +163,14 @@ class CudaCopies(Copies):
         except BaseException:
             self.ids.give_back(buffer)
             raise
-        return Jobs(address_of(memory), (buffer, remote), words)
+        return address_of(memory), buffer, memory
 
     def some_ids(self) -> BlockIdsAt:
         """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
         Raises TransportError: no memory for block ids.
         """
         # the first read finds a buffer that is there already
-        buffer = self.ids.lend([], FREE_STREAM)
+        buffer, *_ = self.ids.lend([], FREE_STREAM)
         self.ids.give_back(buffer)
         return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self._pools.device)
 
@@ -181,7 +178,6 @@ class CudaCopies(Copies):
         """See `Copies`: all heads of every part, and the shares that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
-        none = np.zeros((0, 5), np.int32)
         for table in self._pools.tables.values():
             orders = {"HND", "NHD"}
             if not table.is_dim_contiguous:
@@ -190,7 +186,7 @@ class CudaCopies(Copies):
                 for start, count in windows_of(table.block_size):
                     paged, slot = PagedSide(table, ids, token_start=start), self._slots[order]
                     src, dst = (paged, slot) if is_pack else (slot, paged)
-                    self._prepare(Span(src, dst, heads, count, 0, slice(0), none))
+                    self._prepare(src, dst, heads, count)
 
     def warm_up_reads(self) -> None:
         """See `Copies`: with blocks as ours or of the usual size."""
@@ -218,12 +214,12 @@ class CudaCopies(Copies):
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
 
     def _prepare_read(self, src: PartTable, dst: PartTable, num_heads: int) -> None:
-        ids, none = self.some_ids(), np.zeros((0, 5), np.int32)
+        ids = self.some_ids()
         windows = windows_of(min(src.block_size, dst.block_size))
         for (there, count), (here, _) in product(windows, windows):
             theirs = PagedSide(src, ids, token_start=there)
             ours = PagedSide(dst, ids, token_start=here)
-            self._prepare(Span(theirs, ours, num_heads, count, 0, slice(0), none))
+            self._prepare(theirs, ours, num_heads, count)
 
     def finish(self) -> None:
         try:
@@ -249,17 +245,12 @@ class CudaCopies(Copies):
         if len(self._expected) > _MAX_EXPECTED:
             self.ids.give_back(self._expected.pop(next(iter(self._expected)))[1])
 
-    def _send_ids(
-        self, blocks: Sequence[GroupBlocks], stream: int
-    ) -> tuple[IdBuffer, list[BlockIdsAt]]:
+    def _send_ids(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int]]:
         """Block ids on their way to the GPU, before all copies that are made on this stream from now on.
 
         What a read before this one sent and never used comes before it, whatever it brings.
         """
-        for group, limit in zip(blocks, self._pools.num_blocks, strict=True):
-            check_ids_in_pool("the", group.block_ids, limit)
-        buffer = self.ids.lend(blocks, stream)
-        places, nbytes = buffer.write(blocks, self._pools.device)
+        buffer, places, nbytes = self.ids.lend(blocks, stream)
         if not nbytes:
             return buffer, places
         self._cuda.cuCtxSetCurrent(self.begin[1])
@@ -271,12 +262,11 @@ class CudaCopies(Copies):
             raise TransportError("block ids cannot be sent to the GPU", status=status)
         return buffer, places
 
-    def _prepare(self, span: Span) -> PreparedLaunch:
+    def _prepare(self, src: Side, dst: Side, num_heads: int, num_tokens: int) -> PreparedLaunch:
         """See `prepare_launch`. Raises RelayoutError: the sides do not fit, or the kernel takes other parameters."""
         from kvconnector_kernels.relayout.launch import prepare_launch
 
-        counts = span.num_heads, span.num_tokens
-        launch = prepare_launch(span.src, span.dst, num_heads=counts[0], num_tokens=counts[1])
+        launch = prepare_launch(src, dst, num_heads=num_heads, num_tokens=num_tokens)
         if launch.function not in self._checked:
             self._check_parameters(launch)
             self._checked.add(launch.function)

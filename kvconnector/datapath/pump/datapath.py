@@ -5,14 +5,14 @@ other workers on this host. Chunks move in a compiled loop that takes no GIL; Py
 
 *Threads.* It has none of its own, and one owner at a time: the driver's thread, but while that sleeps in `pump` or
 waits for the GIL an engine's thread may become the owner by `machine.try_acquire`, until it calls `release`. Any thread
-may call `has_pending`, `is_handshaking`, and of `machine` `notify`, `is_starved`, `lock.is_ours` and `try_acquire`; all
-else is the owner's.
+may call `machine`'s `has_pending`, `notify`, `is_starved`, `is_ours` and `try_acquire`, and read its `is_handshaking`;
+all else is the owner's.
 
 *A turn.* The driver's thread calls `pump`, which returns when there is something to do, then clears what is pending,
-then calls `step` until it returns nothing. In between it calls what the sessions command, here and in `sends`,
+then calls `step` until that adds nothing to `events`. In between it calls what the sessions command, in `sends`,
 `receives` and `reads`. An engine's thread commands, calls `poll_once` and `step`, and releases.
 
-*Who owns what.* The blocks of a read belong to it from `submit_*` on until the one event that ends it: `SendFinished`,
+*Who owns what.* The blocks of a read belong to it from `submit` on until the one event that ends it: `SendFinished`,
 `SendStopped`, `ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or
 `ReceiveDrained` follows. Memory that UCX or a GPU may still touch is kept, by a quarantine or for as long as the
 process lives, and never handed out.
@@ -20,8 +20,9 @@ process lives, and never handed out.
 *Clock.* `clock` is for quarantines, for reads that wait for a lease, and for how often peers are looked at. The loop
 reads the network's clock, which is the same but in tests.
 
-*What may block.* `pump` sleeps. `open_endpoint`, `expect_warm_up` and `reads.open` may compile kernels and map memory,
-so no engine's thread gets there: see `is_handshaking`. `close` waits for a GPU, with a deadline. Nothing else waits.
+*What may block.* `pump` sleeps. `sends.open_endpoint`, `receives.expect_warm_up` and `reads.open` may compile kernels
+and map memory, so no engine's thread gets there: see `Machine.is_handshaking`. `close` waits for a GPU, with a
+deadline. Nothing else waits.
 
 *What breaks if this is changed.* The loop reads rows by their addresses. So rows may grow and jobs may go only while
 their caller owns the lock, jobs stay until their row is over, and a send's endpoint is looked up before each run.
@@ -29,35 +30,26 @@ their caller owns the lock, jobs stay until their row is over, and a send's endp
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from kvconnector.config import PathsConfig
-from kvconnector.datapath.base import DataEvent, EventQueue, Program
+from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
-from kvconnector.datapath.pump.machine import Machine, Pace
+from kvconnector.datapath.pump.machine import MAX_READS, Machine, Pace
 from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
-from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
-from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.session.commands import LinkId, StartReceive
+from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport import Transport
-from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
-
-logger = logging.getLogger(__name__)
 
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
-FIRST_PASSES = 4
-"""On a GPU the first chunk is packed within as many, and is posted."""
 MAX_LEASE_RUN_S = 1e-4
 """The same while a lease is awaited, at which Python looks."""
 MAX_AWAITED_RUN_S = 1e-3
@@ -70,7 +62,8 @@ class DataPath:
     calls it.
 
     `share` lets consumers read this worker's pools; None where that is not possible, or nobody's wish. `reads_directly`
-    lets it read those of others. `paths`: see `DirectReads`.
+    lets it read those of others. `paths`: see `DirectReads`. What happens to reads and peers goes to `events`, from
+    where the caller takes it.
     """
 
     def __init__(
@@ -92,6 +85,8 @@ class DataPath:
     ) -> None:
         self._transport = transport
         self.copies = copies
+        self.share = share
+        self.events = EventQueue()
         self._clock = clock
         self.machine = Machine(
             network,
@@ -101,11 +96,10 @@ class DataPath:
             recv_pool=recv_slots,
             pace=pace,
         )
-        self._report = EventQueue()
         self.sends = Sends(
             transport,
             self.machine,
-            self._report,
+            self.events,
             quarantine_s=quarantine_s,
             on_gpu=device != "cpu",
             clock=clock,
@@ -113,163 +107,70 @@ class DataPath:
         self.receives = Receives(
             transport,
             self.machine,
-            self._report,
+            self.events,
             window=window,
             quarantine_s=quarantine_s,
             clock=clock,
         )
         self.reads = DirectReads(
             self.machine,
-            self._report,
+            self.events,
             is_enabled=reads_directly,
             device=device,
-            fall_back=self.receives.submit,
+            receives=self.receives,
             paths=paths,
             clock=clock,
         )
-        self._share = share
-        self._are_copies_quick = device != "cpu"
+        self._on_gpu = device != "cpu"
         self._next_check_s = 0.0
-        self._is_handshaking = False
         self._closed = False
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "greeting" if self._is_handshaking else "open"
+        is_handshaking = self.machine.is_handshaking
+        state = "closed" if self._closed else "greeting" if is_handshaking else "open"
         return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
 
-    def open_endpoint(
-        self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
-    ) -> None:
-        """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
-        self._is_handshaking = True
-        warm_up = self.machine.send_slots.pool.scratch(warm_up_bytes)
-        self.sends.endpoints.open(link, transport_address, warm_up_tag, warm_up)
-
-    def send_probe(self, link: LinkId, probe: Probe) -> None:
-        """Send the messages that a consumer worker measures by, unless it is lost."""
-        self._is_handshaking = True
-        buffer = self.machine.send_slots.pool.scratch(probe.nbytes)
-        self.sends.endpoints.probe(link, probe, buffer)
-
-    def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
-        """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
-        self._is_handshaking = True
-        warm_up = self.machine.recv_slots.pool.scratch(WARM_UP_BYTES)
-        return self.receives.warm_ups.expect(link, warm_up)
-
-    def submit_send(
-        self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
-    ) -> None:
-        """Stream a read to `link`: ends in `SendFinished` or `SendStopped`."""
-        self.machine.stay_awake()
-        self.sends.submit(link, read_id, program, first_tag=first_tag, window=window)
-        # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
-        self._refresh()
-        self.machine.begin(FIRST_PASSES if self._are_copies_quick else 1)
-
-    def expect_send(self, blocks: Sequence[GroupBlocks]) -> None:
-        """Prepare for a read of these blocks, if any reads come this way. `submit_send` is given the same sequence."""
-        if self.sends.has_sent:
-            self.copies.expect(blocks)
-
-    def submit_receive(self, read_id: int, program: Program) -> None:
-        """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
-        `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
-        """
-        self.machine.stay_awake()
-        self.receives.submit(read_id, program)
-
-    def submit_direct(self, read: StartReceive, lease_key: bytes) -> None:
-        """The same without the producer, if it publishes the lease: then there is no `ReceivePosted`, and
-        `LeaseExpiredError` is the failure of a read whose lease ended in the meantime.
-        """
-        self.machine.stay_awake()
-        self.reads.submit(read, lease_key)
-        if self._are_copies_quick:
-            # a GPU copies meanwhile
-            self.machine.begin(1)
-
-    def stop_receive(self, read_id: int) -> None:
-        """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if not self.reads.stop(read_id):
-            self.receives.stop(read_id)
-
-    def export(self) -> PoolExport | None:
-        """What consumers need to read these pools themselves; None if they cannot. Always the same."""
-        return None if self._share is None else self._share.message
-
-    def publish_lease(self, key: bytes, watermark: Watermark) -> None:
-        """Let consumers read blocks that are leased, once the engine's kernels before now have filled them."""
-        if self._share is not None and not self._share.board.publish(key, watermark):
-            logger.debug("a lease is not published: its bucket of the board is full")
-
-    def retract_lease(self, key: bytes) -> None:
-        """From now on, no read of these blocks succeeds; no effect if they are not published."""
-        if self._share is not None:
-            self._share.board.retract(key)
-
-    def step(self) -> list[DataEvent]:
-        """Move what can move; return what happened. Call it until nothing did."""
-        if self.machine.sends.num_active:
+    def step(self) -> None:
+        """Move what can move, and add what happened to `events`. Call it until nothing did."""
+        machine, num_events = self.machine, len(self.events)
+        if machine.sends.num_active:
             self.sends.poll()
-        if self.machine.receives.num_active:
+        if machine.receives.num_active:
             self.receives.poll()
-        self.reads.poll()
+        if machine.reads.num_active or self.reads.waiting:
+            self.reads.poll()
         # last: slots are free again, and reads are to be sent that were not before
         if self.receives.waiting:
             self.receives.admit()
-        now_s = self._clock()
-        is_greeted = self._is_handshaking and self._is_warming_up()
-        if not self._report and (is_greeted or now_s >= self._next_check_s):
-            self._check_peers(now_s)
-        if not self._report:
-            return []
-        # somebody waits for it
-        self.machine.stay_awake()
-        return self._report.drain()
-
-    def reported(self) -> list[DataEvent]:
-        """What is known without a look at anything: whoever asked for something goes on with that at once."""
-        return self._report.drain()
+        if len(self.events) == num_events:
+            now_s = self._clock()
+            is_greeted = machine.is_handshaking and self._is_handshaking()
+            if is_greeted or now_s >= self._next_check_s:
+                self._check_peers(now_s)
+        if len(self.events) > num_events:
+            # somebody waits for it
+            machine.stay_awake()
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
-        """Move chunks, without the GIL, until `step` has something to return, one of `fds` is readable, a control
-        message waits in the transport, or `timeout_s` is over.
+        """Move chunks, without the GIL, until `step` has something to add, one of `fds` is readable, a control message
+        waits in the transport, or `timeout_s` is over.
         """
-        self._refresh()
-        timeout_s = self._run_s(timeout_s)
+        timeout_s = self._prepared(timeout_s)
         reason = self.machine.run(timeout_s, wants_slots=bool(self.receives.waiting), fds=fds)
         if reason == r.TIMEOUT:
             self.copies.check_device()
 
-    @property
-    def is_handshaking(self) -> bool:
-        """Returns True while a peer is greeted, which may compile kernels and map memory: nobody does that inline."""
-        return self._is_handshaking
-
-    def has_pending(self) -> bool:
-        """Returns True if inline progress may find something to do. Each call counts as a poll of the engine's
-        thread.
-        """
-        self.machine.note_poll()
-        if self._is_handshaking:
-            return False
-        lock = self.machine.lock
-        # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
-        return lock.has_pending or not lock.is_looping
-
     def poll_once(self) -> bool:
-        """Begin and notice what takes microseconds. Returns True if `step` may have something to return."""
-        if not self._are_copies_quick and self.machine.lock.is_looping:
+        """Begin and notice what takes microseconds. Returns True if `step` may have something to add."""
+        if self._on_gpu and self.machine.is_looping:
             return False
-        self._refresh()
+        self._prepared(0.0)
         return self.machine.run(-1.0, wants_slots=bool(self.receives.waiting)) != r.TIMEOUT
 
     def release(self, timeout_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
-        self._refresh()
-        wants_slots = bool(self.receives.waiting)
-        self.machine.release(self._run_s(timeout_s), wants_slots=wants_slots)
+        timeout_s = self._prepared(timeout_s)
+        self.machine.release(timeout_s, wants_slots=bool(self.receives.waiting))
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -286,38 +187,36 @@ class DataPath:
             stack.callback(self.receives.release)
             stack.callback(self.sends.release)
             stack.callback(self.reads.release)
-            if self._share is not None:
-                stack.callback(self._share.board.close)
+            if self.share is not None:
+                stack.callback(self.share.board.close)
             stack.callback(self._finish_copies)
 
     def _finish_copies(self) -> None:
         with kept_unless_idle(self.machine, "staging memory, and flags that copies set"):
             self.copies.finish()
 
-    def _refresh(self) -> None:
-        """What the loop takes for granted."""
+    def _prepared(self, timeout_s: float) -> float:
+        """Do what the loop takes for granted. Returns for how long at most it can do without Python."""
+        machine = self.machine
         if self.receives.promised:
             self.receives.begin()
-        if self.machine.sends.num_active:
+        if machine.sends.num_active:
             self.sends.refresh_endpoints()
-
-    def _run_s(self, timeout_s: float) -> float:
-        """For how long at most the loop can do without Python."""
         if timeout_s <= MAX_LEASE_RUN_S:
             return timeout_s
-        if self.reads.is_waiting:
+        if self.reads.waiting and machine.reads.num_active < MAX_READS:
             return MAX_LEASE_RUN_S
-        is_greeted = self._is_handshaking and self._is_warming_up()
-        if is_greeted or self.machine.network.is_control_arriving():
+        is_greeted = machine.is_handshaking and self._is_handshaking()
+        if is_greeted or machine.network.is_control_arriving():
             return min(timeout_s, MAX_AWAITED_RUN_S)
-        return min(timeout_s, MAX_RUN_S) if self.machine.is_active else timeout_s
+        return min(timeout_s, MAX_RUN_S) if machine.is_active else timeout_s
 
-    def _is_warming_up(self) -> bool:
+    def _is_handshaking(self) -> bool:
         """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""
-        self._is_handshaking = (
+        self.machine.is_handshaking = (
             self.sends.endpoints.is_warming_up or self.receives.warm_ups.is_awaited
         )
-        return self._is_handshaking
+        return self.machine.is_handshaking
 
     def _check_peers(self, now_s: float) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvconnector.planning import GroupBlocks
-from kvconnector_kernels.relayout import BlockIdsAt
 
 MIN_IDS = 1 << 12
 _ALIGN_BYTES = 16
@@ -26,17 +25,6 @@ class IdBuffer:
     memory: tuple[Any, ...]
     stream: int = 0
 
-    def write(self, blocks: Sequence[GroupBlocks], device: str) -> tuple[list[BlockIdsAt], int]:
-        """Put the ids of each group on the host. Returns where they will be on the device, and the bytes to be sent."""
-        places: list[BlockIdsAt] = []
-        at = 0
-        for group in blocks:
-            ids = group.wire_ids
-            self.here[at : at + len(ids)] = ids
-            places.append(BlockIdsAt(self.there_address + at, len(ids) // 4, device))
-            at += _padded(len(ids))
-        return places, at
-
 
 class IdBuffers:
     """All buffers of one worker. They are as many and as long as the reads at any one time have needed, and are kept:
@@ -53,23 +41,33 @@ class IdBuffers:
 
     def lend(
         self, blocks: Sequence[GroupBlocks], stream: int = 0, *, more_bytes: int = 0
-    ) -> IdBuffer:
-        """A buffer for the ids of `blocks` and `more_bytes` after them, to be used on a stream, that nobody else has
-        until it is given back. What was sent to it before and never used comes before what is sent next.
+    ) -> tuple[IdBuffer, list[int], int]:
+        """A buffer that nobody else has until it is given back, with the ids of `blocks` on the host.
+
+        What was sent to it before and never used comes before what is sent next.
+
+        Args:
+            blocks: the blocks of each group.
+            stream: what the buffer is to be used on.
+            more_bytes: room after the ids.
+
+        Returns:
+            The buffer, where the ids of each group will be on the device, and the bytes that all ids take.
         """
-        nbytes = sum([_padded(len(group.wire_ids)) for group in blocks]) + more_bytes
-        num_ids = max(MIN_IDS, 1 << (-(-nbytes // 4) - 1).bit_length())
+        places, nbytes = [0], 0
+        for group in blocks:
+            nbytes += -(-len(group.wire_ids) // _ALIGN_BYTES) * _ALIGN_BYTES
+            places.append(nbytes)
+        num_ids = max(MIN_IDS, 1 << (-(-(nbytes + more_bytes) // 4) - 1).bit_length())
         free = self._free.get((stream, num_ids))
         buffer = free.pop() if free else self._allocate(num_ids, stream)
         self._lent[buffer.there_address] = buffer
-        return buffer
+        for at, group in zip(places, blocks, strict=False):
+            buffer.here[at : at + len(group.wire_ids)] = group.wire_ids
+        return buffer, [buffer.there_address + at for at in places[:-1]], nbytes
 
     def give_back(self, buffer: IdBuffer) -> None:
         """End a loan: no kernel that reads the buffer is under way or will be."""
         # our own invariant: two reads with one buffer would read each other's blocks
         del self._lent[buffer.there_address]
         self._free.setdefault((buffer.stream, buffer.here.nbytes // 4), []).append(buffer)
-
-
-def _padded(nbytes: int) -> int:
-    return nbytes + -nbytes % _ALIGN_BYTES

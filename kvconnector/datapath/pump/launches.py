@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import Span, words_of
+from kvconnector.datapath.pump.copies import Lane, Span, Tokens, Window, words_of
 from kvconnector_kernels.pump.copy_cuda import JOB, fill_jobs
-from kvconnector_kernels.relayout import PackedSide, PagedSide, PartTable, Side
-from kvconnector_kernels.relayout.runs import ADJACENT
+from kvconnector_kernels.relayout import PackedSide, PartTable, Side
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
 if TYPE_CHECKING:
@@ -31,12 +30,14 @@ class _Job(NamedTuple):
 
 
 class Launches:
-    """The jobs of spans. A launch that `prepare` has made stands for all spans without runs between the same pools, or
-    one and a slot, whose tokens begin at the same place in a block and are as even in number: kernels and tiles depend
-    on no more.
+    """The jobs of spans. A launch that `prepare` has made, for sides and numbers of heads and tokens, stands for all
+    spans without runs between the same pools, or one and a slot, whose tokens begin at the same place in a block and
+    are as even in number: kernels and tiles depend on no more.
     """
 
-    def __init__(self, prepare: Callable[[Span], PreparedLaunch], max_programs: int) -> None:
+    def __init__(
+        self, prepare: Callable[[Side, Side, int, int], PreparedLaunch], max_programs: int
+    ) -> None:
         self._prepare = prepare
         self._max_programs = max_programs
         self._jobs: dict[tuple[object, ...], _Job] = {}
@@ -55,51 +56,52 @@ class Launches:
         Raises:
             RelayoutError: see `prepare_launch`.
         """
-        job = self._job(span)
-        src, dst = map(_position, (span.src, span.dst))
-        further = src[2] - job.starts[0], dst[2] - job.starts[1], span.num_tokens - job.num_tokens
-        where = (span.num_tokens, src[0], dst[0], src[1], dst[1], stream, span.part_bytes)
-        rows, fields = words[span.chunks], np.asarray(span.fields, np.int32)
+        job, lane = self._job(span), span.lane
+        further = span.src[2] - job.starts[0], span.dst[2] - job.starts[1]
+        counts = span.num_tokens - job.num_tokens, span.num_tokens
+        ids, parts = (span.src[0], span.dst[0]), (_first_part(lane.src), _first_part(lane.dst))
+        part_bytes = span.num_tokens * lane.token_bytes
         limits = self._max_programs, max_uncapped_bytes
-        fill_jobs(rows, job.terms, fields, job.launch, (*further, *where, *limits))
+        rows, fields = words[span.chunks], np.asarray(span.fields, np.int32)
+        numbers = (*further, *counts, *ids, *parts, stream, part_bytes, *limits)
+        fill_jobs(rows, job.terms, fields, job.launch, numbers)
         words[span.chunks] = rows
 
     def _job(self, span: Span) -> _Job:
-        num_tokens = span.num_tokens
-        key = (span.num_heads, num_tokens & -num_tokens, _kind(span.src), _kind(span.dst))
-        is_usual = _holds(span.src, num_tokens) and _holds(span.dst, num_tokens)
-        job = self._jobs.get(key) if is_usual else None
+        num_tokens, lane = span.num_tokens, span.lane
+        kinds = _kind(lane.src, span.src), _kind(lane.dst, span.dst)
+        if None in kinds:
+            return self._prepared(span)
+        key = (lane.num_heads, num_tokens & -num_tokens, *kinds)
+        job = self._jobs.get(key)
         if job is None:
-            job = _job_for(span, self._prepare(span))
-            if is_usual:
-                if len(self._jobs) >= _MAX_LAUNCHES:
-                    del self._jobs[next(iter(self._jobs))]
-                self._jobs[key] = job
+            job = self._prepared(span)
+            if len(self._jobs) >= _MAX_LAUNCHES:
+                del self._jobs[next(iter(self._jobs))]
+            self._jobs[key] = job
         return job
 
-
-def _position(side: Side) -> tuple[int, int, int]:
-    """The address of its block ids, its first row and its first token; a slot has none of them."""
-    if isinstance(side, PackedSide):
-        return 0, 0, 0
-    address: int = side.block_ids.address  # type: ignore[union-attr]  # of a GPU's copies
-    return address, side.part_start, side.token_start
+    def _prepared(self, span: Span) -> _Job:
+        lane = span.lane
+        sides = _side(lane.src, span.src), _side(lane.dst, span.dst)
+        return _job_for(span, self._prepare(*sides, lane.num_heads, span.num_tokens))
 
 
-def _kind(side: Side) -> tuple[object, ...]:
-    """What a launch that stands for others depends on."""
-    if isinstance(side, PackedSide):
-        return (side.order,)
-    return side.table, side.head_start, side.token_start % side.table.block_size
+def _first_part(end: Window | PackedSide) -> int:
+    return end.segment.first_row if isinstance(end, Window) else 0
 
 
-def _holds(side: Side, num_tokens: int) -> bool:
-    """Returns True for a slot, and for adjacent tokens of blocks that are there."""
-    if isinstance(side, PackedSide):
-        return True
-    room = side.num_ids * side.table.block_size
-    is_adjacent = side.runs is ADJACENT or side.runs == ADJACENT
-    return is_adjacent and side.token_start <= room - num_tokens
+def _kind(end: Window | PackedSide, tokens: Tokens) -> tuple[object, ...] | None:
+    """What a launch that stands for others depends on; None if there are runs."""
+    if isinstance(end, PackedSide):
+        return (end.order,)
+    if not end.segment.stripe.is_dense:
+        return None
+    return end.table, end.segment.head_start, tokens[2] % end.table.block_size
+
+
+def _side(end: Window | PackedSide, tokens: Tokens) -> Side:
+    return end.side(tokens) if isinstance(end, Window) else end
 
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
@@ -107,19 +109,20 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     terms[0] = words_of(gpu_job_of(launch))[0]
     terms[3, _word(launch, "num_tokens")] = 1
     ids, parts = [-1, -1], [-1, -1]
-    for side, (name, place) in enumerate((("src", span.src), ("dst", span.dst))):
-        if isinstance(place, PagedSide):
+    for side, (name, end) in enumerate((("src", span.lane.src), ("dst", span.lane.dst))):
+        if isinstance(end, Window):
             ids[side] = _word(launch, f"{name}_ids")
             parts[side] = _word(launch, f"{name}_part_start")
             terms[1 + side, _word(launch, f"{name}_origin")] = 1
         else:
             terms[0, _SLOT_PARAM] = launch.index(f"{name}_address")
             strides = [f"{name}_{axis}_stride" for axis in ("part", "head", "token", "dim")]
-            terms[3, [_word(launch, each) for each in strides]] = _strides_of_a_token(span, place)
+            more = _strides_of_a_token(span.lane, end)
+            terms[3, [_word(launch, each) for each in strides]] = more
     lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
     tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
-    starts = _position(span.src)[2], _position(span.dst)[2]
+    starts = span.src[2], span.dst[2]
     return _Job(terms, (*ids, *parts, *tiles, *shape), starts, span.num_tokens)
 
 
@@ -129,13 +132,13 @@ def _word(launch: PreparedLaunch, name: str) -> int:
     return word
 
 
-def _strides_of_a_token(span: Span, slot: PackedSide) -> npt.NDArray[np.int64]:
+def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
     """What a token more adds to the strides of a slot."""
-    paged = span.src if isinstance(span.src, PagedSide) else span.dst
-    assert isinstance(paged, PagedSide)  # no copy is between two slots
+    paged = lane.src if isinstance(lane.src, Window) else lane.dst
+    assert isinstance(paged, Window)  # no copy is between two slots
     shape = paged.table.head_dim, paged.table.item_size_bytes
     none, one = (
-        slot.strides_bytes(CopyGeometry(1, span.num_heads, count, *shape)) for count in (0, 1)
+        slot.strides_bytes(CopyGeometry(1, lane.num_heads, count, *shape)) for count in (0, 1)
     )
     return np.subtract(one, none)
 

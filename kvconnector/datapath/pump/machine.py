@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import weakref
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,19 +63,20 @@ class Pace:
     pause_s: float
 
 
-class Programs:
-    """One kind's programs in the arrays of a pump's `state`; grows as needed."""
+class Rows:
+    """One kind's rows in the arrays of a pump's `state`; grows as needed. A program's is taken by `add`."""
 
     def __init__(self, state: Records, kind: str) -> None:
         self._state = state
         self._kind = kind
         self._fields = r.ARRAYS[kind].names or ()
-        self._vacant: list[int] = []
+        self.vacant: list[int] = []
+        """Those that no program has; `add` takes the last one."""
         self._set_rows(np.zeros(_FIRST_CAPACITY, r.ARRAYS[kind]))
         self.num_active = 0
 
     def _set_rows(self, rows: Records) -> None:
-        self._vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
+        self.vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
         self.rows = rows
         self._numbers = r.numbers_of(rows)
         set_array(self._state, self._kind, rows)
@@ -91,9 +90,9 @@ class Programs:
 
     def add(self, **values: int) -> int:
         """A running program with these fields, the others zero; its index."""
-        if not self._vacant:
+        if not self.vacant:
             self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
-        index = self._vacant.pop()
+        index = self.vacant.pop()
         row = dict.fromkeys(self._fields, 0) | values | {"phase": r.RUNNING}
         first = index * len(row)
         self._numbers[first : first + len(row)] = array("l", row.values())
@@ -106,8 +105,8 @@ class Programs:
 
     def remove(self, index: int) -> None:
         """Forget a program that is over."""
-        self.set(index, "phase", r.VACANT)
-        self._vacant.append(index)
+        self._numbers[index * len(self._fields)] = r.VACANT  # its phase is the first field
+        self.vacant.append(index)
         self.num_active -= 1
 
 
@@ -175,44 +174,10 @@ class Slots:
                 self.free(slot)
 
 
-class DriverLock:
-    """The words of the lock, see `kvconnector_kernels.pump.driver_lock`, and the eventfd to wake the driver."""
-
-    def __init__(self) -> None:
-        memory = np.zeros(1, LOCK)
-        memory["owner"] = r.DRIVER
-        self.address = memory.ctypes.data
-        """Of the words."""
-        self._words = memory.view(np.int32).data
-        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._close = weakref.finalize(self, os.close, self.wake_fd)
-
-    @property
-    def has_pending(self) -> bool:
-        """Returns True if there is something to do for a turn of the driver."""
-        return bool(self._words[_PENDING])
-
-    @property
-    def is_looping(self) -> bool:
-        """Returns True if the driver's thread is in the loop, or sleeps there."""
-        return bool(self._words[_LOOPING])
-
-    @property
-    def is_ours(self) -> bool:
-        """Returns True if the calling thread owns it, for inline progress."""
-        return bool(self._words[_INLINE_THREAD] == threading.get_native_id())
-
-    def clear_pending(self) -> None:
-        """The owner is about to do all that there is to do."""
-        self._words[_PENDING] = 0
-
-    def close(self) -> None:
-        """Release the eventfd: nobody acquires the lock any more. Idempotent."""
-        self._close()
-
-
 class Machine:
-    """A pump's state, and the compiled loop over it, which the owner of the `lock` calls."""
+    """A pump's state, the compiled loop over it, and the driver lock, whose owner calls the loop. See
+    `kvconnector_kernels.pump.driver_lock`.
+    """
 
     def __init__(
         self,
@@ -226,19 +191,21 @@ class Machine:
     ) -> None:
         self.network = network
         self.copies = copies
-        self.lock = DriverLock()
-        self._is_inline = False
+        self.is_handshaking = False
+        """A peer is greeted, which may compile kernels and map memory: nobody does that inline. The owner writes it."""
+        lock = np.zeros(1, LOCK)
+        self._lock = lock.view(np.int32).data
         self._gil_wait_ns = self._polled_ns = self._poll_interval_ns = 0
         state = np.zeros((), r.STATE)
         self._address = state.ctypes.data
         self._numbers = r.numbers_of(state)
-        self._calls = Calls(state, network, device, self.lock.wake_fd)
-        self.sends = Programs(state, "sends")
-        self.receives = Programs(state, "receives")
-        self.reads = Programs(state, "reads")
+        self.calls = Calls(state, network, device)
+        self.sends, self.receives, self.reads = (
+            Rows(state, kind) for kind in ("sends", "receives", "reads")
+        )
         self.send_slots = Slots(state, "send_slots", send_pool, copies)
         self.recv_slots = Slots(state, "recv_slots", recv_pool, copies)
-        state["lock"] = self.lock.address
+        state["lock"] = lock.ctypes.data
         state["copy"], state["copy_context"] = copies.function, copies.context
         state["begin"], state["begin_argument"] = copies.begin
         state["job_bytes"] = copies.job.itemsize
@@ -252,13 +219,12 @@ class Machine:
 
     def close(self) -> None:
         """Release what wakes the driver, whose last run is over; `notify` then wakes nobody. Idempotent."""
-        self._calls.forget_wake_fd()
-        self.lock.close()
+        self.calls.close()
 
     def _warm_up(self) -> None:
         """Compile what an engine's thread would have to wait for in its first request."""
         self.notify()
-        self.lock.clear_pending()
+        self.clear_pending()
         release_inline(self._address)
         wait_until_free(self._address)
         try_acquire(self._address, r.DRIVER, 0, 0)
@@ -288,57 +254,74 @@ class Machine:
 
         Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
-        owner = r.INLINE if self._is_inline else r.DRIVER
-        if fds is not None:
-            self._calls.watch(owner, fds)
-        self._calls.set_limit(owner, round(limit_s * _NS_PER_S))
+        owner, calls = r.INLINE if self._lock[_INLINE_THREAD] else r.DRIVER, self.calls
+        if fds is not None and fds != calls.watched[owner]:
+            calls.watch(owner, fds)
+        calls.limits[owner] = round(limit_s * _NS_PER_S)
         self._numbers[_ENTERING] = owner
         self._numbers[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
             self._acquire_again()
-        self.network.check()
         return int(reason)
 
     def begin(self, passes: int) -> None:
         """Run `passes` iterations of the loop, without releasing the GIL or the lock."""
         # as if inline, which releases nothing
-        self._calls.set_limit(r.INLINE, -1)
+        self.calls.limits[r.INLINE] = -1
         self._numbers[_ENTERING] = r.INLINE
         for _ in range(passes):
             if look(self._address) == r.NOTICE:
                 self.notify()  # the next run would not find it again
-        self.network.check()
 
     def _acquire_again(self) -> None:
-        """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending."""
+        """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending.
+
+        Who waits for the GIL slows down who has it: a busy engine that polls often is waited for in the loop.
+        """
         waited_ns = self.network.now_ns() - self._numbers[_LEFT]
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
-        self._numbers[_GRACE] = self._grace_ns()
+        grace_ns = _GRACE_NS
+        if self._gil_wait_ns > _LONG_GIL_WAIT_NS:
+            interval_ns = max(self._poll_interval_ns, time.monotonic_ns() - self._polled_ns)
+            is_polling = interval_ns < _LONG_STEP_NS
+            grace_ns = max(2 * interval_ns if is_polling else self._gil_wait_ns, _NS_PER_MS)
+        self._numbers[_GRACE] = grace_ns
         while not try_acquire(self._address, r.DRIVER, 0, 0):
             wait_until_free(self._address)
 
-    def _grace_ns(self) -> int:
-        """Who waits for the GIL slows down who has it: a busy engine that polls often is waited for in the loop."""
-        if self._gil_wait_ns <= _LONG_GIL_WAIT_NS:
-            return _GRACE_NS  # the driver's thread has not had to wait for the GIL lately
-        interval_ns = max(self._poll_interval_ns, time.monotonic_ns() - self._polled_ns)
-        return max(
-            2 * interval_ns if interval_ns < _LONG_STEP_NS else self._gil_wait_ns, _NS_PER_MS
-        )
-
     @property
     def is_starved(self) -> bool:
-        """Whether the driver's thread has waited long for the GIL by now: each time that another thread has released it
-        for a moment, it waits anew.
+        """Returns True if the driver's thread has waited long for the GIL: each time that another thread has released
+        it for a moment, it waits anew.
         """
         left_ns = time.monotonic_ns() - self._numbers[_LEFT]
-        return not self.lock.is_looping and left_ns > _LONG_GIL_WAIT_NS
+        return not self._lock[_LOOPING] and left_ns > _LONG_GIL_WAIT_NS
 
-    def note_poll(self) -> None:
-        """The engine's thread looks after its transfers."""
+    @property
+    def is_looping(self) -> bool:
+        """Returns True if the driver's thread is in the loop, or sleeps there."""
+        return bool(self._lock[_LOOPING])
+
+    @property
+    def is_ours(self) -> bool:
+        """Returns True if the calling thread owns the lock, for inline progress."""
+        return bool(self._lock[_INLINE_THREAD] == threading.get_native_id())
+
+    def has_pending(self) -> bool:
+        """Returns True if inline progress may find something to do. Each call counts as a poll of the engine's
+        thread.
+        """
         now_ns = time.monotonic_ns()
         self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
+        if self.is_handshaking:
+            return False
+        # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
+        return bool(self._lock[_PENDING]) or not self._lock[_LOOPING]
+
+    def clear_pending(self) -> None:
+        """The owner is about to do all that there is to do."""
+        self._lock[_PENDING] = 0
 
     def notify(self) -> bool:
         """There is something to do. Returns True if the driver's thread sees it by itself. Any thread may call it."""
@@ -347,10 +330,7 @@ class Machine:
     def try_acquire(self, limit_s: float) -> bool:
         """Make the calling thread the owner, if the driver releases the lock within microseconds: it keeps the GIL."""
         thread = threading.get_native_id()
-        if not try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S), thread):
-            return False
-        self._is_inline = True
-        return True
+        return bool(try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S), thread))
 
     def release(self, limit_s: float, *, wants_slots: bool) -> None:
         """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
@@ -358,5 +338,4 @@ class Machine:
         self._numbers[_WANTS_SLOTS] = wants_slots
         self._numbers[_NUM_INLINE] += 1
         self._numbers[_RETURN_BY] = self.network.now_ns() + round(limit_s * _NS_PER_S)
-        self._is_inline = False
         release_inline(self._address)

@@ -6,7 +6,9 @@ The structs of libucp are laid out by offset: `transport.ucx` loads only version
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -81,9 +83,6 @@ class Network(Protocol):
     def is_control_arriving(self) -> bool:
         """Returns True if a control message is on its way that the caller has begun to take."""
 
-    def check(self) -> None:
-        """Raise what went wrong in a function that the loop called, and that could not report it."""
-
 
 def phases_of(program: Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
     """Parts of a send or a receive, by the fields with the times when each began and ended. Phases that
@@ -153,30 +152,26 @@ class UcxNetwork:
     def progress(self, *, others_move: bool) -> list[Completion]:
         return self._transport.progress(others_move=others_move)
 
-    def check(self) -> None:
-        """See `Network`. libucp's functions raise nothing."""
-
-
-_LIMIT = r.index_of(r.RUN, "limit_ns")
-
 
 class Calls:
-    """What a pump's `state` is to call: the functions of one network and of libc, and the memory that they take.
+    """What a pump's `state` is to call: the functions of one network and of libc, and the memory that they take."""
 
-    `wake_fd` is an eventfd that wakes the driver, see `kvconnector_kernels.pump.driver_lock`.
-    """
-
-    def __init__(self, state: npt.NDArray[np.void], network: Network, device: str, wake_fd: int):
+    def __init__(self, state: npt.NDArray[np.void], network: Network, device: str) -> None:
+        self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Wakes the driver, see `kvconnector_kernels.pump.driver_lock`."""
+        self._close = weakref.finalize(self, os.close, self.wake_fd)
         libc = ctypes.CDLL(None)
         self._recv_info = np.zeros(2, np.int64)
         self._one = np.ones(1, np.int64)
-        self._wake_fds = np.array([(wake_fd, _POLLIN, 0)], _POLL_FD)
+        self._wake_fds = np.array([(self.wake_fd, _POLLIN, 0)], _POLL_FD)
         self.runs: npt.NDArray[np.void] = np.zeros(3, r.RUN)
         self.runs["owner"] = r.NOBODY, r.DRIVER, r.INLINE
-        self._run_numbers = r.numbers_of(self.runs)
+        self.limits = r.numbers_of(self.runs)[r.index_of(r.RUN, "limit_ns") :: r.RUN.itemsize // 8]
+        """How long an owner's next run may take, in ns; below 0: one look at everything."""
         state["runs"] = self.runs.ctypes.data
         self._network = network
-        self._watched: dict[int, tuple[int, ...]] = {}
+        self.watched: dict[int, tuple[int, ...]] = {}
+        """The caller's descriptors at whose readiness an owner's runs end."""
         self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
         # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
         known = abi.OP_FIELD_MEMORY_TYPE if device == "cpu" else 0
@@ -201,19 +196,14 @@ class Calls:
         for owner in (r.DRIVER, r.INLINE):
             self.watch(owner, ())
 
-    def forget_wake_fd(self) -> None:
-        """Write to it no more: once it is closed its number may be anybody's."""
+    def close(self) -> None:
+        """Close `wake_fd`, to which nobody writes any more: its number may be anybody's then. Idempotent."""
         self._wake_fds["fd"] = -1
-
-    def set_limit(self, owner: int, limit_ns: int) -> None:
-        """How long an owner's next run may take; below 0: one look at everything."""
-        self._run_numbers[owner * (r.RUN.itemsize // 8) + _LIMIT] = limit_ns
+        self._close()
 
     def watch(self, owner: int, fds: tuple[int, ...]) -> None:
         """Let an owner's runs end when one of these is readable."""
-        if self._watched.get(owner) == fds:
-            return
-        self._watched[owner] = fds
+        self.watched[owner] = fds
         # poll(2) passes over a negative descriptor: only the driver is woken
         wake_fd = int(self._wake_fds["fd"][0]) if owner == r.DRIVER else -1
         watched = (self._network.fileno, wake_fd, *self._network.watched, *fds)

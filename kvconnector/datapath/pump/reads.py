@@ -1,4 +1,4 @@
-"""The consumer's direct half of the pump: programs that read a producer's pools, under the eyes of its lease board."""
+"""The consumer's direct half of the data path: reads of a producer's pools, under the eyes of its lease board."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
 from kvconnector.config import PathsConfig
-from kvconnector.datapath.base import EventQueue, Program
+from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.copies import Jobs, addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.network import NS_PER_S
+from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId, StartReceive
@@ -30,8 +30,7 @@ MAX_PATIENCE_S = 20e-3
 producer is asked to send it, and waits itself."""
 
 
-@dataclass(slots=True, eq=False)
-class _Source:
+class _Source(msgspec.Struct, eq=False):
     """A producer's pools, and how many reads of them are not over. No further one begins once there is a `then`, which
     is called after they are closed.
     """
@@ -42,7 +41,7 @@ class _Source:
 
 
 class _Read(msgspec.Struct, eq=False):
-    """What the rows do not say about a direct read. Its lease is waited for until `until_s`."""
+    """What the rows do not say about a direct read. Its lease is awaited until `until_s`."""
 
     asked: StartReceive
     lease_key: bytes
@@ -55,7 +54,7 @@ class _Read(msgspec.Struct, eq=False):
 class DirectReads:
     """All direct reads of one worker, unless it has no direct path. What becomes of them goes to `report`.
 
-    `fall_back` takes the reads that their producer is to send. `paths` says where pools are found, and whether the log
+    `receives` takes the reads that their producer is to send. `paths` says where pools are found, and whether the log
     warns if they cannot be read.
     """
 
@@ -66,7 +65,7 @@ class DirectReads:
         *,
         is_enabled: bool,
         device: str,
-        fall_back: Callable[[int, Program], None],
+        receives: Receives,
         paths: PathsConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,10 +74,11 @@ class DirectReads:
         self._is_enabled = is_enabled
         self._report = report
         self._device = device
-        self._fall_back = fall_back
+        self._receives = receives
         self._paths = paths
         self._clock = clock
-        self._waiting: OrderedDict[int, _Read] = OrderedDict()
+        self.waiting: OrderedDict[int, _Read] = OrderedDict()
+        """For their lease, or for their turn, the oldest first."""
         self._sources: dict[LinkId, _Source] = {}
         self._closing: list[_Source] = []
         self._active: dict[int, _Read] = {}
@@ -122,43 +122,34 @@ class DirectReads:
         self._close_unread(source)
 
     def submit(self, asked: StartReceive, lease_key: bytes) -> None:
-        """Read it from where it is, now or once its lease is published."""
+        """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
+        `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime. Or let the
+        producer send it.
+        """
+        machine = self._machine
+        machine.stay_awake()
         source = self._sources.get(asked.link)
         if source is None:
-            self._send(asked)
+            self._receives.submit(asked)
             return
         try:
             jobs = self._copies.make_read(asked, source.remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and reports it
             logger.debug("read %s is sent: %s", asked.read_id, error)
-            self._send(asked)
+            self._receives.submit(asked)
             return
         source.num_reads += 1
         read = _Read(asked, lease_key, source, jobs, self._clock() + MAX_PATIENCE_S)
-        if self._machine.reads.num_active >= MAX_READS or not self._begin_or_send(read):
-            self._waiting[asked.read_id] = read
+        if machine.reads.num_active >= MAX_READS or not self._begin_or_send(read):
+            self.waiting[asked.read_id] = read
+        if self._device != "cpu":
+            machine.begin(1)  # a GPU copies meanwhile
 
     def __repr__(self) -> str:
-        waiting = list(self._waiting)
+        waiting = list(self.waiting)
         active = [read.asked.read_id for read in self._active.values()]
         return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
-
-    @property
-    def is_waiting(self) -> bool:
-        """Returns True if a lease is awaited, so that `poll` is to be called soon."""
-        return bool(self._waiting) and self._machine.reads.num_active < MAX_READS
-
-    def _begin_waiting(self) -> None:
-        """Look at the reads that wait, the oldest first, for as long as more may begin."""
-        over: list[int] = []
-        for read_id, read in self._waiting.items():
-            if self._machine.reads.num_active >= MAX_READS:
-                break
-            if self._begin_or_send(read):
-                over.append(read_id)
-        for read_id in over:
-            del self._waiting[read_id]
 
     def _begin_or_send(self, read: _Read) -> bool:
         """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
@@ -172,30 +163,54 @@ class DirectReads:
             logger.debug("read %s is sent: %s", asked.read_id, error)
             is_published, is_late = False, True
         if is_published:
-            self._begin(read)
+            rows = self._machine.reads
+            self._fences[rows.vacant[-1]] = 0
+            index = rows.add(
+                jobs=read.jobs[0],
+                function=self._copies.read_function,
+                context=self._copies.context,
+                fence=self._fence_addresses[rows.vacant[-1]],
+            )
+            self._active[index] = read
         elif is_late:
             self._forget(read)
-            self._send(asked)
+            self._receives.submit(asked)
         return is_published or is_late
 
-    def stop(self, read_id: int) -> bool:
-        """See `DataPath.stop_receive`; False if it is no direct read."""
-        if (read := self._waiting.pop(read_id, None)) is not None:
+    def stop(self, read_id: int) -> None:
+        """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
+        if (read := self.waiting.pop(read_id, None)) is not None:
             self._report.stopped(read_id)
             self._forget(read)
-            return True
+            return
         for index, read in self._active.items():
             if read.asked.read_id == read_id:
                 self._machine.reads.set(index, "stopped", 1)
-                return True
-        return False
+                return
+        self._receives.stop(read_id)
 
     def poll(self) -> None:
-        """See how far the reads came, and begin what may begin now."""
-        for index in list(self._active):
-            self._report_progress(index)
-        if self._waiting:
-            self._begin_waiting()
+        """See how far the reads came, and begin what may begin now, the oldest first."""
+        rows = self._machine.reads
+        for index, read in list(self._active.items()):
+            row = rows.values(index)
+            if row["phase"] == r.OVER:
+                self._end(read, row)
+                del self._active[index]
+                rows.remove(index)
+                self._forget(read)
+                continue
+            if row["num_calls"] > read.num_calls and not row["stopped"]:
+                self._report.append(ev.ReceiveAdvanced(read.asked.read_id))
+            read.num_calls = row["num_calls"]
+        begun: list[int] = []
+        for read_id, read in self.waiting.items():
+            if rows.num_active >= MAX_READS:
+                break
+            if self._begin_or_send(read):
+                begun.append(read_id)
+        for read_id in begun:
+            del self.waiting[read_id]
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
@@ -206,62 +221,37 @@ class DirectReads:
         self._sources.clear()
         self._closing.clear()
 
-    def _send(self, asked: StartReceive) -> None:
-        """Let the producer send it."""
-        source = asked.source
-        program = Program(source.route.here, source.chunks, asked.blocks)
-        self._fall_back(asked.read_id, program)
-
-    def _begin(self, read: _Read) -> None:
-        index = self._machine.reads.add(
-            jobs=read.jobs.address,
-            function=self._copies.read_function,
-            context=self._copies.context,
-        )
-        self._fences[index] = 0
-        self._machine.reads.set(index, "fence", self._fence_addresses[index])
-        self._active[index] = read
-
-    def _report_progress(self, index: int) -> None:
-        read, row = self._active[index], self._machine.reads.values(index)
-        if row["phase"] != r.OVER:
-            if row["num_calls"] > read.num_calls and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read.asked.read_id))
-            read.num_calls = row["num_calls"]
-            return
+    def _end(self, read: _Read, row: dict[str, int]) -> None:
+        """Report how a read ended. If all bytes are here, they count if the lease still holds."""
+        read_id = read.asked.read_id
         if row["error_kind"] != r.NO_ERROR:
             error = TransportError(
                 "the GPU does not take a read of the producer's pools",
                 status=row["error_value"],
             )
-            self._report.failed(read.asked.read_id, error)
-        elif not row["all_begun"]:
-            self._report.stopped(read.asked.read_id)
-        else:
-            seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
-            self._finish(read, seconds)
-        del self._active[index]
-        self._machine.reads.remove(index)
-        self._forget(read)
-
-    def _finish(self, read: _Read, seconds: float) -> None:
-        """All bytes are here: they count if the lease still holds."""
+            self._report.failed(read_id, error)
+            return
+        if not row["all_begun"]:
+            self._report.stopped(read_id)
+            return
         try:
             # how far it is filled was seen before: now it may just be written again
             is_published = read.source.remote.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
-            self._report.failed(read.asked.read_id, error)
+            self._report.failed(read_id, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._report.failed(read.asked.read_id, late)
+            self._report.failed(read_id, late)
             return
-        self._report.append(ev.ReceiveFinished(read.asked.read_id, seconds, ev.DIRECT_PATH))
+        seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
+        self._report.append(ev.ReceiveFinished(read_id, seconds, ev.DIRECT_PATH))
 
     def _forget(self, read: _Read) -> None:
-        self._copies.end_jobs(read.jobs)
+        self._copies.end(read.jobs)
         read.source.num_reads -= 1
-        self._close_unread(read.source)
+        if read.source.then is not None:
+            self._close_unread(read.source)
 
     def _close_unread(self, source: _Source) -> None:
         if source.then is not None and source.num_reads == 0:

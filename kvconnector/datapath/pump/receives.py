@@ -1,22 +1,25 @@
-"""The consumer's half of the book of reads: those that wait for slots, and the programs that receive."""
+"""The consumer's packed half of the data path: reads that wait for slots, and those that are received."""
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+
+import msgspec
 
 from kvconnector.control.refusals import Refusals
-from kvconnector.datapath.base import EventQueue, Program, as_connector_error
+from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.endpoints import WarmUps, new_tags
-from kvconnector.datapath.pump.copies import Jobs
+from kvconnector.datapath.pump.copies import NO_JOBS, Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
+from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId, StartReceive
 from kvconnector.transport import Transport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
@@ -24,21 +27,20 @@ from kvconnector_kernels.relayout import RelayoutError
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Receive:
-    """A receive that is not over. Its `window` is 0 until it is promised slots, its `row` -1 until the machine has it.
+class _Receive(msgspec.Struct, eq=False):
+    """What the rows do not say about a receive that is not over. Its `window` is 0 until it is promised slots, its
+    `row` -1 until the machine has it.
 
     `limit`: chunks that the producer sends. `error`: why its copies could not be made. `cancelled_s`: when the network
     was first asked to end what is awaited for it.
     """
 
-    read_id: int
-    program: Program
+    read: StartReceive
     first_tag: int
     limit: int
     window: int = 0
     row: int = -1
-    jobs: Jobs | None = None
+    jobs: Jobs = NO_JOBS
     error: KVConnectorError | None = None
     is_stopped: bool = False
     unpacked: int = 0
@@ -90,18 +92,26 @@ class Receives:
         active, waiting = list(self._receives), list(self.waiting)
         return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
-    def submit(self, read_id: int, program: Program) -> None:
-        """See `DataPath.submit_receive`."""
-        num_chunks = len(program.chunks)
+    def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
+        """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
+        self._machine.is_handshaking = True
+        return self.warm_ups.expect(link, self._slots.pool.scratch(WARM_UP_BYTES))
+
+    def submit(self, read: StartReceive) -> None:
+        """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
+        `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
+        """
+        self._machine.stay_awake()
+        num_chunks = len(read.source.chunks)
         if num_chunks > MAX_CHUNKS:
             error = TransportError("a read has too many chunks", chunks=num_chunks)
-            self._report.failed(read_id, error)
+            self._report.failed(read.read_id, error)
             return
-        self.waiting[read_id] = _Receive(read_id, program, new_tags(), num_chunks)
+        self.waiting[read.read_id] = _Receive(read, new_tags(), num_chunks)
         self.admit()
 
     def stop(self, read_id: int) -> None:
-        """See `DataPath.stop_receive`."""
+        """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
         if self.waiting.pop(read_id, None) is not None:
             self._report.stopped(read_id)
         elif receive := self._receives.get(read_id):
@@ -148,8 +158,8 @@ class Receives:
             receive.jobs = self._make_jobs(receive)
             receive.row = self._machine.receives.add(
                 first_tag=receive.first_tag,
-                jobs=receive.jobs.address,
-                num_chunks=len(receive.program.chunks),
+                jobs=receive.jobs[0],
+                num_chunks=len(receive.read.source.chunks),
                 window=receive.window,
                 limit=receive.limit,
                 stopped=receive.is_stopped or receive.error is not None,
@@ -194,10 +204,10 @@ class Receives:
         copies = self._machine.copies
         if not receive.is_stopped:
             try:
-                return copies.jobs_of(receive.program, packing=False)
+                return copies.make_jobs(receive.read.source, receive.read.blocks, packing=False)
             except (RelayoutError, KVConnectorError) as error:
                 receive.error = as_connector_error(error)
-        return copies.unread_jobs_of(receive.program, self._slots.pool.slot_bytes)
+        return copies.unread_jobs_of(receive.read.source, self._slots.pool.slot_bytes)
 
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
@@ -223,11 +233,11 @@ class Receives:
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]
         phases = Phase("wire", arriving_s, arrived_s), Phase("unpack", arriving_s, ended_s)
         seconds = ended_s - started_s
-        return ev.ReceiveFinished(receive.read_id, seconds, ev.PACKED_PATH, phases)
+        return ev.ReceiveFinished(receive.read.read_id, seconds, ev.PACKED_PATH, phases)
 
     def _report_progress(self, receive: _Receive) -> None:
         row = self._machine.receives.values(receive.row)
-        read_id, report = receive.read_id, self._report
+        read_id, report = receive.read.read_id, self._report
         unpacked, phase = row["num_unpacked"], row["phase"]
         is_complete = unpacked == row["num_chunks"]
         if unpacked > receive.unpacked and not is_complete and not row["stopped"]:
@@ -244,7 +254,6 @@ class Receives:
         if phase == r.OVER:
             if not is_complete:
                 report.append(ev.ReceiveDrained(read_id))
-            assert receive.jobs is not None  # made with its row
-            self._machine.copies.end_jobs(receive.jobs)
+            self._machine.copies.end(receive.jobs)
             del self._receives[read_id]
             self._machine.receives.remove(receive.row)

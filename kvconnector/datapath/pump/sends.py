@@ -1,12 +1,13 @@
-"""The producer's half of the book of reads: endpoints, and the programs that send."""
+"""The producer's half of the data path: endpoints, and the reads that are sent."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
-from kvconnector.datapath.base import EventQueue, Program, as_connector_error
+import msgspec
+
+from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -16,9 +17,11 @@ from kvconnector.errors import (
     PeerLostError,
     TransportError,
 )
+from kvconnector.layout import GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.commands import LinkId, StartSend
 from kvconnector.transport import Completion, Transport
+from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -26,10 +29,11 @@ logger = logging.getLogger(__name__)
 
 GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
 """How the lanes begin that move GPU memory without a copy in host memory."""
+FIRST_PASSES = 4
+"""On a GPU the first chunk is packed within as many, and is posted."""
 
 
-@dataclass(slots=True, eq=False)
-class _Send:
+class _Send(msgspec.Struct, eq=False):
     """What the rows do not say about a send."""
 
     link: LinkId
@@ -65,10 +69,23 @@ class Sends:
         self.endpoints = Endpoints(transport, self._events)
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
-        self.has_sent = False
+        self._has_sent = False
 
     def __repr__(self) -> str:
         return f"<Sends active {[send.read_id for send in self._sends.values()]}, {self._slots!r}>"
+
+    def open_endpoint(
+        self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
+    ) -> None:
+        """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
+        self._machine.is_handshaking = True
+        warm_up = self._slots.pool.scratch(warm_up_bytes)
+        self.endpoints.open(link, transport_address, warm_up_tag, warm_up)
+
+    def probe(self, link: LinkId, probe: Probe) -> None:
+        """Send the messages that a consumer worker measures by, unless it is lost."""
+        self._machine.is_handshaking = True
+        self.endpoints.probe(link, probe, self._slots.pool.scratch(probe.nbytes))
 
     def close_endpoint(self, link: LinkId) -> None:
         """Forget a consumer worker; its sends stop."""
@@ -76,26 +93,34 @@ class Sends:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self.endpoints.close(link)
 
-    def submit(
-        self, link: LinkId, read_id: int, program: Program, *, first_tag: int, window: int
-    ) -> None:
-        """See `DataPath.submit_send`."""
-        self.has_sent = True
+    def expect(self, blocks: Sequence[GroupBlocks]) -> None:
+        """Prepare for a read of these blocks, if any reads come this way. Its `StartSend` has the same sequence."""
+        if self._has_sent:
+            self._machine.copies.expect(blocks)
+
+    def submit(self, command: StartSend) -> None:
+        """Stream a read to a consumer worker: ends in `SendFinished` or `SendStopped`."""
+        link, read, machine = command.link, command.read, self._machine
+        machine.stay_awake()
+        self._has_sent = True
         try:
             endpoint = self._endpoint(link)
-            jobs = self._machine.copies.jobs_of(program, packing=True)
+            jobs = machine.copies.make_jobs(command.source, command.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
-            self._events.append(ev.SendStopped(link, read_id, 0, as_connector_error(error)))
+            self._events.append(ev.SendStopped(link, read.read_id, 0, as_connector_error(error)))
             return
-        row = self._machine.sends.add(
-            first_tag=first_tag,
-            jobs=jobs.address,
-            num_chunks=len(program.chunks),
-            window=window,
+        row = machine.sends.add(
+            first_tag=read.first_tag,
+            jobs=jobs[0],
+            num_chunks=len(command.source.chunks),
+            window=read.window,
             owner=endpoint,
         )
-        self._sends[row] = _Send(link, read_id, jobs)
-        self._rows[link, read_id] = row
+        self._sends[row] = _Send(link, read.read_id, jobs)
+        self._rows[link, read.read_id] = row
+        # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
+        self.refresh_endpoints()
+        machine.begin(FIRST_PASSES if self._on_gpu else 1)
 
     def stop(self, link: LinkId, read_id: int) -> None:
         """Send no further chunk of a read; no effect if it has ended."""
@@ -204,6 +229,6 @@ class Sends:
             if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
                 self._fail(send.link, error)
             self._events.append(ev.SendStopped(send.link, send.read_id, posted, error, phases))
-        self._machine.copies.end_jobs(send.jobs)
+        self._machine.copies.end(send.jobs)
         del self._sends[index], self._rows[send.link, send.read_id]
         self._machine.sends.remove(index)

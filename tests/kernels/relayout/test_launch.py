@@ -15,8 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump.copies import Span, words_of
+from kvconnector.datapath.pump.copies import IN_SLOT, Lane, Span, Window, words_of
 from kvconnector.datapath.pump.launches import Launches, windows_of
+from kvconnector.layout import ALL_TOKENS, GroupBlocks, Stripe
+from kvconnector.planning import SegmentWindow
 from kvconnector_kernels.pump.copy_cuda import JOB
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
@@ -166,26 +168,33 @@ def prepare(pair, starts, num_tokens, num_parts=1):
     )
 
 
-def prepared_for(span):
-    counts = {"num_heads": span.num_heads, "num_tokens": span.num_tokens}
-    return launch.prepare_launch(span.src, span.dst, **counts)
+def prepared_for(src, dst, num_heads, num_tokens):
+    return launch.prepare_launch(src, dst, num_heads=num_heads, num_tokens=num_tokens)
 
 
 one_table = cache(table)
 orders = st.sampled_from(["HND", "NHD", "HDN"])
 part_ranges = st.sampled_from([(0, 1), (0, 3), (1, 1), (1, 2), (2, 1)])
 starts = st.integers(0, 200)
-PART_BYTES, MAX_PROGRAMS, MAX_UNCAPPED_BYTES, STREAM = 7 << 20, 9, 16 << 20, 77
+TOKEN_BYTES, MAX_PROGRAMS, MAX_UNCAPPED_BYTES, STREAM = 1 << 14, 9, 4 << 20, 77
+BLOCKS = GroupBlocks.of(range(NUM_IDS))
 
 
-def window_of(pool, head_start, start, ids=(0, NUM_IDS), runs=ADJACENT):
-    where = (0, head_start, start, runs)
-    return PagedSide(pool, BlockIdsAt(IDS_ADDRESS + ids[0], ids[1], GPU), *where)
+def window_of(pool, heads, stripe=ALL_TOKENS):
+    segment = SegmentWindow(0, 0, 0, heads[0], heads[1], TOKEN_BYTES, "HND", stripe)
+    return Window(pool, segment)
 
 
-def span_of(places, num_heads, num_tokens, parts=()):
+def span_of(ends, firsts, num_tokens, parts, *, num_heads=HEADS, ids=(0, 0)):
     fields = np.array([(0, *some, 0, num_tokens) for some in parts], np.int32).reshape(-1, 5)
-    return Span(*places, num_heads, num_tokens, PART_BYTES, slice(0, len(fields)), fields)
+    tokens = (
+        end.tokens(first, num_tokens, 1, BLOCKS, IDS_ADDRESS + at)
+        if isinstance(end, Window)
+        else IN_SLOT
+        for end, first, at in zip(ends, firsts, ids, strict=True)
+    )
+    lane = Lane(*ends, num_heads, TOKEN_BYTES)
+    return Span(lane, *tokens, num_tokens, slice(0, len(fields)), fields)
 
 
 @st.composite
@@ -195,17 +204,26 @@ def spans(draw):
     windows = st.builds(
         window_of,
         st.builds(one_table, orders, st.sampled_from([16, 8, 3, 64])),
-        st.just(heads[0]),
-        starts,
-        st.sampled_from([(0, NUM_IDS), (64, NUM_IDS)]),
-        st.sampled_from([ADJACENT, ADJACENT, TokenRuns(16, 32)]),
+        st.just(heads),
+        st.sampled_from([ALL_TOKENS, ALL_TOKENS, Stripe(0, 16, 32), Stripe(3, 2, 5)]),
     )
     slots = st.builds(PackedSide, st.just(1 << 22), st.just(1 << 30), orders, st.just(GPU))
-    places = draw(st.tuples(windows, windows | slots).flatmap(st.permutations))
+    ends = draw(st.tuples(windows, windows | slots).flatmap(st.permutations))
     num_tokens = draw(st.integers(1, 300) | st.integers(1, 20).map(lambda blocks: 16 * blocks))
+    ids = st.sampled_from([0, 64])
     return span_of(
-        places, heads[1], num_tokens, draw(st.lists(part_ranges, min_size=1, max_size=4))
+        ends,
+        draw(st.tuples(starts, starts)),
+        num_tokens,
+        draw(st.lists(part_ranges, min_size=1, max_size=4)),
+        num_heads=heads[1],
+        ids=draw(st.tuples(ids, ids)),
     )
+
+
+def sides_of(span):
+    ends = (span.lane.src, span.src), (span.lane.dst, span.dst)
+    return [end.side(tokens) if isinstance(end, Window) else end for end, tokens in ends]
 
 
 @given(asked=st.lists(spans(), min_size=2, max_size=8))
@@ -215,27 +233,29 @@ def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(ask
         jobs = np.empty(len(span.fields), JOB)
         known.fill(words_of(jobs), span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
         for job, (_, part_start, num_parts, *_) in zip(jobs, span.fields.tolist(), strict=True):
-            counts = {"num_heads": span.num_heads, "num_tokens": span.num_tokens}
+            counts = {"num_heads": span.lane.num_heads, "num_tokens": span.num_tokens}
+            pair = sides_of(span)
             sides = (
                 replace(side, part_start=part_start) if isinstance(side, PagedSide) else side
-                for side in (span.src, span.dst)
+                for side in pair
             )
             own = launch.prepare_launch(*sides, **counts, num_parts=num_parts)
             assert tuple(job["params"][: len(own.values)].tolist()) == own.values
             slot = next(
                 (
                     f"{name}_address"
-                    for name, place in (("src", span.src), ("dst", span.dst))
-                    if isinstance(place, PackedSide)
+                    for name, side in zip(("src", "dst"), pair, strict=True)
+                    if isinstance(side, PackedSide)
                 ),
                 None,
             )
-            num_tiles = num_parts * own.tiles_per_part
+            num_tiles, nbytes = num_parts * own.tiles_per_part, num_parts * counts["num_tokens"]
+            nbytes *= TOKEN_BYTES
+            is_capped = nbytes > MAX_UNCAPPED_BYTES
             expected = {
-                "nbytes": num_parts * PART_BYTES,
+                "nbytes": nbytes,
                 "function": own.function,
-                # three parts have more than may have any number of programs
-                "num_programs": min(num_tiles, MAX_PROGRAMS) if num_parts == 3 else num_tiles,
+                "num_programs": min(num_tiles, MAX_PROGRAMS) if is_capped else num_tiles,
                 "num_threads": own.num_threads,
                 "num_params": len(own.values) + own.num_scratch_params,
                 "slot_param": own.index(slot) if slot else 0,
@@ -247,29 +267,32 @@ def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(ask
 def test_copies_alike_are_prepared_once_whatever_their_parts_blocks_and_ids():
     prepared = []
 
-    def prepare(span):
-        prepared.append(span)
-        return prepared_for(span)
+    def prepare(*sides_and_counts):
+        prepared.append(sides_and_counts)
+        return prepared_for(*sides_and_counts)
 
     known, words = Launches(prepare, MAX_PROGRAMS), words_of(np.empty(1, JOB))
-    for start, ids, part in product((5, 21, 37), ((0, NUM_IDS), (64, NUM_IDS)), [(0, 1), (1, 2)]):
-        for other in (window_of(one_table("NHD", 16), 0, start + 3), CHUNKS[0]):
-            places = (window_of(one_table("HND", 16), 0, start, ids), other)
-            span = span_of(places, HEADS, 16 * start, [part])
+    for start, at, part in product((5, 21, 37), (0, 64), [(0, 1), (1, 2)]):
+        for other in (window_of(one_table("NHD", 16), (0, HEADS)), CHUNKS[0]):
+            ends = window_of(one_table("HND", 16), (0, HEADS)), other
+            span = span_of(ends, (start, start + 3), 16 * start, [part], ids=(at, 0))
             known.fill(words, span, STREAM, max_uncapped_bytes=0)
     assert len(prepared) == 2
 
 
-def test_a_span_needs_its_block_ids_though_its_launch_is_known():
-    known, words = Launches(prepared_for, MAX_PROGRAMS), words_of(np.empty(1, JOB))
-    for other in (window_of(one_table("NHD", 16), 0, 0), CHUNKS[0]):
-        enough, short = (
-            span_of((window_of(one_table(), 0, 0, (0, num_ids)), other), HEADS, 48, [(0, 1)])
-            for num_ids in (3, 2)
-        )
-        known.fill(words, enough, 0, max_uncapped_bytes=0)
-        with pytest.raises(BlockIdsError, match="needs 3"):
-            known.fill(words, short, 0, max_uncapped_bytes=0)
+def test_a_window_needs_its_parts_and_the_blocks_of_its_tokens():
+    window = window_of(one_table(), (0, HEADS))
+    assert window.tokens(16, 48, 3, GroupBlocks.of([5, 6, 7], 1), 64) == (64, 3, 0, 0)
+    for first, num_tokens in ((15, 16), (16, 49)):
+        with pytest.raises(BlockIdsError, match="of 3 blocks of 16 tokens"):
+            window.tokens(first, num_tokens, 1, GroupBlocks.of([5, 6, 7], 1), 64)
+    with pytest.raises(RelayoutError, match="row 4 of 3"):
+        window.tokens(0, 1, 4, BLOCKS, 64)
+    # of a stripe the tokens before its first run count, which are not copied
+    stripe = window_of(one_table(), (0, HEADS), Stripe(8, 4, 32))
+    assert stripe.tokens(6, 2, 1, GroupBlocks.of([5, 6], 2), 64) == (64, 2, 8, 2)
+    with pytest.raises(BlockIdsError, match="tokens 10 to 41"):
+        stripe.tokens(6, 3, 1, GroupBlocks.of([5, 6], 2), 64)
 
 
 @given(

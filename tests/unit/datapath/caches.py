@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from hypothesis import strategies as st
 
-from kvconnector.datapath.base import Program
 from kvconnector.datapath.pools import Pools
-from kvconnector.planning import GroupBlocks, SegmentWindow
-from kvconnector.planning.plan import CHUNK_DTYPE
+from kvconnector.ids import Rank
+from kvconnector.layout import ALL_LAYERS
+from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, Route, SegmentWindow, SourceRead
 from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, make_caches
 
 BLOCKS = 12
@@ -44,6 +44,31 @@ def unlike_sides(draw):
     return source, destination, tokens, range(*sorted(edges))
 
 
+@dataclass(frozen=True)
+class Half:
+    """A read as one side has it: its route, its chunks, and the blocks that it is from or for."""
+
+    source: SourceRead
+    blocks: tuple[GroupBlocks, ...]
+
+    @property
+    def chunks(self):
+        return self.source.chunks
+
+
+def half(window, chunks, blocks, tokens, *, there=()):
+    """A read of one segment, in chunks of any kind."""
+    num_rows = int((chunks["part_start"] + chunks["num_parts"]).max())
+    nbytes = int((chunks["num_parts"] * chunks["num_tokens"]).sum()) * window.part_token_bytes
+    route = Route(Rank(0, 0), 1, (), (), here=(window,), there=there)
+    ends = tokens.stop, ALL_LAYERS.stop
+    source = SourceRead(
+        route, (tokens,), ALL_LAYERS, 1, (tokens,), (range(num_rows),), nbytes, *ends
+    )
+    vars(source)["chunks"] = chunks  # not those that a route would be cut into
+    return Half(source, (blocks,))
+
+
 class Caches:
     """K and V of every layer; zeros without a seed. On a GPU, `arrays` are what `dense` last found there."""
 
@@ -72,8 +97,5 @@ class Caches:
             for row in range(0, num_rows, chunk_rows)
             for start in range(tokens.start, tokens.stop, chunk_tokens)
         ]
-        return Program(
-            segments=(SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order),),
-            chunks=np.array(chunks, CHUNK_DTYPE),
-            blocks=(GroupBlocks.of(block_ids),),
-        )
+        window = SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order)
+        return half(window, np.array(chunks, CHUNK_DTYPE), GroupBlocks.of(block_ids), tokens)

@@ -1,6 +1,7 @@
 """Two workers with pumped data paths over real UCX, in one process and one thread, and reads between them."""
 
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.commands import LinkId, StartReceive, StartSend
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 
@@ -64,6 +65,20 @@ class Side(Caches):
             clock=clock,
         )
 
+    def step(self):
+        """What happened meanwhile, and now."""
+        self.path.step()
+        events = list(self.path.events)
+        self.path.events.clear()
+        return events
+
+
+def receive_of(read_id, half, *, remote_blocks=()):
+    """What asks the consumer for its half of a read."""
+    return StartReceive(
+        read_id, "", "p", TO_P, "", half.source, half.blocks, (), remote_blocks, False
+    )
+
 
 class Pair:
     """Producer `p` and consumer `d`, connected and warm. `KNOBS` are what both sides are made with unless told."""
@@ -79,15 +94,15 @@ class Pair:
     def __init__(self, p, d):
         self.p, self.d = p, d
         self.events = []
-        tag, nbytes = d.path.expect_warm_up(TO_P)
-        p.path.open_endpoint(TO_D, d.transport.address, tag, nbytes)
+        tag, nbytes = d.path.receives.expect_warm_up(TO_P)
+        p.path.sends.open_endpoint(TO_D, d.transport.address, tag, nbytes)
         self.until(lambda: self.find(ev.WarmedUp) is not None)
         assert self.find(ev.WarmedUp) == ev.WarmedUp(TO_P)
 
     def step(self):
         for side in (self.p, self.d):
             side.path.pump(2e-4, ())
-            self.events += side.path.step()
+            self.events += side.step()
 
     def until(self, condition):
         deadline = time.monotonic() + DEADLINE_S
@@ -103,15 +118,16 @@ class Pair:
 
     def ask(self, read_id, receive):
         """Submit a receive and wait until it is posted."""
-        self.d.path.submit_receive(read_id, receive)
+        self.d.path.receives.submit(receive_of(read_id, receive))
         self.until(lambda: self.find(ev.ReceivePosted, read_id) is not None)
         return self.find(ev.ReceivePosted, read_id)
 
     def serve(self, posted, send):
         """Let the producer stream a read that was asked for."""
-        self.p.path.submit_send(
-            TO_D, posted.read_id, send, first_tag=posted.first_tag, window=posted.window
+        asked = SimpleNamespace(
+            read_id=posted.read_id, first_tag=posted.first_tag, window=posted.window
         )
+        self.p.path.sends.submit(StartSend(TO_D, asked, send.source, send.blocks))
 
     def check_arrived(self, source, destination, tokens, heads):
         """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
@@ -126,7 +142,7 @@ class Pair:
 
 
 def both_programs(pair, tokens, **cut):
-    """Blocks and programs of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
+    """Blocks and halves of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
     source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
     destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
     return (

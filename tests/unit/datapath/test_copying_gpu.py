@@ -63,14 +63,13 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
     freed = torch.empty(16, dtype=torch.int32, device="cuda:0")
     address = freed.data_ptr()
     del freed
-    jobs = copies.make_jobs(program, packing=True)
-    (buffer,) = jobs.kept
+    jobs = _, buffer, _ = copies.make_jobs(program.source, program.blocks, packing=True)
     _, uploaded = buffer.memory
     assert not uploaded.data_ptr() <= address < uploaded.data_ptr() + uploaded.nbytes
     torch.cuda.synchronize()
     (group,) = program.blocks
     assert uploaded[: len(group.block_ids)].tolist() == group.block_ids.tolist()
-    copies.end_jobs(jobs)
+    copies.end(jobs)
 
 
 @pytest.mark.gpu
@@ -85,7 +84,7 @@ def test_block_ids_of_expected_reads_are_there_already(monkeypatch):
     copies.expect(program.blocks)
     torch.cuda.synchronize()
     monkeypatch.setattr(copies, "_send_ids", None)
-    (buffer,) = copies.make_jobs(program, packing=True).kept
+    _, buffer, _ = copies.make_jobs(program.source, program.blocks, packing=True)
     assert buffer.memory[1][:3].tolist() == [0, 3, 1]
 
 
@@ -111,10 +110,10 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
         copies.order_after(mark, [own.blocks])
         streams = []
         for program in (own, other):
-            jobs = copies.make_jobs(program, packing=True)
-            (handle,) = set(jobs.words.view(JOB)["stream"].ravel().tolist())
+            jobs = _, _, words = copies.make_jobs(program.source, program.blocks, packing=True)
+            (handle,) = set(words.view(JOB)["stream"].ravel().tolist())
             streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
-            copies.end_jobs(jobs)
+            copies.end(jobs)
         waiting, free = streams
         free.synchronize()
         assert not mark.query()
@@ -157,11 +156,12 @@ def test_the_drivers_thread_spoils_no_capture_of_a_graph():
             context.enter()
             is_capturing.wait(60.0)
             SlotPool(2, SLOT_BYTES, "cuda:0")
-            kept = [copies.make_jobs(program, packing=True) for _ in range(3)]
+            asked = program.source, program.blocks
+            kept = [copies.make_jobs(*asked, packing=True) for _ in range(3)]
             copies.check_device()
             copies.finish()
             for jobs in kept:
-                copies.end_jobs(jobs)
+                copies.end(jobs)
         except BaseException as error:
             failures.append(error)
         finally:

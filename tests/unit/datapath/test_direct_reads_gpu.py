@@ -55,7 +55,7 @@ class Consumer(Caches):
         there = theirs.program(source, tokens, **cut)
         blocks = (GroupBlocks.of(source[first_block:], first_block),)
         here = self.program(destination, tokens, **cut)
-        self.path.submit_direct(*direct_read(read_id, there, here, tokens, remote_blocks=blocks))
+        self.path.reads.submit(*direct_read(read_id, there, here, tokens, remote_blocks=blocks))
         return source, destination
 
     def until_over(self, read_id):
@@ -64,7 +64,9 @@ class Consumer(Caches):
         kinds = ev.ReceiveFinished | ev.ReceiveFailed | ev.ReceiveStopped
         while time.monotonic() < deadline_s:
             self.path.pump(1e-2, ())
-            self.events += self.path.step()
+            self.path.step()
+            self.events += self.path.events
+            self.path.events.clear()
             for event in self.events:
                 assert not isinstance(event, ev.ReceivePosted), "the read is sent, not read"
                 if isinstance(event, kinds) and event.read_id == read_id:

@@ -19,7 +19,14 @@ from kvconnector.transport import MessageSizeError
 from tests.support.examples import examples
 from tests.support.fakes import AheadClock
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
-from tests.unit.datapath.pump_pair import QUARANTINE_S, Pair, Side, both_programs, slots_are_free
+from tests.unit.datapath.pump_pair import (
+    QUARANTINE_S,
+    Pair,
+    Side,
+    both_programs,
+    receive_of,
+    slots_are_free,
+)
 
 pytestmark = pytest.mark.ucx
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
@@ -80,8 +87,8 @@ def test_a_data_path_names_its_reads_and_slots(make_pair):
     pair = make_pair(num_slots=3)
     _, _, _, receive = both_programs(pair, range(48), **SMALL)
     for read in (1, 2):
-        pair.d.path.submit_receive(read, receive)
-    pair.until(lambda: not pair.p.path.is_handshaking)
+        pair.d.path.receives.submit(receive_of(read, receive))
+    pair.until(lambda: not pair.p.path.machine.is_handshaking)
     no_reads, free = (
         "<DirectReads of 0 peers, active [], waiting []>",
         "<Slots 3 of 3 free, 0 busy>",
@@ -108,7 +115,7 @@ def test_the_first_chunk_is_sent_at_once(make_pair):
         assert time.monotonic() < deadline, events
         # the producer's thread is still busy with other things
         pair.d.path.pump(2e-4, ())
-        events += pair.d.path.step()
+        events += pair.d.step()
 
 
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
@@ -124,7 +131,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     cancel = machine.network.cancel
     held = []
     monkeypatch.setattr(machine.network, "cancel", held.append)
-    pair.d.path.stop_receive(1)
+    pair.d.path.reads.stop(1)
     pair.d.path.receives.drain(1, None)
     pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
     clock.now_s = QUARANTINE_S / 2
@@ -204,7 +211,7 @@ def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
 def test_who_notifies_a_closed_data_path_writes_to_no_descriptor_of_others(make_pair):
     pair = make_pair()
     machine = pair.d.path.machine
-    number = machine.lock.wake_fd
+    number = machine.calls.wake_fd
     pair.close()
     others = os.eventfd(0, os.EFD_NONBLOCK)
     try:

@@ -4,7 +4,7 @@ import pytest
 
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import TO_D, both_programs, slots_are_free
+from tests.unit.datapath.pump_pair import TO_D, both_programs, receive_of, slots_are_free
 
 pytestmark = pytest.mark.ucx
 
@@ -14,8 +14,8 @@ SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 def promised(pair, read_id, receive):
     """Submit a receive that gets slots at once; the consumer has not pumped since."""
-    pair.d.path.submit_receive(read_id, receive)
-    (posted,) = pair.d.path.step()
+    pair.d.path.receives.submit(receive_of(read_id, receive))
+    (posted,) = pair.d.step()
     assert isinstance(posted, ev.ReceivePosted)
     return posted
 
@@ -35,7 +35,7 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = promised(pair, 1, receive)
-    pair.d.path.stop_receive(1)
+    pair.d.path.reads.stop(1)
     if drained:  # the producer never hears of it
         pair.d.path.receives.drain(1, 0)
     else:
@@ -63,7 +63,7 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(ma
     pair.p.path.sends.stop(TO_D, 1)
     pair.until(lambda: bool(pair.find(ev.SendFinished, 1) or pair.find(ev.SendStopped, 1)))
     stopped = pair.find(ev.SendStopped, 1)
-    pair.d.path.stop_receive(1)
+    pair.d.path.reads.stop(1)
     pair.d.path.receives.drain(1, stopped.sent_chunks if stopped else len(send.chunks))
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]

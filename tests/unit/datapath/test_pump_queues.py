@@ -8,7 +8,7 @@ from kvconnector.datapath.pump.machine import MAX_READS
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
-from tests.unit.datapath.pump_pair import both_programs
+from tests.unit.datapath.pump_pair import both_programs, receive_of
 
 pytestmark = pytest.mark.ucx
 
@@ -40,14 +40,15 @@ def test_a_receive_comes_and_goes_beside_many_that_wait(make_pair, num_waiting):
     _, _, _, receive = both_programs(pair, TOKENS, **SMALL)
     path = pair.d.path
     for read in range(num_waiting):
-        path.submit_receive(read, receive)
-    path.step()
-    few = lines_of(lambda: path.submit_receive(-1, receive), lambda: path.stop_receive(-1))
+        path.receives.submit(receive_of(read, receive))
+    pair.d.step()
+    one = receive_of(-1, receive)
+    few = lines_of(lambda: path.receives.submit(one), lambda: path.reads.stop(-1))
     assert few < 300
-    assert {type(event) for event in path.step()} >= {ev.ReceiveStopped, ev.ReceiveDrained}
+    assert {type(event) for event in pair.d.step()} >= {ev.ReceiveStopped, ev.ReceiveDrained}
     assert f"waiting for slots {list(range(1, num_waiting))}" in repr(path)
-    path.stop_receive(1)
-    path.stop_receive(num_waiting - 1)
+    path.reads.stop(1)
+    path.reads.stop(num_waiting - 1)
     assert f"waiting for slots {list(range(2, num_waiting - 1))}" in repr(path)
 
 
@@ -57,11 +58,11 @@ def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
     try:
         _, _, theirs, ours = both_programs(pair, TOKENS, **SMALL)
         path = pair.d.path
-        pair.p.path.publish_lease(KEY, Watermark(TOKENS.stop))
+        pair.p.path.share.board.publish(KEY, Watermark(TOKENS.stop))
         for read in range(MAX_READS + num_waiting):
-            path.submit_direct(*direct_read(read, theirs, ours, TOKENS))
+            path.reads.submit(*direct_read(read, theirs, ours, TOKENS))
         last = direct_read(-1, theirs, ours, TOKENS)
-        few = lines_of(lambda: path.submit_direct(*last), lambda: path.stop_receive(-1))
+        few = lines_of(lambda: path.reads.submit(*last), lambda: path.reads.stop(-1))
         assert few < 500
         waiting = [MAX_READS + read for read in range(num_waiting)]
         assert f"waiting {waiting}>" in repr(path)

@@ -22,7 +22,7 @@ def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
         board = LeaseBoard(num_buckets=1)
         export = cuda_export(PoolExporter(worker.pools, board).message)
         board.close()
-        datapath = SimpleNamespace(export=lambda: export)
+        datapath = SimpleNamespace(share=SimpleNamespace(message=export))
         settings = {"insecure": True, "max_message_bytes": limit}
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
         told = hello_reply(config, worker.pools, worker.transport, datapath, "one").export

@@ -115,8 +115,8 @@ def test_what_a_consumer_said_before_it_left_counts(deploy):
 def test_a_data_path_that_always_has_news_starves_nobody(deploy):
     deployment = deploy()
     (worker,) = deployment.p.workers
-    step = worker.datapath.step
-    worker.datapath.step = lambda: [*step(), ev.EndpointOpened(LinkId(-99))]
+    path = worker.datapath
+    path.step = lambda: path.events.append(ev.EndpointOpened(LinkId(-99)))
     deployment.request("r")
     has_arrived = _both_report(deployment.d.workers, "r", "finished_recving")
     assert deployment.world.run(has_arrived, seconds_per_turn=0.1)

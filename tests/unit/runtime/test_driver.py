@@ -26,7 +26,12 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     world = World()
     (worker,) = world.start(FakeEngine("d", MODEL), role="consumer").workers
     driver, ended = worker.driver, [ev.ReceiveFinished(1, seconds=1.0)]
-    monkeypatch.setattr(driver.datapath, "step", lambda: [ended.pop()] if ended else [])
+
+    def step():
+        while ended:
+            driver.datapath.events.append(ended.pop())
+
+    monkeypatch.setattr(driver.datapath, "step", step)
     # nobody has asked for it, so it fails at once
     driver.submit(LoadRequest("unknown", (), (), ()))
     driver.progress_inline(worker.outbox.is_filled)

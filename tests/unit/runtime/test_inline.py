@@ -61,7 +61,7 @@ def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_co
                 progress.run(worker.driver, 1.0, driven.append)
         except KeyboardInterrupt:
             pass
-        assert not worker.datapath.machine.lock.is_ours, f"instruction {at}"
+        assert not worker.datapath.machine.is_ours, f"instruction {at}"
         if interrupt.left > 0:
             break  # it ended before
     assert len(driven) > 1

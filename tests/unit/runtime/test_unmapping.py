@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from kvconnector.datapath.base import Program
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.errors import TransportError
@@ -26,8 +25,9 @@ class MappingPath:
     class Reads:
         """Of other workers' pools."""
 
-        def __init__(self):
+        def __init__(self, receives):
             self.can_map = True
+            self._receives = receives
             self.unmapping = []
 
         def open(self, link, export):
@@ -38,22 +38,24 @@ class MappingPath:
         def close(self, link, then):
             self.unmapping.append(then)
 
+        def submit(self, read, lease_key):
+            self._receives.submit(read)
+
+        def stop(self, read_id):
+            self._receives.stop(read_id)
+
     def __init__(self, sending, pools):
         self._sending = sending
-        self.reads = self.Reads()
-        board = LeaseBoard(num_buckets=1)
-        self._export = cuda_export(PoolExporter(pools, board).message)
-        board.close()
+        self.reads = self.Reads(sending.receives)
+        self.share = PoolExporter(pools, LeaseBoard(num_buckets=1))
+        self.share.message = cuda_export(self.share.message)
 
     def __getattr__(self, name):
         return getattr(self._sending, name)
 
-    def export(self):
-        return self._export
-
-    def submit_direct(self, read, lease_key):
-        program = Program(read.source.route.here, read.source.chunks, read.blocks)
-        self._sending.submit_receive(read.read_id, program)
+    def close(self):
+        self.share.board.close()
+        self._sending.close()
 
 
 class MappingWorld(World):
