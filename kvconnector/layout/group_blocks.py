@@ -55,7 +55,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     def highest_id(self) -> int:
         """Returns the highest id as an unsigned number, so that of a negative id, or -1 if there are no ids."""
-        if self.num_blocks > _FEW_BLOCKS:
+        if len(self.wire_ids) > 4 * _FEW_BLOCKS:
             return int(self.block_ids.view(np.uint32).max())
         return max(memoryview(self.wire_ids).cast("I"), default=-1)
 
@@ -67,20 +67,24 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
     def token_range(self, block_size: int) -> range:
         """Tokens that these blocks have room for."""
         start = self.first_block * block_size
-        return range(start, start + self.num_blocks * block_size)
+        return range(start, start + len(self.wire_ids) // 4 * block_size)
 
-    def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
-        """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
-        if not tokens:
-            return GroupBlocks(first_block=self.first_block, wire_ids=b"")
+    def check_hold(self, tokens: range, block_size: int, *, what: str) -> None:
+        """Raises BlockIdError: the blocks do not hold all of these tokens."""
         held = self.token_range(block_size)
-        if tokens.start < held.start or tokens.stop > held.stop:
+        if tokens and not held.start <= tokens.start < tokens.stop <= held.stop:
             raise BlockIdError(
                 f"{what} do not hold these tokens",
                 tokens=(tokens.start, tokens.stop),
                 blocks_hold=(held.start, held.stop),
                 block_size=block_size,
             )
+
+    def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
+        """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
+        if not tokens:
+            return GroupBlocks(first_block=self.first_block, wire_ids=b"")
+        self.check_hold(tokens, block_size, what=what)
         first, offset = tokens.start // block_size, self.first_block
         stop = -(-tokens.stop // block_size)
         ids = self.wire_ids[4 * (first - offset) : 4 * (stop - offset)]

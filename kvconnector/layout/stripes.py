@@ -74,7 +74,9 @@ class Stripe(msgspec.Struct, frozen=True, array_like=True):
     def members(self, tokens: range) -> range:
         """The members that lie in a range of tokens."""
         start, stop = tokens.start, max(tokens.stop, tokens.start)
-        return range(start, stop) if self.is_dense else range(*map(self.count_below, (start, stop)))
+        if self.run == self.period:
+            return range(start, stop)
+        return range(self.count_below(start), self.count_below(stop))
 
 
 ALL_TOKENS = Stripe()

@@ -76,4 +76,4 @@ def _check_load(load: LoadRequest, pools: Pools, what: str) -> None:
     for group, blocks, (start, stop) in zip(
         pools.groups, load.local_blocks, load.token_ranges, strict=True
     ):
-        blocks.covering(range(start, stop), group.geometry.virtual_block_tokens, what=what)
+        blocks.check_hold(range(start, stop), group.geometry.virtual_block_tokens, what=what)

@@ -48,8 +48,9 @@ Fields: TypeAlias = npt.NDArray[np.int32]
 Words: TypeAlias = npt.NDArray[np.int64]
 
 Jobs: TypeAlias = tuple[int, IdBuffer | None, Words | None]
-"""Where a compiled function finds what it is to copy for a read; the buffer that was lent for it; and memory to keep
-until it is over: of chunks a row of words for each, which begins with the chunk's `nbytes`.
+"""Where a compiled function finds what it is to copy for a read; the buffer that was lent for it, to be given back to
+`Copies.ids` once no copy is under way or will be; and memory to keep until then: of chunks a row of words for each,
+which begins with the chunk's `nbytes`.
 """
 
 NO_JOBS: Jobs = (0, None, None)
@@ -163,11 +164,6 @@ class Copies:
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Jobs that pack these very blocks are made soon, or never."""
-
-    def end(self, jobs: Jobs) -> None:
-        """Take back what jobs were lent, of which no copy is under way or will be: once."""
-        if jobs[1] is not None:
-            self.ids.give_back(jobs[1])
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """Compile what the first reads would have to wait for."""

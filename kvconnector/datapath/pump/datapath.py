@@ -209,7 +209,8 @@ class DataPath:
         is_greeted = machine.is_handshaking and self._is_handshaking()
         if is_greeted or machine.network.is_control_arriving():
             return min(timeout_s, MAX_AWAITED_RUN_S)
-        return min(timeout_s, MAX_RUN_S) if machine.is_active else timeout_s
+        rows = machine.reads.num_active or machine.receives.num_active or machine.sends.num_active
+        return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s
 
     def _is_handshaking(self) -> bool:
         """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""

@@ -66,8 +66,10 @@ class IdBuffers:
             buffer.here[at : at + len(group.wire_ids)] = group.wire_ids
         return buffer, [buffer.there_address + at for at in places[:-1]], nbytes
 
-    def give_back(self, buffer: IdBuffer) -> None:
-        """End a loan: no kernel that reads the buffer is under way or will be."""
+    def give_back(self, buffer: IdBuffer | None) -> None:
+        """End a loan, if there was one: no kernel that reads the buffer is under way or will be."""
+        if buffer is None:
+            return
         # our own invariant: two reads with one buffer would read each other's blocks
         del self._lent[buffer.there_address]
         self._free.setdefault((buffer.stream, buffer.here.nbytes // 4), []).append(buffer)

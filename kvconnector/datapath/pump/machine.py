@@ -231,11 +231,6 @@ class Machine:
         look.compile("(int64,)")
 
     @property
-    def is_active(self) -> bool:
-        """Returns True if a program is under way, or only the network still holds a slot."""
-        return self.reads.num_active > 0 or self.uses_network
-
-    @property
     def uses_network(self) -> bool:
         """Returns True if chunks are sent or received, or the network still holds a slot."""
         return (

@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import CorruptionError, KVConnectorError, PeerLostError, TransportError
-from kvconnector.session import Phase
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import UcxTransport, abi
@@ -82,17 +81,6 @@ class Network(Protocol):
 
     def is_control_arriving(self) -> bool:
         """Returns True if a control message is on its way that the caller has begun to take."""
-
-
-def phases_of(program: Mapping[str, int], **phases: tuple[str, str]) -> tuple[Phase, ...]:
-    """Parts of a send or a receive, by the fields with the times when each began and ended. Phases that
-    did not begin are left out.
-    """
-    return tuple(
-        Phase(name, program[first] / NS_PER_S, program[last] / NS_PER_S)
-        for name, (first, last) in phases.items()
-        if program[last]
-    )
 
 
 def error_of(program: Mapping[str, int], network: Network) -> KVConnectorError | None:

@@ -248,7 +248,7 @@ class DirectReads:
         self._report.append(ev.ReceiveFinished(read_id, seconds, ev.DIRECT_PATH))
 
     def _forget(self, read: _Read) -> None:
-        self._copies.end(read.jobs)
+        self._copies.ids.give_back(read.jobs[1])
         read.source.num_reads -= 1
         if read.source.then is not None:
             self._close_unread(read.source)

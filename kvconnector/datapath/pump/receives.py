@@ -152,24 +152,49 @@ class Receives:
             self._report.append(ev.ReceivePosted(read_id, receive.window, receive.first_tag))
 
     def begin(self) -> None:
-        """Let the machine have what was promised: to be called before each of its runs, which then takes the slots."""
+        """Let the machine have what was promised: to be called before each of its runs, which then takes the slots.
+
+        Where a read's copies cannot be made, it receives and drops what it has promised to.
+        """
         promised, self.promised = self.promised, []
+        copies, slots = self._machine.copies, self._slots
         for receive in promised:
-            receive.jobs = self._make_jobs(receive)
+            source, is_stopped = receive.read.source, receive.is_stopped
+            if not is_stopped:
+                try:
+                    receive.jobs = copies.make_jobs(source, receive.read.blocks, packing=False)
+                except (RelayoutError, KVConnectorError) as error:
+                    receive.error, is_stopped = as_connector_error(error), True
+            if is_stopped:
+                receive.jobs = copies.unread_jobs_of(source, slots.pool.slot_bytes)
             receive.row = self._machine.receives.add(
                 first_tag=receive.first_tag,
                 jobs=receive.jobs[0],
-                num_chunks=len(receive.read.source.chunks),
+                num_chunks=len(source.chunks),
                 window=receive.window,
                 limit=receive.limit,
-                stopped=receive.is_stopped or receive.error is not None,
+                stopped=is_stopped,
             )
 
     def poll(self) -> None:
         """See how far the receives came."""
-        for receive in list(self._receives.values()):
-            if receive.row >= 0:
-                self._report_progress(receive)
+        for read_id, receive in list(self._receives.items()):
+            if receive.row < 0:
+                continue
+            row = self._machine.receives.values(receive.row)
+            unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
+            if receive.unpacked < unpacked < num_chunks and not row["stopped"]:
+                self._report.append(ev.ReceiveAdvanced(read_id, unpacked / num_chunks))
+            receive.unpacked = unpacked
+            if phase != r.RUNNING and not receive.is_reported:
+                receive.is_reported = True
+                self._report.append(self._ended(receive, row))
+            if phase == r.OVER:
+                if unpacked < num_chunks:
+                    self._report.append(ev.ReceiveDrained(read_id))
+                self._machine.copies.ids.give_back(receive.jobs[1])
+                del self._receives[read_id]
+                self._machine.receives.remove(receive.row)
 
     def refresh(self) -> None:
         """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
@@ -199,16 +224,6 @@ class Receives:
                 self._adopt(slot, receive)
                 self._slots.rows[slot]["state"] = r.ARRIVED
 
-    def _make_jobs(self, receive: _Receive) -> Jobs:
-        """The copies of a receive; where there can be none it receives and drops what it has promised to."""
-        copies = self._machine.copies
-        if not receive.is_stopped:
-            try:
-                return copies.make_jobs(receive.read.source, receive.read.blocks, packing=False)
-            except (RelayoutError, KVConnectorError) as error:
-                receive.error = as_connector_error(error)
-        return copies.unread_jobs_of(receive.read.source, self._slots.pool.slot_bytes)
-
     def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
         with it.
@@ -228,32 +243,13 @@ class Receives:
         found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
         return found
 
-    def _finished(self, receive: _Receive, row: dict[str, int]) -> ev.ReceiveFinished:
+    def _ended(self, receive: _Receive, row: dict[str, int]) -> object:
+        """What a receive that writes its blocks no more has come to."""
+        read_id = receive.read.read_id
+        if row["num_unpacked"] < row["num_chunks"]:
+            error = receive.error or error_of(row, self._network)
+            return ev.ReceiveFailed(read_id, error) if error else ev.ReceiveStopped(read_id)
         times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]
         phases = Phase("wire", arriving_s, arrived_s), Phase("unpack", arriving_s, ended_s)
-        seconds = ended_s - started_s
-        return ev.ReceiveFinished(receive.read.read_id, seconds, ev.PACKED_PATH, phases)
-
-    def _report_progress(self, receive: _Receive) -> None:
-        row = self._machine.receives.values(receive.row)
-        read_id, report = receive.read.read_id, self._report
-        unpacked, phase = row["num_unpacked"], row["phase"]
-        is_complete = unpacked == row["num_chunks"]
-        if unpacked > receive.unpacked and not is_complete and not row["stopped"]:
-            report.append(ev.ReceiveAdvanced(read_id, unpacked / row["num_chunks"]))
-        receive.unpacked = unpacked
-        if phase != r.RUNNING and not receive.is_reported:
-            receive.is_reported = True
-            if is_complete:
-                report.append(self._finished(receive, row))
-            elif error := receive.error or error_of(row, self._network):
-                report.append(ev.ReceiveFailed(read_id, error))
-            else:
-                report.append(ev.ReceiveStopped(read_id))
-        if phase == r.OVER:
-            if not is_complete:
-                report.append(ev.ReceiveDrained(read_id))
-            self._machine.copies.end(receive.jobs)
-            del self._receives[read_id]
-            self._machine.receives.remove(receive.row)
+        return ev.ReceiveFinished(read_id, ended_s - started_s, ev.PACKED_PATH, phases)

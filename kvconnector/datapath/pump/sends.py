@@ -11,13 +11,14 @@ from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
-from kvconnector.datapath.pump.network import error_of, phases_of
+from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.errors import (
     KVConnectorError,
     PeerLostError,
     TransportError,
 )
 from kvconnector.layout import GroupBlocks
+from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId, StartSend
 from kvconnector.transport import Completion, Transport
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
 """How the lanes begin that move GPU memory without a copy in host memory."""
+_PHASES = ("pack", "packing_ns", "packed_ns"), ("wire", "sending_ns", "sent_ns")
+"""With the times when each began and ended; one that did not begin has none."""
 FIRST_PASSES = 4
 """On a GPU the first chunk is packed within as many, and is posted."""
 
@@ -38,6 +41,7 @@ class _Send(msgspec.Struct, eq=False):
 
     link: LinkId
     read_id: int
+    endpoint: int
     jobs: Jobs
     error: KVConnectorError | None = None
 
@@ -70,6 +74,8 @@ class Sends:
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
         self._has_sent = False
+        self.may_hold_slots = False
+        """Sends that were stopped may have left slots in flight."""
 
     def __repr__(self) -> str:
         return f"<Sends active {[send.read_id for send in self._sends.values()]}, {self._slots!r}>"
@@ -104,7 +110,9 @@ class Sends:
         machine.stay_awake()
         self._has_sent = True
         try:
-            endpoint = self._endpoint(link)
+            endpoint = self.endpoints.get(link)
+            if endpoint is None:
+                raise PeerLostError("the consumer's endpoint was closed")
             jobs = machine.copies.make_jobs(command.source, command.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
             self._events.append(ev.SendStopped(link, read.read_id, 0, as_connector_error(error)))
@@ -116,7 +124,7 @@ class Sends:
             window=read.window,
             owner=endpoint,
         )
-        self._sends[row] = _Send(link, read.read_id, jobs)
+        self._sends[row] = _Send(link, read.read_id, endpoint, jobs)
         self._rows[link, read.read_id] = row
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
         self.refresh_endpoints()
@@ -156,20 +164,20 @@ class Sends:
         self._take_failed()
         self._slots.end_quarantines()
         self.refresh_endpoints()
+        self.may_hold_slots = self._slots.num_busy > 0
 
     def refresh_endpoints(self) -> None:
         """Before every run: there are new sends, handles may have changed, and a lost peer's is none any more."""
         for row, send in self._sends.items():
             if send.error is None:
                 try:
-                    handle = self._network.handle(self._endpoint(send.link))
+                    handle = self._network.handle(send.endpoint)
                     self._machine.sends.set(row, "endpoint", handle)
                 except KVConnectorError as error:
                     self._fail(send.link, error)
 
     def poll(self) -> None:
         """See what ended."""
-        self._take_failed()
         for index in list(self._sends):
             row = self._machine.sends.values(index)
             if row["phase"] == r.OVER:
@@ -179,12 +187,6 @@ class Sends:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
         for link in self.endpoints.links():
             self._give_up(link, TransportError("the data path was closed"))
-
-    def _endpoint(self, link: LinkId) -> int:
-        endpoint = self.endpoints.get(link)
-        if endpoint is None:
-            raise PeerLostError("the consumer's endpoint was closed")
-        return endpoint
 
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
@@ -220,15 +222,23 @@ class Sends:
 
     def _end(self, index: int, row: dict[str, int]) -> None:
         send = self._sends[index]
-        error = send.error or error_of(row, self._network)
-        phases = phases_of(row, pack=("packing_ns", "packed_ns"), wire=("sending_ns", "sent_ns"))
-        posted = row["num_posted"]
+        link, read_id, posted = send.link, send.read_id, row["num_posted"]
+        phases = tuple(
+            Phase(name, row[first] / NS_PER_S, row[last] / NS_PER_S)
+            for name, first, last in _PHASES
+            if row[last]
+        )
+        error = send.error
+        if error is None and row["error_kind"] != r.NO_ERROR:
+            error = error_of(row, self._network)
         if posted == row["num_chunks"] and error is None:
-            self._events.append(ev.SendFinished(send.link, send.read_id, phases))
+            self._events.append(ev.SendFinished(link, read_id, phases))
         else:
+            self._take_failed()
+            self.may_hold_slots = True
             if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
-                self._fail(send.link, error)
-            self._events.append(ev.SendStopped(send.link, send.read_id, posted, error, phases))
-        self._machine.copies.end(send.jobs)
-        del self._sends[index], self._rows[send.link, send.read_id]
+                self._fail(link, error)
+            self._events.append(ev.SendStopped(link, read_id, posted, error, phases))
+        self._machine.copies.ids.give_back(send.jobs[1])
+        del self._sends[index], self._rows[link, read_id]
         self._machine.sends.remove(index)
