@@ -28,7 +28,7 @@ class Server:
         self._port_file = port_file
 
     async def is_healthy(self, session: aiohttp.ClientSession) -> bool:
-        """Whether the server answers."""
+        """Returns True if the server answers."""
         try:
             async with session.get(f"{self.url}/health") as response:
                 return response.status == 200

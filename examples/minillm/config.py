@@ -29,7 +29,7 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     latent_rank: int = 64
     """MLA: width of the compressed K and V that the cache holds per token."""
     rope_dim: int = 16
-    """MLA: width of the decoupled rotary part, stored behind the latent."""
+    """MLA: width of the decoupled rotary part, stored after the latent."""
     sliding_window: int = 64
     """Hybrid: tokens that a query of a window layer sees, itself included."""
     attention_chunk: int = 64
@@ -39,7 +39,7 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_dim: int = 16
     """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
     conv_width: int = 4
-    """Mamba: tokens that the causal convolution in front of the state sees."""
+    """Mamba: tokens that the causal convolution before the state sees."""
 
     def __post_init__(self) -> None:
         if self.sliding_window < 2 or self.state_dim < 1 or self.conv_width < 2:
@@ -179,7 +179,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernel_block_size: int = 0
     """Tokens of the blocks that attention reads, a divisor of `block_size`; 0: the same."""
     lookahead: int = 0
-    """Slots that a step takes behind its tokens, so that most steps change no block table."""
+    """Slots that a step takes after its tokens, so that most steps change no block table."""
     scatter_seed: int | None = 0
     num_host_blocks: int | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
@@ -191,7 +191,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_caching: bool = True
     """Find the blocks of a prompt's beginning again."""
     state_interval: int = 64
-    """Recurrent states are kept for prefixes at every so many tokens, rounded up to whole blocks."""
+    """Recurrent states are kept for prefixes whose length is a multiple of this, rounded up to whole blocks."""
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.num_blocks < 0 or (self.num_host_blocks or 0) < 0:

@@ -16,7 +16,7 @@ class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     start: int
     num_samples: int
-    """How many tokens to sample behind the last of these, the likeliest first; 0 where more are known."""
+    """How many tokens to sample after the last of these, the likeliest first; 0 where more are known."""
     encoder_token_ids: list[int] = []
     """Encode these before, and cache the result in its cross blocks: with the first step of a prompt."""
     num_encoder_tokens: int = 0
@@ -42,7 +42,7 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunningRequests(msgspec.Struct, frozen=True, array_like=True):
-    """Requests whose tables change: parallel lists of new blocks, which come behind the known ones. Those of resumed
+    """Requests whose tables change: parallel lists of new blocks, which follow the known ones. Those of resumed
     requests replace them.
     """
 

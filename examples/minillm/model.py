@@ -121,7 +121,7 @@ class Stage:
     def run(
         self, batch: Batch, layer_written: Callable[[int], None] = _tell_nobody
     ) -> list[SampledToken]:
-        """One step. Mutates the cache; `layer_written` is told of each layer. The last stage returns the likeliest
+        """One step. Mutates the cache; `layer_written` is called after each layer. The last stage returns the likeliest
         tokens of each sample row, in order; others nothing.
         """
         token_ids = torch.cat((batch.token_ids_T, batch.encoder_token_ids_M))

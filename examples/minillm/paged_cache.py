@@ -220,7 +220,7 @@ def _layer_views(
 
 
 def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVView]:
-    """A page holds a state's parts one behind the other, each `[H, width]`: one token to the connector."""
+    """A page holds a state's parts one after the other, each `[H, width]`: one token to the connector."""
     sizes = zip(spec.shapes, spec.dtypes, spec.state_sizes_bytes, strict=True)
     for (heads, width), dtype, size in sizes:
         row = width * dtype.item_size_bytes
@@ -234,7 +234,7 @@ def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVV
 
 
 def _transposed(view: KVView) -> KVView:
-    """The same memory with the tokens of a block and head behind each other in every dim."""
+    """The same memory with the tokens of a block and head next to each other in every dim."""
     item, tokens = view.item_size_bytes, view.block_size
     strides = (tokens * view.head_dim * item, item, tokens * item)
     return replace(view, strides_bytes=(view.strides_bytes[0], *strides))

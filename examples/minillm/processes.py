@@ -105,7 +105,7 @@ class Child:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process has not ended yet."""
+        """Returns True if the process has not ended yet."""
         return self.process.returncode is None
 
     def failure(self, what: str) -> ChildFailedError:

@@ -44,7 +44,7 @@ class Request:
     num_cached: int = 0
     ask_connector: bool = True
     pause_at: int | None = None
-    """A step must end behind this many tokens: what the cache holds then is kept for a consumer."""
+    """A step must end after this many tokens: what the cache holds then is kept for a consumer."""
     num_answers: int = 1
     """Answers that this request will fork into; the i-th begins with the i-th likeliest token."""
     answer: int = 0

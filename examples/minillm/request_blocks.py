@@ -32,7 +32,7 @@ class RequestBlocks:
         sizes: of the pools.
         watermark: share of each pool that admission leaves free for the growth of running requests.
         step_tokens: most tokens that one step computes.
-        lookahead: slots that a step takes behind its tokens, so that most steps change no block table.
+        lookahead: slots that a step takes after its tokens, so that most steps change no block table.
         scatter_seed: hand blocks out in a shuffled order, as after hours of traffic; None: ascending.
     """
 
@@ -86,7 +86,7 @@ class RequestBlocks:
 
     @property
     def has_states(self) -> bool:
-        """Whether some layers keep one state per request, which the next token replaces."""
+        """Returns True if some layers keep one state per request, which the next token replaces."""
         return any(group.kind == "state" for group in self.groups)
 
     def get_num_free_gpu_blocks(self) -> int:
@@ -145,7 +145,7 @@ class RequestBlocks:
         self._books[child_id] = RequestBooks(child, [], None, None)
 
     def find_hit(self, request_id: str) -> int:
-        """Leading tokens behind which a request without blocks could go on at once."""
+        """Leading tokens after which a request without blocks could go on at once."""
         books = self._get(request_id)
         # the last token is computed in any case, and so is the state that a consumer waits for
         hit = books.tokens.num_tokens - 1
@@ -160,7 +160,7 @@ class RequestBlocks:
             hit = common
 
     def can_allocate(self, request_id: str, resume_at: int) -> AllocStatus:
-        """Whether a request can have blocks to go on behind `resume_at` tokens: the worst of all groups."""
+        """Returns whether a request can have blocks to go on after `resume_at` tokens: the worst of all groups."""
         books = self._get(request_id)
         stop = books.first_stop(resume_at)
         lookahead = self._lookahead_of(books)
@@ -173,7 +173,7 @@ class RequestBlocks:
         return AllocStatus.LATER if AllocStatus.LATER in found else AllocStatus.OK
 
     def allocate(self, request_id: str, resume_at: int) -> LoadTarget:
-        """Give a request its blocks, once `can_allocate` says OK. Returns where what is still missing in front of
+        """Give a request its blocks, once `can_allocate` says OK. Returns where what is still missing before
         `resume_at` must be loaded.
         """
         books = self._get(request_id)
@@ -228,7 +228,7 @@ class RequestBlocks:
                 self._pools[group.pool].fork(books.tokens, books.kept)
 
     def mark_computed(self, request_id: str, num_computed: int) -> None:
-        """So many leading tokens are in the cache: full blocks can be found by other requests from now on."""
+        """Take that this many leading tokens are in the cache: other requests can find full blocks from now on."""
         books = self._get(request_id)
         for pool in self._pools:
             added = num_computed - pool.get_num_computed_tokens(books.tokens)
@@ -277,7 +277,7 @@ class RequestBlocks:
             del self._books[request_id]
 
     def can_swap_out(self, request_id: str) -> bool:
-        """Whether host memory can take the request now."""
+        """Returns True if host memory can take the request now."""
         group = self._get(request_id).group
         return all(pool.can_swap_out(group) for pool in self._pools)
 
@@ -294,7 +294,7 @@ class RequestBlocks:
         return moves
 
     def can_swap_in(self, request_id: str) -> bool:
-        """Whether a swapped request can return now, and have slots for what comes next."""
+        """Returns True if a swapped request can return now, and have slots for what comes next."""
         books = self._get(request_id)
         return all(
             pool.can_swap_in(books.group, self._lookahead_of(books)) is AllocStatus.OK

@@ -50,7 +50,7 @@ class Scheduler:
 
     @property
     def has_requests(self) -> bool:
-        """Whether steps are still needed: also requests that only wait for the connector."""
+        """Returns True if steps are still needed: also requests that only wait for the connector."""
         return bool(self.requests)
 
     def counts(self) -> dict[RequestState, int]:
@@ -74,7 +74,7 @@ class Scheduler:
             self.transfer.abort(request.request_id)
             raise
         if self.blocks.has_states and self.transfer.is_offered(request.kv_transfer_params):
-            # the consumer computes the last token itself, from the state in front of it
+            # the consumer computes the last token itself, from the state before it
             request.pause_at = len(request.prompt) - 1 or None
         self.blocks.add(
             request.request_id,
@@ -129,7 +129,7 @@ class Scheduler:
         return step.num_tokens < self.max_batched_tokens
 
     def _schedule_running(self, step: Schedule) -> bool:
-        """Take the running requests into the step. Whether one had to be preempted."""
+        """Take the running requests into the step. Returns True if one had to be preempted."""
         preempted = False
         for request in list(self._running):
             if not self._has_budget(step):
@@ -235,7 +235,7 @@ class Scheduler:
             )
 
     def _has_free_place(self, request: Request) -> bool:
-        """Whether the request can run, and all that it will fork into."""
+        """Returns True if the request can run, and all that it will fork into."""
         busy = (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV)
         places = sum(each.num_answers for each in self.requests.values() if each.state in busy)
         return places + request.num_answers <= self.max_running
@@ -290,7 +290,7 @@ class Scheduler:
         self._recompute(victim)
 
     def _recompute(self, request: Request) -> None:
-        """Give the request's blocks up; it starts again with what is cached by then."""
+        """Give the request's blocks up; it starts again with what is cached when it does."""
         self.blocks.release(request.request_id)
         request.num_computed = 0
         request.state = RequestState.WAITING

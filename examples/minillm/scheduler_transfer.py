@@ -105,7 +105,7 @@ class ConnectorTransfer(SchedulerTransfer):
         return external, is_async
 
     def is_early(self, request_id: str) -> bool:
-        """Whether the producer has not begun with the request."""
+        """Returns True if the producer has not begun with the request."""
         return self._scheduler.is_early(request_id)
 
     def after_alloc(
@@ -122,7 +122,7 @@ class ConnectorTransfer(SchedulerTransfer):
         )
 
     def is_offered(self, params: Params) -> bool:
-        """Whether the request asks for a remote decode; a consumer's blocks are its own."""
+        """Returns True if the request asks for a remote decode; a consumer's blocks are its own."""
         return self._is_producer and wants_remote_decode(params)
 
     def grow(

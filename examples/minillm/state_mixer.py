@@ -1,4 +1,4 @@
-"""A Mamba-2-like recurrent layer: a short causal convolution in front of a gated linear recurrence. Float32.
+"""A Mamba-2-like recurrent layer: a short causal convolution before a gated linear recurrence. Float32.
 
 Legend: T tokens of a step, E hidden size, H heads, P head dim, N state dim, C tokens of a chunk.
 """
@@ -28,7 +28,7 @@ class StateMixer:
     """`S_t = a_t S_(t-1) + b_t u_t'`, `y_t = c_t' S_t` per head, over this rank's heads; the caller all-reduces.
 
     The cache holds the convolution's last inputs and the state `S [N, P]`, of each sequence one of both per block: a
-    block that the sequence has left stays as it was behind its last token.
+    block that the sequence has left stays as it was after its last token.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StateMixer:
     def _blocks(
         self, sequence: SequenceSlice, cache: PagedCache
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows of a sequence by block, with the block's parts `[H, width]`, which hold the state in front of them."""
+        """Rows of a sequence by block, with the block's parts `[H, width]`, which hold the state before them."""
         group = cache.group_of[self.name]
         block_size = cache.groups[group].block_size
         block_ids = sequence.block_ids[group].tolist()

@@ -211,7 +211,7 @@ def _refuse_fields(config: Mapping[str, Any], unknown: re.Pattern[str], path: st
     fields = sorted(name for name, value in config.items() if value and unknown.search(name))
     if fields:
         raise ConfigError(
-            "what this model's layers cache cannot be told from its configuration",
+            "this model's configuration does not say what its layers cache",
             path=path,
             model_type=config.get("model_type"),
             fields=fields,

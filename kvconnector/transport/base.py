@@ -136,7 +136,7 @@ class Transport(Protocol):
 
     def cancel(self, ticket: int) -> None:
         """End an operation with `OperationCancelledError`, unless it completes first. A cancelled send may still reach
-        the peer, with whatever its memory holds by then: never reuse its tag. A ticket never given is a `LocalError`.
+        the peer, with whatever its memory holds then: never reuse its tag. `LocalError`: no such ticket was given.
         """
 
     def progress(self) -> list[Completion]:

@@ -108,13 +108,13 @@ def _await_release(state):
 
 @helper
 def has_pending(state):
-    """Whether there is something to do for a turn of the driver."""
+    """Returns True if there is something to do for a turn of the driver."""
     return load_flag(state.lock + _PENDING) != 0
 
 
 @helper
 def must_return(state, run, found, now):
-    """Whether to return with what was found, or with what others say is pending: inline at once, else after the grace
+    """Returns True if the loop is to return with what it found or others report: inline at once, else after the grace
     period, in which another thread may take it. A short one is for an engine that has asked for something: nobody else
     is on the way to what was found.
     """
@@ -170,7 +170,7 @@ def _compile(sources_hash):
 
     @njit(cache=True)
     def notify(address):
-        """Something is pending. Whether the driver's thread sees it, and no other makes progress inline."""
+        """Something is pending. Returns True if the driver's thread sees it, and no other makes progress inline."""
         _ = sources_hash
         state = record_at(address, r.STATE)
         store_flag(state.lock + _PENDING, 1)

@@ -42,5 +42,5 @@ class FlagWait:
         self._state["clock_gettime"] = clock
 
     def is_set(self, address: int, timeout_s: float) -> bool:
-        """Whether the flag at `address` is or becomes nonzero within the time."""
+        """Returns True if the flag at `address` is or becomes nonzero within the time."""
         return bool(self._spin(self._state.ctypes.data, address, round(timeout_s * _NS_PER_S)))

@@ -39,7 +39,7 @@ def _pass(state):
 
 @helper
 def _has_control(state):
-    """Whether a message for the caller is there, which stays where it is."""
+    """Returns True if a message for the caller is there, which stays where it is."""
     tag = state.control_tag
     return call(state.tag_probe, (state.worker, tag, tag, 0, state.recv_info)) != 0
 
@@ -60,7 +60,7 @@ def _found(state):
 
 @helper
 def _is_busy(state):
-    """Whether a copy is under way, of which no descriptor tells."""
+    """Returns True if a copy is under way, of which no descriptor tells."""
     return (
         steps.is_copying(steps.sends_of(state))
         or steps.is_copying(steps.receives_of(state))
@@ -102,7 +102,7 @@ def _sleep(state, run, left_ns):
 
 @helper
 def _rest(state, run, is_busy, now, left_ns):
-    """Pause while something may end any moment, else sleep. Whether it slept."""
+    """Pause while something may end any moment, else sleep. Returns True if it slept."""
     if now - state.moved_ns < state.spin_ns or is_busy:
         _pause(state, run, now)
         return False

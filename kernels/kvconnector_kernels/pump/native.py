@@ -119,7 +119,7 @@ def store_flag(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def exchange_flag(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
-    """Write a 32-bit flag if it has the expected value; whether it had. What either thread did before is in order."""
+    """Write a 32-bit flag if it has the expected value. Returns True if it had. What came before is ordered."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _I32.as_pointer())

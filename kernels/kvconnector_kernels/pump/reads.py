@@ -40,7 +40,7 @@ def begin_reads(state):
 
 @helper
 def end_reads(state):
-    """Whether a read writes its blocks no more."""
+    """Returns True if a read writes its blocks no more."""
     reads = steps.reads_of(state)
     ended = False
     for index in range(reads.shape[0]):
@@ -58,7 +58,7 @@ def end_reads(state):
 
 @helper
 def is_reading(state):
-    """Whether a read is under way, of which no descriptor tells."""
+    """Returns True if a read is under way, of which no descriptor tells."""
     reads = steps.reads_of(state)
     num_running = 0
     for index in range(reads.shape[0]):

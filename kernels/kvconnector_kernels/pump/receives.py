@@ -123,7 +123,7 @@ def begin_receives(state):
 
 @helper
 def end_receives(state):
-    """Whether a receive writes its blocks no more, or holds no slots any more."""
+    """Returns True if a receive writes its blocks no more, or holds no slots any more."""
     receives = steps.receives_of(state)
     changed = False
     for index in range(receives.shape[0]):

@@ -39,7 +39,7 @@ def record_of(*names: str) -> np.dtype[np.void]:
 
 @lru_cache
 def offset_of(record: np.dtype[np.void], name: str) -> int:
-    """Bytes in front of a field."""
+    """Bytes before a field."""
     return int(record.fields[name][1])  # type: ignore[index]  # a record has fields
 
 

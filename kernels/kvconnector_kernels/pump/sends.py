@@ -103,7 +103,7 @@ def post_packed(state):
 
 @helper
 def _pack(state, send, slot):
-    """Pack the next chunk into the slot. Whether that was begun."""
+    """Pack the next chunk into the slot. Returns True if that was begun."""
     slot.chunk = send.next_chunk
     if send.packing_ns == 0:
         send.packing_ns = steps.now_ns(state)
@@ -131,7 +131,7 @@ def _may_pack(send):
 
 @helper
 def pack_next(state):
-    """Pack one chunk, of the sends in turn, so that it is posted before the next is packed. Whether there was one."""
+    """Pack one chunk, of the sends in turn, to be posted before the next is packed. Returns True if there was one."""
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     index = steps.find_free(slots)
     if index == steps.NO_SLOT:
@@ -148,7 +148,7 @@ def pack_next(state):
 
 @helper
 def end_sends(state):
-    """Whether a send was stopped and is over: nothing reads its blocks any more, though slots may be in flight. A
+    """Returns True if a send was stopped and is over: nothing reads its blocks, though slots may be in flight. A
     complete one does not count: nobody waits for it before its consumer confirms the read.
     """
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)

@@ -54,7 +54,7 @@ def now_ns(state):
 
 @helper
 def is_readable(state, run, first, timeout_ms):
-    """Whether a descriptor from `first` on is readable within the time."""
+    """Returns True if a descriptor from `first` on is readable within the time."""
     count = run.num_fds - first
     if count <= 0 and timeout_ms == 0:
         return False
@@ -98,7 +98,7 @@ def begin_copy(state, program, slot):
 
 @helper
 def is_copied(slot):
-    """Whether the copy that the slot was last in is through."""
+    """Returns True if the copy that the slot was last in is through."""
     return load_flag(slot.fence) == slot.fence_value
 
 
@@ -110,7 +110,7 @@ def chunk_bytes(state, program, chunk):
 
 @helper
 def is_copying(programs):
-    """Whether a chunk is packed or unpacked, of which no descriptor tells."""
+    """Returns True if a chunk is packed or unpacked, of which no descriptor tells."""
     num_copying = 0
     for index in range(programs.shape[0]):
         if programs[index].phase == r.RUNNING:

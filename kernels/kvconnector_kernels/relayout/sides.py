@@ -144,7 +144,7 @@ class PagedSide:
             raise RelayoutError(f"part_start must not be negative: {self.part_start}")
         if self.head_start < 0:
             raise RelayoutError(f"head_start must not be negative: {self.head_start}")
-        # the first run may begin in front of the first block, if the tokens there are skipped
+        # the first run may begin before the first block, if the tokens there are skipped
         if self.token_start + self.runs.skip_tokens < 0:
             raise RelayoutError(f"token_start must not be negative: {self.token_start}")
         check_block_ids(self.block_ids, self.table.device)
@@ -206,7 +206,7 @@ class CopyCounts(TypedDict):
         num_parts: rows of both tables, or parts of a chunk.
         num_heads: of each part.
         num_tokens: of each head.
-        head_dim: items of a head's token; from the paged sides, so that only a copy between two chunks must be told.
+        head_dim: items of a head's token; from the paged sides, so only a copy between two chunks must state it.
         item_size_bytes: likewise.
     """
 

@@ -113,7 +113,7 @@ def _strides(places: npt.NDArray[np.int64], name: str, width: int) -> PartStride
 
 
 def _tiles(places: npt.NDArray[np.int64], name: str, tile_tokens: int) -> list[PartStrides]:
-    """A part for each run of dims whose tiles of so many tokens are contiguous and alike, as few as will do; none if
+    """A part for each run of dims whose tiles of that many tokens are contiguous and alike, as few as will do; none if
     there are no such tiles. Equal names mean equal tiles.
     """
     heads, tokens, dims = places.shape
