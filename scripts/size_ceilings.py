@@ -37,7 +37,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cache": Size(3020, target=3280),
     "kvconnector/cli": Size(2857),
     "kvconnector/control": Size(1420, target=1330),
-    "kvconnector/datapath": Size(4527, target=4050),
+    "kvconnector/datapath": Size(4474, target=4050),
     "kvconnector/integrations": Size(2853, target=3510),
     "kvconnector/integrations/sglang": Size(1485, target=900),
     "kvconnector/layout": Size(628, target=520),

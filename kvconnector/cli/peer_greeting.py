@@ -24,8 +24,8 @@ from kvconnector.control.base import Received
 from kvconnector.control.security import check_server
 from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.endpoints import WarmUps
 from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
+from kvconnector.datapath.warm_ups import WarmUps
 from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
 from kvconnector.runtime.channels import open_control, open_transport, security_of

@@ -214,9 +214,7 @@ class DataPath:
 
     def _is_handshaking(self) -> bool:
         """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""
-        self.machine.is_handshaking = (
-            self.sends.endpoints.is_warming_up or self.receives.warm_ups.is_awaited
-        )
+        self.machine.is_handshaking = bool(self.sends.warm_ups) or self.receives.warm_ups.is_awaited
         return self.machine.is_handshaking
 
     def _check_peers(self, now_s: float) -> None:

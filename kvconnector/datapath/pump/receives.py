@@ -10,11 +10,11 @@ import msgspec
 
 from kvconnector.control.refusals import Refusals
 from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.endpoints import WarmUps, new_tags
 from kvconnector.datapath.pump.copies import NO_JOBS, Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.datapath.staging import WARM_UP_BYTES
+from kvconnector.datapath.warm_ups import WarmUps, new_tags
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.endpoints import Endpoints
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
@@ -70,7 +69,11 @@ class Sends:
         self._quarantine_s = quarantine_s
         self._clock = clock
         self._events = events
-        self.endpoints = Endpoints(transport, self._events)
+        self._transport = transport
+        self.endpoints: dict[LinkId, int] = {}
+        """The transport's, by consumer worker, while they are open."""
+        self.warm_ups: dict[int, LinkId] = {}
+        """Whom the transport's tickets of warm-up messages on their way are for."""
         self._sends: dict[int, _Send] = {}
         self._rows: dict[tuple[LinkId, int], int] = {}
         self._has_sent = False
@@ -85,19 +88,30 @@ class Sends:
     ) -> None:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
         self._machine.is_handshaking = True
-        warm_up = self._slots.pool.scratch(warm_up_bytes)
-        self.endpoints.open(link, transport_address, warm_up_tag, warm_up)
+        warm_up = self._slots.pool.scratch(warm_up_bytes)  # its bytes mean nothing
+        try:
+            endpoint = self.endpoints[link] = self._transport.connect(transport_address)
+            self.warm_ups[self._transport.send(endpoint, warm_up_tag, warm_up)] = link
+        except KVConnectorError as error:
+            self._events.append(ev.EndpointFailed(link, error))
+            return
+        self._events.append(ev.EndpointOpened(link))
 
     def probe(self, link: LinkId, probe: Probe) -> None:
         """Send the messages that a consumer worker measures by, unless it is lost."""
         self._machine.is_handshaking = True
-        self.endpoints.probe(link, probe, self._slots.pool.scratch(probe.nbytes))
+        endpoint = self.endpoints.get(link)
+        if endpoint is None:
+            return
+        buffer = self._slots.pool.scratch(probe.nbytes)
+        for index in range(probe.count):
+            self.warm_ups[self._transport.send(endpoint, probe.first_tag + index, buffer)] = link
 
     def close_endpoint(self, link: LinkId) -> None:
         """Forget a consumer worker; its sends stop."""
         if link in self.endpoints:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
-            self.endpoints.close(link)
+            self._transport.disconnect(self.endpoints.pop(link))
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Prepare for a read of these blocks, if any reads come this way. Its `StartSend` has the same sequence."""
@@ -138,16 +152,17 @@ class Sends:
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
-        link = self.endpoints.complete(completion)
-        if link is not None and completion.error is None:
-            self._log_lanes(link)
-        return link is not None
+        link = self.warm_ups.pop(completion.ticket, None)
+        if link is None or link not in self.endpoints:
+            return link is not None
+        if completion.error is None:
+            self._log_lanes(self.endpoints[link])
+        else:
+            self._events.append(ev.EndpointFailed(link, completion.error))
+        return True
 
-    def _log_lanes(self, link: LinkId) -> None:
+    def _log_lanes(self, endpoint: int) -> None:
         """Say once how packed reads by a consumer will travel."""
-        endpoint = self.endpoints.get(link)
-        if endpoint is None:
-            return
         lanes = self._network.lanes(endpoint)
         names = [lane.partition("/")[0] for lane in lanes.split("+")]
         if lanes and self._on_gpu and not any(name.startswith(GPU_LANES) for name in names):
@@ -185,12 +200,13 @@ class Sends:
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
-        for link in self.endpoints.links():
+        for link in self.endpoints:
             self._give_up(link, TransportError("the data path was closed"))
 
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
-        self.endpoints.fail(link, error)
+        if link in self.endpoints:  # else we closed it ourselves
+            self._events.append(ev.EndpointFailed(link, error))
 
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""

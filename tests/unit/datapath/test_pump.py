@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.endpoints import new_tags
+from kvconnector.datapath.warm_ups import new_tags
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError

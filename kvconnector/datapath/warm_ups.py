@@ -1,0 +1,71 @@
+"""The warm-up messages that are awaited from producers, and tags for what else is."""
+
+from __future__ import annotations
+
+from secrets import randbits
+
+from kvconnector.datapath.base import EventQueue
+from kvconnector.session import events as ev
+from kvconnector.session.commands import LinkId
+from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
+from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
+
+_BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
+
+
+def new_tags() -> int:
+    """The first of `MAX_CHUNKS` tags for one read or warm-up message: a block that nobody can guess.
+
+    Whoever reaches the transport's port can send to it, but the tags of receives travel in authenticated messages only.
+    A block that was drawn before is as unlikely to come again.
+    """
+    return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
+
+
+class WarmUps:
+    """The warm-up messages that one worker awaits from producers. That one has come goes to `events`."""
+
+    def __init__(self, transport: Transport, events: EventQueue) -> None:
+        self._transport = transport
+        self._events = events
+        self._by_link: dict[LinkId, set[int]] = {}
+        self._by_ticket: dict[int, LinkId] = {}
+
+    def expect(self, link: LinkId, buffer: Buffer, count: int = 1) -> tuple[int, int]:
+        """See `Receives.expect_warm_up`. `buffer` is for bytes without meaning, of `count` messages with tags from the
+        one returned on: `WarmedUp` follows the last of them.
+        """
+        tag = new_tags()
+        tickets = {self._transport.recv(tag + index, buffer) for index in range(count)}
+        self._by_link[link] = tickets
+        self._by_ticket |= dict.fromkeys(tickets, link)
+        return tag, buffer.nbytes
+
+    def forget(self, link: LinkId) -> None:
+        for ticket in self._by_link.pop(link, ()):
+            self._transport.cancel(ticket)
+
+    def forget_all(self) -> None:
+        """Await none of them any more."""
+        for link in list(self._by_link):
+            self.forget(link)
+
+    def complete(self, completion: Completion) -> bool:
+        """Take a completion of the transport; False if it is no warm-up's."""
+        link = self._by_ticket.pop(completion.ticket, None)
+        if link is None:
+            return False
+        # a producer with smaller slots sends a shorter message, which warms the lanes as well
+        error = None if isinstance(completion.error, MessageSizeError) else completion.error
+        awaited = self._by_link.get(link, set())
+        if completion.ticket in awaited:
+            awaited.remove(completion.ticket)
+            if error is not None or not awaited:
+                del self._by_link[link]
+                self._events.append(ev.WarmedUp(link, error))
+        return True
+
+    @property
+    def is_awaited(self) -> bool:
+        """Returns True if a warm-up message is awaited, or a receive of one is not over yet."""
+        return bool(self._by_ticket)
