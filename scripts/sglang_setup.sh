@@ -2,9 +2,10 @@
 #
 #   setup_sglang   SGLang on the CPU and kvconnector
 #   setup_peers    setup_sglang, and NIXL and Mooncake, for comparisons
+#   setup_sources  the tests' own environment, and SGLang's Python sources in $SGLANG_SOURCES: seconds, 50 MB
 #
-# Each makes `.venv-sglang` in the checkout with the versions in requirements-sglang.txt, puts its `bin` first on PATH, and
-# returns at once when nothing has changed since. PYTHON names the interpreter, 3.11.
+# The first two make `.venv-sglang` in the checkout with the versions in requirements-sglang.txt, put its `bin` first on PATH, and
+# return at once when nothing has changed since. PYTHON names the interpreter, 3.11.
 #
 # SGLang has a CPU engine, but no release of it for the CPU. Two things stand in for what is missing:
 # - `sgl_kernel`, its compiled kernels: SGLang imports their names everywhere and, with torch's own attention and without
@@ -39,6 +40,30 @@ setup_peers() {
   setup_sglang || return 1
   _kvc_has_stamp peers && return
   _kvc_pip --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine==0.3.13.post1 && _kvc_stamp peers
+}
+
+setup_sources() {
+  local sglang dill
+  sglang="$(grep ^sglang== "$KVC_ROOT/requirements-sglang.txt")"
+  dill="$(grep ^dill== "$KVC_ROOT/requirements-sglang.txt")"
+  source "$KVC_ROOT/scripts/setup.sh"
+  setup_test || return 1
+  export SGLANG_SOURCES="$KVC_VENV/${sglang/==/-}"
+  [ -d "$SGLANG_SOURCES" ] && return
+  local wheels="$KVC_VENV/wheels"
+  # whichever wheel there is: its compiled parts stay unused
+  python -m pip download -q --no-deps --only-binary=:all: --python-version 3.11 -d "$wheels" "$sglang" &&
+    python -m pip install -q --no-deps --target "$SGLANG_SOURCES.part" "$dill" &&
+    python - "$wheels" "$SGLANG_SOURCES.part" <<'PY' && mv "$SGLANG_SOURCES.part" "$SGLANG_SOURCES" && rm -r "$wheels"
+import pathlib, re, sys, zipfile
+(wheel,), folder = pathlib.Path(sys.argv[1]).glob("sglang-*.whl"), pathlib.Path(sys.argv[2])
+with zipfile.ZipFile(wheel) as archive:
+    wanted = re.compile(r"sglang/(srt|kernels)/.*\.py|sglang/[^/]*\.py|[^/]*/METADATA")
+    archive.extractall(folder, filter(wanted.fullmatch, archive.namelist()))
+# SGLang looks for these folders of kernels' sources at import
+for name in ("include", "csrc"):
+    (folder / "sglang/kernels/jit" / name).mkdir(exist_ok=True)
+PY
 }
 
 _kvc_stand_in() {

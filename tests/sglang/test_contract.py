@@ -1,10 +1,24 @@
 """What SGLang finds of the backend, and that it is what SGLang's own base classes ask for."""
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 
 pytestmark = pytest.mark.sglang
+CALLERS = ("disaggregation/prefill.py", "disaggregation/decode.py", "managers/scheduler.py")
+OWNERS = {"disagg_kv_sender": "SENDER", "kv_receiver": "RECEIVER", "kv_manager": "MANAGER"}
+OF_REFUSED = {
+    "_ensure_prefill_recompute_executor": "prompts computed again",
+    "_staging_handler": "the staging buffer",
+    "set_kv_buffer_tensors": "the staging buffer",
+    "transfer_infos": "prefill context parallelism",
+    "abort_notified": "pages kept after an abort",
+    "bootstrap_infos": "pages kept after an abort",
+    "conclude_state": "allocation once a prompt is computed",
+}
+"""What SGLang uses only with these, which are refused at the start or need a backend that offers them."""
 KINDS = ("KVARGS", "MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER")
 
 
@@ -52,3 +66,38 @@ def test_methods_take_what_those_of_sglang_take(utils, kind):
         has_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
         missing = inspect.signature(method).parameters.keys() - {each.name for each in parameters}
         assert has_any or not missing, f"{name} lacks {missing}"
+
+
+def test_whatever_sglang_uses_of_a_backend_is_there(utils):
+    import sglang
+
+    used, asked_for = set(), set()
+    for name in CALLERS:
+        tree = ast.parse(Path(sglang.__path__[0], "srt", name).read_text("utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                used.add((OWNERS.get(node.value.attr), node.attr))
+            elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {
+                "getattr",
+                "hasattr",
+            }:
+                asked_for.add(getattr(node.args[1], "value", ""))
+    backend = utils.TransferBackend("kvconnector")
+    missing = set()
+    for kind, name in used:
+        if kind is None or name in asked_for or name in OF_REFUSED:
+            continue
+        found = utils.get_kv_class(backend, utils.KVClassType[kind])
+        if not hasattr(found, name) and f"self.{name}" not in inspect.getsource(found):
+            missing.add((kind, name))
+    assert not missing
+
+
+def test_the_hook_gets_what_it_asks_for():
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    from kvconnector.integrations.sglang.backend import SEND_METADATA
+
+    assert SEND_METADATA.endswith("decode.DecodePreallocQueue._send_kv_metadata")
+    parameters = [*inspect.signature(DecodePreallocQueue._send_kv_metadata).parameters]
+    assert parameters[:3] == ["self", "decode_req", "kv_indices"]

@@ -2,13 +2,13 @@
 
 import ctypes
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.sglang.caches import Heads, Shape, registered_groups
+from tests.sglang.listed import listed
 
 pytestmark = pytest.mark.sglang
 SIZE, PAGE, HEADS, DIM = 32, 4, 2, 8
@@ -27,27 +27,6 @@ SHAPE = Shape(
     device="cpu",
     dtype="float32",
 )
-
-
-def _listed(pool, draft=None):
-    """What SGLang's queues make of a pool."""
-    from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
-
-    args = SimpleNamespace(page_size=PAGE)
-    columns = pool.get_contiguous_buf_infos()
-    drafted = draft.get_contiguous_buf_infos() if draft else ([], [], [])
-    args.num_draft_entries = len(drafted[0])
-    args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = (
-        own + more for own, more in zip(columns, drafted, strict=True)
-    )
-    args.kv_layer_ids = build_kv_layer_ids(
-        token_to_kv_pool=pool,
-        draft_token_to_kv_pool=draft,
-        num_draft_entries=args.num_draft_entries,
-        num_hidden_layers=4,
-    )
-    setup_state_kv_args(args, pool, draft, 4)
-    return args
 
 
 def _bytes_at(view, block, head, token):
@@ -82,7 +61,7 @@ def test_keys_and_values_of_another_head_dim_and_a_draft_model():
     pool, draft = _attention(v_head_dim=4), _attention(1, v_head_dim=4)
     for tensor in (*pool.k_buffer, *pool.v_buffer, *draft.k_buffer, *draft.v_buffer):
         _fill(tensor)
-    (kv, drafted), kinds = registered_groups(_listed(pool, draft), SHAPE)
+    (kv, drafted), kinds = registered_groups(listed(pool, PAGE, draft), SHAPE)
     assert (kinds, kv.geometry.layers, drafted.geometry.layers) == (
         ["kv", "kv"],
         (0, 1, 2, 3),
@@ -102,7 +81,7 @@ def test_latents():
     for tensor in pool.kv_buffer:
         _fill(tensor)
     shape = replace(SHAPE, kv_heads=Heads(0, 1, 1), has_latent=True)
-    (kv,), _ = registered_groups(_listed(pool), shape)
+    (kv,), _ = registered_groups(listed(pool, PAGE), shape)
     assert all(_has(kv.views[layer][0], pool.kv_buffer[layer], 1) for layer in range(4))
 
 
@@ -113,7 +92,7 @@ def test_windows():
     for tensor in (*pool.swa_kv_pool.k_buffer, *pool.full_kv_pool.v_buffer):
         _fill(tensor)
     shape = replace(SHAPE, kv_layers=(0, 2), window_layers=(1, 3))
-    (kv, windows), kinds = registered_groups(_listed(pool), shape)
+    (kv, windows), kinds = registered_groups(listed(pool, PAGE), shape)
     assert kinds == ["kv", "swa"]
     assert _has(kv.views[2][1], pool.full_kv_pool.v_buffer[1])
     assert _has(windows.views[3][0], pool.swa_kv_pool.k_buffer[1])
@@ -154,7 +133,7 @@ def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
     conv, temporal = pool.mamba_pool.mamba_cache.conv[0], pool.mamba_pool.mamba_cache.temporal
     _fill(conv), _fill(temporal)
     shape = replace(SHAPE, kv_layers=(), num_layers=4)
-    (kv, states), kinds = registered_groups(_listed(pool), shape)
+    (kv, states), kinds = registered_groups(listed(pool, PAGE), shape)
     assert (kinds, kv.geometry.layers, states.geometry.layers) == (["kv", "mamba"], (1, 3), (0, 2))
     parts = states.geometry.parts
     assert [part.total_heads for part in parts] == [8, 8, 16, 4]
@@ -166,13 +145,13 @@ def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
 
 
 def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_parallelism():
-    (_, states), _ = registered_groups(_listed(_hybrid(None)), replace(SHAPE, kv_layers=()))
+    (_, states), _ = registered_groups(listed(_hybrid(None), PAGE), replace(SHAPE, kv_layers=()))
     shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
-    (_, cut), _ = registered_groups(_listed(_hybrid(None, 2)), shape)
+    (_, cut), _ = registered_groups(listed(_hybrid(None, 2), PAGE), shape)
     assert {part.total_heads for part in states.geometry.parts} == {1}
     assert {(part.head_start, part.total_heads) for part in cut.geometry.parts} == {(1, 2)}
 
 
 def test_a_pool_of_other_layers_is_refused():
     with pytest.raises(GeometryError, match="another number of buffers"):
-        registered_groups(_listed(_attention(3)), SHAPE)
+        registered_groups(listed(_attention(3), PAGE), SHAPE)

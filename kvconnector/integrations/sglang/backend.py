@@ -32,7 +32,7 @@ from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 
-from kvconnector.errors import KVConnectorError, LocalError
+from kvconnector.errors import GeometryError, KVConnectorError, LocalError
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import (
     Heads,
@@ -352,6 +352,12 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
     heads = Heads.of(1 if has_latent else model.get_total_num_kv_heads(), tp_rank, tp_size)
     device = server_args.device
+    if device == "cpu" and is_prefill and not has_latent and tp_size > heads.total:
+        raise GeometryError(
+            "on a CPU SGLang adds heads of zeros where there are fewer KV heads than ranks, and these are not read",
+            heads=heads.total,
+            tp_size=tp_size,
+        )
     return Shape(
         tp_rank=tp_rank,
         tp_size=tp_size,

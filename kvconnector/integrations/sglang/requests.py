@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from kvconnector.errors import BlockIdError
 from kvconnector.layout import GroupBlocks
@@ -31,7 +33,8 @@ class Layout:
         """The blocks of the groups that are read at the end of a prompt.
 
         Args:
-            states: The ids that SGLang names for each of its states: pages of a window's tail, or one slot.
+            states: For each of SGLang's states the ids that it names, as numbers or arrays: pages of a window's
+                tail, or one slot.
             row: The row of metadata.
             num_tokens: The prompt's length.
 
@@ -51,7 +54,7 @@ class Layout:
             )
         blocks = {len(self.kinds): GroupBlocks.of([row], num_tokens - 1)}
         for index, state in zip(others, states, strict=True):
-            ids = [*_flat(state)]
+            ids = [int(each) for some in state for each in np.ravel(some)]
             if self.kinds[index] == "swa":
                 first = -(-num_tokens // self.page_size) - len(ids)
             else:
@@ -108,12 +111,3 @@ class Layout:
             ranges.append(range(min(start, num_tokens), num_tokens))
             blocks.append(own)
         return ranges, blocks
-
-
-def _flat(ids: Any) -> Iterable[int]:
-    """Ids as SGLang names them: numbers, or arrays of them."""
-    for each in ids:
-        if hasattr(each, "__iter__"):
-            yield from _flat(each)
-        else:
-            yield int(each)

@@ -156,5 +156,7 @@ def _merged(folder, room, side, kv_heads):
                 first = rank * heads if heads * size <= kv_heads else rank * kv_heads // size
                 for head in range(heads):
                     place = 0 if kind in ("latent", "kept") else int(first) + head
-                    found[name, place] = rows[:, head]
+                    known = found.setdefault((name, place), rows[:, head])
+                    if not np.array_equal(known, rows[:, head]):
+                        found[name, f"{place} of rank {rank}"] = rows[:, head]
     return found

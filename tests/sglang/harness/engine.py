@@ -262,10 +262,12 @@ def _run(arguments, dumps):
     from sglang.srt.server_args import prepare_server_args
 
     from tests.sglang.harness.dump import dump_into
+    from tests.sglang.harness.kernels import stand_in
 
     set_method = multiprocessing.set_start_method
     multiprocessing.set_start_method = lambda method, force=False: set_method("fork", force=True)
     dump_into(dumps)
+    stand_in()
     rest_when_idle()
     if "nixl" in arguments:
         use_host_memory()

@@ -1,5 +1,6 @@
 """What is done with a pair of engines."""
 
+import statistics
 import time
 
 from kvconnector import errors
@@ -14,6 +15,7 @@ from tests.sglang.harness.pair import prompt_of
 LENGTHS = (7, 16, 64, 79, 130, 500)
 """Below a page, a page, a chunk, a chunk and less than one more page, and several chunks."""
 SETTLE_S = 0.3
+ROUNDS = 9
 
 
 def tokens(pair, outcome):
@@ -48,6 +50,35 @@ def crowd(pair, outcome):
 def logprobs(pair, outcome):
     """The first token's log probabilities move with it."""
     pair.ask(outcome, "with log probabilities", prompt_of(90), return_logprob=True)
+
+
+def times(pair, outcome):
+    """How long the first answer takes, and then a first token at the decode engine, beside one engine alone.
+
+    Of prompts of one chunk and of eight: nobody has seen them, and each is asked once. Two engines in turn.
+    """
+    figures = outcome.figures
+    figures["first contact s"] = _seconds(pair.submit(prompt_of(64, seed=90), max_tokens=1).decode)
+    for chunks in (1, 8):
+        found = {"alone": [], "pair": []}
+        for number in range(ROUNDS):
+            prompt = prompt_of(64 * chunks - 3, seed=100 + number)
+            started = time.monotonic()
+            expected = pair.alone(prompt, max_tokens=1)
+            found["alone"].append(time.monotonic() - started)
+            asked = pair.submit(prompt, max_tokens=1)
+            found["pair"].append(_seconds(asked.decode))
+            outcome.prompts += 1
+            outcome.equal += asked.prefill.answer().tokens == expected
+        for name, seconds in found.items():
+            figures[f"{name}, {chunks} chunks, ms"] = round(statistics.median(seconds) * 1e3, 1)
+    outcome.check("first tokens equal to one engine's alone", outcome.equal, outcome.prompts)
+
+
+def _seconds(request):
+    started = time.monotonic()
+    request.answer()
+    return round(time.monotonic() - started, 4)
 
 
 def abort(pair, outcome):

@@ -4,6 +4,8 @@ import threading
 import time
 from contextlib import ExitStack, closing
 
+import numpy as np
+
 from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.settings import connector_config, prefill_address
 from kvconnector.integrations.sglang.transfers import (
@@ -148,7 +150,7 @@ class Pair:
             first = max(prefix, num_tokens - self.model.window_tokens) // size
             states.append(pages[first : -(-num_tokens // size)])
         if self.model.states:
-            states.append([[slot]])
+            states.append([np.array(slot)])
         return states
 
     def until_over(self, *transfers):

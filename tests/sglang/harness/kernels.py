@@ -1,0 +1,134 @@
+"""Plain PyTorch in place of kernels that SGLang has for GPUs and AMX alone, so that engines with MLA and Mamba 2 layers
+run on any CPU: all engines that a case compares compute by the same ones.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch.nn import functional
+
+UNUSED_OPS = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
+"""Of gated delta nets: SGLang looks them up for every recurrent model."""
+
+
+def stand_in():
+    """Put them into SGLang's modules; before the engine starts."""
+    from sglang.srt.layers.attention.mamba import mamba
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    # SGLang takes torch's attention for one that has kernels for prompts without latents
+    AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
+    for name in UNUSED_OPS:
+        setattr(torch.ops.sgl_kernel, name, None)
+    mamba.causal_conv1d_fn = mamba.causal_conv1d_fn_triton = convolve_prompts
+    mamba.causal_conv1d_update = mamba.causal_conv1d_update_triton = convolve_tokens
+    mamba.mamba_chunk_scan_combined = scan_prompts
+    mamba.selective_state_update = scan_tokens
+
+
+def convolve_prompts(
+    x,
+    weight,
+    bias,
+    *,
+    activation,
+    conv_states,
+    has_initial_state,
+    cache_indices,
+    query_start_loc,
+    **_,
+):
+    """Depthwise causal convolution and SiLU of several prompts.
+
+    Args:
+        x: `[channel, token]`, one prompt after another.
+        weight: `[channel, width]`.
+        bias: `[channel]`.
+        activation: "silu".
+        conv_states: The last inputs of each slot, `[slot, channel, width - 1]`; changed in place.
+        has_initial_state: Per prompt: it goes on with its slot's state.
+        cache_indices: Its slot.
+        query_start_loc: Where each prompt begins, and the last one's end.
+
+    Returns:
+        `[channel, token]`.
+    """
+    out, bounds = torch.empty_like(x), query_start_loc.tolist()
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        state = conv_states[cache_indices[number]]
+        before = state.to(x.dtype)
+        if has_initial_state is None or not has_initial_state[number]:
+            before = torch.zeros_like(before)
+        joined = torch.cat([before, x[:, start:stop]], dim=1)
+        out[:, start:stop] = functional.conv1d(
+            joined, weight.unsqueeze(1), bias, groups=len(weight)
+        )
+        state.copy_(joined[:, -state.shape[1] :])
+    return functional.silu(out)
+
+
+def convolve_tokens(x, conv_states, weight, bias, activation, *, conv_state_indices):
+    """The same for one more token of each request: `x` is `[request, channel]`."""
+    joined = torch.cat([conv_states[conv_state_indices].to(x.dtype), x.unsqueeze(2)], dim=2)
+    conv_states[conv_state_indices] = joined[:, :, 1:].to(conv_states.dtype)
+    return functional.silu((joined * weight).sum(2) + bias)
+
+
+def scan_prompts(x, dt, a, b, c, *, D, dt_bias, cu_seqlens, initial_states, out, state_dtype, **_):
+    """Mamba 2's recurrence, token by token.
+
+    Args:
+        x: `[1, token, head, dim]`, several prompts one after another.
+        dt: Time steps, `[1, token, head]`.
+        a: Decay of each head.
+        b: Input weights, `[1, token, group, state]`.
+        c: Output weights, `[1, token, group, state]`.
+        D: Weight of each head's own input.
+        dt_bias: Of each head.
+        cu_seqlens: Where each prompt begins, and the last one's end.
+        initial_states: Per prompt, `[prompt, head, dim, state]`, or None.
+        out: Written, like `x`.
+        state_dtype: Of the states that are returned.
+
+    Returns:
+        None, the prompts' last states, None: states in between are for SGLang's prefix cache alone.
+    """
+    bounds, last = cu_seqlens.tolist(), []
+    for number, (start, stop) in enumerate(pairwise(bounds)):
+        state = torch.zeros(*x.shape[2:], b.shape[-1])
+        if initial_states is not None:
+            state = initial_states[number].float()
+        for token in range(start, stop):
+            state, out[0, token] = _step(
+                state, x[0, token], dt[0, token] + dt_bias, a, b[0, token], c[0, token], D
+            )
+        last.append(state)
+    return None, torch.stack(last).to(state_dtype), None
+
+
+def scan_tokens(states, x, dt, *weights, dt_bias, state_batch_indices, out, **_):
+    """One more token of each request, whose states are changed in place."""
+    a, b, c, d = weights
+    for number, slot in enumerate(state_batch_indices.tolist()):
+        state, out[number] = _step(
+            states[slot].float(),
+            x[number],
+            dt[number, :, 0] + dt_bias[:, 0],
+            a[:, 0, 0],
+            b[number],
+            c[number],
+            d[:, 0],
+        )
+        states[slot] = state.to(states.dtype)
+
+
+def _step(state, x, dt, *weights):
+    a, b, c, d = weights
+    heads = len(x) // len(b)
+    b, c = (each.float().repeat_interleave(heads, 0).unsqueeze(1) for each in (b, c))
+    dt = functional.softplus(dt.float()).view(-1, 1, 1)
+    state = state * torch.exp(dt * a.view(-1, 1, 1)) + dt * x.float().unsqueeze(2) * b
+    return state, (state * c).sum(2) + d.view(-1, 1) * x
