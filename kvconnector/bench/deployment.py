@@ -5,28 +5,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.pools import choose_blocks
 from kvconnector.bench.rank_process import EngineSpec
-from kvconnector.bench.shapes import EngineShape
+from kvconnector.bench.shapes import EngineShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes
 
 SPARE_FACTOR = 2
 """Blocks of a pool for each block of the longest request."""
+Blocks: TypeAlias = list[list[int]]
+"""Block ids by cache group."""
 LENGTH_SPREAD = 16
 """Requests of one case are longer or shorter than its name says by up to this part: no two of a service are alike."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One request's blocks on both sides."""
+    """One request's blocks on both sides, by cache group: what the group keeps of it."""
 
     num_tokens: int
-    prefill_blocks: list[int]
-    decode_blocks: list[int]
+    prefill_blocks: Blocks
+    decode_blocks: Blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ class Deployment:
     def case_name(self, num_tokens: int) -> str:
         """What moves, from where to where."""
         options = self.options
-        size = format_bytes(options.model.token_bytes * num_tokens)
+        size = format_bytes(options.model.request_bytes(num_tokens))
         order = "scattered" if options.scattered else "contiguous"
         return f"{options.model.name}, {num_tokens} tokens, {size} {order}, {self}"
 
@@ -63,25 +66,35 @@ class Deployment:
         shuffled = np.random.default_rng(SEED).permutation(np.rint(steps))
         return [self.transfer(num_tokens + unit * int(step)) for step in shuffled]
 
-    def transfer(self, num_tokens: int) -> Transfer:
-        """A request; those of other lengths have the first of the same blocks."""
+    def transfer(self, num_tokens: int, index: int = 0) -> Transfer:
+        """Request number `index` of those that are in flight at once, which share no blocks; one of another length has
+        the first of the same blocks.
+        """
 
-        def choose(shape: EngineShape) -> list[int]:
-            chosen = choose_blocks(
-                shape.num_blocks(self._longest),
-                self.num_blocks(shape),
-                scattered=self.options.scattered,
-                rng=np.random.default_rng(SEED),
-            )
-            return chosen[: shape.num_blocks(num_tokens)]
+        def choose(shape: EngineShape) -> Blocks:
+            chosen = []
+            longest = shape.first_blocks(self.options.model, self._longest)
+            needed = shape.first_blocks(self.options.model, num_tokens)
+            for (_, most), (_, count), size in zip(
+                longest, needed, self.num_blocks(shape), strict=True
+            ):
+                ids = choose_blocks(
+                    most * self.in_flight,
+                    size,
+                    scattered=self.options.scattered,
+                    rng=np.random.default_rng(SEED),
+                )
+                chosen.append(ids[index * most :][:count])
+            return chosen
 
         return Transfer(num_tokens, choose(self.prefill), choose(self.decode))
 
-    def unused_by(self, transfer: Transfer) -> list[int]:
+    def unused_by(self, transfer: Transfer) -> Blocks:
         """As many blocks of the producer's pools as the request has there, and none of its own."""
-        own = set(transfer.prefill_blocks)
-        return [block for block in range(self.num_blocks(self.prefill)) if block not in own][
-            : len(own)
+        pools = zip(transfer.prefill_blocks, self.num_blocks(self.prefill), strict=True)
+        return [
+            [block for block in range(size) if block not in {*own}][: len(own)]
+            for own, size in pools
         ]
 
     def spec(self, engine_id: str) -> EngineSpec:
@@ -90,7 +103,7 @@ class Deployment:
         shape = self.prefill if is_prefill else self.decode
         return EngineSpec(
             engine_id=engine_id,
-            model=self.options.model,
+            geometry=engine_geometry(self.options.model, shape, engine_id),
             shape=shape,
             num_blocks=self.num_blocks(shape),
             device=self.options.device,
@@ -98,9 +111,10 @@ class Deployment:
             first_gpu=0 if is_prefill else len(self.prefill.ranks),
         )
 
-    def num_blocks(self, shape: EngineShape) -> int:
-        """Blocks of the pools of an engine of this shape."""
-        return SPARE_FACTOR * self.in_flight * shape.num_blocks(self._longest)
+    def num_blocks(self, shape: EngineShape) -> tuple[int, ...]:
+        """Blocks of the pools of an engine of this shape, by cache group."""
+        longest = shape.first_blocks(self.options.model, self._longest)
+        return tuple(SPARE_FACTOR * self.in_flight * count for _, count in longest)
 
     @property
     def _longest(self) -> int:

@@ -12,13 +12,14 @@ from typing import Any
 import msgspec
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.nixl import NIXL_SETTINGS
+from kvconnector.bench.deployment import Blocks, Deployment, Transfer
 from kvconnector.bench.options import TIMEOUT_S, BenchOptions, Settings, control_settings
+from kvconnector.bench.peers import PEERS, peer_variables
 from kvconnector.bench.processes import EngineProcesses
 from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess
 from kvconnector.bench.remote import RemoteProcesses
 from kvconnector.bench.results import ContenderKind
+from kvconnector.bench.shapes import ModelShape
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import TransferTimeoutError
 from kvconnector.runtime import Scheduler, WorkerOutput
@@ -31,21 +32,26 @@ ROUTER_HOP_S = 2e-3
 
 
 class Engine(ExitStack):
-    """An engine's ranks, and in this process its scheduler; without a configuration NIXL's agents. `close` ends both.
+    """An engine's ranks, and in this process its scheduler; without a configuration a peer's agents. `close` ends both.
 
     They start when it is made, and other engines may meanwhile; `await_started` comes before all else.
     """
 
     def __init__(
-        self, ranks: EngineProcesses, config: ConnectorConfig | None, num_threads: int = 0
+        self,
+        ranks: EngineProcesses,
+        model: ModelShape,
+        config: ConnectorConfig | None,
+        peer: int = 0,
     ) -> None:
         super().__init__()
         self.ranks = self.enter_context(ranks)
         self._schedulers = self.enter_context(ExitStack())
+        self._model = model
         self._aggregator = KVOutputAggregator(len(ranks.spec.shape.ranks))
         self._config = config
         if config is None:
-            self._agents = ranks.begin(RankProcess.open_agent, num_threads)
+            self._agents = ranks.begin(RankProcess.open_agent, peer)
         else:
             self.start(config)
 
@@ -61,17 +67,28 @@ class Engine(ExitStack):
             self.agents = self._agents()
         else:
             self.started = self._workers()
-            self.scheduler = Scheduler(self._config, [each.metadata for each in self.started])
+            self.scheduler = Scheduler(
+                self._config,
+                [each.metadata for each in self.started],
+                retentions=[group.retention for group in self._model.groups] or None,
+            )
             self._schedulers.callback(self.scheduler.close)
 
-    def offer(self, blocks: dict[str, list[int]], num_tokens: int) -> dict[str, dict[str, Any]]:
+    def offer(self, blocks: dict[str, Blocks], num_tokens: int) -> dict[str, dict[str, Any]]:
         """Hold requests for a consumer, each in these blocks: the `kv_transfer_params` of each."""
+        firsts = self._first_blocks(num_tokens)
         params = {
-            request_id: self.scheduler.offer(request_id, blocks=[ids], num_tokens=num_tokens)
+            request_id: self.scheduler.offer(
+                request_id, blocks=ids, num_tokens=num_tokens, first_blocks=firsts
+            )
             for request_id, ids in blocks.items()
         }
         self.begin_turn(ROUTER_HOP_S)()
         return params
+
+    def _first_blocks(self, num_tokens: int) -> list[int]:
+        shape = self.ranks.spec.shape
+        return [first for first, _ in shape.first_blocks(self._model, num_tokens)]
 
     def turn(self) -> WorkerOutput:
         """A turn of an idle engine's loop: what has ended."""
@@ -88,15 +105,13 @@ class Engine(ExitStack):
 
         return end
 
-    def compute(
-        self, blocks: dict[str, list[int]], num_tokens: int, share: int, rate: float
-    ) -> float:
+    def compute(self, blocks: dict[str, Blocks], num_tokens: int, share: int, rate: float) -> float:
         """Compute these requests, `share` tokens of each in a step and `rate` of all in a second: the seconds."""
         steps = []
         for start in range(0, num_tokens, share):
             for request_id, ids in blocks.items():
                 stop = min(num_tokens, start + share)
-                self.scheduler.grow(request_id, blocks=[ids], num_tokens=start, ahead_tokens=stop)
+                self.scheduler.grow(request_id, blocks=ids, num_tokens=start, ahead_tokens=stop)
             seconds = min(share, num_tokens - start) * len(blocks) / rate
             steps.append((self.scheduler.build_step(), seconds))
         return max(self.ranks.call(RankProcess.compute, steps))
@@ -110,29 +125,34 @@ class Engine(ExitStack):
             self.turn()
 
     def want(
-        self, request_id: str, params: dict[str, Any], blocks: list[int], num_tokens: int
+        self, request_id: str, params: dict[str, Any], blocks: Blocks, num_tokens: int
     ) -> None:
         """Queue a request, and load it with the next step."""
         self.scheduler.on_new_request(request_id, params)
         self.ask(request_id, blocks, num_tokens)
 
-    def ask(self, request_id: str, blocks: list[int], num_tokens: int) -> None:
+    def ask(self, request_id: str, blocks: Blocks, num_tokens: int) -> None:
         """Load a queued request with the next step."""
         external, _ = self.scheduler.matched_tokens(request_id, num_tokens + 1, 0)
-        self.scheduler.load(request_id, blocks=[blocks], num_tokens=external)
+        firsts = self._first_blocks(num_tokens)
+        self.scheduler.load(request_id, blocks=blocks, num_tokens=external, first_blocks=firsts)
 
-    def load(self, request_id: str) -> tuple[float, set[str]]:
-        """Seconds from asking the first rank until the last has reported the end, and the paths that it came by."""
-        steps = [(request_id, self.scheduler.build_step())]
+    def load(self, *request_ids: str) -> tuple[float, set[str]]:
+        """Load requests with one step. Returns the seconds from asking the first rank until the last has reported the
+        last end, and the paths that they came by.
+        """
+        steps = [([*request_ids], self.scheduler.build_step())]
         driven = self.ranks.call(RankProcess.drive, "idle", steps, True, 0.0)
-        self.loaded(request_id)
-        (seconds,) = request_seconds(driven)
+        self.loaded(*request_ids)
+        spans = [span for each in driven for span in each.spans_s]
+        seconds = max(end for _, end in spans) - min(start for start, _ in spans)
         return seconds, set[str]().union(*(each.paths for each in driven))
 
-    def loaded(self, request_id: str) -> None:
-        """The scheduler hears that a load is over."""
-        self.scheduler.update(WorkerOutput(finished_recving=frozenset([request_id])))
-        self.scheduler.finish(request_id)
+    def loaded(self, *request_ids: str) -> None:
+        """Report to the scheduler that loads are over."""
+        self.scheduler.update(WorkerOutput(finished_recving=frozenset(request_ids)))
+        for request_id in request_ids:
+            self.scheduler.finish(request_id)
 
 
 def request_seconds(driven: list[Driven]) -> tuple[float, ...]:
@@ -150,8 +170,8 @@ class Runner:
     kind: ContenderKind
 
     @abstractmethod
-    def run(self, transfer: Transfer) -> float:
-        """Move one request; seconds."""
+    def run(self, *transfers: Transfer) -> float:
+        """Move requests of one length at once: seconds until the last is there."""
 
     def verify(self, transfer: Transfer) -> float:
         """`run` onto poisoned memory. Raises ResultMismatchError if what arrives is not what was sent."""
@@ -165,21 +185,21 @@ class Runner:
 
 
 class ProcessPair(ExitStack, Runner):
-    """Two engines, with the connector, or without a configuration for one of NIXL's settings. `close` ends them."""
+    """Two engines, with the connector, or without a configuration one of `PEERS`. `close` ends them."""
 
     def __init__(
-        self, deployment: Deployment, configs: dict[str, ConnectorConfig], nixl: int | None = None
+        self, deployment: Deployment, configs: dict[str, ConnectorConfig], peer: int | None = None
     ) -> None:
         super().__init__()
         self.deployment = deployment
         self._configs = configs
-        self._nixl = nixl
+        self._peer = peer
         try:
             # both at once: one of another host has started when it comes back, so it comes last
             self.decode, self.prefill = map(self._start, ("decode", "prefill"))
             self.prefill.await_started()
             self.decode.await_started()
-            if nixl is not None:
+            if peer is not None:
                 self.decode.ranks.call(RankProcess.join_agent, self.prefill.agents)
         except BaseException:
             self.close()
@@ -187,14 +207,14 @@ class ProcessPair(ExitStack, Runner):
 
     def _start(self, engine_id: str) -> Engine:
         options, spec = self.deployment.options, self.deployment.spec(engine_id)
-        setting = None if self._nixl is None else NIXL_SETTINGS[self._nixl]
         ranks: EngineProcesses
         if engine_id == "prefill" and options.connect:
-            ranks = RemoteProcesses(options, spec, self._nixl)
+            ranks = RemoteProcesses(options, spec, self._peer)
         else:
-            ranks = EngineProcesses(spec, setting.variables(options.tls) if setting else {})
-        num_threads = setting.num_threads if setting else 0
-        return self.enter_context(Engine(ranks, self._configs.get(engine_id), num_threads))
+            ranks = EngineProcesses(spec, peer_variables(self._peer, options.tls))
+        return self.enter_context(
+            Engine(ranks, options.model, self._configs.get(engine_id), self._peer or 0)
+        )
 
     def verify(self, transfer: Transfer) -> float:
         self.prepare(transfer)
@@ -261,19 +281,21 @@ class EnginePair(ProcessPair):
         setattr(self, engine_id, engine)
         engine.await_started()
 
-    def run(self, transfer: Transfer) -> float:
-        request_id, num_tokens = self.new_request_id(), transfer.num_tokens
-        params = self.prefill.offer({request_id: transfer.prefill_blocks}, num_tokens)
-        self.decode.want(request_id, params[request_id], transfer.decode_blocks, num_tokens)
+    def run(self, *transfers: Transfer) -> float:
+        requests = {self.new_request_id(): each for each in transfers}
+        blocks = {request_id: each.prefill_blocks for request_id, each in requests.items()}
+        params = self.prefill.offer(blocks, transfers[0].num_tokens)
+        for request_id, each in requests.items():
+            self.decode.want(request_id, params[request_id], each.decode_blocks, each.num_tokens)
         try:
-            seconds, paths = self.decode.load(request_id)
+            seconds, paths = self.decode.load(*requests)
         except CallFailedError as error:
             if not self.deployment.options.connect:
                 raise
             raise CallFailedError(
                 f"{error}; workers listen on free ports of their hosts: are these open between the two?"
             ) from error
-        self.prefill.await_sent([request_id])
+        self.prefill.await_sent([*requests])
         self.paths |= paths
         return seconds
 
@@ -289,7 +311,7 @@ class EnginePair(ProcessPair):
     def offer_and_load(self, request_id: str, transfer: Transfer) -> None:
         """Both schedulers hear of a request; their next steps hold and load it."""
         params = self.prefill.scheduler.offer(
-            request_id, blocks=[transfer.prefill_blocks], num_tokens=transfer.num_tokens
+            request_id, blocks=transfer.prefill_blocks, num_tokens=transfer.num_tokens
         )
         self.decode.want(request_id, params, transfer.decode_blocks, transfer.num_tokens)
 
@@ -299,15 +321,16 @@ def _configs(options: BenchOptions, settings: Settings) -> dict[str, ConnectorCo
     return {name: options.config(name, role, settings) for name, role in roles.items()}
 
 
-class NixlPair(ProcessPair):
-    """The same two engines, with an agent of NIXL's on each rank; ranks of equal number read from one another."""
+class PeerPair(ProcessPair):
+    """The same two engines, with an agent of `PEERS[peer]` on each rank, which reads from that of equal number."""
 
     kind = "peer"
 
-    def __init__(self, deployment: Deployment, nixl: int) -> None:
-        super().__init__(deployment, {}, nixl)
-        self.name = NIXL_SETTINGS[nixl].name
+    def __init__(self, deployment: Deployment, peer: int) -> None:
+        super().__init__(deployment, {}, peer)
+        self.name = PEERS[peer].name
 
-    def run(self, transfer: Transfer) -> float:
-        blocks = transfer.prefill_blocks, transfer.decode_blocks
-        return max(self.decode.ranks.call(RankProcess.read_blocks, *blocks))
+    def run(self, *transfers: Transfer) -> float:
+        remote = [each.prefill_blocks for each in transfers]
+        local = [each.decode_blocks for each in transfers]
+        return max(self.decode.ranks.call(RankProcess.read_blocks, remote, local))

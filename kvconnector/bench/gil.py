@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.deployment import Blocks, Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, request_seconds
 from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
@@ -44,7 +44,7 @@ RHYTHMS = {"back to back": False, "one in each step of 50 ms": True}
 """Whether requests come at the producer's pace."""
 Turns: TypeAlias = list[tuple[list[Driven], list[Driven]]]
 """What the ranks of both engines did, in turns of both at once."""
-Steps: TypeAlias = list[tuple[str, StepMetadata]]
+Steps: TypeAlias = list[tuple[list[str], StepMetadata]]
 """As `RankProcess.drive` takes them."""
 
 
@@ -81,7 +81,7 @@ def _measure(
     # a request waits for the steps that use its own blocks, so neighbours have different ones
     others = pair.deployment.unused_by(longest)
     apart = [
-        replace(each, prefill_blocks=others[: len(each.prefill_blocks)]) if index % 2 else each
+        replace(each, prefill_blocks=_first_of(others, each)) if index % 2 else each
         for index, each in enumerate(transfers)
     ]
     for blocks in (others, longest.prefill_blocks):
@@ -97,6 +97,11 @@ def _measure(
     nbytes *= pair.deployment.options.model.token_bytes
     name = f"kvconnector ({'+'.join(paths)})"
     return Measurement(name, "ours", samples, nbytes), alone, turns
+
+
+def _first_of(blocks: Blocks, transfer: Transfer) -> Blocks:
+    counts = map(len, transfer.prefill_blocks)
+    return [ids[:count] for ids, count in zip(blocks, counts, strict=True)]
 
 
 def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
@@ -120,13 +125,14 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
     """Requests back to back in one turn, or at P's pace: in each turn one is held, and the one before is asked for,
     whose step is over. Without any, `ALONE_TURNS` of the loads.
     """
-    holds, asked = Steps(), Steps()
+    request_ids, holds, asked = list[str](), Steps(), Steps()
     for each in transfers:
         request_id = pair.new_request_id()
         pair.offer_and_load(request_id, each)
         # at pace nobody waits for P: its consumer asks in the next turn
-        holds.append(("" if at_pace else request_id, pair.prefill.scheduler.build_step()))
-        asked.append((request_id, pair.decode.scheduler.build_step()))
+        request_ids.append(request_id)
+        holds.append(([] if at_pace else [request_id], pair.prefill.scheduler.build_step()))
+        asked.append(([request_id], pair.decode.scheduler.build_step()))
     if not transfers:
         steps = [(holds, asked)] * ALONE_TURNS
     elif at_pace:
@@ -141,9 +147,8 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
         prefill = pair.prefill.ranks.begin(RankProcess.drive, loads[0], held, False, min_s)
         decode = pair.decode.ranks.call(RankProcess.drive, loads[1], loaded, True, min_s)
         turns.append((prefill(), decode))
-    for request_id, _ in asked:
-        pair.decode.loaded(request_id)
-    pair.prefill.scheduler.update(WorkerOutput(finished_sending=frozenset(dict(asked))))
+    pair.decode.loaded(*request_ids)
+    pair.prefill.scheduler.update(WorkerOutput(finished_sending=frozenset(request_ids)))
     return turns
 
 

@@ -69,8 +69,8 @@ def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transf
     prompts = [
         Transfer(
             num_tokens,
-            whole.prefill_blocks[each * theirs : (each + 1) * theirs],
-            whole.decode_blocks[each * ours : (each + 1) * ours],
+            [ids[each * theirs : (each + 1) * theirs] for ids in whole.prefill_blocks],
+            [ids[each * ours : (each + 1) * ours] for ids in whole.decode_blocks],
         )
         for each in range(num_turns * count if fill else count)
     ]

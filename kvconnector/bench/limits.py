@@ -15,7 +15,7 @@ from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
 from kvconnector.bench.perftest import bandwidth, find_perftest, ucx_variables
 from kvconnector.bench.results import ContenderKind
-from kvconnector.bench.shapes import engine_geometry
+from kvconnector.bench.shapes import ModelShape, engine_geometry
 from kvconnector.bench.sockets import open_stream
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
@@ -72,29 +72,32 @@ class Limit(Runner):
 
     name: str
     kind: ContenderKind
-    token_bytes: int
+    model: ModelShape
     move: Callable[[int], None]
 
-    def run(self, transfer: Transfer) -> float:
-        return repeat(lambda: self.move(transfer.num_tokens * self.token_bytes), 1, warmup=0)[0]
+    def run(self, *transfers: Transfer) -> float:
+        nbytes = sum(self.model.request_bytes(each.num_tokens) for each in transfers)
+        return repeat(lambda: self.move(nbytes), 1, warmup=0)[0]
 
 
 @contextmanager
 def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
-    """The limits that apply to the pair's devices and transports, for requests of at most that many tokens."""
+    """The limits that apply to the pair's devices and transports, for as many requests of at most that many tokens as
+    are in flight at once.
+    """
     deployment = pair.deployment
-    options, token_bytes = deployment.options, deployment.options.model.token_bytes
-    nbytes = token_bytes * num_tokens
+    options, model = deployment.options, deployment.options.model
+    nbytes = model.request_bytes(num_tokens) * deployment.in_flight
     if options.device != "cpu" and not options.connect:
         copies = copies_of(deployment, num_tokens)
         name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
-        yield [Limit(name, "limit", token_bytes, device_copies(copies))]
+        yield [Limit(name, "limit", model, device_copies(copies))]
         return
     with open_stream(pair.prefill.ranks.serve_stream(nbytes), nbytes) as move:
-        limits = [Limit("raw TCP socket", "limit", token_bytes, move)]
+        limits = [Limit("raw TCP socket", "limit", model, move)]
         if not options.connect:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
-            limits.insert(0, Limit("memcpy, one thread", kind, token_bytes, host_copy(nbytes)))
+            limits.insert(0, Limit("memcpy, one thread", kind, model, host_copy(nbytes)))
         yield limits
 
 
@@ -106,7 +109,7 @@ def measure_ucx(pair: EnginePair, num_tokens: int) -> float:
     config = options.config("bench", "consumer")
     command, library = find_perftest(config.ucx.library), config.ucx.library
     address = pair.prefill.ranks.serve_perftest(library, ucx_variables(config))
-    return bandwidth(command, address, config, num_tokens * options.model.token_bytes)
+    return bandwidth(command, address, config, options.model.request_bytes(num_tokens))
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:
@@ -119,6 +122,7 @@ def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str
     copies: Counter[tuple[str, str]] = Counter()
     for rank, target in zip(deployment.decode.ranks, targets, strict=True):
         topology = TpKVTopology(consumer, rank)
-        for read in plan_transfer(topology, producer, [range(num_tokens)], chunk_bytes=1 << 30):
-            copies[device_of[read.source], target] += read.total_bytes
+        ranges = model.ranges(range(num_tokens))
+        for read in plan_transfer(topology, producer, ranges, chunk_bytes=1 << 30):
+            copies[device_of[read.source], target] += read.total_bytes * deployment.in_flight
     return copies

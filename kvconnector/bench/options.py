@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
-from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers
 from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError
@@ -44,16 +44,23 @@ class Compute(NamedTuple):
         return msgspec.convert((*numbers[:2], numbers[2:])[: len(numbers)], cls)
 
 
+class Bursts(NamedTuple):
+    """Tokens of a page, and requests at once."""
+
+    pages: tuple[int, ...] = (16, 64)
+    requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+
+
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options; a benchmark uses some of them.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
-    `hours` has the last word over `minutes`, and `state` names the file of a run that goes on after an interruption.
+    `state` names the file of a run that goes on after an interruption.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
     """
 
-    model: ModelShape
+    model: ModelShape = MODELS["llama-3.1-8b"]
     tokens: tuple[int, ...] = (2048,)
     scattered: bool = True
     prefill: EngineShape = EngineShape()
@@ -64,16 +71,23 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     peer: str = ""
     iterations: int = 10
     minutes: float = 1.0
-    hours: float = 0.0
     state: str = ""
     compute: Compute = Compute()
     connect: str = ""
+    bursts: Bursts = Bursts()
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda") or self.peer not in ("", "nixl"):
+        if self.device not in ("cpu", "cuda") or not set(self.peers) <= {"nixl", "mooncake"}:
             raise ConfigError(
-                "a device is cpu or cuda, a peer is nixl", device=self.device, peer=self.peer
+                "a device is cpu or cuda, peers are nixl and mooncake",
+                device=self.device,
+                peer=self.peer,
             )
+
+    @property
+    def peers(self) -> list[str]:
+        """The libraries that ours is compared with."""
+        return [name for name in self.peer.split(",") if name]
 
     @property
     def share_memory(self) -> bool:

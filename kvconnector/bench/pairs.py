@@ -81,7 +81,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     control = {**msgspec.to_builtins(control_settings()), "port": 0}
     config = options.config(spec.engine_id, "both", {"control": control, "peer": PEER})
     requests = [deployment.transfer(num_tokens)] * (WARMUP + options.iterations)
-    with Engine(EngineProcesses(spec), config) as engine:
+    with Engine(EngineProcesses(spec), options.model, config) as engine:
         engine.await_started()
         store.set(f"host/{rank}", socket.gethostname())
         pairs = []

@@ -15,43 +15,44 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.bench.shapes import EngineShape, ModelShape, rank_geometry
+from kvconnector.bench.shapes import Layout
 from kvconnector.datapath import CacheGroup
-from kvconnector.ids import Rank
 from kvconnector.layout import KVView
+from kvconnector.topology import GroupGeometry, PartGeometry
 
 POISON = 0xA5
 
 
-def random_values(model: ModelShape, seed: Sequence[int], rows: int) -> npt.NDArray[Any]:
-    """Random elements `[rows, num_kv_heads, head_dim]`, integers of the item's size; more rows begin with the same."""
-    shape = (rows, model.num_kv_heads, model.head_dim)
-    nbytes = math.prod(shape) * model.item_size_bytes
+def random_values(part: PartGeometry, seed: Sequence[int], rows: int) -> npt.NDArray[Any]:
+    """Random elements `[rows, total_heads, head_dim]`, integers of the item's size; more rows begin with the same."""
+    shape = (rows, part.total_heads, part.head_dim)
+    nbytes = math.prod(shape) * part.item_size_bytes
     raw = np.random.SFC64(seed).random_raw(-(-nbytes // 8)).view(np.uint8)[:nbytes]
-    return raw.view(f"int{8 * model.item_size_bytes}").reshape(shape)
+    return raw.view(f"int{8 * part.item_size_bytes}").reshape(shape)
 
 
 class RankPools:
-    """All caches of one rank on `device`, poisoned; `storage` has each part's bytes, in an array or a GPU tensor."""
+    """The caches of one group of one rank on `device`, poisoned; `storage` has each part's bytes, in an array or a GPU
+    tensor. The parts of a group are alike.
+    """
 
     def __init__(
-        self, model: ModelShape, shape: EngineShape, rank: Rank, *, num_blocks: int, device: str
+        self, geometry: GroupGeometry, layout: Layout, *, num_blocks: int, device: str
     ) -> None:
-        self.model = model
-        self.shape = shape
         self.num_blocks = num_blocks
         self.device = device
-        self.geometry = rank_geometry(model, shape, rank).groups[0]
-        self._part = self.geometry.parts[0]
+        self.geometry = geometry
+        self._layout = layout
+        self._part = geometry.parts[0]
         self.storage = {
             (layer, index): _allocate(num_blocks * self.block_bytes, device)
-            for layer in self.geometry.layers
-            for index in range(len(model.part_names))
+            for layer in geometry.layers
+            for index in range(len(geometry.parts))
         }
 
     def cache_group(self) -> CacheGroup:
         """As a worker registers it."""
-        parts = range(len(self.model.part_names))
+        parts = range(len(self.geometry.parts))
         views = {
             layer: tuple(self._view(self.storage[layer, part]) for part in parts)
             for layer in self.geometry.layers
@@ -72,8 +73,8 @@ class RankPools:
             storage[...] = POISON
 
     def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Put what the rank holds of a sequence into these blocks; the room behind that is zero."""
-        for _, elements, values in self._contents(seed, num_tokens):
+        """Put what the rank holds of a sequence into these blocks, its last ones; the room after that is zero."""
+        for _, elements, values in self._contents(seed, len(block_ids), num_tokens):
             ids = _beside(values, np.asarray(block_ids))
             blocks = elements[ids]
             rows = blocks.reshape(-1, *values.shape[1:])
@@ -82,10 +83,10 @@ class RankPools:
 
     def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
         """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
-        item = self.model.item_size_bytes
+        item = self._part.item_size_bytes
         poison = int.from_bytes(bytes([POISON] * item), "little", signed=True)
         unused = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
-        for where, elements, values in self._contents(seed, num_tokens):
+        for where, elements, values in self._contents(seed, len(block_ids), num_tokens):
             ids, others = (_beside(values, np.asarray(each)) for each in (block_ids, unused))
             found, held = elements[ids].reshape(-1, *values.shape[1:]), len(values)
             differs = found[:held] != values
@@ -100,32 +101,36 @@ class RankPools:
                 return f"{where}: a block of another request was written"
         return ""
 
-    def _contents(self, seed: int, num_tokens: int) -> Iterator[tuple[str, Any, Any]]:
+    def _contents(
+        self, seed: int, num_blocks: int, num_tokens: int
+    ) -> Iterator[tuple[str, Any, Any]]:
         """Of each part, its name, its elements `[block, token, head, head_dim]` whatever the layout, and in the same
-        memory what the rank holds of a sequence, `[tokens, heads, head_dim]`: its heads of every token that is its
-        turn. A part's elements are those of the sequence with a key for each head and dimension.
+        memory what the last `num_blocks` blocks of a sequence hold, `[tokens, heads, head_dim]`: the rank's heads of
+        every token that is its turn. A part's elements are those of the sequence with a key for each head and
+        dimension.
         """
-        heads, tokens, dim = self._part.num_heads, self.shape.block, self.model.head_dim
-        turn = np.arange(num_tokens) // self.shape.interleave % self.shape.dcp
-        own = slice(self._part.head_start, self._part.head_stop)
-        sequence = random_values(self.model, [seed], num_tokens)[
-            turn == self.geometry.dcp_rank, own
-        ]
+        group, part = self.geometry, self._part
+        heads, tokens, dim = part.num_heads, group.block_size, part.head_dim
+        unit = group.virtual_block_tokens
+        first = max(0, -(-num_tokens // unit) - num_blocks) * unit
+        turn = np.arange(first, num_tokens) // group.interleave_tokens % group.dcp_size
+        own = slice(part.head_start, part.head_stop)
+        sequence = random_values(part, [seed], num_tokens)[first:][turn == group.dcp_rank, own]
         values = _beside(next(iter(self.storage.values())), sequence)
-        for (layer, part), storage in self.storage.items():
-            keys = _beside(storage, random_values(self.model, [seed, layer, part], 1)[:, own])
+        for (layer, index), storage in self.storage.items():
+            keys = _beside(storage, random_values(self._part, [seed, layer, index], 1)[:, own])
             elements = storage.view(values.dtype)
-            if self.shape.layout == "NHD":
+            if self._layout == "NHD":
                 elements = elements.reshape(-1, tokens, heads, dim)
             else:
                 elements = elements.reshape(-1, heads, tokens, dim).swapaxes(1, 2)
-            yield f"layer {layer}, part {self.model.part_names[part]}", elements, values ^ keys
+            yield f"layer {layer}, part {group.parts[index].name}", elements, values ^ keys
 
     def _view(self, storage: Any) -> KVView:
-        heads, tokens, dim = self._part.num_heads, self.shape.block, self.model.head_dim
-        item = self.model.item_size_bytes
+        heads, tokens, dim = self._part.num_heads, self.geometry.block_size, self._part.head_dim
+        item = self._part.item_size_bytes
         row = dim * item
-        head, token = (row, heads * row) if self.shape.layout == "NHD" else (tokens * row, row)
+        head, token = (row, heads * row) if self._layout == "NHD" else (tokens * row, row)
         shape, strides = (
             (self.num_blocks, heads, tokens, dim),
             (self.block_bytes, head, token, item),

@@ -26,14 +26,15 @@ from typing import Any, get_type_hints
 import msgspec
 
 from kvconnector.bench.loads import LoadName, make_model, make_step
-from kvconnector.bench.nixl import AgentOpened, NixlAgent
 from kvconnector.bench.options import SEED, TIMEOUT_S
+from kvconnector.bench.peers import PEERS, AgentOpened, PeerAgent
 from kvconnector.bench.pools import RankPools
-from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.shapes import EngineShape
 from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError, KVConnectorError, TransferTimeoutError
 from kvconnector.ids import Rank
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
+from kvconnector.topology import EngineGeometry
 
 _PR_SET_PDEATHSIG = 1
 
@@ -89,14 +90,16 @@ def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's cut and pools. Its ranks take turns on `gpus`; without these on all of its host from `first_gpu` on,
-    in a circle. `control`, where their host has control settings of its own, is used in the place of any other.
+    """One engine's cut and pools, with `num_blocks` in each cache group.
+
+    Its ranks take turns on `gpus`; without these on all of its host from `first_gpu` on, in a circle. `control`, where
+    their host has control settings of its own, is used in the place of any other.
     """
 
     engine_id: str
-    model: ModelShape
+    geometry: EngineGeometry
     shape: EngineShape
-    num_blocks: int
+    num_blocks: tuple[int, ...]
     device: str
     gpus: tuple[int, ...] = ()
     first_gpu: int = 0
@@ -138,15 +141,17 @@ class RankProcess:
     """A rank's pools, and a worker or a peer's agent over them. One call at a time, as from an engine's thread."""
 
     def __init__(self, spec: EngineSpec, rank: Rank) -> None:
-        self._model, self._rank = spec.model.description(), rank
+        self._model, self._rank = spec.geometry.model, rank
         self._index = spec.shape.ranks.index(rank)
         self._device = spec.devices()[self._index]
-        self._pools = RankPools(
-            spec.model, spec.shape, rank, num_blocks=spec.num_blocks, device=self._device
-        )
+        groups = spec.geometry.ranks[self._index].groups
+        self._pools = [
+            RankPools(group, spec.shape.layout, num_blocks=count, device=self._device)
+            for group, count in zip(groups, spec.num_blocks, strict=True)
+        ]
         self._control = spec.control
         self._worker: Worker
-        self._agent: NixlAgent
+        self._agent: PeerAgent
         self._exits = ExitStack()
         self._log = _Log()
         self._loads: dict[LoadName, Callable[[], None]] = {}
@@ -172,22 +177,28 @@ class RankProcess:
             config = msgspec.structs.replace(config, control=self._control)
         self._worker = Worker(config, rank=self._rank, model=self._model)
         self._exits.callback(self._worker.close)
-        self._worker.register([self._pools.cache_group()])
+        self._worker.register([pools.cache_group() for pools in self._pools])
         warnings = [text for text, level in self._log.texts.items() if level >= logging.WARNING]
         return Started(self._worker.handshake(), warnings)
 
-    def write(self, block_ids: list[int], num_tokens: int) -> None:
-        self._pools.write(SEED, block_ids, num_tokens)
+    def write(self, blocks: list[list[int]], num_tokens: int) -> None:
+        for pools, block_ids in zip(self._pools, blocks, strict=True):
+            pools.write(SEED, block_ids, num_tokens)
         self.ready()
 
     def poison(self) -> None:
-        self._pools.poison()
+        for pools in self._pools:
+            pools.poison()
         self.ready()
 
-    def mismatch(self, block_ids: list[int], num_tokens: int) -> str:
+    def mismatch(self, blocks: list[list[int]], num_tokens: int) -> str:
         """Compare these blocks with the sequence and all others with poison; empty if all is well."""
         self.ready()
-        return self._pools.mismatch(SEED, block_ids, num_tokens)
+        found = (
+            pools.mismatch(SEED, block_ids, num_tokens)
+            for pools, block_ids in zip(self._pools, blocks, strict=True)
+        )
+        return next(filter(None, found), "")
 
     def turn(self, step: StepMetadata, wait_s: float) -> WorkerOutput:
         """One turn of an idle engine's loop, which waits for at most so long."""
@@ -198,7 +209,7 @@ class RankProcess:
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
         """Steps of a model that runs for so many seconds, layer after layer: what they took."""
         model = self._model_steps
-        layers = self._pools.geometry.layers
+        layers = self._pools[0].geometry.layers
         began_s = time.perf_counter()
         for step, seconds in steps:
             self._worker.start_step(step)
@@ -220,10 +231,14 @@ class RankProcess:
         return own_mib, shared_mib, descriptors, threads
 
     def drive(
-        self, load: LoadName, steps: list[tuple[str, StepMetadata]], one_by_one: bool, min_s: float
+        self,
+        load: LoadName,
+        steps: list[tuple[list[str], StepMetadata]],
+        one_by_one: bool,
+        min_s: float,
     ) -> Driven:
-        """Run an engine's main loop beside requests and their steps, until all are over and `min_s` has passed: each
-        when the one before is over if `one_by_one`, else one in each turn. Nobody waits for one without an id. Raises
+        """Run an engine's main loop beside steps and the requests that it waits for, until all are over and `min_s` has
+        passed: each step when those before are over if `one_by_one`, else one in each turn. Raises
         KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
         """
         worker, run = self._worker, self._load(load)
@@ -231,9 +246,8 @@ class RankProcess:
         began_s = progressed_s = time.perf_counter()
         while pending or open_since_s or time.perf_counter() - began_s < min_s:
             if pending and not (one_by_one and open_since_s):
-                request_id, step = pending.popleft()
-                if request_id:
-                    open_since_s[request_id] = time.perf_counter()
+                request_ids, step = pending.popleft()
+                open_since_s |= dict.fromkeys(request_ids, time.perf_counter())
                 worker.start_step(step)
             if load != "idle":
                 run()
@@ -260,9 +274,9 @@ class RankProcess:
         """What the worker has said of the lanes of its packed reads."""
         return [text for text in self._log.texts if "travel over" in text]
 
-    def open_agent(self, num_threads: int) -> AgentOpened:
-        """Register the pools with an agent of NIXL's."""
-        self._agent = NixlAgent(self._pools, num_threads)
+    def open_agent(self, peer: int) -> AgentOpened:
+        """Register the pools with an agent of `PEERS[peer]`."""
+        self._agent = PEERS[peer].agent(self._pools)
         self._exits.callback(self._agent.close)
         return self._agent.opened()
 
@@ -270,7 +284,8 @@ class RankProcess:
         """Connect to the agent of the other engine's rank of equal number, and prepare what can be prepared."""
         self._agent.join(peers[self._index])
 
-    def read_blocks(self, remote: list[int], local: list[int]) -> float:
+    def read_blocks(self, remote: list[list[list[int]]], local: list[list[list[int]]]) -> float:
+        """Read requests at once, each in blocks by cache group: seconds until the last is here."""
         return self._agent.read(remote, local)
 
     def _load(self, name: LoadName) -> Callable[[], None]:

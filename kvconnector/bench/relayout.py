@@ -14,7 +14,7 @@ from kvconnector.bench.limits import host_copy, repeat
 from kvconnector.bench.options import SEED, WARMUP, BenchOptions
 from kvconnector.bench.pools import RankPools, choose_blocks
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
-from kvconnector.bench.shapes import EngineShape
+from kvconnector.bench.shapes import EngineShape, rank_geometry
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.datapath import Pools
 from kvconnector.ids import Rank
@@ -43,7 +43,8 @@ def _measure(
     for shape in shapes:
         count = shape.num_blocks(tokens)
         size = SPARE_FACTOR * count
-        pool = RankPools(options.model, shape, Rank(0, 0), num_blocks=size, device=device)
+        geometry = rank_geometry(options.model, shape, Rank(0, 0)).groups[0]
+        pool = RankPools(geometry, shape.layout, num_blocks=size, device=device)
         ids = choose_blocks(count, size, scattered=options.scattered, rng=rng)
         table = Pools([pool.cache_group()], device).tables[0, 0]
         uploaded = upload_block_ids(ids, num_blocks=size, device=device)

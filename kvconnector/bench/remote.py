@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import BenchOptions, control_settings
+from kvconnector.bench.peers import peer_variables
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
 from kvconnector.bench.rank_process import (
     CallFailedError,
@@ -58,7 +58,7 @@ class _Server:
         return answer(self, request, ("open",))
 
     def open(
-        self, version: str, session: str, spec: EngineSpec, nixl: int | None, tls: str
+        self, version: str, session: str, spec: EngineSpec, peer: int | None, tls: str
     ) -> None:
         """Start an engine's ranks. Raises ConfigError: the versions differ, or another process measures here."""
         if version != __version__:
@@ -66,9 +66,8 @@ class _Server:
         if self.engines and session != self._session:
             raise ConfigError("the server measures with somebody else at this moment")
         self._session = session
-        variables = {} if nixl is None else NIXL_SETTINGS[nixl].variables(tls)
         spec = msgspec.structs.replace(spec, control=self._control)
-        self.engines[self._asking] = EngineProcesses(spec, variables)
+        self.engines[self._asking] = EngineProcesses(spec, peer_variables(peer, tls))
 
 
 def serve(progress: ShowProgress) -> None:
@@ -99,7 +98,7 @@ def serve(progress: ShowProgress) -> None:
 class RemoteProcesses(EngineProcesses):
     """An engine's ranks at a `bench serve`. Raises CallFailedError: it cannot be reached, or refuses."""
 
-    def __init__(self, options: BenchOptions, spec: EngineSpec, nixl: int | None) -> None:
+    def __init__(self, options: BenchOptions, spec: EngineSpec, peer: int | None) -> None:
         ExitStack.__init__(self)
         self.spec = spec
         address, _, key = options.connect.partition(",")
@@ -109,7 +108,7 @@ class RemoteProcesses(EngineProcesses):
         self.callback(self._channel.close)
         try:
             self._peer = self._channel.connect(f"tcp://{address}", key or self._channel.server_key)
-            self._ask(_Server.open, __version__, SESSION, spec, nixl, options.tls)
+            self._ask(_Server.open, __version__, SESSION, spec, peer, options.tls)
         except BaseException:
             self.close()
             raise

@@ -60,8 +60,9 @@ class CaseResult(msgspec.Struct, frozen=True):
         """Tables of the times and of the other figures."""
         console.print(self.case, style="bold", soft_wrap=True)
         console.print(_times(self))
-        if any(each.figures for each in self.measurements):
-            console.print(_figures(self))
+        figures = _figures(self)
+        if figures.row_count:
+            console.print(figures)
         for note in self.notes:
             console.print(f"  {note}", soft_wrap=True)
 
@@ -108,13 +109,15 @@ def _times(case: CaseResult) -> Table:
 
 
 def _figures(case: CaseResult) -> Table:
-    """What a contender's figures say, one a row."""
+    """What a contender's figures say, one a row; those of several that are alike belong to the case."""
     with_figures = [each for each in case.measurements if each.figures]
     table = Table("figure")
     for each in with_figures:
         table.add_column(each.contender, justify="right")
     for name in dict.fromkeys(name for each in with_figures for name in each.figures):
         values = [each.figures.get(name) for each in with_figures]
+        if len(values) > 1 and len({*values}) == 1:
+            continue
         table.add_row(name, *("" if value is None else _figure(name, value) for value in values))
     return table
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import prod
 from typing import Annotated, Literal
 
@@ -45,18 +46,25 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     spec: KVCacheSpec
     encoder_tokens: int = 0
 
+    @property
+    def retention(self) -> Retention:
+        """What these layers keep of a sequence."""
+        if isinstance(self.spec, MambaSpec):
+            return KeepsState()
+        if (
+            isinstance(self.spec, SlidingWindowSpec | FullAttentionSpec)
+            and self.spec.sliding_window
+        ):
+            return KeepsWindow(self.spec.sliding_window)
+        if isinstance(self.spec, ChunkedLocalAttentionSpec):
+            return KeepsChunk(self.spec.attention_chunk_size)
+        return KeepsAll()
+
     def missing(self, tokens: range) -> range:
         """What these layers lack of a prompt's tokens before the next one can be computed."""
         if isinstance(self.spec, CrossAttentionSpec):
             return range(self.encoder_tokens or tokens.stop)
-        keeps: Retention = KeepsAll()
-        if isinstance(self.spec, MambaSpec):
-            keeps = KeepsState()
-        elif isinstance(self.spec, SlidingWindowSpec):
-            keeps = KeepsWindow(self.spec.sliding_window)
-        elif isinstance(self.spec, ChunkedLocalAttentionSpec):
-            keeps = KeepsChunk(self.spec.attention_chunk_size)
-        return keeps.missing(tokens.start, tokens.stop)
+        return self.retention.missing(tokens.start, tokens.stop)
 
     @property
     def parts(self) -> tuple[tuple[str, int, int, int], ...]:
@@ -124,6 +132,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         parts = self.num_layers * len(self.part_names)
         return parts * self.num_kv_heads * self.head_dim * self.item_size_bytes
 
+    def ranges(self, tokens: range) -> list[range]:
+        """Of each cache group, what it lacks of a prompt's tokens."""
+        return [group.missing(tokens) for group in self.groups] or [tokens]
+
+    def request_bytes(self, num_tokens: int) -> int:
+        """Bytes that a request of that many tokens moves, on all ranks together."""
+        if not self.groups:
+            return num_tokens * self.token_bytes
+        return sum(
+            len(tokens) * len(group.layers) * heads * size * item
+            for group, tokens in zip(self.groups, self.ranges(range(num_tokens)), strict=True)
+            for _, heads, size, item in group.parts
+        )
+
     def description(self) -> ModelDescription:
         """What two engines agree on at hello."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
@@ -142,6 +164,33 @@ MODELS = {
         ModelShape(name="gpt-oss-120b", num_layers=36, num_kv_heads=8, head_dim=64),
     )
 }
+ENTRY_TOKENS = 4
+"""Prompt tokens that `DEEPSEEK_V4_PRO` counts as one."""
+
+
+def _entries(kind: str, layers: Iterable[int], nbytes: int, **more: int) -> LayerGroup:
+    """Layers that keep `nbytes` for every `ENTRY_TOKENS` tokens of the prompt."""
+    sizes: dict[str, int] = {"block_size": 1, "num_kv_heads": 1, "head_size": nbytes, **more}
+    spec = FullAttentionSpec(dtype=DType("uint8"), use_mla=True, **sizes)
+    return LayerGroup(kind=kind, layers=tuple(layers), spec=spec)
+
+
+# As vLLM lays it out: of 61 layers 30 keep 576 bytes for 4 tokens and an indexer's 132, 31 keep 576 bytes for 128, and
+# all keep a window of 128 tokens in 576 bytes each. A page has as many entries as its tokens fill, one at least.
+DEEPSEEK_V4_PRO = ModelShape(
+    name="deepseek-v4-pro",
+    num_layers=61,
+    num_kv_heads=1,
+    head_dim=576,
+    dtype="uint8",
+    is_mla=True,
+    groups=(
+        _entries("compressed sparse", range(0, 60, 2), 576),
+        _entries("indexer", range(0, 60, 2), 132),
+        _entries("heavily compressed", [*range(1, 60, 2), 60], 18, block_size=32),
+        _entries("window", range(61), 4 * 576, sliding_window=33),
+    ),
+)
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -202,6 +251,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Blocks of each rank that hold a request of `num_tokens`."""
         return -(-num_tokens // self.virtual_block_tokens)
 
+    def first_blocks(self, model: ModelShape, num_tokens: int) -> list[tuple[int, int]]:
+        """Of each cache group: the first block that a request of `num_tokens` needs, and how many."""
+        groups = rank_geometry(model, self, self.ranks[0]).groups
+        found = []
+        for group, tokens in zip(groups, model.ranges(range(num_tokens)), strict=True):
+            first = tokens.start // group.virtual_block_tokens
+            found.append((first, -(-tokens.stop // group.virtual_block_tokens) - first))
+        return found
+
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
     """What one rank of such an engine holds. Raises GeometryError: fewer layers than pipeline stages."""
@@ -214,7 +272,10 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
             rank,
             tuple(layer for layer in group.layers if layer in stage),
             parts=group.parts,
-            block_size=1 if isinstance(group.spec, MambaSpec) else shape.block,
+            # a block has one entry at least, of as many tokens as the layer's specification has in a block
+            block_size=1
+            if isinstance(group.spec, MambaSpec)
+            else max(shape.block, group.spec.block_size),
             # ranks share the tokens only of layers that keep all of them
             dcp_size=shape.dcp if isinstance(group.spec, FullAttentionSpec) else 1,
         )

@@ -114,7 +114,7 @@ class Soak:
         self._pair, self._state, self._progress = pair, state, progress
         self._random = rng_of(state)
         self._sides = {
-            name: _Side(shape, list(range(deployment.num_blocks(shape))))
+            name: _Side(shape, list(range(deployment.num_blocks(shape)[0])))
             for name, shape in (("prefill", deployment.prefill), ("decode", deployment.decode))
         }
         for side in self._sides.values():
@@ -195,7 +195,7 @@ class Soak:
                 return  # the engines would queue it
             self._state.count("requests")
             name = f"soak-{self._state.num_begun}-{self._state.counts['requests']}"
-            blocks = [side.take(name, num_tokens) for side in self._sides.values()]
+            blocks = [[side.take(name, num_tokens)] for side in self._sides.values()]
             self._pair.offer_and_load(name, Transfer(num_tokens, *blocks))
             self._loading[name] = _Loading(time.perf_counter(), num_tokens, not self._have_met)
             if time.monotonic() < self._trouble[1]:
@@ -295,7 +295,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         ResultMismatchError: blocks leaked, or bytes are wrong.
         ConfigError: the state's file cannot be used.
     """
-    total_s = options.hours * 3600 or options.minutes * 60
+    total_s = options.minutes * 60
     deployment = Deployment.of(options, options.tokens, in_flight=IN_FLIGHT // 8)
     name, save = f"{options.model.name}, {deployment}", StateFile(options.state)
     state = save.load(name)

@@ -7,10 +7,10 @@ from contextlib import ExitStack, suppress
 from functools import partial
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair, NixlPair, Runner
+from kvconnector.bench.engines import EnginePair, PeerPair, Runner
 from kvconnector.bench.limits import limits_of, measure_ucx
-from kvconnector.bench.nixl import NIXL_SETTINGS
 from kvconnector.bench.options import WARMUP, BenchOptions
+from kvconnector.bench.peers import PEERS
 from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
@@ -28,12 +28,15 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """
     deployment = Deployment.of(options, options.tokens)
     if options.peer:
-        _refuse_what_nixl_cannot(deployment)
+        _refuse_what_peers_cannot(deployment)
     with ExitStack() as exits:
         notes: list[str] = []
         progress(f"starting {deployment}")
         pair = exits.enter_context(EnginePair(deployment))
-        contenders = [pair, *_start_peers(exits, deployment, notes, progress)]
+        contenders = [
+            pair,
+            *start_peers(exits, deployment, notes, progress, must_run=not options.connect),
+        ]
         pair.pause()
         for num_tokens in deployment.tokens:
             case = deployment.case_name(num_tokens)
@@ -44,7 +47,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                 alone = _ucx_alone(pair, max(lengths))
                 taken = _take_turns(runners, transfers, partial(progress, case))
                 alone += _ucx_alone(pair, max(lengths))
-            mean_bytes = options.model.token_bytes * sum(lengths) // len(lengths)
+            mean_bytes = sum(map(options.model.request_bytes, lengths)) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
             for how, samples in taken.items():
                 measured = tuple(
@@ -55,22 +58,36 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                 yield CaseResult(f"{case}, {how}", measured, remarks)
 
 
-def _start_peers(
-    exits: ExitStack, deployment: Deployment, notes: list[str], progress: ShowProgress
-) -> list[NixlPair]:
-    """NIXL's engines in each of its settings, stopped."""
-    contenders = []
-    for index, setting in enumerate(NIXL_SETTINGS) if deployment.options.peer else ():
-        progress(f"starting {setting.name}")
-        try:
-            nixl = exits.enter_context(NixlPair(deployment, index))
-        except KVConnectorError as error:
-            if index == 0 and not deployment.options.connect:
-                raise
-            notes.append(f"{setting.name} does not run here: {str(error).splitlines()[-1]}")
+def start_peers(
+    exits: ExitStack,
+    deployment: Deployment,
+    notes: list[str],
+    progress: ShowProgress,
+    *,
+    must_run: bool,
+) -> list[PeerPair]:
+    """The peers' engines in each of their settings, stopped; those that do not run here are in `notes`.
+
+    Raises:
+        KVConnectorError: a library that `must_run` does not run with its default settings.
+    """
+    contenders: list[PeerPair] = []
+    tried = set[str]()
+    for index, peer in enumerate(PEERS):
+        if peer.library not in deployment.options.peers:
             continue
-        nixl.pause()
-        contenders.append(nixl)
+        progress(f"starting {peer.name}")
+        try:
+            pair = exits.enter_context(PeerPair(deployment, index))
+            pair.verify(deployment.transfer(min(deployment.tokens)))
+        except KVConnectorError as error:
+            if must_run and peer.library not in tried:
+                raise
+            notes.append(f"{peer.name} does not run here: {str(error).splitlines()[-1]}")
+        else:
+            pair.pause()
+            contenders.append(pair)
+        tried.add(peer.library)
     return contenders
 
 
@@ -117,7 +134,7 @@ def _take_turns(
     return taken
 
 
-def _refuse_what_nixl_cannot(deployment: Deployment) -> None:
+def _refuse_what_peers_cannot(deployment: Deployment) -> None:
     """Raises ConfigError: the engines are cut differently, or a request does not fill its blocks."""
     unit = deployment.prefill.virtual_block_tokens
     if deployment.prefill != deployment.decode:

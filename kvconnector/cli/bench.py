@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute
+from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Bursts, Compute
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
     PATH,
-    finish_loglog,
-    picture,
     print_json,
     progress_bar,
     terminal,
@@ -29,7 +27,7 @@ from kvconnector.cli.console import (
 from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvconnector.bench.results import BenchReport, CaseResult, Measurement, ShowProgress
+    from kvconnector.bench.results import CaseResult, ShowProgress
 
 
 def _parse_device(text: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -85,7 +83,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": "cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
     },
     "tls": {"default": "", "show_default": False, "help": "UCX_TLS, ours and the peer's."},
-    "peer": {"default": "", "show_default": False, "help": "Compare with: nixl."},
+    "peer": {
+        "default": "",
+        "show_default": False,
+        "help": "Compare with: nixl, mooncake, or both with a comma.",
+    },
     "connect": {
         "default": "",
         "show_default": False,
@@ -98,6 +100,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": "8000,2048,1",
         "help": "P's tokens/s, tokens a step, prompts at once.",
     },
+    "pages": {
+        "type": parse_tokens,
+        "metavar": "N,N,...",
+        "default": "16,64",
+        "help": "Tokens of a page.",
+    },
+    "bursts": {
+        "type": parse_tokens,
+        "metavar": "N,N,...",
+        "default": "1,2,4,8,16,32,64",
+        "help": "Requests at once.",
+    },
+    "html": {"type": PATH, "help": "Write tables and pictures here, as one page."},
     "svg": {"type": PATH, "help": "Draw it into this file, .svg or .png."},
     "output": {"type": PATH, "help": "Write the report here, as JSON."},
     "json": {"is_flag": True, "help": "Print JSON."},
@@ -106,6 +121,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 _ORDER = "scattered/--contiguous"
 _PAIR = ("model", "tokens", "iterations", _ORDER, "prefill", "decode", "device", "tls")
 _REPORT = ("output", "json")
+FORMS = ("output", "svg", "html", "json")
 
 
 class Benchmark(NamedTuple):
@@ -168,6 +184,13 @@ BENCHMARKS = {
         ("model", "tokens", "minutes", "hours", "state", "prefill", "decode", "device", "tls"),
         {"tokens": "16,100,512"},
     ),
+    "inferencex": Benchmark(
+        "inferencex",
+        "Bursts of requests with DeepSeek-V4-Pro's caches, after InferenceX's kv-transfer, beside NIXL and Mooncake.",
+        "inferencex --device cuda --tokens 8192,32768 --html report.html",
+        ("tokens", "pages", "bursts", "iterations", "device", "tls", "peer", "html"),
+        {"tokens": "8192", "peer": "nixl,mooncake"},
+    ),
     "sessions": Benchmark(
         "sessions",
         "What an event costs a worker while 100 to 100,000 requests are queued.",
@@ -186,8 +209,9 @@ def _run(name: str, **given: Any) -> int:
     """
     from kvconnector.bench.environment import record_environment
     from kvconnector.bench.results import BenchReport, CaseResult
+    from kvconnector.cli.bench_report import draw, write_page
 
-    output, svg, as_json = (given.pop(each, None) for each in ("output", "svg", "json"))
+    output, svg, html, as_json = (given.pop(each, None) for each in FORMS)
     options = _options(given)
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
@@ -213,6 +237,8 @@ def _run(name: str, **given: Any) -> int:
         terminal().print(str(environment), soft_wrap=True)
     if svg is not None and cases:
         draw(report, svg)
+    if html is not None and cases:
+        write_page(report, html)
     if is_interrupted:
         kept = f"saved in {output}" if output else "printed"
         click.echo(f"interrupted: {len(cases)} finished cases are {kept}", err=True)
@@ -222,6 +248,10 @@ def _run(name: str, **given: Any) -> int:
 def _options(given: dict[str, Any]) -> BenchOptions:
     if "device" in given:
         given["device"], given["gpus"] = given["device"]
+    if "pages" in given:
+        given["bursts"] = Bursts(given.pop("pages"), given["bursts"])
+    if hours := given.pop("hours", 0.0):
+        given["minutes"] = hours * 60
     return BenchOptions(**given)
 
 
@@ -300,23 +330,3 @@ for _name, _benchmark in BENCHMARKS.items():
     bench.add_command(_command(_name, _with_report, partial(_run, _name)))
 bench.add_command(_command("serve", _SERVER, _serve))
 bench.add_command(_command("pairs", _JOB, _pairs))
-
-
-def draw(report: BenchReport, path: Path) -> None:
-    """Draw a handover's times by the prompt's length: each a dot, and their medians a line. Raises as `picture`."""
-    lines: dict[str, dict[int, Measurement]] = {}
-    for each in (each for case in report.cases for each in case.measurements):
-        prompts, tokens = (int(each.figures[name]) for name in ("prompts", "prompt_tokens"))
-        label = each.contender + (f", {prompts} at once" if prompts > 1 else "")
-        lines.setdefault(label, {})[tokens] = each
-    with picture(path, 6.4, 3.6) as figure:
-        axes = figure.add_subplot()
-        for number, (label, line) in enumerate(lines.items()):
-            for tokens, each in line.items():
-                times_ms = [seconds * 1e3 for seconds in each.samples_s]
-                axes.plot([tokens] * len(times_ms), times_ms, ".", color=f"C{number}", alpha=0.3)
-            medians_ms = [each.percentile_s(50) * 1e3 for each in line.values()]
-            axes.loglog(list(line), medians_ms, "o-", color=f"C{number}", label=label)
-        lengths = list(dict.fromkeys(tokens for line in lines.values() for tokens in line))
-        finish_loglog(axes, lengths, xlabel="prompt, tokens", ylabel="last step to loaded, ms")
-        figure.tight_layout()

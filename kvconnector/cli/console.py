@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -104,8 +105,8 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 
 @contextmanager
-def picture(path: Path, width_inches: float, height_inches: float) -> Iterator[Any]:
-    """An empty figure that is written to `path`, in the format of its ending.
+def picture(path: Path | StringIO, width_inches: float, height_inches: float) -> Iterator[Any]:
+    """An empty figure that is written to `path`, in the format of its ending; SVG where it is no file.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -117,7 +118,9 @@ def picture(path: Path, width_inches: float, height_inches: float) -> Iterator[A
     FigureCanvasAgg(figure)
     yield figure
     try:
-        figure.savefig(path, dpi=110, bbox_inches="tight")  # whatever the length of labels
+        form = None if isinstance(path, Path) else "svg"
+        # whatever the length of labels
+        figure.savefig(path, dpi=110, bbox_inches="tight", format=form)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error
 

@@ -196,7 +196,7 @@ def build_report(
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
-    ranges = [group.missing(tokens) for group in model.groups] or [tokens]
+    ranges = model.ranges(tokens)
     kinds = [group.kind for group in model.groups] or [""]
     reads: list[ReadRow] = []
     released, connections = {}, 0

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvconnector.bench import ResultMismatchError, engines, gil, sessions
-from kvconnector.bench.options import BenchOptions, Compute
+from kvconnector.bench.options import BenchOptions, Bursts, Compute
 from kvconnector.bench.rank_process import CallFailedError
-from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
 from kvconnector.bench.sockets import open_stream, serve_stream
 from kvconnector.cli.bench import BENCHMARKS
 from kvconnector.errors import ConfigError, PeerLostError
@@ -126,7 +126,7 @@ def test_a_transfer_of_other_blocks_reports_no_time(monkeypatch, name):
     want = engines.Engine.want
 
     def with_swapped_blocks(self, request_id, params, blocks, num_tokens):
-        want(self, request_id, params, blocks[::-1], num_tokens)
+        want(self, request_id, params, [ids[::-1] for ids in blocks], num_tokens)
 
     monkeypatch.setattr(engines.Engine, "want", with_swapped_blocks)
     with pytest.raises(ResultMismatchError, match="tokens differ"):
@@ -142,6 +142,18 @@ def test_nixl_moves_the_same_bytes_where_it_is_installed():
         return
     for case in _run("transfer", tokens=(48,), peer="nixl"):
         assert {"peer", "limit"} <= _kinds(case)
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+def test_bursts_of_a_mixed_cache_are_moved_whole_and_counted():
+    cases = _run("inferencex", tokens=(256,), bursts=Bursts((16, 64), (1, 3)), iterations=1)
+    asked = [(16, 1), (16, 3), (64, 1), (64, 3)]
+    for case, (page, burst) in zip(cases, asked, strict=True):
+        assert case.ours.figures == {"prompt_tokens": 256, "page_tokens": page, "requests": burst}
+        assert case.ours.nbytes == burst * DEEPSEEK_V4_PRO.request_bytes(64)
+    with pytest.raises(ConfigError, match="multiples of 128"):
+        _run("inferencex", tokens=(100,))
 
 
 def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatch):

@@ -1,7 +1,7 @@
 import pytest
 
 from kvconnector.bench.pools import RankPools
-from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.shapes import EngineShape, ModelShape, rank_geometry
 from kvconnector.ids import Rank
 
 MODEL = ModelShape(name="x", num_layers=3, num_kv_heads=4, head_dim=6)
@@ -9,7 +9,8 @@ SEED = 7
 
 
 def _pools(shape, rank=None, model=MODEL, num_blocks=8):
-    return RankPools(model, shape, rank or Rank(0, 0), num_blocks=num_blocks, device="cpu")
+    geometry = rank_geometry(model, shape, rank or Rank(0, 0)).groups[0]
+    return RankPools(geometry, shape.layout, num_blocks=num_blocks, device="cpu")
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -9,12 +9,16 @@ import pytest
 
 from kvconnector.bench.processes import EngineProcesses
 from kvconnector.bench.rank_process import CallFailedError, EngineSpec, RankProcess
-from kvconnector.bench.shapes import EngineShape, ModelShape
+from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.errors import ConfigError
 
 MODEL = ModelShape(name="tiny", num_layers=2, num_kv_heads=2, head_dim=8)
 SPEC = EngineSpec(
-    engine_id="prefill", model=MODEL, shape=EngineShape(tp=2), num_blocks=6, device="cpu"
+    engine_id="prefill",
+    geometry=engine_geometry(MODEL, EngineShape(tp=2), "prefill"),
+    shape=EngineShape(tp=2),
+    num_blocks=(6,),
+    device="cpu",
 )
 
 
@@ -22,7 +26,7 @@ SPEC = EngineSpec(
 def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
     with EngineProcesses(SPEC) as engine:
         with pytest.raises(CallFailedError, match=r"prefill pp0tp0 failed: (.|\n)*_agent"):
-            engine.call(RankProcess.read_blocks, [0], [0])
+            engine.call(RankProcess.read_blocks, [[[0]]], [[[0]]])
         engine.call(RankProcess.poison)
 
 
@@ -32,7 +36,7 @@ def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays()
     nowhere = msgspec.structs.replace(SPEC, shape=EngineShape(pp=3))
     with (
         pytest.raises(
-            CallFailedError, match=r"prefill pp0tp0 ended; its output: (.|\n)*num_layers=2"
+            CallFailedError, match=r"prefill pp2tp0 ended; its output: (.|\n)*out of range"
         ),
         EngineProcesses(nowhere) as engine,
     ):

@@ -1,4 +1,5 @@
 import io
+import re
 import subprocess
 
 import pytest
@@ -8,7 +9,8 @@ from kvconnector.bench.environment import commit, record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
-from kvconnector.cli.bench import draw
+from kvconnector.cli.bench_report import draw, write_page
+from kvconnector.errors import ConfigError
 
 
 def _measurement(contender, kind, *samples_s, nbytes=1_000_000, figures=None):
@@ -62,6 +64,32 @@ def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
     ]
     draw(_report(*cases), tmp_path / "handover.svg")
     assert "<svg" in (tmp_path / "handover.svg").read_text()
+
+
+def test_a_page_of_bursts_needs_nothing_from_elsewhere(tmp_path):
+    cases = [
+        CaseResult(
+            case=f"{requests} <at> once",
+            measurements=tuple(
+                _measurement(
+                    name,
+                    kind,
+                    0.01,
+                    figures={"prompt_tokens": 8192, "page_tokens": 16, "requests": requests},
+                )
+                for name, kind in (("kvconnector", "ours"), ("nixl", "peer"))
+            ),
+        )
+        for requests in (1, 8)
+    ]
+    write_page(_report(*cases), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<svg") == 1
+    assert "8 &lt;at&gt; once" in page
+    assert "nixl" in page
+    assert not re.search(r"""(src|href)=["']https?:""", page)
+    with pytest.raises(ConfigError, match="cannot write the page"):
+        write_page(_report(*cases), tmp_path / "no" / "page.html")
 
 
 @pytest.mark.parametrize(

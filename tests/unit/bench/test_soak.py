@@ -91,7 +91,7 @@ def test_a_soak_meets_every_fault_and_goes_on_after_an_interruption(monkeypatch,
     monkeypatch.setattr(soak, "ABORT_PROBABILITY", 0.3)
     monkeypatch.setattr(soak, "FAULT_S", 1.0)
     monkeypatch.setattr(soak, "CHECK_S", 4.0)
-    options = {"hours": 1.0, "state": str(tmp_path / "soak.json")}
+    options = {"minutes": 60.0, "state": str(tmp_path / "soak.json")}
     before = soaked(lambda counts: counts.get("faults", 0) > 2, monkeypatch, **options)
     wanted = len(soak.FAULTS) + 1
     after = soaked(
@@ -120,10 +120,12 @@ def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
 
         def written_late(self, transfer):
             prepare(self, transfer)
-            (unused, *_) = {*range(self.deployment.num_blocks(self.deployment.decode))} - {
-                *transfer.decode_blocks
-            }
-            self.decode.ranks.call(RankProcess.write, [unused], 1)
+            ((blocks,), (own,)) = (
+                self.deployment.num_blocks(self.deployment.decode),
+                transfer.decode_blocks,
+            )
+            (unused, *_) = {*range(blocks)} - {*own}
+            self.decode.ranks.call(RankProcess.write, [[unused]], 1)
 
         monkeypatch.setattr(soak.EnginePair, "prepare", written_late)
     text = "leaked" if what == "leak" else "another request"

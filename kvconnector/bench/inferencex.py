@@ -1,0 +1,117 @@
+"""`inferencex`: bursts of requests with the caches of DeepSeek-V4-Pro, after the suite `kv-transfer` of InferenceX.
+
+A decode engine admits several requests in one step, so all of a burst are asked for before the first is waited for.
+Their blocks are disjoint parts of one random permutation. Pages have 16 or 64 tokens. The limit moves as many bytes in
+one piece. What the suite calls pull is measured: the consumer reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from itertools import product
+
+import msgspec
+
+from kvconnector.bench.deployment import SPARE_FACTOR, Deployment, Transfer
+from kvconnector.bench.engines import EnginePair, Runner
+from kvconnector.bench.limits import limits_of
+from kvconnector.bench.options import WARMUP, BenchOptions
+from kvconnector.bench.peers import PEERS
+from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
+from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, ENTRY_TOKENS, EngineShape
+from kvconnector.bench.sizes import format_bytes
+from kvconnector.bench.transfer import start_peers
+from kvconnector.errors import ConfigError
+
+SHARE_OF_MEMORY = 0.5
+"""Of what is free, that the pools of all contenders may take together; larger bursts are left out."""
+
+
+def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
+    """A case for each length, page size and burst. The contenders take turns, as in `transfer`.
+
+    Raises:
+        ConfigError: a length is no whole number of the largest pages, or not even one request fits the memory.
+    """
+    options = msgspec.structs.replace(options, model=DEEPSEEK_V4_PRO)
+    if any(tokens % (32 * ENTRY_TOKENS) for tokens in options.tokens):
+        raise ConfigError("prompts fill pages: give multiples of 128", tokens=list(options.tokens))
+    num_contenders = 1 + sum(peer.library in options.peers for peer in PEERS)
+    budget = SHARE_OF_MEMORY * _free_bytes(options.device) / (2 * num_contenders * SPARE_FACTOR)
+    cases = list(product(options.tokens, *options.bursts))
+    for number, (tokens, page, burst) in enumerate(cases):
+        nbytes = burst * options.model.request_bytes(tokens // ENTRY_TOKENS)
+        name = f"{tokens} tokens, pages of {page}, {burst} at once, {format_bytes(nbytes)}"
+        if nbytes > budget:
+            progress(f"{name}: left out, this machine has memory for {format_bytes(int(budget))}")
+            if burst == min(options.bursts.requests):
+                raise ConfigError(
+                    "no request of this length fits the memory: give shorter --tokens",
+                    tokens=tokens,
+                    wanted=format_bytes(nbytes),
+                    budget=format_bytes(int(budget)),
+                )
+            continue
+        shape = EngineShape(block=page // ENTRY_TOKENS)
+        cut = msgspec.structs.replace(options, prefill=shape, decode=shape)
+        deployment = Deployment.of(cut, (tokens // ENTRY_TOKENS,), in_flight=burst)
+        yield _measure(name, deployment, partial(progress, name, number / len(cases)))
+
+
+def _measure(name: str, deployment: Deployment, progress: partial[None]) -> CaseResult:
+    (num_tokens,) = deployment.tokens
+    requests = [deployment.transfer(num_tokens, index) for index in range(deployment.in_flight)]
+    with ExitStack() as exits:
+        progress()
+        pair = exits.enter_context(EnginePair(deployment))
+        notes: list[str] = []
+        peers = start_peers(exits, deployment, notes, lambda *_: progress(), must_run=False)
+        pair.pause()
+        limits = exits.enter_context(limits_of(pair, num_tokens))
+        runners = [pair, *peers, *limits]
+        samples = _take_turns(runners, requests, deployment.options.iterations)
+        nbytes = deployment.options.model.request_bytes(num_tokens) * len(requests)
+        figures: dict[str, float] = {
+            "prompt_tokens": num_tokens * ENTRY_TOKENS,
+            "page_tokens": deployment.prefill.block * ENTRY_TOKENS,
+            "requests": len(requests),
+        }
+        return CaseResult(
+            name,
+            tuple(
+                Measurement(runner.name, runner.kind, tuple(times), nbytes, figures)
+                for runner, times in zip(runners, samples, strict=True)
+            ),
+            (*(f"kvconnector by: {path}" for path in sorted(pair.paths)), *pair.lanes, *notes),
+        )
+
+
+def _take_turns(
+    runners: list[Runner], requests: list[Transfer], iterations: int
+) -> list[list[float]]:
+    """Seconds of each runner's bursts; what a single request brings is checked before the first and after the last."""
+    samples: list[list[float]] = [[] for _ in runners]
+    for turn in range(-1, iterations + 1):
+        for runner, times in zip(runners, samples, strict=True):
+            runner.resume()
+            if turn in (-1, iterations):
+                runner.verify(requests[-1])
+            if turn == -1:
+                for _ in range(WARMUP):
+                    runner.run(*requests)
+            elif turn < iterations:
+                times.append(runner.run(*requests))
+            runner.pause()
+    return samples
+
+
+def _free_bytes(device: str) -> int:
+    if device == "cpu":
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            found = dict(line.split(":") for line in lines)
+        return int(found["MemAvailable"].split()[0]) * 1024
+    import torch
+
+    return int(torch.cuda.mem_get_info()[0])

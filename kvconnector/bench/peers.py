@@ -1,0 +1,246 @@
+"""Other libraries as peers: one descriptor per block and part, each request a transfer of its own.
+
+An agent is a rank's. NIXL's requests of a burst are all posted before the first is waited for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvconnector.bench.options import TIMEOUT_S
+from kvconnector.bench.pools import RankPools
+from kvconnector.errors import ConfigError, TransferTimeoutError, TransportError
+
+Bursts: TypeAlias = Sequence[Sequence[Sequence[int]]]
+"""Block ids by request and cache group."""
+
+
+class AgentOpened(msgspec.Struct, frozen=True):
+    """How an agent is reached, and the pools' addresses in the order of their groups and parts."""
+
+    metadata: bytes
+    addresses: list[int]
+    device_index: int
+
+
+class PeerAgent(ABC):
+    """One rank's agent over its pools. Raises ConfigError: no such library here. TransportError: it refuses."""
+
+    def __init__(self, pools: Sequence[RankPools]) -> None:
+        self._pools = pools
+        self._device = pools[0].device
+        self._index = int(self._device.partition(":")[2] or 0)
+
+    @abstractmethod
+    def opened(self) -> AgentOpened:
+        """How others reach this agent."""
+
+    @abstractmethod
+    def join(self, peer: AgentOpened) -> None:
+        """Connect, and prepare what can be prepared. Raises TransportError: it is refused."""
+
+    @abstractmethod
+    def read(self, remote: Bursts, local: Bursts) -> float:
+        """Read requests into these blocks and wait for them as an engine would, by polling: seconds with making the
+        requests. Raises TransportError: a transfer failed. TransferTimeoutError: it did not end in time.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what it has."""
+
+    def _addresses(self) -> list[int]:
+        return [address for pools in self._pools for address in pools.addresses()]
+
+    def _regions(self) -> list[tuple[int, int]]:
+        return [
+            (address, pools.num_blocks * pools.block_bytes)
+            for pools in self._pools
+            for address in pools.addresses()
+        ]
+
+    def _blocks(self, addresses: Sequence[int]) -> npt.NDArray[np.uint64]:
+        """`(address, bytes)` of every block of every part, part by part, in pools of our shape at `addresses`."""
+        tables, left = [], iter(addresses)
+        for pools in self._pools:
+            offsets = np.arange(pools.num_blocks, dtype=np.uint64) * np.uint64(pools.block_bytes)
+            for _ in pools.storage:
+                starts = offsets + np.uint64(next(left))
+                tables.append(np.stack([starts, np.full_like(starts, pools.block_bytes)], axis=1))
+        return np.concatenate(tables)
+
+    def _indices(self, blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
+        """Rows of `_blocks` that a request has."""
+        found, first = [], 0
+        for pools, block_ids in zip(self._pools, blocks, strict=True):
+            parts = np.arange(len(pools.storage), dtype=np.int32)[:, None] * pools.num_blocks
+            found.append((first + parts + np.asarray(block_ids, dtype=np.int32)).reshape(-1))
+            first += len(pools.storage) * pools.num_blocks
+        return np.concatenate(found)
+
+
+def _imported(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{package} cannot be imported: {error}; install it, or name its directory in PYTHONPATH"
+        ) from error
+
+
+def _await(deadline_s: float, library: str) -> None:
+    if time.monotonic() > deadline_s:
+        raise TransferTimeoutError("a transfer did not end in time", library=library)
+
+
+class NixlAgent(PeerAgent):
+    """READ of NIXL over UCX; descriptors of all blocks are prepared once."""
+
+    def __init__(self, pools: Sequence[RankPools], num_threads: int = 0) -> None:
+        super().__init__(pools)
+        api = _imported("nixl._api", "NIXL")
+        self._memory = "DRAM" if self._device == "cpu" else "VRAM"
+        config = api.nixl_agent_config(backends=["UCX"], num_threads=num_threads)
+        regions = [(address, nbytes, self._index, "") for address, nbytes in self._regions()]
+        try:
+            self._agent: Any = api.nixl_agent(f"agent-{os.getpid()}", config)
+            self._registration = self._agent.register_memory(regions, self._memory)
+        except Exception as error:
+            raise TransportError(f"NIXL cannot start: {error}") from error
+        self._peer_name = ""
+        self._lists: tuple[Any, Any] | None = None
+
+    def opened(self) -> AgentOpened:
+        return AgentOpened(self._agent.get_agent_metadata(), self._addresses(), self._index)
+
+    def join(self, peer: AgentOpened) -> None:
+        try:
+            name = self._agent.add_remote_agent(peer.metadata)
+            self._peer_name = name.decode() if isinstance(name, bytes) else str(name)
+            self._agent.make_connection(self._peer_name)
+            mine = self._descriptors(self._addresses(), self._index)
+            theirs = self._descriptors(peer.addresses, peer.device_index)
+            self._lists = (
+                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, self._memory),
+                self._agent.prep_xfer_dlist(self._peer_name, theirs, self._memory),
+            )
+        except Exception as error:
+            raise TransportError(f"NIXL cannot connect: {error}") from error
+
+    def read(self, remote: Bursts, local: Bursts) -> float:
+        if self._lists is None:
+            raise TransportError("the agents are not connected")
+        pairs = [(self._indices(a), self._indices(b)) for a, b in zip(local, remote, strict=True)]
+        deadline_s = time.monotonic() + TIMEOUT_S
+        began_s = time.perf_counter()
+        handles = []
+        for mine, theirs in pairs:
+            handles.append(
+                self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
+            )
+            self._agent.transfer(handles[-1])
+        for handle in handles:
+            while (state := self._agent.check_xfer_state(handle)) == "PROC":
+                _await(deadline_s, "NIXL")
+            if state != "DONE":
+                raise TransportError("a NIXL transfer failed", state=state)
+        ended_s = time.perf_counter()
+        for handle in handles:
+            self._agent.release_xfer_handle(handle)
+        return ended_s - began_s
+
+    def close(self) -> None:
+        for prepared in self._lists or ():
+            self._agent.release_dlist_handle(prepared)
+        self._agent.deregister_memory(self._registration)
+        if self._peer_name:
+            self._agent.remove_remote_agent(self._peer_name)
+
+    def _descriptors(self, addresses: Sequence[int], device_index: int) -> npt.NDArray[np.uint64]:
+        """`(address, bytes, device)` of every block."""
+        blocks = self._blocks(addresses)
+        devices = np.full(len(blocks), device_index, dtype=np.uint64)
+        return np.column_stack([blocks, devices])
+
+
+TCP_DESCRIPTORS = 1000
+"""That are given to Mooncake's TCP transport at once; it refuses 5,000, and ends the connection."""
+
+
+class MooncakeAgent(PeerAgent):
+    """READ of Mooncake's transfer engine over TCP, found by its own handshake; one batch after the other."""
+
+    def __init__(self, pools: Sequence[RankPools]) -> None:
+        super().__init__(pools)
+        self._engine: Any = _imported("mooncake.engine", "Mooncake").TransferEngine()
+        addresses, sizes = zip(*self._regions(), strict=True)
+        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+            raise TransportError("Mooncake cannot start")
+        if self._engine.batch_register_memory([*addresses], [*sizes]):
+            raise TransportError("Mooncake cannot register memory")
+        self._peer = ""
+
+    def opened(self) -> AgentOpened:
+        name = f"127.0.0.1:{self._engine.get_rpc_port()}".encode()
+        return AgentOpened(name, self._addresses(), self._index)
+
+    def join(self, peer: AgentOpened) -> None:
+        self._peer = peer.metadata.decode()
+        self._mine, self._theirs = self._blocks(self._addresses()), self._blocks(peer.addresses)
+
+    def read(self, remote: Bursts, local: Bursts) -> float:
+        batches = []
+        for theirs, mine in zip(remote, local, strict=True):
+            here, there = self._mine[self._indices(mine)], self._theirs[self._indices(theirs)]
+            for first in range(0, len(here), TCP_DESCRIPTORS):
+                part = slice(first, first + TCP_DESCRIPTORS)
+                columns = (here[part, 0], there[part, 0], here[part, 1])
+                batches.append([column.tolist() for column in columns])
+        deadline_s = time.monotonic() + TIMEOUT_S
+        began_s = time.perf_counter()
+        for batch in batches:
+            number = self._engine.batch_transfer_async_read(self._peer, *batch)
+            while state := self._engine.get_batch_transfer_status([number]) if number else -1:
+                if state < 0:
+                    raise TransportError("a Mooncake transfer failed", state=state)
+                _await(deadline_s, "Mooncake")
+        return time.perf_counter() - began_s
+
+    def close(self) -> None:
+        self._engine.batch_unregister_memory([address for address, _ in self._regions()])
+
+
+class PeerSetting(NamedTuple):
+    """How a library is run: with these variables, and `agent` over its pools."""
+
+    name: str
+    library: str
+    agent: Callable[[Sequence[RankPools]], PeerAgent]
+    environment: Mapping[str, str] = MappingProxyType({})
+
+
+PEERS = (
+    PeerSetting("nixl", "nixl", NixlAgent),
+    PeerSetting("nixl, scatter-gather", "nixl", NixlAgent, {"NIXL_UCX_SGL_ENABLE": "1"}),
+    PeerSetting("nixl, 4 threads", "nixl", partial(NixlAgent, num_threads=4)),
+    PeerSetting("mooncake, TCP", "mooncake", MooncakeAgent, {"MC_LOG_LEVEL": "ERROR"}),
+)
+"""A library's default first. NIXL's scatter-gather lists are off by default; threads share long descriptor lists."""
+
+
+def peer_variables(peer: int | None, tls: str) -> dict[str, str]:
+    """Variables of the processes of `PEERS[peer]`, with this UCX_TLS unless it is empty; of ours there are none."""
+    if peer is None:
+        return {}
+    return {**PEERS[peer].environment, **({"UCX_TLS": tls} if tls else {})}
