@@ -87,15 +87,20 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         return self.route.segments
 
     @cached_property
-    def chunks(self) -> npt.NDArray[np.void]:
-        """The messages, of dtype `CHUNK_DTYPE`, in sending order."""
+    def cuts(self) -> list[Cut]:
+        """How the segments that bring something are cut. Chunks are sent cut by cut, and of each row by row."""
         cuts = [self._cut(index) for index, members in enumerate(self.members) if members]
         if self.chunk_bytes > SHORT_CHUNK_BYTES:
             for end in (0, -1):
                 self._shorten(cuts[end], end)
+        return cuts
+
+    @cached_property
+    def chunks(self) -> npt.NDArray[np.void]:
+        """The messages, of dtype `CHUNK_DTYPE`, in sending order."""
         # few numbers mostly: numpy would take longer to begin than Python takes for all of them
         fields: list[int] = []
-        for index, rows, tokens in cuts:
+        for index, rows, tokens in self.cuts:
             pieces = [(token, stop - token) for token, stop in pairwise(tokens)]
             for row, stop in pairwise(rows):
                 for piece in pieces:

@@ -39,11 +39,11 @@ _NBYTES, _NUM_PROGRAMS, _STREAM = (
 
 
 @njit(
-    "void(int64[:,::1], int64[:,::1], int32[:,::1], UniTuple(int64, 9), UniTuple(int64, 12))",
+    "void(int64[:,::1], int64[:,::1], int64[::1], UniTuple(int64, 9), UniTuple(int64, 12))",
     cache=True,
 )
-def fill_jobs(jobs, terms, chunks, launch, span):
-    """Write the jobs of a span's chunks, int64 `[chunk, word]`. `chunks` are int32 `[chunk, field of CHUNK_DTYPE]`.
+def fill_jobs(jobs, terms, rows, launch, span):
+    """Write a span's jobs, int64 `[chunk, word]`. Chunk `i` has the parts from `rows[i]` to `rows[i + 1]`.
 
     `terms`, int64 `[4, word]`: a launch of one part, and what a token further on at the source, one at the destination,
     and a token more add to it.
@@ -61,8 +61,9 @@ def fill_jobs(jobs, terms, chunks, launch, span):
     src_further, dst_further, more, num_tokens, src_address, dst_address = span[:6]
     src_first, dst_first, stream, part_bytes, max_programs, max_uncapped_bytes = span[6:]
     token_tiles = -(-(num_tokens + lead) // tile_tokens)
-    for index in range(len(chunks)):
-        job, part, num_parts = jobs[index], chunks[index, 1], np.int64(chunks[index, 2])
+    for index in range(len(jobs)):
+        job, part = jobs[index], rows[index]
+        num_parts = rows[index + 1] - part
         for word in range(len(job)):
             moved = src_further * terms[1, word] + dst_further * terms[2, word]
             job[word] = terms[0, word] + moved + more * terms[3, word]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from operator import sub
 from typing import Any, ClassVar, NamedTuple, TypeAlias, get_args
 
 import msgspec
@@ -23,7 +25,6 @@ from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.commands import StartReceive
-from kvconnector_kernels.pump.chunks import measure_chunks
 from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
@@ -41,10 +42,6 @@ from kvconnector_kernels.relayout.checks import check_ids_in_pool
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import check_copy
 
-# fields of `planning.CHUNK_DTYPE`
-PART_START, NUM_PARTS, _SPAN_KEY, _NUM_FIELDS = 1, 2, [0, 3, 4], 5
-Fields: TypeAlias = npt.NDArray[np.int32]
-"""Of chunks, `[chunk, field]`."""
 Words: TypeAlias = npt.NDArray[np.int64]
 
 Jobs: TypeAlias = tuple[int, IdBuffer | None, Words | None]
@@ -192,19 +189,21 @@ class Copies:
         RelayoutError: a chunk outside its pool, its blocks or its slot.
         """
         lanes = self._lanes.get(source.route) or self._chunk_lanes(source.route, packing)
-        # a copy: compiled code tells arrays that can be written from others
-        fields = np.frombuffer(source.chunks.tobytes(), np.int32).reshape(-1, _NUM_FIELDS).copy()
-        for members, own_fields, measured in _groups(fields, len(lanes)):
-            _, part_stop, most_parts, index, first, num_tokens = measured
-            lane = lanes[index]
+        next_chunk = 0
+        for index, rows, tokens in source.cuts:
+            lane, first_chunk, num_pieces = lanes[index], next_chunk, len(tokens) - 1
+            next_chunk += (len(rows) - 1) * num_pieces
             window: Any = lane.src if packing else lane.dst
             slot: Any = lane.dst if packing else lane.src
-            if most_parts * lane.token_bytes * num_tokens > slot.nbytes:
-                raise RelayoutError(f"a chunk has more than {slot.nbytes} bytes")
+            most_bytes = max(map(sub, rows[1:], rows)) * lane.token_bytes
             group = window.segment.group
-            where = window.tokens(first, num_tokens, part_stop, blocks[group], ids[group])
-            src, dst = (where, IN_SLOT) if packing else (IN_SLOT, where)
-            yield Span(lane, src, dst, num_tokens, members, own_fields)
+            for piece, (first, stop) in enumerate(pairwise(tokens)):
+                if most_bytes * (stop - first) > slot.nbytes:
+                    raise RelayoutError(f"a chunk has more than {slot.nbytes} bytes")
+                where = window.tokens(first, stop - first, rows[-1], blocks[group], ids[group])
+                src, dst = (where, IN_SLOT) if packing else (IN_SLOT, where)
+                chunks = slice(first_chunk + piece, next_chunk, num_pieces)
+                yield Span(lane, src, dst, stop - first, chunks, rows)
 
     def read_spans(
         self, read: StartReceive, remote: RemotePools, ids: Sequence[int]
@@ -228,9 +227,8 @@ class Copies:
             what = (members.start, len(members), rows.stop)
             src = there.tokens(*what, blocks, ids[theirs])
             dst = here.tokens(*what, read.blocks[ours], ids[len(read.remote_blocks) + ours])
-            # no array: numpy takes longer than all of this
-            fields = ((0, rows.start, len(rows), 0, 0),)
-            yield Span(lane, src, dst, len(members), slice(count, count + 1), fields)
+            edges = [rows.start, rows.stop]
+            yield Span(lane, src, dst, len(members), slice(count, count + 1), edges)
             count += 1
 
     def _chunk_lanes(self, route: Route, packing: bool) -> tuple[Lane, ...]:
@@ -334,39 +332,19 @@ class Lane(msgspec.Struct, frozen=True, eq=False):
     template: Any = None
 
 
-Members: TypeAlias = "slice | npt.NDArray[np.int64]"
-
-
 class Span(NamedTuple):
-    """Copies of a lane that differ in their parts only. `src` and `dst`: see `Tokens`. `fields` are those of the
-    `chunks` of a read, in `planning.CHUNK_DTYPE`; a read of a peer's pools has one for each segment.
+    """Copies of a lane that differ in their parts only. `src` and `dst`: see `Tokens`. Of the `chunks` of a read, chunk
+    `i` has the segment's parts from `rows[i]` to `rows[i + 1]`; a read of a peer's pools has one for each segment.
     """
 
     lane: Lane
     src: Tokens
     dst: Tokens
     num_tokens: int
-    chunks: Members
-    fields: Fields | tuple[tuple[int, ...], ...]
+    chunks: slice
+    rows: list[int]
 
 
 def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
     """Slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for all of them."""
     return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}
-
-
-def _groups(fields: Fields, num_segments: int) -> list[tuple[Members, Fields, tuple[int, ...]]]:
-    """The chunks that differ in their parts only: which they are, in their order, and what is measured of them."""
-    found: list[tuple[Members, Fields, tuple[int, ...]]] = []
-    at = 0
-    while at < len(fields) and len(found) <= num_segments:
-        measured = measure_chunks(fields[at:])
-        members = slice(at, at + measured[0])
-        found.append((members, fields[members], measured))
-        at = members.stop
-    if at == len(fields):
-        return found  # one segment after the other
-    order = np.lexsort(fields[:, _SPAN_KEY].T)
-    keys = fields[order][:, _SPAN_KEY]
-    groups = np.split(order, (keys[1:] != keys[:-1]).any(axis=1).nonzero()[0] + 1)
-    return [(group, fields[group], measure_chunks(fields[group])) for group in groups]

@@ -10,8 +10,6 @@ import numpy as np
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
-    NUM_PARTS,
-    PART_START,
     Copies,
     Jobs,
     Span,
@@ -85,11 +83,11 @@ class CpuCopies(Copies):
             words = np.empty((len(source.chunks), _JOB_WORDS), np.int64)
             for span in self.chunk_spans(source, blocks, ids, packing=packing):
                 words[span.chunks] = job = _job_of(span)
-                fields = np.asarray(span.fields, np.int64)
-                words[span.chunks, _NUM_PARTS] = num_parts = fields[:, NUM_PARTS]
+                edges = np.array(span.rows, np.int64)
+                words[span.chunks, _NUM_PARTS] = num_parts = edges[1:] - edges[:-1]
                 words[span.chunks, _NBYTES] = num_parts * job[_NBYTES]
                 rows = (_SRC if packing else _DST) + _ROWS
-                words[span.chunks, rows] = fields[:, PART_START] * ROW_BYTES + job[rows]
+                words[span.chunks, rows] = edges[:-1] * ROW_BYTES + job[rows]
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -106,10 +104,9 @@ class CpuCopies(Copies):
         try:
             numbers, num_jobs = [0, 0, 0], 0
             for span in self.read_spans(read, remote, ids):
-                ((_, part, num_parts, *_),) = span.fields
-                job = _job_of(span)
-                job[_NUM_PARTS] = num_parts
-                job[_NBYTES] *= num_parts
+                (part, stop), job = span.rows, _job_of(span)
+                job[_NUM_PARTS] = stop - part
+                job[_NBYTES] *= stop - part
                 job[_SRC + _ROWS] += part * ROW_BYTES
                 job[_DST + _ROWS] += part * ROW_BYTES
                 numbers += job

@@ -62,10 +62,10 @@ class Launches:
         ids, parts = (span.src[0], span.dst[0]), (_first_part(lane.src), _first_part(lane.dst))
         part_bytes = span.num_tokens * lane.token_bytes
         limits = self._max_programs, max_uncapped_bytes
-        rows, fields = words[span.chunks], np.asarray(span.fields, np.int32)
+        jobs, edges = np.ascontiguousarray(words[span.chunks]), np.array(span.rows, np.int64)
         numbers = (*further, *counts, *ids, *parts, stream, part_bytes, *limits)
-        fill_jobs(rows, job.terms, fields, job.launch, numbers)
-        words[span.chunks] = rows
+        fill_jobs(jobs, job.terms, edges, job.launch, numbers)
+        words[span.chunks] = jobs
 
     def _job(self, span: Span) -> _Job:
         num_tokens, lane = span.num_tokens, span.lane

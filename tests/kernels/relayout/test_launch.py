@@ -6,7 +6,7 @@ There need be no GPU: tables and block ids are addresses, and the compiler is on
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
-from itertools import product
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import numpy as np
@@ -174,7 +174,7 @@ def prepared_for(src, dst, num_heads, num_tokens):
 
 one_table = cache(table)
 orders = st.sampled_from(["HND", "NHD", "HDN"])
-part_ranges = st.sampled_from([(0, 1), (0, 3), (1, 1), (1, 2), (2, 1)])
+row_edges = st.lists(st.integers(0, 3), min_size=2, unique=True).map(sorted)
 starts = st.integers(0, 200)
 TOKEN_BYTES, MAX_PROGRAMS, MAX_UNCAPPED_BYTES, STREAM = 1 << 14, 9, 4 << 20, 77
 BLOCKS = GroupBlocks.of(range(NUM_IDS))
@@ -185,8 +185,7 @@ def window_of(pool, heads, stripe=ALL_TOKENS):
     return Window(pool, segment)
 
 
-def span_of(ends, firsts, num_tokens, parts, *, num_heads=HEADS, ids=(0, 0)):
-    fields = np.array([(0, *some, 0, num_tokens) for some in parts], np.int32).reshape(-1, 5)
+def span_of(ends, firsts, num_tokens, rows, *, num_heads=HEADS, ids=(0, 0)):
     tokens = (
         end.tokens(first, num_tokens, 1, BLOCKS, IDS_ADDRESS + at)
         if isinstance(end, Window)
@@ -194,7 +193,7 @@ def span_of(ends, firsts, num_tokens, parts, *, num_heads=HEADS, ids=(0, 0)):
         for end, first, at in zip(ends, firsts, ids, strict=True)
     )
     lane = Lane(*ends, num_heads, TOKEN_BYTES)
-    return Span(lane, *tokens, num_tokens, slice(0, len(fields)), fields)
+    return Span(lane, *tokens, num_tokens, slice(0, len(rows) - 1), rows)
 
 
 @st.composite
@@ -215,7 +214,7 @@ def spans(draw):
         ends,
         draw(st.tuples(starts, starts)),
         num_tokens,
-        draw(st.lists(part_ranges, min_size=1, max_size=4)),
+        draw(row_edges),
         num_heads=heads[1],
         ids=draw(st.tuples(ids, ids)),
     )
@@ -230,9 +229,10 @@ def sides_of(span):
 def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
     known = Launches(prepared_for, MAX_PROGRAMS)
     for span in asked:
-        jobs = np.empty(len(span.fields), JOB)
+        jobs = np.empty(len(span.rows) - 1, JOB)
         known.fill(words_of(jobs), span, STREAM, max_uncapped_bytes=MAX_UNCAPPED_BYTES)
-        for job, (_, part_start, num_parts, *_) in zip(jobs, span.fields.tolist(), strict=True):
+        for job, (part_start, stop) in zip(jobs, pairwise(span.rows), strict=True):
+            num_parts = stop - part_start
             counts = {"num_heads": span.lane.num_heads, "num_tokens": span.num_tokens}
             pair = sides_of(span)
             sides = (
@@ -272,10 +272,10 @@ def test_copies_alike_are_prepared_once_whatever_their_parts_blocks_and_ids():
         return prepared_for(*sides_and_counts)
 
     known, words = Launches(prepare, MAX_PROGRAMS), words_of(np.empty(1, JOB))
-    for start, at, part in product((5, 21, 37), (0, 64), [(0, 1), (1, 2)]):
+    for start, at, part in product((5, 21, 37), (0, 64), [[0, 1], [1, 3]]):
         for other in (window_of(one_table("NHD", 16), (0, HEADS)), CHUNKS[0]):
             ends = window_of(one_table("HND", 16), (0, HEADS)), other
-            span = span_of(ends, (start, start + 3), 16 * start, [part], ids=(at, 0))
+            span = span_of(ends, (start, start + 3), 16 * start, part, ids=(at, 0))
             known.fill(words, span, STREAM, max_uncapped_bytes=0)
     assert len(prepared) == 2
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from kvconnector.datapath.pools import Pools
 from kvconnector.ids import Rank
 from kvconnector.layout import ALL_LAYERS
-from kvconnector.planning import CHUNK_DTYPE, GroupBlocks, Route, SegmentWindow, SourceRead
+from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
+from kvconnector.planning.plan import Cut
 from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, make_caches
 
 BLOCKS = 12
@@ -56,16 +57,16 @@ class Half:
         return self.source.chunks
 
 
-def half(window, chunks, blocks, tokens, *, there=()):
-    """A read of one segment, in chunks of any kind."""
-    num_rows = int((chunks["part_start"] + chunks["num_parts"]).max())
-    nbytes = int((chunks["num_parts"] * chunks["num_tokens"]).sum()) * window.part_token_bytes
+def half(window, cut, blocks, tokens, *, there=()):
+    """A read of one segment, cut in any way."""
+    num_rows = cut.rows[-1]
+    nbytes = num_rows * len(tokens) * window.part_token_bytes
     route = Route(Rank(0, 0), 1, (), (), here=(window,), there=there)
     ends = tokens.stop, ALL_LAYERS.stop
     source = SourceRead(
         route, (tokens,), ALL_LAYERS, 1, (tokens,), (range(num_rows),), nbytes, *ends
     )
-    vars(source)["chunks"] = chunks  # not those that a route would be cut into
+    vars(source)["cuts"] = [cut]  # not as its route would be
     return Half(source, (blocks,))
 
 
@@ -92,10 +93,7 @@ class Caches:
         heads = heads or range(self.shape.heads)
         num_rows = 2 * self.shape.layers
         per_token = len(heads) * self.shape.dim * self.shape.item
-        chunks = [
-            (0, row, min(chunk_rows, num_rows - row), start, min(chunk_tokens, tokens.stop - start))
-            for row in range(0, num_rows, chunk_rows)
-            for start in range(tokens.start, tokens.stop, chunk_tokens)
-        ]
+        rows = [*range(0, num_rows, chunk_rows), num_rows]
+        cut = Cut(0, rows, [*range(tokens.start, tokens.stop, chunk_tokens), tokens.stop])
         window = SegmentWindow(0, 0, 0, heads.start, len(heads), per_token, order)
-        return half(window, np.array(chunks, CHUNK_DTYPE), GroupBlocks.of(block_ids), tokens)
+        return half(window, cut, GroupBlocks.of(block_ids), tokens)

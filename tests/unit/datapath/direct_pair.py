@@ -25,7 +25,7 @@ class DirectPair(Pair):
 def direct_read(read_id, theirs, ours, tokens, *, remote_blocks=None, lease_key=KEY):
     """A read of what halves of both sides are to move, and the key of its lease."""
     (here,), (there,) = ours.source.route.here, theirs.source.route.here
-    read = half(here, ours.chunks, ours.blocks[0], tokens, there=(there,))
+    read = half(here, ours.source.cuts[0], ours.blocks[0], tokens, there=(there,))
     return receive_of(read_id, read, remote_blocks=remote_blocks or theirs.blocks), lease_key
 
 
