@@ -38,8 +38,12 @@ setup_sglang() {
 
 setup_peers() {
   setup_sglang || return 1
+  # Mooncake looks for libibverbs, also for TCP; NIXL brings one, under another name
+  local nixl="$KVC_VENV/lib/python3.11/site-packages/nixl_cu12.libs" links="$KVC_VENV/lib/peers"
+  export LD_LIBRARY_PATH="$links:$nixl${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" MC_FORCE_TCP=1 MOONCAKE_PROTOCOL=tcp
   _kvc_has_stamp peers && return
-  _kvc_pip --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine==0.3.13.post1 && _kvc_stamp peers
+  _kvc_pip --no-deps nixl==1.5.1 nixl-cu12==1.5.1 mooncake-transfer-engine-non-cuda==0.3.13.post1 &&
+    mkdir -p "$links" && ln -sf "$nixl"/libibverbs-*.so.1* "$links/libibverbs.so.1" && _kvc_stamp peers
 }
 
 setup_sources() {

@@ -26,7 +26,13 @@ ALWAYS_THERE = [
     "tee",
     "vllm-router",
 ]
-MODULES_OF_OTHERS = {"dynamo.vllm", "json.tool", "sglang.launch_server", "vllm_router.app"}
+MODULES_OF_OTHERS = {
+    "dynamo.sglang",
+    "dynamo.vllm",
+    "json.tool",
+    "sglang.launch_server",
+    "vllm_router.app",
+}
 
 
 def check(command):

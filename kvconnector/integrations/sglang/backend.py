@@ -153,11 +153,11 @@ class KVManager(BaseKVManager):
 
     def deregister_buffer_to_engine(self) -> None:
         """The pools' memory goes away. Raises MemoryInUseError: a transfer did not end in time."""
-        self.transfers.quiesce(QUIESCE_S)
+        self.transfers.worker.quiesce(QUIESCE_S)
 
     def register_buffer_to_engine(self) -> None:
         """It is back, at the same addresses."""
-        self.transfers.resume()
+        self.transfers.worker.resume()
 
     def teardown(self) -> None:
         """Stop."""
@@ -222,11 +222,10 @@ class KVSender(BaseKVSender):
     def failure_exception(self) -> NoReturn:
         raise self._transfer.settle()
 
-    def clear(self) -> None:
-        self._transfer.abort()
-
     def abort(self) -> None:
         self._transfer.abort()
+
+    clear = abort
 
 
 class KVReceiver(BaseKVReceiver):
@@ -283,11 +282,10 @@ class KVReceiver(BaseKVReceiver):
     def failure_exception(self) -> NoReturn:
         raise self._transfer.settle()
 
-    def clear(self) -> None:
-        self._transfer.abort()
-
     def abort(self) -> None:
         self._transfer.abort()
+
+    clear = abort
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """`failure_exception` has ended the load, and waited for that."""

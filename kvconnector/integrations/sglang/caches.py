@@ -15,7 +15,7 @@ parallel ranks is cut by heads, so that the topology can intersect any two cuts:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,11 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
         args.state_item_lens[index],
     )
     if kind == "mamba":
-        return _states(Entries(*columns, args.state_layer_ids[index]), args, index, shape)
+        entries = Entries(*columns, args.state_layer_ids[index])
+        # a block is one slot, and counts as one token
+        return _group(
+            entries, 1, lambda number: _state_views(entries, number, args, index, shape), shape
+        )
     if args.swa_kv_cache_layout != "nhd":
         raise GeometryError(
             "windows are moved in pages of [token, head, dim] only", layout=args.swa_kv_cache_layout
@@ -163,46 +167,24 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
 
 def _pages(entries: Entries, page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
     """A pool of pages `[token, head, dim]`."""
-    views: dict[int, tuple[KVView, ...]] = {}
-    parts: list[PartGeometry] = []
-    for layer, numbers in entries.by_layer().items():
-        found = []
-        for number in numbers:
-            item = entries.item_lengths[number]
-            row, rest = divmod(item, page_size * heads.count)
-            if rest or not row:
-                raise GeometryError(
-                    "a page is not as long as its tokens and heads",
-                    layer=layer,
-                    nbytes=item,
-                    page_size=page_size,
-                    heads=heads.count,
-                )
-            dim, size = _elements(row)
-            found.append(
-                KVView(
-                    entries.addresses[number],
-                    (entries.lengths[number] // item, heads.count, page_size, dim),
-                    (item, row, heads.count * row, size),
-                    size,
-                )
+
+    def views_of(number: int) -> list[tuple[KVView, Heads]]:
+        item = entries.item_lengths[number]
+        row, rest = divmod(item, page_size * heads.count)
+        if rest or not row:
+            raise GeometryError(
+                "a page is not as long as its tokens and heads",
+                layer=entries.layers[number],
+                nbytes=item,
+                page_size=page_size,
+                heads=heads.count,
             )
-        views[layer] = tuple(found)
-        parts = parts or [_part(n, view, heads) for n, view in enumerate(found)]
-    return _group(page_size, views, parts, shape)
+        dim, size = _elements(row)
+        counts = (entries.lengths[number] // item, heads.count, page_size, dim)
+        strides = (item, row, heads.count * row, size)
+        return [(KVView(entries.addresses[number], counts, strides, size), heads)]
 
-
-def _states(entries: Entries, args: Any, index: int, shape: Shape) -> CacheGroup:
-    """A pool of recurrent states: a block is one slot, and counts as one token."""
-    views: dict[int, tuple[KVView, ...]] = {}
-    parts: list[PartGeometry] = []
-    for layer, numbers in entries.by_layer().items():
-        found = []
-        for number in numbers:
-            found += _state_views(entries, number, args, index, shape)
-        views[layer] = tuple(view for view, _ in found)
-        parts = parts or [_part(n, view, heads) for n, (view, heads) in enumerate(found)]
-    return _group(1, views, parts, shape)
+    return _group(entries, page_size, views_of, shape)
 
 
 def _state_views(
@@ -261,17 +243,25 @@ def metadata_group(address: int, num_rows: int, row_bytes: int, shape: Shape) ->
         layers = [layer for layer in layers if layer % shape.pp_size == shape.pp_rank]
     dim, size = _elements(row_bytes)
     view = KVView(address, (num_rows, 1, 1, dim), (row_bytes, row_bytes, row_bytes, size), size)
-    part = _part(0, view, Heads(0, 1, 1))
-    return _group(1, dict.fromkeys(layers, (view,)), [part], shape)
+    parts = (_part(0, view, Heads(0, 1, 1)),)
+    geometry = GroupGeometry(block_size=1, layers=tuple(layers), parts=parts)
+    return CacheGroup(geometry, dict.fromkeys(layers, (view,)), shape.device, shape.dtype)
 
 
 def _group(
+    entries: Entries,
     block_size: int,
-    views: dict[int, tuple[KVView, ...]],
-    parts: Sequence[PartGeometry],
+    views_of: Callable[[int], list[tuple[KVView, Heads]]],
     shape: Shape,
 ) -> CacheGroup:
-    geometry = GroupGeometry(block_size=block_size, layers=tuple(views), parts=tuple(parts))
+    """A group of these entries, of each of which `views_of` makes the parts."""
+    views: dict[int, tuple[KVView, ...]] = {}
+    parts: tuple[PartGeometry, ...] = ()
+    for layer, numbers in entries.by_layer().items():
+        found = [each for number in numbers for each in views_of(number)]
+        views[layer] = tuple(view for view, _ in found)
+        parts = parts or tuple(_part(n, view, heads) for n, (view, heads) in enumerate(found))
+    geometry = GroupGeometry(block_size=block_size, layers=tuple(views), parts=parts)
     return CacheGroup(geometry, views, shape.device, shape.dtype)
 
 

@@ -247,7 +247,7 @@ class LoadedPrompt(RoomTransfer):
 
 
 class RankTransfers:
-    """One rank's worker, and its open transfers.
+    """One rank's `worker`, and its open transfers.
 
     Args:
         config: The engine's settings.
@@ -271,11 +271,11 @@ class RankTransfers:
     ) -> None:
         self.config = config
         self.num_groups = len(groups)
-        self._worker = Worker(config, rank=rank, model=model)
+        self.worker = Worker(config, rank=rank, model=model)
         self._service: DirectoryService | None = None
         try:
-            self._worker.register(list(groups))
-            own = msgspec.msgpack.encode(self._worker.handshake())
+            self.worker.register(list(groups))
+            own = msgspec.msgpack.encode(self.worker.handshake())
             workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
             geometry = joined_geometry(workers, config.verify)
             self._step = StepMetadata(engine=geometry)
@@ -285,7 +285,7 @@ class RankTransfers:
                 control = open_control(config, config.control.port)
                 self._service = DirectoryService(control, directory).start()
         except BaseException:
-            self._worker.close()
+            self.worker.close()
             raise
         self.rooms: set[int] = set()
         """Of prompts that are computed or held: a name stands for one transfer at a time."""
@@ -299,7 +299,7 @@ class RankTransfers:
 
     def order(self, *orders: Order) -> None:
         """Have the worker do this; never blocks. On a GPU it is done after what the current stream holds."""
-        self._worker.start_step(msgspec.structs.replace(self._step, orders=orders))
+        self.worker.start_step(msgspec.structs.replace(self._step, orders=orders))
 
     def await_end(self, transfer: RoomTransfer) -> None:
         """Tell the transfer when the worker reports it."""
@@ -321,11 +321,11 @@ class RankTransfers:
 
     def wait(self) -> None:
         """Wait a little for the worker, and take what it reports."""
-        self._worker.wait(WAIT_S)
+        self.worker.wait(WAIT_S)
         self._take()
 
     def _take(self) -> None:
-        output = self._worker.poll()
+        output = self.worker.poll()
         failed = {**output.failed_sending, **output.failed_recving}
         for trace in output.stats.traces:
             if trace.kind == "hold" and trace.outcome == "aborted":
@@ -335,20 +335,11 @@ class RankTransfers:
             if transfer is not None:
                 transfer.ended(failed.get(request_id))
 
-    def quiesce(self, timeout_s: float) -> None:
-        """Give everything up before the caches' memory goes away. Raises as `Worker.quiesce`."""
-        self._worker.quiesce(timeout_s)
-        self._take()
-
-    def resume(self) -> None:
-        """The caches have memory again."""
-        self._worker.resume()
-
     def close(self) -> None:
         """Stop; see `Worker.close`. Idempotent."""
         if self._service is not None:
             self._service.close()
-        self._worker.close()
+        self.worker.close()
 
 
 NO_BLOCKS = GroupBlocks.of(())

@@ -40,6 +40,13 @@ def pair():
         yield made
 
 
+@pytest.fixture
+def patient():
+    """With deadlines that no busy machine reaches, where no test waits for one."""
+    with closing(Pair(Model(), decode={"tp_size": 2})) as made:
+        yield made
+
+
 def _computed(pair, room):
     sent = pair.send(room)
     pair.grow(sent, PAGES, 0, TOKENS)
@@ -99,14 +106,14 @@ def test_the_prefill_side_gives_up(pair, is_complete):
     assert {type(each.settle()) for each in wanted} == {TransferAbortedError}
 
 
-def test_a_request_that_is_given_up_before_it_has_begun_can_be_asked_for_again(pair):
-    for each in (*pair.send(5), *pair.want(5)):
+def test_a_request_that_is_given_up_before_it_has_begun_can_be_asked_for_again(patient):
+    for each in (*patient.send(5), *patient.want(5)):
         each.abort()
         assert each.poll() is Stage.FAILED
-    sent = _computed(pair, 6)
-    wanted = pair.want(6)
-    pair.load(wanted, OTHERS, TOKENS)
-    assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+    sent = _computed(patient, 6)
+    wanted = patient.want(6)
+    patient.load(wanted, OTHERS, TOKENS)
+    assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
 
 
 def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
@@ -122,14 +129,14 @@ def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
         each.abort()
 
 
-def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(pair):
-    sent = _computed(pair, 11)
-    (again,) = pair.send(11)
+def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(patient):
+    sent = _computed(patient, 11)
+    (again,) = patient.send(11)
     assert again.poll() is Stage.FAILED
     assert isinstance(again.settle(), RemoteProtocolError)
-    wanted = pair.want(11)
-    pair.load(wanted, OTHERS, TOKENS)
-    assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+    wanted = patient.want(11)
+    patient.load(wanted, OTHERS, TOKENS)
+    assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
 
 
 def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
@@ -140,13 +147,13 @@ def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
     assert isinstance(sent[0].settle(), BlockIdError)
 
 
-def test_a_room_is_used_again(pair):
+def test_a_room_is_used_again(patient):
     for _ in range(2):
-        sent = _computed(pair, 8)
-        wanted = pair.want(8)
-        pair.load(wanted, OTHERS, TOKENS)
-        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
-        pair.check(OTHERS, TOKENS)
+        sent = _computed(patient, 8)
+        wanted = patient.want(8)
+        patient.load(wanted, OTHERS, TOKENS)
+        assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
+        patient.check(OTHERS, TOKENS)
 
 
 def test_a_prefill_engine_that_is_gone_fails_its_requests_and_one_in_its_place_is_met(pair):
