@@ -249,7 +249,7 @@ class ConsumerRank(SessionThread):
         """Give slots to reads in their order, each as many as its window wants and are left, and one at least."""
         while self._waiting and self._num_free_slots:
             command = self._waiting.popleft()
-            window = min(CONFIG.staging.window, len(command.source.chunks), self._num_free_slots)
+            window = min(CONFIG.staging.window, command.source.num_chunks, self._num_free_slots)
             self._num_free_slots -= window
             self.peak_slots = max(self.peak_slots, NUM_SLOTS - self._num_free_slots)
             self._reads[command.read_id] = (window, command.source.total_bytes)

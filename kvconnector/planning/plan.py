@@ -96,6 +96,11 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         return cuts
 
     @cached_property
+    def num_chunks(self) -> int:
+        """How many messages there are."""
+        return sum([(len(rows) - 1) * (len(tokens) - 1) for _, rows, tokens in self.cuts])
+
+    @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
         """The messages, of dtype `CHUNK_DTYPE`, in sending order."""
         # few numbers mostly: numpy would take longer to begin than Python takes for all of them

@@ -77,11 +77,11 @@ def check_read(
                 tokens=read.token_ranges[segment.group],
                 held=(room.start, room.stop),
             )
-    if read.num_chunks != len(source.chunks):
+    if read.num_chunks != source.num_chunks:
         raise RemoteProtocolError(
             "the two sides cut a read into different chunks",
             asked=read.num_chunks,
-            cut=len(source.chunks),
+            cut=source.num_chunks,
         )
     return source
 

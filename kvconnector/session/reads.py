@@ -110,7 +110,7 @@ def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:
         token_ranges=tuple([(tokens.start, tokens.stop) for tokens in source.token_ranges]),
         layers=(source.layers.start, source.layers.stop),
         chunk_bytes=source.chunk_bytes,
-        num_chunks=len(source.chunks),
+        num_chunks=source.num_chunks,
         blocks=() if read.is_followed else read.remote_blocks,
         window=posted.window,
         first_tag=posted.first_tag,

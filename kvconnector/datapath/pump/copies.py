@@ -153,7 +153,7 @@ class Copies:
 
     def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
         """Jobs of a read that copies nothing, but awaits what its producer was allowed to send."""
-        rows = np.zeros(len(source.chunks), self.job)
+        rows = np.zeros(source.num_chunks, self.job)
         nbytes = source.chunk_nbytes + (0 if self.digests is None else DIGEST_BYTES)
         rows["nbytes"] = np.minimum(nbytes, slot_bytes)
         words = words_of(rows)

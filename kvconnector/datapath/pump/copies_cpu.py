@@ -80,7 +80,7 @@ class CpuCopies(Copies):
     ) -> Jobs:
         buffer, ids, _ = self.ids.lend(blocks)
         try:
-            words = np.empty((len(source.chunks), _JOB_WORDS), np.int64)
+            words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             for span in self.chunk_spans(source, blocks, ids, packing=packing):
                 words[span.chunks] = job = _job_of(span)
                 edges = np.array(span.rows, np.int64)

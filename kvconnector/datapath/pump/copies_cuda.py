@@ -134,7 +134,7 @@ class CudaCopies(Copies):
         sent = self._expected.pop(id(blocks), None) if stream == FREE_STREAM else None
         buffer, ids = sent[1:] if sent else self._send_ids(blocks, stream)
         try:
-            words = np.empty((len(source.chunks), _JOB_WORDS), np.int64)
+            words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
             limit = {"max_uncapped_bytes": MAX_UNCAPPED_CHUNK_BYTES}
             for span in self.chunk_spans(source, blocks, ids, packing=packing):

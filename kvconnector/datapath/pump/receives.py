@@ -102,7 +102,7 @@ class Receives:
         `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
         """
         self._machine.stay_awake()
-        num_chunks = len(read.source.chunks)
+        num_chunks = read.source.num_chunks
         if num_chunks > MAX_CHUNKS:
             error = TransportError("a read has too many chunks", chunks=num_chunks)
             self._report.failed(read.read_id, error)
@@ -170,7 +170,7 @@ class Receives:
             receive.row = self._machine.receives.add(
                 first_tag=receive.first_tag,
                 jobs=receive.jobs[0],
-                num_chunks=len(source.chunks),
+                num_chunks=source.num_chunks,
                 window=receive.window,
                 limit=receive.limit,
                 stopped=is_stopped,

@@ -134,7 +134,7 @@ class Sends:
         row = machine.sends.add(
             first_tag=read.first_tag,
             jobs=jobs[0],
-            num_chunks=len(command.source.chunks),
+            num_chunks=command.source.num_chunks,
             window=read.window,
             owner=endpoint,
         )
