@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -77,12 +78,12 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     bursts: Bursts = Bursts()
 
     def __post_init__(self) -> None:
-        if self.device not in ("cpu", "cuda") or not set(self.peers) <= {"nixl", "mooncake"}:
-            raise ConfigError(
-                "a device is cpu or cuda, peers are nixl and mooncake",
-                device=self.device,
-                peer=self.peer,
-            )
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError("a device is cpu or cuda", device=self.device)
+        if self.device == "cuda" and importlib.util.find_spec("torch") is None:
+            raise ConfigError("caches on GPUs need torch: pip install kvconnector[torch]")
+        if not set(self.peers) <= {"nixl", "mooncake"}:
+            raise ConfigError("peers are nixl and mooncake", peer=self.peer)
 
     @property
     def peers(self) -> list[str]:

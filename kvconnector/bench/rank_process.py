@@ -112,7 +112,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
             return ["cpu"] * num_ranks
         import torch
 
-        count = max(1, torch.cuda.device_count())
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError("torch can use no GPU here", engine=self.engine_id)
         gpus = self.gpus or [(self.first_gpu + index) % count for index in range(count)]
         if max(gpus) >= count:
             raise ConfigError("no such GPU", engine=self.engine_id, gpus=gpus, num_gpus=count)
@@ -310,7 +312,10 @@ def _main(arguments: Sequence[str]) -> None:
     # while it is stopped, as between its turns, it cannot see that the connection is closed
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     spec, rank_index = msgspec.json.decode(arguments[1], type=tuple[EngineSpec, int])
-    rank = RankProcess(spec, spec.shape.ranks[rank_index])
+    try:
+        rank = RankProcess(spec, spec.shape.ranks[rank_index])
+    except KVConnectorError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     methods = [name for name in vars(RankProcess) if not name.startswith("_")]
     with Connection(int(arguments[0])) as connection:
         try:

@@ -221,11 +221,13 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """From "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of them left out; tp is then dcp. Raises
         ConfigError: another name, a value that is no positive number, an unknown layout, or sizes that do not fit.
         """
-        pieces = [piece.split("=", 1) for piece in text.replace(" ", "").split(",") if piece]
+        pieces = [piece.partition("=") for piece in text.replace(" ", "").split(",") if piece]
         try:
-            fields = {name: value.upper() for name, value in pieces}
+            fields = {name: value.upper() for name, _, value in pieces}
             if len(fields) < len(pieces):
                 raise ValueError("a name is there twice")
+            if not all(fields.values()):
+                raise ValueError("a name or a value is missing")
             return msgspec.convert({"tp": fields.get("dcp", 1), **fields}, cls, strict=False)
         except ValueError as error:
             raise ConfigError(

@@ -11,7 +11,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
     """Request sizes from "2000" or "16,128,2048". Raises ConfigError: something else, or a size below one token."""
     tokens = parse_numbers(text)
     if not tokens or min(tokens) < 1:
-        raise ConfigError("token counts are positive numbers with commas between them", given=text)
+        raise ConfigError("expected positive numbers with commas between them", given=text)
     return tokens
 
 

@@ -20,6 +20,8 @@ from kvconnector.bench.sizes import parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
     PATH,
+    Commands,
+    host_and_port,
     print_json,
     progress_bar,
     terminal,
@@ -91,6 +93,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "connect": {
         "default": "",
         "show_default": False,
+        "type": lambda text: text and host_and_port(text),
         "metavar": "HOST:PORT[,KEY]",
         "help": "Producer's host: the address of a `bench serve` there.",
     },
@@ -317,7 +320,7 @@ def _command(name: str, benchmark: Benchmark, call: Callable[..., int | None]) -
     return click.Command(name, callback=call, params=options, help=benchmark.text, epilog=example)
 
 
-@click.group()
+@click.group(cls=Commands)
 def bench() -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
 

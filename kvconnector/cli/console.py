@@ -29,6 +29,25 @@ json_flag = click.option("--json", is_flag=True, help="Print JSON.")
 picture_option = click.option("--svg", type=PATH, help="Draw it into this file, .svg or .png.")
 
 
+def host_and_port(text: str) -> str:
+    """HOST:PORT or HOST:PORT,KEY as they are. Raises ConfigError: something else."""
+    host, _, port = text.partition(",")[0].rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(
+            "an engine or a server is given as HOST:PORT or HOST:PORT,KEY", given=text
+        )
+    return text
+
+
+class Commands(click.Group):
+    """Lists its commands with all of their help."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write them in their own order."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, each.help or "") for name, each in self.commands.items()])
+
+
 def terminal() -> Console:
     """A console for tables; wide enough for them where the output is no terminal."""
     from rich.console import Console

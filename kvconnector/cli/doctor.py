@@ -18,7 +18,15 @@ from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.shapes import EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli import EXIT_FAULT
-from kvconnector.cli.console import PATH, Finding, Verdict, attempt, json_flag, print_json
+from kvconnector.cli.console import (
+    PATH,
+    Finding,
+    Verdict,
+    attempt,
+    host_and_port,
+    json_flag,
+    print_json,
+)
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
@@ -51,6 +59,7 @@ HELLO_TIMEOUT_S = 3.0
 @click.option("--tls", default="", show_default=False, help="UCX_TLS of what it tries.")
 @click.option(
     "--peer",
+    type=host_and_port,
     metavar="HOST:PORT[,KEY]",
     help="Look at a running engine instead: the address of its directory service, the remote_host and remote_port of"
     " its requests, and its public key where that is not ours.",
@@ -98,6 +107,8 @@ def doctor(
     With --peer, greet a running prefill engine as a decode engine here would, without touching its requests: whether
     the two agree, round trip, bandwidth, and which way transfers will go and why. Exit status 1 for a fault.
     """
+    if not peer and (model or dtype or decode or name):
+        raise ConfigError("--model, --dtype, --decode and --name belong to --peer: give both")
     found = examine_host(keys=keys, device=device, tls=tls)
     if peer:
         local = _local_engine(model, dtype, decode, name) if model else None

@@ -43,6 +43,7 @@ _FIELDS = {
     "kvconnector_transfer_bytes_total": "nbytes",
     "kvconnector_transfer_failures_total": "failures",
     "kvconnector_leases_expired_total": "expired",
+    "kvconnector_packed_producers_total": "packed",
     "kvconnector_loads_in_flight": "in_flight",
     "kvconnector_requests_held": "held",
     "vllm:kvconnector_xfer_time_seconds_bucket": "buckets",
@@ -52,12 +53,16 @@ _FIELDS = {
     "vllm:kvconnector_num_kv_expired_reqs_total": "expired",
 }
 """Of `Snapshot`, by the samples that ours and vLLM's exporter have."""
-_LABELS = {"buckets": "le", "loads": "path", "failures": "cause"}
+_LABELS = {"buckets": "le", "loads": "path", "failures": "cause", "packed": "reason"}
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """One engine's counters at one moment. `buckets` counts loads by the upper bound of their seconds."""
+    """One engine's counters at one moment.
+
+    `buckets` counts loads by the upper bound of their seconds, `packed` producer ranks by what keeps reads from being
+    direct.
+    """
 
     at_s: float
     nbytes: float = 0.0
@@ -65,6 +70,7 @@ class Snapshot:
     loads: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     buckets: Counter[str] = field(default_factory=Counter)
+    packed: Counter[str] = field(default_factory=Counter)
     in_flight: float | None = None
     held: float | None = None
 
@@ -177,9 +183,12 @@ def _screen(
         table.add_row(name or url, *_cells(engine, before.get(url, {}).get(name)))
     if engines:
         yield table
-    if any("packed" in path for *_, engine in engines for path in engine.loads):
+    for _, name, engine in engines:
+        for reason, count in engine.packed.most_common():
+            yield Text(f"{name}: reads from {count} producer ranks are packed: {reason}")
+    if any("packed" in engine.loads and not engine.packed for *_, engine in engines):
         yield Text(
-            "packed: `kvconnector doctor --peer HOST:PORT` on the decode engine's host says why"
+            "packed: `kvconnector doctor --peer HOST:PORT` on the decode engine's host reports why"
         )
     for url, why in now.items():
         if isinstance(why, str):

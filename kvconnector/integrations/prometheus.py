@@ -65,6 +65,8 @@ class EngineMetrics:
         self._failures = metric(Counter, "transfer_failures", text, "cause")
         text = "Requests whose lease ended before a consumer had read their KV cache."
         self._expired = metric(Counter, "leases_expired", text).labels(engine_id)
+        text = "Producer ranks that a worker greeted and cannot read directly, by the reason."
+        self._packed = metric(Counter, "packed_producers", text, "reason")
         in_flight = metric(Gauge, "loads_in_flight", "Requests whose KV cache is being loaded.")
         in_flight.labels(engine_id).set_function(lambda: scheduler.num_loading)
         text = "Finished requests whose blocks are kept for a consumer."
@@ -96,3 +98,5 @@ class EngineMetrics:
         for cause, count in stats.failures.items():
             self._failures.labels(self._engine_id, cause).inc(count)
         self._expired.inc(stats.leases_expired)
+        for reason, count in stats.packed.items():
+            self._packed.labels(self._engine_id, reason).inc(count)

@@ -217,6 +217,7 @@ class Executor:
             how = self._datapath.reads.open(command.link, command.export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
+            self._outbox.read_packed(error.message)
             return
         link.export = command.theirs
         logger.info(

@@ -38,6 +38,7 @@ class _Unreported:
     leases_expired: int = 0
     transfers: list[TransferStats] = field(default_factory=list)
     traces: list[RequestTrace] = field(default_factory=list)
+    packed: Counter[str] = field(default_factory=Counter)
 
     def output(self) -> WorkerOutput:
         stats = WorkerStats(
@@ -45,6 +46,7 @@ class _Unreported:
             failures=dict(self.failures),
             leases_expired=self.leases_expired,
             traces=tuple(self.traces),
+            packed=dict(self.packed),
         )
         return WorkerOutput(
             finished_sending=frozenset(self.sent),
@@ -204,6 +206,11 @@ class Outbox:
             self._forget_unasked(request_id)
             self._unreported.begun.add(request_id)
         self._filled.ring()
+
+    def read_packed(self, reason: str) -> None:
+        """A producer rank was greeted whose pools cannot be read from here. The engine need not wake for it."""
+        with self._lock:
+            self._unreported.packed[reason] += 1
 
     def load_ended(
         self,

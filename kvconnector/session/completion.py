@@ -75,13 +75,16 @@ class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's transfers since its last output. `failures` counts by error type. `loading` is there now and then."""
+    """A worker's transfers since its last output. `failures` counts by error type, `packed` producer ranks that it
+    greeted and cannot read directly by the reason. `loading` is there now and then.
+    """
 
     transfers: tuple[TransferStats, ...] = ()
     failures: dict[str, int] = {}
     leases_expired: int = 0
     traces: tuple[RequestTrace, ...] = ()
     loading: tuple[LoadInFlight, ...] = ()
+    packed: dict[str, int] = {}
 
     def merged(self, other: WorkerStats) -> WorkerStats:
         """Both, as one."""
@@ -91,6 +94,7 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
             leases_expired=self.leases_expired + other.leases_expired,
             traces=self.traces + other.traces,
             loading=self.loading + other.loading,
+            packed=dict(Counter(self.packed) + Counter(other.packed)),
         )
 
     @property

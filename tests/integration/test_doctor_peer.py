@@ -145,7 +145,6 @@ def silent():
         ("127.0.0.1:1", "refuses connections to this port", "start the prefill engine"),
         ("no-such-host.invalid:9", "name does not resolve", "give its IP address"),
         ("silent", "accepts connections at this port and does not answer", "stopped or stuck"),
-        ("there", "not tcp://host:port", ""),
     ],
 )
 def test_why_nobody_answers_is_told_with_a_remedy_of_its_own(doctor, request, where, cause, remedy):

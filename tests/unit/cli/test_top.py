@@ -111,6 +111,17 @@ def test_loads_between_two_looks_become_rates_times_paths_and_failures(
     assert "PeerLostError" in picture.read_text()
 
 
+def test_why_reads_are_packed_is_a_line_for_each_reason(capsys, monkeypatch):
+    registry = CollectorRegistry()
+    packed = {"the pools are another host's": 2}
+    stats = WorkerStats(transfers=(load(1, 0.1, "packed"),), packed=packed)
+    EngineMetrics("d0", Gauges(), registry=registry).observe(stats.merged(stats))
+    with serving([generate_latest(registry)] * 2) as endpoint:
+        out = shown(capsys, monkeypatch, endpoint)
+    assert "d0: reads from 4 producer ranks are packed: the pools are another host's" in out
+    assert "doctor --peer" not in out
+
+
 def test_vllms_metrics_are_read_too():
     registry = CollectorRegistry()
     labels = ["model_name", "engine"]

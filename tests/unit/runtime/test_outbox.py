@@ -95,6 +95,9 @@ def test_everything_since_the_last_call_is_taken_at_once(count):
     assert output.finished_sending == {f"r{number}" for number in range(count)}
     assert output.stats.leases_expired == count
     assert output.stats.failures == ({"KVConnectorError": count} if count else {})
+    outbox.read_packed("another host's")
+    outbox.begun("follower")
+    assert outbox.take().stats.packed == {"another host's": 1}
     assert outbox.take().is_empty
 
 
