@@ -14,15 +14,15 @@ from itertools import product
 
 import msgspec
 
-from kvconnector.bench.deployment import SPARE_FACTOR, Deployment, Transfer
+from kvconnector.bench.deployment import SPARE_FACTOR, Deployment
 from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.limits import limits_of
-from kvconnector.bench.options import WARMUP, BenchOptions
+from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, ENTRY_TOKENS, EngineShape
 from kvconnector.bench.sizes import format_bytes
-from kvconnector.bench.transfer import start_peers
+from kvconnector.bench.transfer import start_peers, take_turns
 from kvconnector.errors import ConfigError
 
 SHARE_OF_MEMORY = 0.5
@@ -70,8 +70,9 @@ def _measure(name: str, deployment: Deployment, progress: partial[None]) -> Case
         peers = start_peers(exits, deployment, notes, lambda *_: progress(), must_run=False)
         pair.pause()
         limits = exits.enter_context(limits_of(pair, num_tokens))
-        runners = [pair, *peers, *limits]
-        samples = _take_turns(runners, requests, deployment.options.iterations)
+        runners: list[Runner] = [pair, *peers, *limits]
+        bursts = [requests] * deployment.options.iterations
+        samples = take_turns(runners, bursts, lambda _: progress(), num_following=0)["in turns"]
         nbytes = deployment.options.model.request_bytes(num_tokens) * len(requests)
         figures: dict[str, float] = {
             "prompt_tokens": num_tokens * ENTRY_TOKENS,
@@ -86,25 +87,6 @@ def _measure(name: str, deployment: Deployment, progress: partial[None]) -> Case
             ),
             (*(f"kvconnector by: {path}" for path in sorted(pair.paths)), *pair.lanes, *notes),
         )
-
-
-def _take_turns(
-    runners: list[Runner], requests: list[Transfer], iterations: int
-) -> list[list[float]]:
-    """Seconds of each runner's bursts; what a single request brings is checked before the first and after the last."""
-    samples: list[list[float]] = [[] for _ in runners]
-    for turn in range(-1, iterations + 1):
-        for runner, times in zip(runners, samples, strict=True):
-            runner.resume()
-            if turn in (-1, iterations):
-                runner.verify(requests[-1])
-            if turn == -1:
-                for _ in range(WARMUP):
-                    runner.run(*requests)
-            elif turn < iterations:
-                times.append(runner.run(*requests))
-            runner.pause()
-    return samples
 
 
 def _free_bytes(device: str) -> int:

@@ -45,7 +45,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
             with limits_of(pair, max(lengths)) as limits:
                 runners = [*contenders, *limits]
                 alone = _ucx_alone(pair, max(lengths))
-                taken = _take_turns(runners, transfers, partial(progress, case))
+                bursts = [(each,) for each in transfers]
+                taken = take_turns(runners, bursts, partial(progress, case))
                 alone += _ucx_alone(pair, max(lengths))
             mean_bytes = sum(map(options.model.request_bytes, lengths)) // len(lengths)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
@@ -109,27 +110,32 @@ def _share_of(alone: list[float], ours: Measurement) -> Iterator[str]:
         )
 
 
-def _take_turns(
-    runners: Sequence[Runner], transfers: Sequence[Transfer], progress: Callable[[float], None]
+def take_turns(
+    runners: Sequence[Runner],
+    bursts: Sequence[Sequence[Transfer]],
+    progress: Callable[[float], None],
+    num_following: int = BACK_TO_BACK,
 ) -> dict[str, list[list[float]]]:
-    """Each runner's seconds: in turns of one length, and of the `BACK_TO_BACK` next ones that follow at once."""
-    longest = max(transfers, key=lambda each: each.num_tokens)
+    """Each runner's seconds, for bursts of requests that are asked for at once: in turns of one burst, and of the next
+    ones that follow at once. What one request brings is checked before the first and after the last.
+    """
+    longest = max(bursts, key=lambda burst: burst[0].num_tokens)
     taken: dict[str, list[list[float]]] = {
         how: [[] for _ in runners] for how in ("in turns", "back to back")
     }
-    for turn in range(-1, len(transfers) + 1):
-        progress((turn + 1) / (len(transfers) + 2))
+    for turn in range(-1, len(bursts) + 1):
+        progress((turn + 1) / (len(bursts) + 2))
         for runner, first_s, following_s in zip(runners, *taken.values(), strict=True):
             runner.resume()
-            if turn in (-1, len(transfers)):
-                runner.verify(longest)
+            if turn in (-1, len(bursts)):
+                runner.verify(longest[-1])
             if turn == -1:
                 for _ in range(WARMUP):
-                    runner.run(longest)
-            elif turn < len(transfers):
-                first_s.append(runner.run(transfers[turn]))
-                for following in range(turn + 1, turn + 1 + BACK_TO_BACK):
-                    following_s.append(runner.run(transfers[following % len(transfers)]))
+                    runner.run(*longest)
+            elif turn < len(bursts):
+                first_s.append(runner.run(*bursts[turn]))
+                for following in range(turn + 1, turn + 1 + num_following):
+                    following_s.append(runner.run(*bursts[following % len(bursts)]))
             runner.pause()
     return taken
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvconnector.bench.results import BenchReport, Measurement
-from kvconnector.cli.console import MIN_WIDTH, finish_loglog, picture
+from kvconnector.cli.console import MIN_WIDTH, draw_loglog, picture
 from kvconnector.errors import ConfigError
 
 
@@ -22,14 +22,15 @@ def draw(report: BenchReport, path: Path) -> None:
         lines.setdefault(label, {})[tokens] = each
     with picture(path, 6.4, 3.6) as figure:
         axes = figure.add_subplot()
-        for number, (label, line) in enumerate(lines.items()):
+        medians_ms = {
+            label: {tokens: each.percentile_s(50) * 1e3 for tokens, each in line.items()}
+            for label, line in lines.items()
+        }
+        draw_loglog(axes, medians_ms, xlabel="prompt, tokens", ylabel="last step to loaded, ms")
+        for number, line in enumerate(lines.values()):
             for tokens, each in line.items():
                 times_ms = [seconds * 1e3 for seconds in each.samples_s]
                 axes.plot([tokens] * len(times_ms), times_ms, ".", color=f"C{number}", alpha=0.3)
-            medians_ms = [each.percentile_s(50) * 1e3 for each in line.values()]
-            axes.loglog(list(line), medians_ms, "o-", color=f"C{number}", label=label)
-        lengths = list(dict.fromkeys(tokens for line in lines.values() for tokens in line))
-        finish_loglog(axes, lengths, xlabel="prompt, tokens", ylabel="last step to loaded, ms")
         figure.tight_layout()
 
 
@@ -69,12 +70,6 @@ def _draw_bursts(report: BenchReport, target: StringIO) -> None:
         for axes, ((tokens, page), lines) in zip(
             figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels.items(), strict=True
         ):
-            for name, line in lines.items():
-                width = 3 if name == "kvconnector" else 1.2
-                axes.loglog(list(line), list(line.values()), "o-", label=name, linewidth=width)
-            bursts = list(dict.fromkeys(burst for line in lines.values() for burst in line))
             title = f"prompts of {tokens} tokens, pages of {page}"
-            finish_loglog(
-                axes, bursts, title=title, xlabel="requests at once", ylabel="GB/s, median"
-            )
+            draw_loglog(axes, lines, title=title, xlabel="requests at once", ylabel="GB/s, median")
         figure.tight_layout()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
@@ -144,8 +144,11 @@ def picture(path: Path | StringIO, width_inches: float, height_inches: float) ->
         raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error
 
 
-def finish_loglog(axes: Any, ticks: Sequence[int], **labels: str) -> None:
-    """Label double logarithmic axes, with a tick at each measured place."""
+def draw_loglog(axes: Any, lines: Mapping[str, Mapping[int, float]], **labels: str) -> None:
+    """Draw lines on double logarithmic axes, with a tick at each measured place."""
+    for label, line in lines.items():
+        axes.loglog(list(line), list(line.values()), "o-", label=label)
+    ticks = list(dict.fromkeys(place for line in lines.values() for place in line))
     axes.set(**labels)
     axes.set_xticks(ticks, map(str, ticks))
     axes.set_xticks([], minor=True)

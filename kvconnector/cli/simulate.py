@@ -17,7 +17,7 @@ from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simul
 from kvconnector.bench.sizes import parse_numbers
 from kvconnector.cli.console import (
     PATH,
-    finish_loglog,
+    draw_loglog,
     json_flag,
     picture,
     picture_option,
@@ -207,16 +207,16 @@ def _print(report: Report) -> None:
 
 
 def _draw(report: Report, path: Path) -> None:
-    sizes = [row.engines for row in report.rows]
     panels = (
         ("control messages", {"a request": "messages_per_request", "a second": "messages_per_s"}),
         ("completion, ms", {"p50": "p50_ms", "p99": "p99_ms"}),
     )
     with picture(path, 9, 3.5) as figure:
         for axes, (title, lines) in zip(figure.subplots(1, 2), panels, strict=True):
-            for label, name in lines.items():
-                figures = [getattr(row, name) or nan for row in report.rows]
-                axes.loglog(sizes, figures, "o-", label=label)
-            finish_loglog(axes, sizes, xlabel="engines", title=title)
+            figures = {
+                label: {row.engines: getattr(row, name) or nan for row in report.rows}
+                for label, name in lines.items()
+            }
+            draw_loglog(axes, figures, xlabel="engines", title=title)
             axes.yaxis.set_minor_formatter("{x:g}" if "ms" in title else "")
         figure.tight_layout()
