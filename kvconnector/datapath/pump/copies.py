@@ -121,7 +121,7 @@ class Copies:
         """`slots`: see `packed_sides`."""
         self._pools = pools
         self._slots = slots
-        self._lanes: dict[Route, tuple[Lane, ...]] = {}
+        self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
     def order_after(self, event: object, requests: Requests | None) -> None:
         """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
@@ -188,7 +188,7 @@ class Copies:
         """The spans of a read's chunks. `ids`: where the device reads the block ids of each group. Raises
         RelayoutError: a chunk outside its pool, its blocks or its slot.
         """
-        lanes = self._lanes.get(source.route) or self._chunk_lanes(source.route, packing)
+        lanes = self._lanes.get((source.route, packing)) or self._chunk_lanes(source.route, packing)
         next_chunk = 0
         for index, rows, tokens in source.cuts:
             lane, first_chunk, num_pieces = lanes[index], next_chunk, len(tokens) - 1
@@ -240,8 +240,8 @@ class Copies:
             lanes.append(self._lane(src, dst, segment))
         if len(self._lanes) >= _MAX_ROUTES:
             del self._lanes[next(iter(self._lanes))]
-        self._lanes[route] = tuple(lanes)
-        return self._lanes[route]
+        self._lanes[route, packing] = tuple(lanes)
+        return self._lanes[route, packing]
 
     def _read_lanes(self, route: Route, remote: RemotePools) -> tuple[Lane, ...]:
         lanes = []
