@@ -35,7 +35,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector": Size(661, target=560),
     "kvconnector/bench": Size(4813),
     "kvconnector/cache": Size(3020, target=3280),
-    "kvconnector/cli": Size(2988),
+    "kvconnector/cli": Size(2990),
     "kvconnector/control": Size(1420, target=1330),
     "kvconnector/datapath": Size(4449, target=4050),
     "kvconnector/integrations": Size(2857, target=3510),

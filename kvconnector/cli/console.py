@@ -154,4 +154,6 @@ def draw_loglog(axes: Any, lines: Mapping[str, Mapping[int, float]], **labels: s
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+    # many names hide the lines
+    place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} if len(lines) > 4 else {}
+    axes.legend(frameon=False, **place)
