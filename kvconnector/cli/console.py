@@ -32,7 +32,7 @@ picture_option = click.option("--svg", type=PATH, help="Draw it into this file, 
 def host_and_port(text: str) -> str:
     """HOST:PORT or HOST:PORT,KEY as they are. Raises ConfigError: something else."""
     host, _, port = text.partition(",")[0].rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not port:
         raise ConfigError(
             "an engine or a server is given as HOST:PORT or HOST:PORT,KEY", given=text
         )

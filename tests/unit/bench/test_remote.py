@@ -108,7 +108,7 @@ def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "line,named",
     [
-        ("transfer --connect nowhere", "tcp://nowhere"),
+        ("transfer --connect nowhere", "HOST:PORT"),
         ("pairs", "torchrun"),
     ],
 )
