@@ -155,7 +155,7 @@ def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
     with engines(str(model), prefill, decode) as (producer, consumer):
         for num_tokens, num_known in ((75, 0), (101, 75 // virtual_block * virtual_block)):
             check_read(producer, consumer, 1, num_tokens)
-            assert consumer.loads.pop().token_ranges == ((num_known, num_tokens - 1),)
+            assert consumer.loads.pop().token_ranges == ((num_known, num_tokens),)
             owned = set().union(*(rank.own_tokens(num_tokens) for rank in consumer.ranks))
             assert owned == set(range(num_tokens))
         until(lambda: producer.world.used_blocks == 0, consumer, producer)

@@ -130,7 +130,7 @@ class TakingWorker:
 
 def worker_half(worker, host_buffer=None, *, is_clearing=False):
     config = ConnectorConfig.from_mapping({"engine_id": "e", "control": {"insecure": True}})
-    settings = Settings(config, False, 64, 480.0, "m")
+    settings = Settings(config, False, 64, 480.0, "auto", "m")
     cache_config = SimpleNamespace(needs_kv_cache_zeroing=is_clearing)
     untraced = SimpleNamespace(observability_config=SimpleNamespace(otlp_traces_endpoint=None))
     half = WorkerHalf(untraced, cache_config, settings, c.placed())

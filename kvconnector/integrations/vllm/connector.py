@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import EngineCoreOutputs
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
@@ -194,6 +196,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._scheduler.request_finished(request, block_ids)
+
+    def emit_first_tokens(
+        self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        """Ours, not vLLM's: the scheduler calls it with each step's outputs, see `first_token`."""
+        self._scheduler.first_tokens.emit(scheduler, outputs)
 
     # -- both --
 

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
+from kvconnector.integrations.vllm.first_token import (
+    FirstTokens,
+)
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     GroupInfo,
@@ -44,8 +47,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self._settings = settings
-        self._dcp_size: int = vllm_config.parallel_config.decode_context_parallel_size
-        self._lookahead_tokens = vllm_config.num_prefill_lookahead_tokens
+        self._vllm_config = vllm_config
         self._groups: tuple[GroupInfo, ...] = ()
         self.delivers = settings.config.role != "consumer"
         """True if finished requests' blocks are handed to other engines."""
@@ -54,9 +56,8 @@ class SchedulerHalf:
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._streamed: dict[str, Request] = {}
-        # a draft model's layers are written after the workers have taken a step's orders
-        self._has_drafts = vllm_config.speculative_config is not None
         self._idle_steps = IdleSteps(vllm_config)
+        self.first_tokens = FirstTokens(vllm_config, settings.first_token, loads=self._loads)
         self._sent, self._received = Reports(), Reports()
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
 
@@ -121,8 +122,11 @@ class SchedulerHalf:
         if offer is None or not self._loads:
             return
         source = str(offer["remote_engine_id"]), str(_transfer_of(offer))
-        if self._siblings.add(request.request_id, *source):
-            self._tell_scheduler(request, offer)
+        if not self._siblings.add(request.request_id, *source):
+            return  # which then draws its own first token
+        is_known = self._tell_scheduler(request, offer)
+        if is_known and not params.get("do_remote_decode"):
+            self.first_tokens.expect(request, offer)
 
     def _tell_scheduler(self, request: Request, params: Params) -> bool:
         try:
@@ -155,13 +159,14 @@ class SchedulerHalf:
         token, and windows as seen from it; with several draft modules, all of their look-ahead.
         """
         forgets = any(info.keeps != "all" for info in self._groups)
-        lookahead: int = self._lookahead_tokens
+        lookahead: int = self._vllm_config.num_prefill_lookahead_tokens
         return max(int(forgets), lookahead - 1)
 
     def _leave_to_decoder(self, request: Request) -> None:
         backoff = self._backoff_tokens()
         if (
             not backoff
+            or self.first_tokens.is_sent(request)
             or request.request_id in self._shortened
             or request.num_prompt_tokens <= backoff
             or request.get_skip_reading_prefix_cache()
@@ -194,6 +199,8 @@ class SchedulerHalf:
         if not params.get("remote_block_ids"):
             # the producer has not reported where it stops: where an engine of this configuration does
             num_tokens -= max(0, self._backoff_tokens() - 1)
+        # the token that is computed here follows the prompt, or is its last one
+        num_tokens += request.request_id in self.first_tokens
         tokens, is_async = self._scheduler.matched_tokens(
             request.request_id, num_tokens, num_computed_tokens
         )
@@ -205,6 +212,8 @@ class SchedulerHalf:
         """Load into the request's blocks, or notify the producer that nothing is needed."""
         if not self._loads:
             return
+        if not num_external:
+            self.first_tokens.forget(request.request_id)
         tables = blocks.get_block_ids()
         # vLLM's hit is the same for all groups, but for recurrent states, of which the scheduler half knows the place
         given = [request_blocks(info, tables[info.vllm_group], 0) for info in self._groups]
@@ -243,7 +252,8 @@ class SchedulerHalf:
             request_id,
             blocks=[kernel_block_ids(info, tables[info.vllm_group]) for info in self._groups],
             num_tokens=num_tokens,
-            ahead_tokens=0 if self._has_drafts else step_stop,
+            # a draft model's layers are written after the workers have taken a step's orders
+            ahead_tokens=0 if self._vllm_config.speculative_config else step_stop,
         )
 
     def update(self, output: KVConnectorOutput) -> None:
@@ -277,6 +287,9 @@ class SchedulerHalf:
         # those whose blocks vLLM takes as invalid are not among its failed ones
         failed = {name for name in our_received if reasons[name]}
         failed |= our_received.intersection(output.failed_recving or ())
+        for name in failed:
+            self.first_tokens.forget(name)
+        self.first_tokens.loaded(our_received)
         self._scheduler.update(
             WorkerOutput(
                 finished_sending=frozenset(our_sent),
@@ -292,9 +305,10 @@ class SchedulerHalf:
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return True if the request's blocks must be kept, and the parameters for their reader."""
         self._siblings.remove(request.request_id)
-        self._shortened.discard(request.request_id)
         self._streamed.pop(request.request_id, None)
+        self.first_tokens.forget(request.request_id)
         offer = self._offered(request, block_ids)
+        self._shortened.discard(request.request_id)
         self._scheduler.finish(request.request_id)
         return offer is not None, offer
 
@@ -327,9 +341,12 @@ class SchedulerHalf:
         except KVConnectorError:
             logger.exception("the blocks of request %s are not offered", request.request_id)
             return None
-        offer |= {"dcp_size": self._dcp_size, "transfer_mode": "pull"}
+        dcp_size = self._vllm_config.parallel_config.decode_context_parallel_size
+        offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
+        elif request.request_id not in self._shortened:
+            offer |= self.first_tokens.of(request)
         return offer
 
     @property

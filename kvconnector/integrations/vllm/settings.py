@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ ROLES: Mapping[str, Role] = {
 HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 
+FirstTokenPolicy = Literal["auto", "always", "never"]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
 # NixlConnector's options that mean nothing here; a deployment that sets them need not change.
@@ -49,6 +50,10 @@ class Settings:
     """A prefill engine recomputes rather than read fewer tokens than this from a decode engine."""
     decoder_kv_blocks_ttl_s: float
     """How long a decode engine keeps the blocks of a finished request for the next turn."""
+    first_token: FirstTokenPolicy
+    """A decode engine emits the token that the prefill engine sampled. "always": also of models with sliding windows
+    or recurrent states, whose prompts the prefill engine then computes to the end.
+    """
     model_name: str
     """Peers compare it instead of vLLM's model name, which may be a path that differs between hosts."""
 
@@ -67,13 +72,14 @@ class Settings:
         bidirectional = _take(options, "bidirectional_kv_xfer", bool, False)
         threshold = _take(options, "kv_recompute_threshold", int, 64)
         decoder_ttl_s = _take(options, "decoder_kv_blocks_ttl", PositiveSeconds, 480.0)
+        first_token = _take(options, "first_token", FirstTokenPolicy, "auto")
         name = _take(options, "model_name", str, str(vllm_config.model_config.model))
         base = _base(vllm_config, options, environ)
         if bidirectional:
             base["role"] = "both"
         config = ConnectorConfig.from_env(environ, base)
         config = of_rank(config, vllm_config.parallel_config.data_parallel_index)
-        return cls(config, bidirectional, threshold, decoder_ttl_s, name)
+        return cls(config, bidirectional, threshold, decoder_ttl_s, first_token, name)
 
 
 def _base(

@@ -81,6 +81,8 @@ SLEEPY = {"arguments": {"enable_sleep_mode": True}}
 ON_GPUS_BF16 = {"needs_gpus": True, "gpu_dtype": "bfloat16"}
 MLA = {"model": {"kind": "mla", "layers": 2}, **ON_GPUS_BF16}
 LOST = {"policy": "recompute", "leaves_nothing": False}
+FIRST_TOKENS = {"scenario": s.first_tokens, "has_nixl": False}
+ALWAYS = {"options": {"first_token": "always"}}
 PREFIXES = {"scenario": s.prefix_hits}
 CASES = (
     Case("tp1-tp1", is_quick=True),
@@ -118,6 +120,17 @@ CASES = (
     Case("prefix-hits-block128-32", prefill=_blocks(128), decode=_blocks(32), **PREFIXES),
     Case("crowd", s.crowd),
     Case("completions", s.completions),
+    Case("first-token", decode=TP2, **FIRST_TOKENS),
+    Case("first-token-window", model={"window": 128}, **FIRST_TOKENS, **ALWAYS),
+    Case(
+        "first-token-states",
+        model=STATES,
+        prefill=UNCACHED,
+        decode=UNCACHED,
+        **FIRST_TOKENS,
+        **ALWAYS,
+    ),
+    Case("first-token-never", has_nixl=False, options={"first_token": "never"}),
     Case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
     _stream("stream", prefill=CHUNKED),
     _stream("stream-packed", prefill=CHUNKED, options={"paths": {"direct": "never"}}),

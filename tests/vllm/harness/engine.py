@@ -53,8 +53,8 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished request. `least_gap`: between the two likeliest tokens, over all positions. `computed_tokens`: of a
-    prompt whose transfer was waited for, those that were computed.
+    """A finished request. `least_gap`: between the two likeliest tokens, over all positions. `computed_tokens`: of its
+    prompt; None before the first step.
     """
 
     tokens: list[int]
@@ -229,9 +229,11 @@ class _Loop:
         self._engine = engine
         self._submitted = set()
         self._blocks = {}
+        self._lengths = {}
         self._computed = {}
         self._preemptions = {}
         self._scheduler = engine.engine_core.engine_core.scheduler
+        self._plan, self._scheduler.schedule = self._scheduler.schedule, self._schedule
 
     def run(self):
         while True:
@@ -252,23 +254,33 @@ class _Loop:
             if not self._submitted:
                 time.sleep(0.001)
 
+    def _schedule(self, *arguments):
+        """Count the tokens of prompts that a step computes."""
+        planned = self._plan(*arguments)
+        for unique_id, count in planned.num_scheduled_tokens.items():
+            request_id = unique_id.rpartition("-")[0]
+            stop = self._scheduler.requests[unique_id].num_computed_tokens
+            of_prompt = min(stop, self._lengths.get(request_id, 0)) - (stop - count)
+            self._computed[request_id] = self._computed.get(request_id, 0) + max(0, of_prompt)
+        return planned
+
     def _look(self):
-        """Keep what nobody tells of a request after its end: its blocks, and how much of it is computed."""
+        """Keep what nobody tells of a request after its end: its blocks."""
         for unique_id, request in self._scheduler.requests.items():
             request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
             blocks = self._scheduler.kv_cache_manager.get_block_ids(unique_id)
             if request_id in self._submitted and any(map(any, blocks)):
                 self._blocks[request_id] = [list(each) for each in blocks]
-                if request.prefill_stats:  # until its first token
-                    self._computed[request_id] = request.prefill_stats.num_computed_tokens
             self._preemptions[unique_id] = request.num_preemptions
 
     def _end(self, request_id):
         self._submitted.discard(request_id)
+        self._lengths.pop(request_id, None)
         return self._computed.pop(request_id, None), self._blocks.pop(request_id, [])
 
     def on_submit(self, request_id, prompt, *arguments):
         self._submitted.add(request_id)
+        self._lengths[request_id] = len(prompt)
         prompt = {"prompt_token_ids": prompt}
         self._engine.add_request(request_id, prompt, sampling_of(*arguments))
 

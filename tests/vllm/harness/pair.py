@@ -94,10 +94,11 @@ class Pair:
     def prefilled(self, prompt):
         return self.offered(self.begin_prefill(prompt)).params
 
-    def compared(self, prompt, cached=0):
+    def compared(self, prompt, cached=0, **options):
         """Prefill there, decode here, and how the caches differ after `cached` tokens that were here; "" if not."""
         prefill = self.prefill.answer(self.begin_prefill(prompt))
-        return self._compared(prompt, prefill, self.decode.submit(prompt, prefill.params), cached)
+        decode = self.decode.submit(prompt, prefill.params, **options)
+        return self._compared(prompt, prefill, decode, cached)
 
     def _compared(self, prompt, prefill, decode, cached=0):
         end = len(prompt) - 1  # the last token is for the decode engine

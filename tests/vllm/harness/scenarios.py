@@ -55,7 +55,7 @@ def _compare(pair, outcome, what, prompt, expected, *, cached=0):
     """One request's caches, after `cached` tokens that the decode engine had, and its tokens."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
-    # the last one counts as computed or not; None is no transfer
+    # the last one, unless its token came from the prefill engine
     if answer.computed_tokens not in {0, 1}:
         outcome.complaints.append(f"{what}: {answer.computed_tokens} computed by the decode engine")
     is_asked = answer.tokens != expected and not difference
@@ -64,6 +64,23 @@ def _compare(pair, outcome, what, prompt, expected, *, cached=0):
         outcome.differs_alone.append(f"{what}: {why}")
     else:
         outcome.compare(what, answer, expected)
+
+
+def first_tokens(pair, outcome):
+    """The decode engine computes nothing of the prompts: it goes on from the prefill engine's token, which may also be
+    the last one.
+    """
+    for length in LENGTHS:
+        prompt = pair.clear_prompt(length)
+        expected = pair.alone(prompt)
+        answer, difference = pair.compared(prompt)
+        outcome.compare_bytes(f"{length} tokens", difference)
+        outcome.compare(f"{length} tokens", answer, expected)
+        outcome.check(f"{length} tokens: computed", answer.computed_tokens, 0)
+        pair.decode.forget()
+        only = pair.decode.ask(prompt, pair.prefilled(prompt), max_tokens=1)
+        outcome.compare(f"one of {length} tokens", only, expected[:1])
+        outcome.check(f"one of {length} tokens: computed", only.computed_tokens, None)
 
 
 def prefix_hits(pair, outcome):

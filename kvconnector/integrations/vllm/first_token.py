@@ -1,0 +1,291 @@
+"""First tokens: the prefill engine's sampled token is the decode engine's first one, and is not computed there again.
+
+The prefill engine (P) sends the token with its offer, as `remote_first_token`, with a digest of how it was sampled. The
+decode engine (D) loads the whole prompt. When the load has ended it emits the token and makes it the last one of the
+request's prompt: what is left to compute is that token alone, as after any load, and nothing else in vLLM has to know.
+Stop tokens, lengths and minimums are those of vLLM's own check, which runs before. A failed load emits nothing: D
+computes the prompt and samples the token itself.
+
+vLLM has no call with which a connector emits a token. So this module wraps one method, `Scheduler.update_from_output`,
+in the process of a scheduler whose connector loads, and calls what `_USED` names. All of it is compared with the
+releases that are known before anything is wrapped; D computes first tokens where it differs.
+
+P's token is D's only if D would have drawn it from the same distribution, and if no later token needs to know that it
+was sampled rather than given. Parameters of which neither is known to be true leave the request as it is, also those
+that a later release may add.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import Request, RequestStatus
+
+from kvconnector.errors import ConfigError
+from kvconnector.integrations.vllm.settings import FirstTokenPolicy
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger(__name__)
+
+FIRST_TOKEN = "remote_first_token"
+"""Key of `kv_transfer_params`: `[token, digest of its sampling parameters]`."""
+GREEDY_TEMPERATURE = 1e-5
+
+# what the first token is drawn with; penalties of output tokens do not act on it
+_COMPARED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+)
+# what acts on neither the first token nor, by it, on later ones; or has a rule of its own below
+_FREE = {
+    *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id"),
+    *("_all_stop_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
+    *("include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone"),
+    *("output_text_buffer_length", "flat_logprobs", "skip_reading_prefix_cache", "seed"),
+    *("watermarking", "_watermarking_skipped", "extra_args"),
+}
+_PLAIN = SamplingParams()
+_CHECKED = tuple(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if field.name not in _FREE.union(_COMPARED)
+)
+_EXTRA_ARGS = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}
+
+# digests of the sources in the releases that are known, 0.32 and 0.33; one where both have the same
+_USED: dict[Any, tuple[str, ...]] = {
+    Scheduler.update_from_output: ("1f8d6e28ba4c3fcf", "3713fcfee525cd79"),
+    Scheduler.finish_requests: ("550697af508ebf26", "aad302ec49507a20"),
+    Scheduler._update_from_kv_xfer_finished: ("5c9fe4e703a01a3d",),
+    Scheduler._update_waiting_for_remote_kv: ("e5f67db8390f9398",),
+    Request.__init__: ("aa52657c12d36848",),
+    Request.append_output_token_ids: ("32def3ae04439bfc",),
+    check_stop: ("804ae3ffff783327",),
+}
+
+
+def request_obstacle(request: Request) -> str:
+    """Return why a request's first token is computed by the decode engine; empty if it need not be."""
+    params = request.sampling_params
+    if params is None:
+        return "pooling"
+    if request.prompt_embeds is not None or request.mm_features or request.resumable:
+        return "a prompt that is not text alone"
+    if params.seed is not None and params.temperature >= GREEDY_TEMPERATURE:
+        return "a seed"
+    for name in _CHECKED:
+        if getattr(params, name) != getattr(_PLAIN, name):
+            return name.strip("_")
+    return ", ".join(sorted(set(params.extra_args or ()) - _EXTRA_ARGS))
+
+
+def engine_obstacle(vllm_config: VllmConfig) -> str:
+    """Return why an engine neither sends nor takes first tokens; empty if it does."""
+    model = vllm_config.model_config
+    plugins = importlib.metadata.entry_points(group="vllm.logits_processors")
+    obstacles = {
+        "custom logits processors": bool(model.logits_processors or plugins),
+        "watermarks": vllm_config.watermark_config is not None,
+        "sampling masks": model.return_sampling_mask,
+        "auxiliary outputs": vllm_config.aux_output_config.enabled,
+        "several draft modules": vllm_config.num_prefill_lookahead_tokens > 1,
+    }
+    return ", ".join(name for name, is_there in obstacles.items() if is_there)
+
+
+def sampling_digest(request: Request) -> str:
+    """Return what two requests have in common whose first tokens are drawn from the same distribution."""
+    params = request.sampling_params
+    stops = sorted(params.all_stop_token_ids) if params.min_tokens else None
+    lora = request.lora_request.lora_name if request.lora_request else None
+    drawn = [*(getattr(params, name) for name in _COMPARED), stops, lora]
+    return hashlib.blake2b(json.dumps(drawn, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+class FirstTokens:
+    """Those that an engine sends with its offers, and those that its requests came with, until they are emitted.
+
+    Args:
+        vllm_config: The engine's. Its scheduler is made ready if the engine `loads`.
+        policy: By the option `first_token`.
+
+    Raises:
+        ConfigError: the policy is "always", and the engine cannot.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, policy: FirstTokenPolicy, *, loads: bool = True
+    ) -> None:
+        self._policy = policy
+        self._vocabulary = vllm_config.model_config.get_vocab_size()
+        self._expected: dict[str, tuple[Request, int]] = {}
+        self._loaded: list[tuple[Request, int]] = []
+        self._logged: set[str] = set()
+        if policy == "never":
+            return
+        obstacle = engine_obstacle(vllm_config) or (loads and scheduler_obstacle(vllm_config))
+        if obstacle and policy == "always":
+            raise ConfigError("first_token=always cannot be used with this engine", has=obstacle)
+        if obstacle:
+            self._policy = "never"
+            logger.warning("decode engines compute first tokens: this engine has %s", obstacle)
+
+    def __repr__(self) -> str:
+        return f"<FirstTokens {sorted(self._expected)}, {len(self._loaded)} loaded>"
+
+    def is_sent(self, request: Request) -> bool:
+        """Returns True if a prompt is computed to its end in any case, although its model forgets."""
+        is_streamed = "transfer_id" in request.kv_transfer_params
+        return self._policy == "always" and not is_streamed and not request_obstacle(request)
+
+    def of(self, request: Request) -> dict[str, Any]:
+        """Return the token of a prompt that is computed, as `kv_transfer_params` carry it."""
+        if self._policy == "never" or request.num_output_tokens != 1:
+            return {}
+        if not self._is_free(request_obstacle(request)):
+            return {}
+        return {FIRST_TOKEN: [request.output_token_ids[0], sampling_digest(request)]}
+
+    def expect(self, request: Request, params: Mapping[str, Any]) -> None:
+        """A request was queued that loads from a producer, with the producer's offer."""
+        if self._policy == "never":
+            return
+        came = params.get(FIRST_TOKEN)
+        if self._is_free(request_obstacle(request) or self._mismatch(request, params, came)):
+            self._expected[request.request_id] = request, came[0]  # type: ignore[index]  # a list
+
+    def _is_free(self, obstacle: str) -> bool:
+        if obstacle and obstacle not in self._logged:
+            self._logged.add(obstacle)
+            logger.info("decode engines compute first tokens for requests with %s", obstacle)
+        return not obstacle
+
+    def _mismatch(self, request: Request, params: Mapping[str, Any], came: Any) -> str:
+        match came:
+            case None:
+                return "a producer that sends none, as of streamed prompts"
+            case [int(token), str(digest)] if 0 <= token < self._vocabulary:
+                if digest != sampling_digest(request):
+                    return "sampling parameters that the producer did not have"
+                if params.get("remote_num_tokens") != request.num_prompt_tokens:
+                    return "prompts of another length than the producer's"
+                return ""
+        return f"a malformed {FIRST_TOKEN}"
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._expected
+
+    def forget(self, request_id: str) -> None:
+        """The request's prompt is not loaded, or not whole, or the request is over. Unknown ones are ignored."""
+        self._expected.pop(request_id, None)
+
+    def loaded(self, request_ids: Iterable[str]) -> None:
+        """These requests have their whole prompts: `emit` their tokens."""
+        self._loaded += [self._expected.pop(name) for name in request_ids if name in self._expected]
+
+    def emit(self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """Add the tokens of loaded requests to a step's outputs, by client.
+
+        Args:
+            scheduler: vLLM's, which still waits for these loads. Requests that end with their first token end here.
+            outputs: What its `update_from_output` returns.
+        """
+        loaded, self._loaded = self._loaded, []
+        for request, token in loaded:
+            is_whole = request.num_computed_tokens == request.num_prompt_tokens
+            if not is_whole or request.status != RequestStatus.WAITING_FOR_REMOTE_KVS:
+                continue
+            of_client = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            of_client.outputs.append(_emitted(scheduler, request, token))
+
+
+def _emitted(scheduler: Scheduler, request: Request, token: int) -> EngineCoreOutput:
+    waiting = request.status
+    request.append_output_token_ids(token)
+    if scheduler.log_stats:  # the request's time in the queue is over
+        request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
+    if check_stop(request, scheduler.max_model_len):
+        end, request.status = request.status, waiting
+        request.kv_transfer_params = None  # nobody would be given an offer of these blocks
+        scheduler.finish_requests(request.request_id, end)
+    else:
+        _make_prompt(request, token)
+    return EngineCoreOutput(
+        request_id=request.request_id,
+        new_token_ids=[token],
+        finish_reason=request.get_finished_reason(),
+        stop_reason=request.stop_reason,
+        events=request.take_events(),
+        trace_headers=request.trace_headers,
+        prefill_stats=request.take_prefill_stats(),
+    )
+
+
+def _make_prompt(request: Request, token: int) -> None:
+    """Let a request's only output token be the last one of its prompt. The client keeps its own prompt."""
+    request._output_token_ids.clear()
+    request.prompt_token_ids = [*request.prompt_token_ids, token]
+    request.num_prompt_tokens += 1
+    request.max_tokens -= 1
+    params = request.sampling_params = copy.copy(request.sampling_params)
+    params.max_tokens = request.max_tokens
+    params.min_tokens = max(0, params.min_tokens - 1)
+
+
+def scheduler_obstacle(vllm_config: VllmConfig) -> str:
+    """Wrap the scheduler's method. Return why it cannot be, and is not; empty if it is."""
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    if scheduler not in {Scheduler, AsyncScheduler}:
+        return f"the scheduler {scheduler.__qualname__}"
+    original = Scheduler.update_from_output
+    if getattr(original, "emits_first_tokens", False):
+        return ""
+    unknown = [
+        function.__qualname__
+        for function, digests in _USED.items()
+        if source_digest(function) not in digests
+    ]
+    if unknown:
+        return f"another {' and '.join(unknown)} than in the releases of vLLM that are known"
+
+    @functools.wraps(original)
+    def update_from_output(
+        self: Scheduler, *arguments: Any, **named: Any
+    ) -> dict[int, EngineCoreOutputs]:
+        outputs: dict[int, EngineCoreOutputs] = original(self, *arguments, **named)
+        for connector in getattr(self.connector, "_connectors", (self.connector,)):
+            if hasattr(connector, "emit_first_tokens"):
+                connector.emit_first_tokens(self, outputs)
+        return outputs
+
+    update_from_output.emits_first_tokens = True  # type: ignore[attr-defined]
+    Scheduler.update_from_output = update_from_output
+    return ""
+
+
+def source_digest(function: Any) -> str:
+    """Return a digest of a function's own source, not of what it wraps."""
+    source = inspect.getsource(function.__code__)
+    return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()
