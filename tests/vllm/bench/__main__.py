@@ -93,7 +93,11 @@ def parse():
     has_nixl = importlib.util.find_spec("nixl") is not None
     parser = argparse.ArgumentParser(prog="scripts/bench_vllm", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--connectors", default=f"{OURS},{NIXL}" if has_nixl else OURS)
+    parser.add_argument(
+        "--connectors",
+        default=f"{OURS},{NIXL}" if has_nixl else OURS,
+        help=f"of {OURS}, {NIXL}, computed ({OURS} with first_token=never)",
+    )
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--step-tokens", type=int, help="max_num_batched_tokens")
     parser.add_argument("--draw", type=Path, help="a bench.json of an earlier run: its plot alone")
@@ -134,7 +138,9 @@ def _spec(arguments, plan, device, connector, half):
             "load_format": "dummy",
             "worker_extension_cls": "tests.vllm.bench.weights.RandomWeights",
         }
-    case, engine_id = Case(name="bench"), f"{connector}-{half}"
+    # the same connector, whose decode engine computes the prompt's last token
+    options_of_ours = {"first_token": "never"} if connector == "computed" else {}
+    case, engine_id = Case(name="bench", options=options_of_ours), f"{connector}-{half}"
     return EngineSpec(
         model=str(_model(arguments)),
         transfer=transfer_config(case, connector, ROLES[half], engine_id),

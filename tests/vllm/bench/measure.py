@@ -35,12 +35,13 @@ class Plan:
 @dataclass
 class Size:
     """Requests of one length, times in seconds. `first_s`: from the prefill engine's answer to the decode engine's
-    first token. `best_s`: the same requests once more, when the decode engine has everything in its prefix cache.
-    `right`: requests whose first token is the prefill engine's own.
+    first token. `second_s`: to its second one. `best_s`: first tokens of the same requests once more, when the decode
+    engine has everything in its prefix cache. `right`: requests whose first token is the prefill engine's own.
     """
 
     transfer_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
+    second_s: list[float] = field(default_factory=list)
     best_s: list[float] = field(default_factory=list)
     right: int = 0
 
@@ -191,6 +192,7 @@ def _request(prompt, contender, found):
     (again,) = contender.decoded([prompt])
     size = found.sizes[len(prompt)]
     size.first_s += first_s
+    size.second_s += [first_s[0] + answer.second - answer.first]
     size.best_s.append(again.first_token_s)
     size.right += answer.tokens[0] == offer.tokens[0]
     # it came with a step's output, long before the last

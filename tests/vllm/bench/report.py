@@ -4,7 +4,13 @@ import json
 import statistics
 from dataclasses import asdict
 
-TITLES = {"streamed": "kvconnector, streamed", "nixl": "NixlConnector"}
+TITLES = {
+    "streamed": "kvconnector, streamed",
+    "computed": "kvconnector, first_token=never",
+    "nixl": "NixlConnector",
+}
+
+KEYS = ("transfer_s", "first_s", "second_s", "best_s")
 
 
 def save(folder, found, plan, environment, command):
@@ -27,7 +33,8 @@ def as_markdown(report):
     found = report["found"]
     headings = ["tokens"]
     for name in found:
-        headings += [f"{TITLES.get(name, name)}: transfer", "first token", "best possible", "right"]
+        headings += [f"{TITLES.get(name, name)}: transfer", "first token", "second token"]
+        headings += ["best possible", "right"]
     lines = [headings, ["---"] * len(headings)]
     for length in report["plan"]["lengths"]:
         cells = [str(length)]
@@ -41,8 +48,8 @@ def as_markdown(report):
     contacts = [f"first contact, {plan['lengths'][0]}"]
     for each in found.values():
         last, best = ([b[-1] for b in each[key]] for key in ("bursts", "best_bursts"))
-        bursts += ["", _ms(last), _ms(best), ""]
-        contacts += ["", _ms(each["first_contact_s"]), "", ""]
+        bursts += ["", _ms(last), "", _ms(best), ""]
+        contacts += ["", _ms(each["first_contact_s"]), "", "", ""]
     table = "".join(f"| {' | '.join(line)} |\n" for line in [*lines, bursts, contacts])
     errors = [
         f"{TITLES.get(name, name)} failed: {each['error']}\n"

@@ -9,14 +9,19 @@ from tests.vllm.harness.engine import Answer, sampling_of
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Answer):
-    """When it was asked for, and its first token came: seconds of a clock that all processes share."""
+    """When it was asked for, and its first two tokens came: seconds of a clock that all processes share."""
 
     asked: float
     first: float
+    second: float
 
     @property
     def first_token_s(self):
         return self.first - self.asked
+
+    @property
+    def second_token_s(self):
+        return self.second - self.asked
 
 
 def serve(pipe, spec):
@@ -67,10 +72,10 @@ async def _serve(pipe, spec):
 
 async def _submit(pipe, engine, request_id, prompt, *arguments):
     sampling = sampling_of(*arguments)
-    first = 0.0
+    came = []
     asked = time.perf_counter()
     async for output in engine.generate({"prompt_token_ids": prompt}, sampling, request_id):
-        if not first and output.outputs[0].token_ids:
-            first = time.perf_counter()
-    answer = Timed.of(output, asked=asked, first=first)
+        came += [time.perf_counter()] * (len(output.outputs[0].token_ids) - len(came))
+    first, second = [*came, 0.0, 0.0][:2]
+    answer = Timed.of(output, asked=asked, first=first, second=second)
     pipe.send(("finished", {request_id: answer}))
