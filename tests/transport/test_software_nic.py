@@ -1,0 +1,141 @@
+"""UCX's transports for RDMA, over ports in software: bytes, lanes, a port that goes down, refused registration."""
+
+import time
+
+import pytest
+
+from kvconnector.errors import PeerLostError
+from kvconnector.transport.ucx import load_library
+from kvconnector.transport.ucx.rdma import offers_of
+from tests.support.software_nic import TLS, SoftwareNics
+from tests.support.transport_suite import (
+    DEADLINE_S,
+    Ledger,
+    TransportPair,
+    TransportSuite,
+    Worker,
+    exchange,
+    pattern,
+)
+from tests.transport.remote import RemoteTransport
+
+MESSAGE_BYTES = 16 << 20
+
+pytestmark = [pytest.mark.ucx, pytest.mark.slow, pytest.mark.integration]
+
+
+@pytest.fixture(scope="module")
+def nics(tmp_path_factory):
+    return SoftwareNics(tmp_path_factory.mktemp("nics"))
+
+
+def start(nics, *, device="", **environment):
+    """A transport of a process that has these ports, or one of them alone."""
+    options = {"TLS": TLS}
+    if device:
+        interfaces = {name for _, name in offers_of(load_library(nics.library))({"TLS": "tcp"})}
+        options["NET_DEVICES"] = ",".join([device, *interfaces])
+    variables = nics.environment(**environment).items()
+    prefix = ["env", *(f"{name}={value}" for name, value in variables)]
+    return RemoteTransport({"library": nics.library, "options": options}, prefix=prefix)
+
+
+def join(a, b):
+    """Both sides of a new connection."""
+    return TransportPair(
+        Worker(a, a.connect(b.address), a.allocate),
+        Worker(b, b.connect(a.address), b.allocate),
+        lambda: (a.release(), b.release()),
+        b.kill,
+        lambda: (a.begin_close(), b.begin_close()),
+    )
+
+
+def move(ledger, pair, nbytes, tag):
+    """One message, from the first to the second."""
+    sent, received = pair.a.allocate(nbytes), pair.b.allocate(nbytes)
+    sent.write(pattern(nbytes, tag))
+    receive = pair.b.transport.recv(tag, received.buffer)
+    send = pair.a.transport.send(pair.a.endpoint, tag, sent.buffer)
+    assert ledger.wait((0, send), (1, receive)) == [None, None]
+    assert received.read() == pattern(nbytes, tag)
+
+
+class TestRdma(TransportSuite):
+    """Both ports as lanes of one endpoint."""
+
+    @pytest.fixture(autouse=True)
+    def _nics(self, nics):
+        self.nics = nics
+
+    def pair(self):
+        return join(start(self.nics), start(self.nics))
+
+
+@pytest.mark.parametrize("device, num_lanes", [("", 2), ("soft_1:1", 1)])
+def test_lanes_are_all_ports_or_the_named_one(nics, device, num_lanes):
+    pair = join(start(nics, device=device), start(nics, device=device))
+    ledger = Ledger(pair.a.transport, pair.b.transport)
+    exchange(ledger, pair.a, pair.b, 1)
+    lanes = pair.a.transport.call("lanes", pair.a.endpoint).split("+")
+    assert sum(lane.startswith("rc_verbs/") for lane in lanes) == num_lanes
+    assert all(device in lane for lane in lanes if lane.startswith("rc_verbs/"))
+    move(ledger, pair, MESSAGE_BYTES, 2)
+    pair.close()
+    pair.release()
+
+
+def test_a_port_that_goes_down_loses_its_peers_alone_and_they_meet_again(nics):
+    """A message is announced, then the cable is out: its receiver waits, and cancels."""
+    a, b, *others = (start(nics, device=f"soft_{number}:1") for number in (0, 0, 1, 1))
+    pair, spared = join(a, b), join(*others)
+    ledger, others = Ledger(a, b), Ledger(*others)
+    exchange(ledger, pair.a, pair.b, 1)
+    exchange(others, spared.a, spared.b, 1)
+    receive = b.recv(2, b.allocate(MESSAGE_BYTES).buffer)
+    send = a.send(pair.a.endpoint, 2, a.allocate(MESSAGE_BYTES).buffer)
+    nics.set_link("soft_0", is_up=False)
+    (error,) = ledger.wait((0, send))
+    assert isinstance(error, PeerLostError)
+    b.cancel(receive)
+    (error,) = ledger.wait((1, receive))
+    assert error is not None
+    move(others, spared, MESSAGE_BYTES, 3)
+    nics.set_link("soft_0", is_up=True)
+    again = join(a, b)
+    exchange(ledger, again.a, again.b, 4)
+    move(ledger, again, MESSAGE_BYTES, 5)
+    for each in (again, spared):
+        each.close()
+        each.release()
+
+
+def test_a_process_that_is_killed_fails_what_was_sent_to_it(nics):
+    pair = join(start(nics), start(nics))
+    ledger = Ledger(pair.a.transport, pair.b.transport)
+    exchange(ledger, pair.a, pair.b, 1)
+    a, doomed = pair.a.transport, pair.b.transport
+    ticket = a.send(pair.a.endpoint, 2, a.allocate(MESSAGE_BYTES).buffer)
+    doomed.kill()
+    deadline_s, ended = time.monotonic() + DEADLINE_S, []
+    while not ended:
+        assert time.monotonic() < deadline_s
+        ended = a.progress()
+    assert ended[0].ticket == ticket
+    assert isinstance(ended[0].error, PeerLostError)
+    a.close()
+    pair.release()
+
+
+def test_memory_that_a_nic_does_not_register_fails_its_message_alone(nics):
+    a, b = start(nics, SOFTWARE_NIC_LIMIT=40 << 20), start(nics)
+    pair = join(a, b)
+    ledger = Ledger(a, b)
+    exchange(ledger, pair.a, pair.b, 1)
+    b.recv(2, b.allocate(3 * MESSAGE_BYTES).buffer)
+    ticket = a.send(pair.a.endpoint, 2, a.allocate(3 * MESSAGE_BYTES).buffer)
+    (error,) = ledger.wait((0, ticket))
+    assert error.context["ucx_status"] == "Input/output error"
+    move(ledger, pair, MESSAGE_BYTES, 3)
+    pair.close()
+    pair.release()
