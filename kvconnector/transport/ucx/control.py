@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvconnector.errors import KVConnectorError
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
@@ -27,11 +28,16 @@ comes in pieces, for as long as its sender takes.
 
 @dataclass(slots=True, eq=False)
 class _Arriving:
-    """A message being received. `request` is 0 once it is there, or has failed; then `memory` is None too."""
+    """A message being received into `memory`, which is None once that has failed."""
 
-    request: int
     nbytes: int
     memory: bytearray | None
+    is_over: bool = False
+
+    def end(self, error: KVConnectorError | None) -> None:
+        self.is_over = True
+        if error is not None:
+            self.memory = None
 
 
 class ControlReceives:
@@ -59,17 +65,6 @@ class ControlReceives:
             events += self._arrived()
         return events
 
-    def give_up(self) -> None:
-        """Leave what is still arriving, and its memory, to the worker's other operations: it closes."""
-        for tag, queue in self.arriving.items():
-            for arriving in queue:
-                if arriving.request:
-                    assert arriving.memory is not None  # it has not failed
-                    address = _address(arriving.memory)
-                    buffer = Buffer(address, arriving.nbytes, "cpu", arriving.memory)
-                    self._requests.adopt(arriving.request, tag, buffer, None)
-        self.arriving.clear()
-
     def _accept(self, message: Unexpected, limits: Mapping[int, int]) -> ControlEvent | None:
         """Begin to receive a message, unless there is no memory to be spent on it; what is known of it at once."""
         handle, tag, nbytes = message
@@ -83,37 +78,29 @@ class ControlReceives:
             return ControlRefused(tag, nbytes)
         # one byte more: memory of none has no address, and an address of none refuses a message
         memory = bytearray(nbytes + 1)
-        posted = self._libucp.receive_unexpected(handle, _address(memory), nbytes)
-        filled = memory if posted.status in (OK, IN_PROGRESS) else None
-        if not (queue or posted.request):
-            return _event_of(tag, nbytes, filled)
-        self.has_begun |= posted.status == IN_PROGRESS
-        arriving = _Arriving(posted.request, nbytes, filled)
+        address = _address(memory)
+        posted = self._libucp.receive_unexpected(handle, address, nbytes)
+        arriving = _Arriving(nbytes, memory if posted.status in (OK, IN_PROGRESS) else None)
+        if posted.request:
+            buffer = Buffer(address, nbytes, "cpu", memory)
+            self._requests.adopt(posted.request, tag, buffer, None, arriving.end)
+            self.has_begun = True
+        elif not queue:
+            return _event_of(tag, arriving)
+        arriving.is_over = not posted.request
         self.arriving.setdefault(tag, deque()).append(arriving)
         return None
 
     def _arrived(self) -> list[ControlEvent]:
         """Return what is complete, each tag's messages in their order."""
+        self._requests.collect()
         events: list[ControlEvent] = []
-        for tag in list(self.arriving):
-            queue = self.arriving[tag]
-            while queue and self._is_over(queue[0]):
-                over = queue.popleft()
-                events.append(_event_of(tag, over.nbytes, over.memory))
+        for tag, queue in list(self.arriving.items()):
+            while queue and queue[0].is_over:
+                events.append(_event_of(tag, queue.popleft()))
             if not queue:
                 del self.arriving[tag]
         return events
-
-    def _is_over(self, arriving: _Arriving) -> bool:
-        if arriving.request:
-            status = self._libucp.send_status(arriving.request)
-            if status == IN_PROGRESS:
-                return False
-            self._libucp.request_free(arriving.request)
-            arriving.request = 0
-            if status != OK:
-                arriving.memory = None
-        return True
 
     def refuse(self, message: Unexpected) -> None:
         """Receive a message without its content."""
@@ -124,11 +111,11 @@ class ControlReceives:
             self.has_begun = True
 
 
-def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
+def _event_of(tag: int, over: _Arriving) -> ControlEvent:
     """Return the event of a message that is over."""
-    if memory is None:
-        return ControlRefused(tag, nbytes)
-    return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))
+    if over.memory is None:
+        return ControlRefused(tag, over.nbytes)
+    return ControlMessage(tag, bytes(memoryview(over.memory)[: over.nbytes]))
 
 
 def _address(memory: bytearray) -> int:

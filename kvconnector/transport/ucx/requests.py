@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvconnector.errors import (
     KVConnectorError,
@@ -48,23 +49,27 @@ class Endpoint:
     unsent_control_bytes: int = 0
 
 
+End: TypeAlias = Callable[[KVConnectorError | None], None]
+"""Takes the error of an operation that has ended, None if all is well."""
+
+
 @dataclass(slots=True)
 class _Operation:
-    """One send (`endpoint` is set) or receive that UCX has not finished. `reported`: its ticket has ended already, or
-    nobody knows it. `control_endpoint`: a control message, and the endpoint to which its failure is reported.
+    """One send (`endpoint` is set) or receive that UCX has not finished. `end` is called once, by the end of the
+    operation or of the wait for it; None when nobody waits. `control_bytes` are those of a control message.
     """
 
     request: int
     tag: int
     buffer: Buffer
     endpoint: Endpoint | None
+    end: End | None = None
+    control_bytes: int = 0
     cancelled: bool = False
-    reported: bool = False
-    control_endpoint: int = 0
 
 
 class RequestTable:
-    """Books every operation from its posting until UCX has let go of its memory, and each ticket's one completion."""
+    """Books every operation from its posting until UCX has let go of its memory, and reports its end once."""
 
     def __init__(self, libucp: Libucp) -> None:
         self._libucp = libucp
@@ -96,10 +101,17 @@ class RequestTable:
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
         return ticket
 
-    def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: Endpoint | None) -> int:
-        """Own a request that someone else posted and gave up, and its memory, until UCX lets go of it; its ticket."""
+    def adopt(
+        self,
+        request: int,
+        tag: int,
+        buffer: Buffer,
+        endpoint: Endpoint | None,
+        end: End | None = None,
+    ) -> int:
+        """Own a request that someone else posted, and its memory, until UCX lets go of it; its ticket."""
         ticket = self._new_ticket()
-        self._operations[ticket] = _Operation(request, tag, buffer, endpoint, reported=True)
+        self._operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
         return ticket
 
     def holds(self, ticket: int) -> bool:
@@ -107,22 +119,23 @@ class RequestTable:
         return ticket in self._operations
 
     def send_control(self, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes) -> None:
-        """Post a control message, which has no ticket. Raises what UCX says at once."""
+        """Post a control message, whose ticket nobody gets. Raises what UCX says at once."""
         if endpoint.lost is not None:
             raise endpoint.lost
         posted = self._libucp.tag_send(endpoint.handle, payload, len(payload), tag, host=True)
         if posted.status == OK:
             return
+
+        def end(error: KVConnectorError | None) -> None:
+            if error is not None:
+                self.failed_control.append(ControlFailed(endpoint_id, error))
+
         buffer = buffer_of_bytes(payload)
-        operation = _Operation(
-            posted.request, tag, buffer, endpoint, reported=True, control_endpoint=endpoint_id
-        )
+        operation = _Operation(posted.request, tag, buffer, endpoint, end, len(payload))
         if posted.status == IN_PROGRESS:
             self._operations[self._new_ticket()] = operation
             endpoint.unsent_control_bytes += len(payload)
-            return
-        error = self._error(0, operation, posted.status, 0)
-        if error is not None:
+        elif (error := self._error(operation, posted.status, 0)) is not None:
             raise error
 
     def take_failed_control(self) -> list[ControlFailed]:
@@ -137,51 +150,40 @@ class RequestTable:
     def cancel(self, ticket: int) -> None:
         """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned."""
         operation = self._operations.get(ticket)
-        if operation is None or operation.reported:
+        if operation is None or operation.end is None:
             return
         if operation.endpoint is not None:
-            error = OperationCancelledError("the send was cancelled", ticket=ticket)
-            self._report(ticket, operation, error)
+            _end(operation, OperationCancelledError("the send was cancelled", ticket=ticket))
         else:
             operation.cancelled = True
             self._libucp.request_cancel(operation.request)
 
     def fail_sends(self, endpoint: Endpoint, make_error: Callable[[], KVConnectorError]) -> None:
-        """End the tickets of all sends through an endpoint; their memory stays owned until UCX lets go of it."""
-        for ticket, operation in self._operations.items():
-            if operation.endpoint is not endpoint:
-                continue
-            if operation.control_endpoint:
-                self._fail_control(operation, make_error())
-            elif not operation.reported:
-                self._report(ticket, operation, make_error())
+        """End the wait for all sends through an endpoint; their memory stays owned until UCX lets go of it."""
+        for operation in self._operations.values():
+            if operation.endpoint is endpoint:
+                _end(operation, make_error())
 
     def is_sending(self, endpoint: Endpoint) -> bool:
         """Returns True if UCX holds a send through this endpoint."""
         return any(operation.endpoint is endpoint for operation in self._operations.values())
 
     def collect(self) -> None:
-        """Look at every operation under way and book those that have ended."""
-        ended = []
+        """Look at every operation under way and end those that UCX has finished."""
+        finished = []
         for ticket, operation in self._operations.items():
             if operation.endpoint is not None:
                 status, length = self._libucp.send_status(operation.request), 0
             else:
                 status, length = self._libucp.recv_status(operation.request)
             if status != IN_PROGRESS:
-                ended.append((ticket, status, length))
-        for ticket, status, length in ended:
+                finished.append((ticket, status, length))
+        for ticket, status, length in finished:
             operation = self._operations.pop(ticket)
             self._libucp.request_free(operation.request)
-            if operation.control_endpoint and operation.endpoint is not None:
-                operation.endpoint.unsent_control_bytes -= operation.buffer.nbytes
-            if operation.reported and not operation.control_endpoint:
-                continue
-            error = self._error(ticket, operation, status, length)
-            if not operation.control_endpoint:
-                self.finished.append(Completion(ticket, error))
-            elif error is not None:
-                self._fail_control(operation, error)
+            if operation.endpoint is not None:
+                operation.endpoint.unsent_control_bytes -= operation.control_bytes
+            _end(operation, self._error(operation, status, length))
 
     def take_finished(self) -> list[Completion]:
         """The completions since the last call."""
@@ -201,15 +203,16 @@ class RequestTable:
         """Returns the number of receives that UCX still holds."""
         return sum(operation.endpoint is None for operation in self._operations.values())
 
-    def tickets(self) -> list[int]:
-        """Every ticket that has not ended."""
-        return [t for t, operation in self._operations.items() if not operation.reported]
+    def cancel_all(self) -> None:
+        """As `cancel`, of all but control messages."""
+        for ticket, operation in self._operations.items():
+            if not operation.control_bytes:
+                self.cancel(ticket)
 
     def end_all(self, make_error: Callable[[], KVConnectorError]) -> None:
-        """End every ticket; the memory stays owned until `forget`."""
-        for ticket, operation in self._operations.items():
-            if not operation.reported:
-                self._report(ticket, operation, make_error())
+        """End every wait; the memory stays owned until `forget`."""
+        for operation in self._operations.values():
+            _end(operation, make_error())
 
     def forget(self) -> None:
         """Let go of all memory: the worker that used it is gone, and its requests with it."""
@@ -220,23 +223,13 @@ class RequestTable:
         return self._num_tickets
 
     def _book(self, ticket: int, posted: Posted, operation: _Operation) -> None:
+        operation.end = lambda error: self.finished.append(Completion(ticket, error))
         if posted.status == IN_PROGRESS:
             self._operations[ticket] = operation
-            return
-        error = self._error(ticket, operation, posted.status, posted.message_bytes)
-        self.finished.append(Completion(ticket, error))
+        else:
+            _end(operation, self._error(operation, posted.status, posted.message_bytes))
 
-    def _report(self, ticket: int, operation: _Operation, error: KVConnectorError) -> None:
-        operation.reported = True
-        self.finished.append(Completion(ticket, error))
-
-    def _fail_control(self, operation: _Operation, error: KVConnectorError) -> None:
-        self.failed_control.append(ControlFailed(operation.control_endpoint, error))
-        operation.control_endpoint = 0  # once is enough
-
-    def _error(
-        self, ticket: int, operation: _Operation, status: int, length: int
-    ) -> KVConnectorError | None:
+    def _error(self, operation: _Operation, status: int, length: int) -> KVConnectorError | None:
         """Return the error of a final status; None if all is well. `length` is a received message's."""
         receiving = operation.endpoint is None
         expected = operation.buffer.nbytes
@@ -253,8 +246,14 @@ class RequestTable:
             return operation.endpoint.lost
         text = self._libucp.library.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
-            return OperationCancelledError("the receive was cancelled", ticket=ticket)
+            return OperationCancelledError("the receive was cancelled", tag=operation.tag)
         if status in LOSS_STATUSES or status == ERR_CANCELED:
             return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)
         what = "a receive" if receiving else "a send"
         return TransportError(f"UCX failed {what}", tag=operation.tag, ucx_status=text)
+
+
+def _end(operation: _Operation, error: KVConnectorError | None) -> None:
+    end, operation.end = operation.end, None
+    if end is not None:
+        end(error)

@@ -236,9 +236,7 @@ class UcxTransport:
             return
         self._closed = True
         deadline_s = self._clock() + self._close_timeout_s
-        self._control.give_up()
-        for ticket in self._requests.tickets():
-            self._requests.cancel(ticket)
+        self._requests.cancel_all()
         self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
         self._requests.end_all(lambda: OperationCancelledError("the transport was closed"))
         self._endpoints.flush_all()
@@ -318,11 +316,7 @@ class UcxTransport:
 
     def _is_light(self) -> bool:
         """Returns True if whatever moves now copies little."""
-        return not (
-            self._requests.others_move
-            or self._control.arriving
-            or self._requests.num_bytes > MAX_HELD_BYTES
-        )
+        return not (self._requests.others_move or self._requests.num_bytes > MAX_HELD_BYTES)
 
     def _drive_until(self, condition: Callable[[], bool], deadline_s: float) -> None:
         self._step()
