@@ -164,7 +164,7 @@ class KVManager(BaseKVManager):
         self.transfers.close()
 
 
-class KVSender(BaseKVSender):
+class KVSender(SentPrompt, BaseKVSender):
     """A request of the prefill side."""
 
     def __init__(
@@ -174,11 +174,11 @@ class KVSender(BaseKVSender):
         bootstrap_room: int,
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
+        super().__init__(mgr.transfers, bootstrap_room)
         self.kv_mgr = mgr
         self._early_send_wait_event: Any = None
         self._row = 0
         self._num_pages = 0
-        self._transfer = SentPrompt(mgr.transfers, bootstrap_room)
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._row = aux_index or 0
@@ -192,25 +192,20 @@ class KVSender(BaseKVSender):
         state_indices: Sequence[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        layout, transfer = self.kv_mgr.layout, self._transfer
-        if transfer.stage is not Stage.WAITING:
+        layout = self.kv_mgr.layout
+        if self.stage is not Stage.WAITING:
             return
         early, self._early_send_wait_event = self._early_send_wait_event, None
         pages = [int(page) for page in kv_indices]
         self._num_pages += len(pages)
         tokens = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
-        with transfer.failing(), self.kv_mgr.after(early):
-            transfer.grow(pages, tokens, page_groups=layout.kv_groups)
+        with self.failing(), self.kv_mgr.after(early):
+            self.grow(pages, tokens, page_groups=layout.kv_groups)
             if state_indices is None:
-                transfer.publish()
+                self.publish()
                 return
             self.kv_mgr.rows.fill(self._row)
-            transfer.complete(layout.last_blocks(state_indices, self._row, transfer.num_tokens))
-
-    def poll(self) -> int:
-        return int(self._transfer.poll())
-
-    poll_pp_consensus = poll
+            self.complete(layout.last_blocks(state_indices, self._row, self.num_tokens))
 
     def get_transfer_metric(self) -> KVTransferMetric:
         nbytes = self._num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
@@ -220,20 +215,19 @@ class KVSender(BaseKVSender):
         """Decode engines are not kept from allocating before."""
 
     def failure_exception(self) -> NoReturn:
-        raise self._transfer.settle()
+        raise self.settle()
 
-    def abort(self) -> None:
-        self._transfer.abort()
-
-    clear = abort
+    poll_pp_consensus = SentPrompt.poll
+    clear = SentPrompt.abort
 
 
-class KVReceiver(BaseKVReceiver):
+class KVReceiver(LoadedPrompt, BaseKVReceiver):
     """A request of the decode side. `num_tokens`, `window_tokens` and `stream` are noted by `note_length`."""
 
     def __init__(
         self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int | None = None
     ) -> None:
+        super().__init__(mgr.transfers, bootstrap_room or 0)
         self.kv_mgr = mgr
         self.num_tokens = 0
         self.window_tokens: int | None = None
@@ -241,13 +235,12 @@ class KVReceiver(BaseKVReceiver):
         self._address = bootstrap_addr
         self._row = -1
         self._is_met = False
-        self._transfer = LoadedPrompt(mgr.transfers, bootstrap_room or 0)
 
     def init(self, prefill_dp_rank: int) -> None:
         self._is_met = True
-        if self._transfer.stage is Stage.WAITING:
-            with self._transfer.failing():
-                self._transfer.want(prefill_address(self._address, self.kv_mgr.transfers.config))
+        if self.stage is Stage.WAITING:
+            with self.failing():
+                self.want(prefill_address(self._address, self.kv_mgr.transfers.config))
 
     def send_metadata(
         self,
@@ -258,7 +251,7 @@ class KVReceiver(BaseKVReceiver):
         **_: object,
     ) -> None:
         self._row = aux_index or 0
-        with self._transfer.failing(), self.kv_mgr.after(self.stream):
+        with self.failing(), self.kv_mgr.after(self.stream):
             ranges, blocks = self.kv_mgr.layout.to_load(
                 [int(page) for page in kv_indices],
                 state_indices or (),
@@ -267,25 +260,22 @@ class KVReceiver(BaseKVReceiver):
                 num_tokens=self.num_tokens,
                 window_tokens=self.window_tokens,
             )
-            self._transfer.load(ranges, blocks)
+            self.load(ranges, blocks)
 
     def poll(self) -> int:
-        stage = self._transfer.poll()
+        stage = super().poll()
         if stage is Stage.WAITING and not self._is_met:
             return BOOTSTRAPPING
         if stage is Stage.DONE and self._row >= 0:
             with self.kv_mgr.after():
                 self.kv_mgr.rows.spread(self._row)
             self._row = -1
-        return int(stage)
+        return stage
 
     def failure_exception(self) -> NoReturn:
-        raise self._transfer.settle()
+        raise self.settle()
 
-    def abort(self) -> None:
-        self._transfer.abort()
-
-    clear = abort
+    clear = LoadedPrompt.abort
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """`failure_exception` has ended the load, and waited for that."""

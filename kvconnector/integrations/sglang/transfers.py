@@ -84,7 +84,7 @@ class Stage(IntEnum):
 
 
 class RoomTransfer(ABC):
-    """One request of one rank. `is_awaited`: the worker reports when nothing uses its blocks any more."""
+    """One request of one rank. While its stage is `TRANSFERRING` the worker uses its blocks, and reports the end."""
 
     def __init__(self, rank: RankTransfers, room: int) -> None:
         self.rank = rank
@@ -92,17 +92,15 @@ class RoomTransfer(ABC):
         self.request_id = rank.new_name(room)
         self.stage = Stage.WAITING
         self.error: KVConnectorError | None = None
-        self.is_awaited = False
         self._turn = 0
 
-    def poll(self) -> Stage:
+    def poll(self) -> int:
         """Return where the request is, after what the worker has reported by now."""
         self._turn = self.rank.take_turn(self._turn)
         return self.stage
 
     def ended(self, reason: str | None) -> None:
         """The worker is done with the blocks; with a `reason` it failed."""
-        self.is_awaited = False
         if reason is not None and self.error is None:
             self.error = error_from(reason, self.room)
         self.stage = Stage.DONE if self.error is None else Stage.FAILED
@@ -122,7 +120,7 @@ class RoomTransfer(ABC):
         if self.error is None:
             self.error = error
             self.rank.order(*self.end())
-        if not self.is_awaited:
+        if self.stage is Stage.WAITING:
             self.ended(None)
 
     @contextmanager
@@ -142,9 +140,9 @@ class RoomTransfer(ABC):
         error = self.error
         self.abort()
         until_s = time.monotonic() + SETTLE_S
-        while self.is_awaited and time.monotonic() < until_s:
+        while self.stage is Stage.TRANSFERRING and time.monotonic() < until_s:
             self.rank.wait()
-        if self.is_awaited:
+        if self.stage is Stage.TRANSFERRING:
             logger.error("the blocks of room %s are freed, and may still be in use", self.room)
         if error is None or self.stage is Stage.DONE:
             error = RemoteError("the request failed in another rank of this engine", room=self.room)
@@ -199,8 +197,7 @@ class SentPrompt(RoomTransfer):
         if self.stage is not Stage.WAITING:
             return
         blocks = tuple(others.get(n, known) for n, known in enumerate(self._grown.blocks))
-        self.stage, self.is_awaited = Stage.TRANSFERRING, True
-        self.rank.await_end(self)
+        self.rank.transferring(self)
         self.rank.order(HoldRequest(*self._names, blocks, self.num_tokens))
 
     def ended(self, reason: str | None) -> None:
@@ -231,8 +228,7 @@ class LoadedPrompt(RoomTransfer):
         """Read these tokens of each cache group into these blocks, as far and as soon as they are computed."""
         if self.stage is not Stage.WAITING:
             return
-        self.stage, self.is_awaited = Stage.TRANSFERRING, True
-        self.rank.await_end(self)
+        self.rank.transferring(self)
         self.rank.order(
             LoadRequest(
                 request_id=self.request_id,
@@ -289,7 +285,7 @@ class RankTransfers:
             raise
         self.rooms: set[int] = set()
         """Of prompts that are computed or held: a name stands for one transfer at a time."""
-        self._awaited: dict[str, RoomTransfer] = {}
+        self._transferring: dict[str, RoomTransfer] = {}
         self._numbers = count()
         self._turn = 0
 
@@ -301,9 +297,10 @@ class RankTransfers:
         """Have the worker do this; never blocks. On a GPU it is done after what the current stream holds."""
         self.worker.start_step(msgspec.structs.replace(self._step, orders=orders))
 
-    def await_end(self, transfer: RoomTransfer) -> None:
-        """Tell the transfer when the worker reports it."""
-        self._awaited[transfer.request_id] = transfer
+    def transferring(self, transfer: RoomTransfer) -> None:
+        """The worker uses its blocks from its next order on: `ended` is called once it does not."""
+        transfer.stage = Stage.TRANSFERRING
+        self._transferring[transfer.request_id] = transfer
 
     def take_turn(self, seen: int) -> int:
         """Take what the worker has reported, once each time that SGLang goes through its queue.
@@ -331,7 +328,7 @@ class RankTransfers:
             if trace.kind == "hold" and trace.outcome == "aborted":
                 failed.setdefault(trace.request_id, GIVEN_UP)
         for request_id in output.finished_sending | output.finished_recving:
-            transfer = self._awaited.pop(request_id, None)
+            transfer = self._transferring.pop(request_id, None)
             if transfer is not None:
                 transfer.ended(failed.get(request_id))
 
