@@ -35,7 +35,13 @@ from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import AUTO, UcxLibrary, load_library
 from kvconnector.transport.ucx.library import automatic_order
-from kvconnector.transport.ucx.ports import active_rdma_ports, distance, place_of, rdma_ports
+from kvconnector.transport.ucx.ports import (
+    active_rdma_ports,
+    distance,
+    lockable_bytes,
+    place_of,
+    rdma_ports,
+)
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
     explain,
@@ -306,6 +312,12 @@ def _rdma_places() -> Iterator[Finding]:
         far = "; ".join(f"{device}: {distance(place, place_of(device))}" for device in devices)
         verdict: Verdict = "ok" if state == "ACTIVE" else "warn"
         yield Finding("rdma", verdict, f"{port} is {state}. {far}")
+    if rdma_ports() and (limit := lockable_bytes()) is not None:
+        text = (
+            f"this process may lock {format_bytes(limit)} (ulimit -l): UCX needs 38 MiB for each port, and the staging"
+            " memory; with less, messages never arrive. Set it to unlimited, or give the container IPC_LOCK"
+        )
+        yield Finding("rdma", "warn", text)
 
 
 MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 from kvconnector.errors import ConfigError
 
 SYSFS = Path("/sys")
+_CAP_IPC_LOCK = 14
 
 
 class Place(NamedTuple):
@@ -46,6 +48,15 @@ def active_drivers(sysfs: Path = SYSFS) -> set[str]:
     }
     links = [folder / "device/driver" for folder in folders]
     return {link.resolve().name if link.exists() else "" for link in links}
+
+
+def lockable_bytes() -> int | None:
+    """Memory that this process may lock, as registering it with a NIC does; None where there is no limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
+    is_exempt = capabilities >> _CAP_IPC_LOCK & 1
+    return None if is_exempt or soft == resource.RLIM_INFINITY else soft
 
 
 def place_of_gpu(pci_address: str, sysfs: Path = SYSFS) -> Place:

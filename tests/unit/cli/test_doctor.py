@@ -161,7 +161,11 @@ def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
     monkeypatch.setattr(doctor_module, "gpus", lambda: ["a GPU"])
     monkeypatch.setattr(doctor_module, "rdma_ports", lambda: ports)
     monkeypatch.setattr(doctor_module, "place_of", lambda device: near)
-    assert [(found.verdict, found.text) for found in doctor_module._rdma_places()] == [
+    monkeypatch.setattr(doctor_module, "lockable_bytes", lambda: 8 << 20)
+    *found_ports, memory = doctor_module._rdma_places()
+    assert memory.verdict == "warn"
+    assert "may lock 8 MiB (ulimit -l)" in memory.text
+    assert [(found.verdict, found.text) for found in found_ports] == [
         ("ok", "mlx5_0:1 is ACTIVE. cuda:0: below one PCIe bridge, 0 links apart"),
         ("warn", "mlx5_1:1 is DOWN. cuda:0: on another NUMA node"),
     ]
