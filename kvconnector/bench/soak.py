@@ -145,7 +145,7 @@ class Soak:
                 self._resume()
             if elapsed_s > fault_at_s and not self._paused[0]:
                 fault_at_s = elapsed_s + fault_s
-                self._strike(FAULTS[state.counts.get("faults", 0) % len(FAULTS)], total_s)
+                self._strike(FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)], total_s)
             if elapsed_s > check_at_s and not self._paused[0]:
                 self._check()
                 save.save(state)
@@ -253,8 +253,8 @@ class Soak:
     def _strike(self, fault: Fault, total_s: float) -> None:
         """Do it; in the second half nothing that ends a process, once each kind had its turn."""
         state = self._state
-        state.count("faults")
-        is_late = state.elapsed_s > total_s / 2 and state.counts["faults"] > len(FAULTS)
+        state.count("fault_turns")
+        is_late = state.elapsed_s > total_s / 2 and state.counts["fault_turns"] > len(FAULTS)
         if fault.is_restart and is_late:
             return
         state.count(str(fault))

@@ -92,10 +92,10 @@ def test_a_soak_meets_every_fault_and_goes_on_after_an_interruption(monkeypatch,
     monkeypatch.setattr(soak, "FAULT_S", 1.0)
     monkeypatch.setattr(soak, "CHECK_S", 4.0)
     options = {"minutes": 60.0, "state": str(tmp_path / "soak.json")}
-    before = soaked(lambda counts: counts.get("faults", 0) > 2, monkeypatch, **options)
+    before = soaked(lambda counts: counts.get("fault_turns", 0) > 2, monkeypatch, **options)
     wanted = len(soak.FAULTS) + 1
     after = soaked(
-        lambda counts: counts.get("faults", 0) > wanted and counts.get("checks", 0) > 1,
+        lambda counts: counts.get("fault_turns", 0) > wanted and counts.get("checks", 0) > 1,
         monkeypatch,
         **options,
     )
