@@ -56,7 +56,7 @@ ROOMS: dict[str, Size] = {
     "examples/monitoring": Size(100),
     "examples/minillm": Size(6256),
     "examples/sglang_1p1d": Size(275),
-    "examples/vllm_1p1d": Size(560),
+    "examples/vllm_1p1d": Size(563),
     "scripts": Size(923),
     "tests": Size(91),
     "tests/control": Size(440),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1481),
     "tests/sglang": Size(625),
     "tests/sglang/harness": Size(1305),
-    "tests/vllm": Size(5904),
+    "tests/vllm": Size(6038),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

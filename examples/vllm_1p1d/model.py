@@ -17,8 +17,7 @@ def make_model(path: Path) -> None:
         return
     import torch
 
-    transformers = importlib.import_module("transformers")  # both come with vLLM
-    tokenizers = importlib.import_module("tokenizers")
+    transformers = importlib.import_module("transformers")  # it comes with vLLM
 
     config = transformers.LlamaConfig(
         hidden_size=256,
@@ -39,6 +38,13 @@ def make_model(path: Path) -> None:
             if parameter.dim() > 1:
                 parameter.mul_(10 if "embed" in name else 4)
     model.save_pretrained(path)
+    save_tokenizer(path)
+
+
+def save_tokenizer(path: Path) -> None:
+    """Write a tokenizer of `VOCAB_SIZE` words beside a model."""
+    transformers = importlib.import_module("transformers")
+    tokenizers = importlib.import_module("tokenizers")
     words = {f"w{number}": number for number in range(VOCAB_SIZE)}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

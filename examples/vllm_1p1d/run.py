@@ -216,14 +216,19 @@ def complete(url: str, body: dict[str, Any]) -> str:
 
 
 def http(
-    method: str, url: str, body: dict[str, Any] | None = None, timeout_s: float = 300
+    method: str,
+    url: str,
+    body: dict[str, Any] | None = None,
+    timeout_s: float = 300,
+    headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes]:
     """`(status, body)` of one request."""
     address = urlsplit(url)
     connection = HTTPConnection(str(address.hostname), address.port, timeout=timeout_s)
     try:
         payload = json.dumps(body) if body is not None else None
-        connection.request(method, address.path, payload, {"Content-Type": "application/json"})
+        sent = {"Content-Type": "application/json", **(headers or {})}
+        connection.request(method, address.path, payload, sent)
         answer = connection.getresponse()
         return answer.status, answer.read()
     finally:

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from tests.vllm.harness import scenarios as s
+from tests.vllm.harness.data_parallel import address_per_rank, one_address
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.servers import http_example, metrics
@@ -16,10 +18,11 @@ class Case:
     """Two engines and what is done with them.
 
     `prefill` and `decode` are arguments of `EngineSpec`, and "draft": how they speculate, with the model itself as
-    "draft_model", with an "eagle", or with the model's own layers, "mtp". `found_by`: the connector is found by a
-    module's path, by its plugin's name, or as the child of a `MultiConnector` ("multi"). `servers` takes the place of
-    all this with API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`:
-    vLLM's CPU code cannot run it. `gpu_dtype`: where the attention that a case needs takes no float32.
+    "draft_model", with an "eagle", or with the model's own layers, "mtp". Of servers only "dp_size" counts.
+    `found_by`: the connector is found by a module's path, by its plugin's name, or as the child of a
+    `MultiConnector` ("multi"). `servers` takes the place of all this with API servers. `is_quick`: run for every
+    change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's CPU code cannot run it. `gpu_dtype`: where
+    the attention that a case needs takes no float32.
     """
 
     name: str
@@ -61,6 +64,15 @@ def _stream(name, **arguments):
     return Case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
 
 
+def _servers(name, servers, **arguments):
+    return Case(name, servers=servers, has_nixl=False, **arguments)
+
+
+EXPERTS = "--enable-expert-parallel"
+MLA_EXPERTS = f"{EXPERTS} --dtype bfloat16"
+# vLLM 0.32's CPU code lacks the collectives of spread experts
+DP2 = {"dp_size": 2}
+SPREAD = {"needs_gpus": True, "decode": DP2}
 BOTH = ("kv_both", "kv_both")
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 BF16 = {"dtype": "bfloat16"}
@@ -157,6 +169,13 @@ CASES = (
     Case("by-name", found_by="name", has_nixl=False),
     Case("both", roles=BOTH),
     Case("chat", s.chat, options=BOTH_WAYS, roles=BOTH, leaves_nothing=False),
-    Case("example", servers=http_example, has_nixl=False),
-    Case("metrics", servers=metrics, is_quick=True, has_nixl=False),
+    _servers("example", http_example),
+    _servers("example-dp2", partial(http_example, more="--data-parallel-size 2"), decode=DP2),
+    _servers("dp2-dp3", one_address(prefill=2, decode=3), decode={"dp_size": 3}),
+    _servers("dp2-dp2-experts", one_address("moe", prefill=2, decode=2, more=EXPERTS), **SPREAD),
+    _servers("dp2-dp2-addresses", address_per_rank("moe", size=2, more=EXPERTS), **SPREAD),
+    _servers(
+        "dp2-dp2-mla", one_address("mla-moe", prefill=2, decode=2, more=MLA_EXPERTS), **SPREAD
+    ),
+    _servers("metrics", metrics, is_quick=True),
 )

@@ -8,7 +8,8 @@ VOCAB_SIZE = 1024
 def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
     """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
     "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
-    with "mla" (DeepSeek 2 without experts), or with a `window` in every second layer (Gemma 3).
+    with "mla" (DeepSeek 2 without experts), with experts ("moe", a Mixtral), with both ("mla-moe"), or with a `window`
+    in every second layer (Gemma 3).
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
@@ -75,11 +76,16 @@ def _save(model, path, architecture, weights, joint):
 
 def _config(transformers, common, kind, window):
     layers = common["num_hidden_layers"]
-    if kind == "mla":
+    if kind == "moe":
+        return transformers.MixtralConfig(**common, num_local_experts=8, num_experts_per_tok=2)
+    if kind in ("mla", "mla-moe"):
         del common["head_dim"]
         return transformers.DeepseekV2Config(
             **common | {"num_key_value_heads": common["num_attention_heads"]},
-            first_k_dense_replace=layers,  # no layer has experts
+            first_k_dense_replace=1 if kind == "mla-moe" else layers,  # layers without experts
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=256,
             q_lora_rank=None,
             # what attention backends are made for
             kv_lora_rank=512,

@@ -4,6 +4,7 @@ import importlib.metadata
 import multiprocessing
 import os
 from contextlib import closing
+from math import prod
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import EXACT
@@ -41,7 +42,7 @@ def transfer_config(case, connector, role, engine_id):
 
 
 def world_size(options):
-    return options.get("tp_size", 1) * options.get("pp_size", 1)
+    return prod(options.get(f"{kind}_size", 1) for kind in ("tp", "pp", "dp"))
 
 
 def why_skipped(case, device):
@@ -107,7 +108,10 @@ def run_case(case, connector, folder, device):
     outcome = Outcome()
     try:
         if case.servers is not None:
-            case.servers(folder, outcome, device)
+            # their models and logs are the case's own
+            own = folder / "servers" / case.name
+            (own / "logs").mkdir(parents=True, exist_ok=True)
+            case.servers(own, outcome, device)
         else:
             _run_pair(case, connector, folder, outcome, device)
     except Exception as error:

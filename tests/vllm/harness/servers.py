@@ -10,7 +10,7 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import MEMORY_SHARE
@@ -18,9 +18,9 @@ from vllm_1p1d import run as example
 from vllm_1p1d.model import make_model
 from vllm_1p1d.router import REMOTE_DECODE
 
-NAMES = ("prefill", "decode")
-# engine ports are the router's plus 1 and 2, control ports plus 11 and 12
-PORTS = (0, 1, 2, 11, 12)
+PLAIN = {"prefill": "", "decode": ""}
+# engine ports are the router's plus 1 and more, control ports plus 11 and 111, data-parallel ranks' come after them
+PORTS = (*range(7), 11, 12, 13, 111, 112, 113)
 TIMEOUT_S = 60.0
 NUM_TOKENS = 300
 # K and V of four layers with four heads of 32 floats
@@ -33,36 +33,42 @@ GPU_ARGUMENTS = (
 
 
 class Servers:
-    def __init__(self, folder, stack, device):
-        self._model = str(folder / "models" / "served")
-        make_model(Path(self._model))
+    """API servers. `model`: instead of the example's. `options`: more of vLLM's, by server; the part of its name before
+    a dash is its role.
+    """
+
+    def __init__(self, folder, stack, device, model=None, options=MappingProxyType(PLAIN)):
+        self._model = str(model or folder / "models" / "served")
+        if model is None:
+            make_model(Path(self._model))
+        self._folder, self._urls, self._processes = folder / "logs", {}, {}
         base = free_ports(PORTS)
-        self._arguments = argparse.Namespace(
-            model=self._model,
-            connector="KVConnector",
-            port=base,
-            folder=folder / "logs",
-            **{f"{name}_args": "" if device.kind == "cpu" else GPU_ARGUMENTS for name in NAMES},
-            **{
-                f"{name}_gpus": device.environment(number, 1).get("CUDA_VISIBLE_DEVICES")
-                for number, name in enumerate(NAMES)
-            },
-        )
-        self._urls, self._processes = {}, {}
-        for number, name in enumerate(NAMES):
+        for number, (name, more) in enumerate(options.items()):
+            role, ranks = name.partition("-")[0], example.num_ranks(more.split())
+            arguments = argparse.Namespace(
+                model=self._model,
+                connector="KVConnector",
+                port=base,
+                **{
+                    f"{role}_args": f"{own_options(device)} {more}",
+                    f"{role}_gpus": device.environment(number, ranks).get("CUDA_VISIBLE_DEVICES"),
+                },
+            )
+            command, environment = example.engine_command(arguments, role, number)
+            log = self._folder / f"{name}.log"
             self._urls[name] = f"http://127.0.0.1:{base + 1 + number}"
-            self._processes[name] = example.start_engine(stack, self._arguments, name, number)
+            self._processes[name] = example.start(stack, log, command, environment)
         for name, url in self._urls.items():
             example.wait_for(url + "/health", self._processes[name], name)
 
-    def ask(self, name, seed, **body):
-        """The answer to a completion of the prompt that `seed` makes."""
+    def ask(self, name, seed, rank=None, **body):
+        """The answer to a completion of the prompt that `seed` makes; `rank`: of this data-parallel rank."""
         prompt = [(17 * number + 31 * seed) % 1021 for number in range(NUM_TOKENS)]
         common = {"model": self._model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
         tokens = {"max_tokens": 16, "return_token_ids": True}
-        found = json.loads(
-            self._http(name, "POST", "/v1/completions", {**common, **tokens, **body})
-        )
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        full = {**common, **tokens, **body}
+        found = json.loads(self._http(name, "POST", "/v1/completions", full, headers=headers))
         (choice,) = found["choices"]
         return SimpleNamespace(
             tokens=choice["token_ids"],
@@ -70,21 +76,21 @@ class Servers:
             params=found["kv_transfer_params"],
         )
 
-    def offer(self, seed):
-        return self.ask("prefill", seed, max_tokens=1, kv_transfer_params=REMOTE_DECODE).params
+    def offer(self, seed, name="prefill", rank=None):
+        return self.ask(name, seed, rank, max_tokens=1, kv_transfer_params=REMOTE_DECODE).params
 
-    def metrics(self, name):
+    def metrics(self, name, rank=0):
         """kvconnector's samples of `/metrics`, under their names and the label that is ours."""
-        return samples_of(self._http(name, "GET", "/metrics"))
+        return samples_of(self._http(name, "GET", "/metrics"), rank)
 
-    def _http(self, name, method, path, *body):
-        status, answer = example.http(method, self._urls[name] + path, *body)
+    def _http(self, name, method, path, *body, **more):
+        status, answer = example.http(method, self._urls[name] + path, *body, **more)
         if status != example.OK:
             raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
         return answer.decode()
 
     def log(self, name):
-        return (self._arguments.folder / f"{name}.log").read_text(errors="replace")
+        return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def kill(self, name):
         process = self._processes[name]
@@ -92,12 +98,20 @@ class Servers:
         process.wait(TIMEOUT_S)
 
 
-def samples_of(text):
-    """`{name or name:label: value}` of kvconnector's samples in a scrape, without creation times and buckets."""
+def own_options(device):
+    return "" if device.kind == "cpu" else GPU_ARGUMENTS
+
+
+def samples_of(text, rank=0):
+    """`{name or name:label: value}` of kvconnector's samples in a scrape, of one data-parallel rank, without creation
+    times and buckets.
+    """
     found = {}
     for line in text.splitlines():
         match = re.fullmatch(r"vllm:kvconnector_(\w+)\{(.*)\} (\S+)", line)
         if match is None or match[1].endswith(("_created", "_bucket")):
+            continue
+        if f'engine="{rank}"' not in match[2]:
             continue
         own = re.search(r'(?:path|cause)="([^"]*)"', match[2])
         found[f"{match[1]}:{own[1]}" if own else match[1]] = float(match[3])
@@ -161,14 +175,15 @@ def _a_lost_producer(servers, outcome):
     outcome.check("still one transfer", found.get("xfer_time_seconds_count"), 1)
 
 
-def http_example(folder, outcome, device):
-    """`examples/vllm_1p1d`, as its README starts it: two servers and a router."""
+def http_example(folder, outcome, device, more=""):
+    """`examples/vllm_1p1d`, as its README starts it: two servers, each with `more` options, and a router."""
     command = [sys.executable, example.__file__, "--once", "--port", str(free_ports(PORTS))]
     command += ["--folder", str(folder / "logs" / "example")]
-    if device.kind == "cuda":
-        for number, name in enumerate(NAMES):
-            gpu = device.environment(number, 1)["CUDA_VISIBLE_DEVICES"]
-            command += [f"--{name}-gpus", gpu, f"--{name}-args", GPU_ARGUMENTS]
+    for number, name in enumerate(PLAIN):
+        command += [f"--{name}-args", f"{own_options(device)} {more}"]
+        if device.kind == "cuda":
+            ranks = example.num_ranks(more.split())
+            command += [f"--{name}-gpus", device.environment(number, ranks)["CUDA_VISIBLE_DEVICES"]]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     outcome.check("the router's answer", "The tokens are equal." in ended.stdout)
     outcome.check("exit status", ended.returncode, 0)

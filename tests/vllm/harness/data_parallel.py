@@ -1,0 +1,90 @@
+"""Engines of several data-parallel ranks: whichever rank computed a prompt, whichever decodes it."""
+
+from contextlib import ExitStack
+from itertools import product
+
+from tests.support.ports import free_ports
+from tests.vllm.harness.model import make_model
+from tests.vllm.harness.servers import Servers, failures
+from vllm_1p1d.model import save_tokenizer
+
+BALANCED = 6
+"""Requests that vLLM's own load balancers spread."""
+
+
+def one_address(kind="llama", *, prefill, decode, more=""):
+    """A case: two servers with these numbers of ranks, each behind one address. First every pair of ranks by name, then
+    whichever ranks vLLM's load balancers choose.
+    """
+
+    def run(folder, outcome, device):
+        sizes = {"prefill": prefill, "decode": decode}
+        options = {role: f"--data-parallel-size {size} {more}" for role, size in sizes.items()}
+        ranks = {role: [(role, rank) for rank in range(size)] for role, size in sizes.items()}
+        with ExitStack() as stack:
+            servers = Servers(folder, stack, device, _served_model(folder, kind), options)
+            moved = _every_pair(servers, outcome, ranks)
+            for seed in range(100, 100 + BALANCED):
+                expected = servers.ask("prefill", seed).tokens
+                answer = servers.ask("decode", seed, kv_transfer_params=servers.offer(seed))
+                outcome.compare(f"request {seed} as balanced", answer, expected)
+            total = sum(_transfers(servers, *rank) for rank in ranks["decode"])
+            outcome.check("all transfers", total, moved + BALANCED)
+            failed = [failures(servers.metrics(*rank)) for rank in ranks["decode"]]
+            outcome.check("no failure", failed, [{}] * decode)
+
+    return run
+
+
+def address_per_rank(kind, *, size, more=""):
+    """A case: both engines have `size` ranks, each of them a server of its own. vLLM takes that of a model with experts
+    alone.
+    """
+
+    def run(folder, outcome, device):
+        options, ranks = {}, {}
+        for role in ("prefill", "decode"):
+            ranks[role] = [(f"{role}-{rank}", rank) for rank in range(size)]
+            for name, rank in ranks[role]:
+                options[name] = f"--data-parallel-size {size} --data-parallel-rank {rank} {more}"
+            # where the ranks of this engine find each other
+            where = f" --data-parallel-address 127.0.0.1 --data-parallel-rpc-port {free_ports()}"
+            options |= {name: options[name] + where for name, _ in ranks[role]}
+        with ExitStack() as stack:
+            servers = Servers(folder, stack, device, _served_model(folder, kind), options)
+            _every_pair(servers, outcome, ranks)
+
+    return run
+
+
+def _served_model(folder, kind):
+    """A model of the harness with a tokenizer, which API servers want."""
+    path = make_model(folder / "models", kind=kind)
+    if not (path / "tokenizer.json").exists():
+        save_tokenizer(path)
+    return path
+
+
+def _every_pair(servers, outcome, ranks):
+    """Prompts from each prefill rank to each decode rank, which are `(server, rank)`: the number of transfers."""
+    pairs = list(product(ranks["prefill"], ranks["decode"]))
+    engines = {}
+    for seed, (theirs, ours) in enumerate(pairs):
+        expected = servers.ask(theirs[0], seed, theirs[1]).tokens
+        offer = servers.offer(seed, *theirs)
+        engines.setdefault(theirs, set()).add((offer["remote_engine_id"], offer["remote_port"]))
+        answer = servers.ask(ours[0], seed, ours[1], kv_transfer_params=offer)
+        outcome.compare(f"{theirs} to {ours}", answer, expected)
+    known = [engine for named in engines.values() for engine in named]
+    outcome.check("one name and one port a rank", len(known), len(ranks["prefill"]))
+    outcome.check("names", len({name for name, _ in known}), len(known))
+    first = known[0][1]
+    outcome.check("ports", [port for _, port in known], [first + rank for _, rank in engines])
+    counts = [_transfers(servers, *rank) for rank in ranks["decode"]]
+    outcome.check("each rank's /metrics", counts, [len(ranks["prefill"])] * len(counts))
+    return len(pairs)
+
+
+def _transfers(servers, name, rank):
+    found = servers.metrics(name, rank)
+    return sum(value for each, value in found.items() if each.startswith("num_transfers_total"))
