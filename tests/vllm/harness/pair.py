@@ -94,14 +94,16 @@ class Pair:
     def prefilled(self, prompt):
         return self.offered(self.begin_prefill(prompt)).params
 
-    def compared(self, prompt, cached=0, **options):
-        """Prefill there, decode here, and how the caches differ after `cached` tokens that were here; "" if not."""
+    def compared(self, prompt, cached=0, *, is_whole=False):
+        """Prefill there, decode here, and how the caches differ after `cached` tokens that were here; "" if not.
+        `is_whole`: the decode engine loads the prompt's last token, too.
+        """
         prefill = self.prefill.answer(self.begin_prefill(prompt))
-        decode = self.decode.submit(prompt, prefill.params, **options)
-        return self._compared(prompt, prefill, decode, cached)
+        decode = self.decode.submit(prompt, prefill.params)
+        return self._compared(prompt, prefill, decode, cached, is_whole)
 
-    def _compared(self, prompt, prefill, decode, cached=0):
-        end = len(prompt) - 1  # the last token is for the decode engine
+    def _compared(self, prompt, prefill, decode, cached=0, is_whole=False):
+        end = len(prompt) - (not is_whole)  # the last token is for the decode engine
         expected = self.prefill.call("digests", prefill.block_ids, cached, end)
         answer = self.decode.answer(decode)
         found = self.decode.call("digests", answer.block_ids, cached, end)

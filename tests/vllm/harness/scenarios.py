@@ -73,7 +73,7 @@ def first_tokens(pair, outcome):
     for length in LENGTHS:
         prompt = pair.clear_prompt(length)
         expected = pair.alone(prompt)
-        answer, difference = pair.compared(prompt)
+        answer, difference = pair.compared(prompt, is_whole=True)
         outcome.compare_bytes(f"{length} tokens", difference)
         outcome.compare(f"{length} tokens", answer, expected)
         outcome.check(f"{length} tokens: computed", answer.computed_tokens, 0)
