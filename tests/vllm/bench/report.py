@@ -40,7 +40,7 @@ def as_markdown(report):
         cells = [str(length)]
         for each in found.values():
             size = each["sizes"].get(str(length), {})
-            times = [_ms(size.get(key, [])) for key in ("transfer_s", "first_s", "best_s")]
+            times = [_ms(size.get(key, [])) for key in KEYS]
             cells += [*times, f"{size.get('right', 0)}/{len(size.get('first_s', []))}"]
         lines.append(cells)
     plan = report["plan"]
