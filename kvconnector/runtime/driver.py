@@ -125,18 +125,21 @@ class Driver:
         self._late_at = self.clock() + MAX_WORK_S
         self._look()
 
-    def progress_inline(self, is_enough: Callable[[], bool], *, orders_only: bool = False) -> None:
+    def progress_inline(
+        self, is_enough: Callable[[], bool], limit_s: float, *, orders_only: bool = False
+    ) -> None:
         """Do what there is to do, without waiting for more, in an engine's thread.
 
         Left to the driver's thread are the first command of `_SLOW` and all that comes after it, and what is not done
-        after `MAX_WORK_S`.
+        after `limit_s`.
 
         Args:
             is_enough: Once it returns True, the rest is left, too.
+            limit_s: How long to handle events and commands, in seconds.
             orders_only: Handle only the engine's orders and what follows from them.
         """
         self._is_enough = is_enough
-        self._late_at = self.clock() + MAX_WORK_S
+        self._late_at = self.clock() + limit_s
         if orders_only:
             self._intake(self)
             self.work(inline=True)

@@ -81,6 +81,8 @@ UNMAP_TIMEOUT_S = 3.0
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
+POLL_WORK_S = 1e-3
+"""How long a poll works on what is pending; see `worker.START_STEP_S`."""
 YIELD_S = 50e-6
 """How long it sleeps to let the driver's thread have the GIL."""
 RETRY_S = 1e-3
@@ -152,15 +154,14 @@ class DriverThread:
         thread.start()
         self._driver, self._thread = driver, thread
 
-    def put(self, events: Sequence[object], *, inline: bool = False) -> None:
-        """Take what the engine's thread has for the driver; `inline`, do it here if that is quick."""
+    def put(self, events: Sequence[object], *, inline_s: float = 0.0) -> None:
+        """Take what the engine's thread has for the driver. Above 0, work on it here for `inline_s` at most, if that is
+        quick.
+        """
         blocks = blocks_of(events) if self._marks.are_needed else []
         self._inbox.append((events, blocks, self._marks.make() if blocks else None))
-        if (
-            inline
-            and not self._datapath.machine.is_handshaking
-            and self._poll_inline(orders_only=True)
-        ):
+        is_inline = inline_s > 0.0 and not self._datapath.machine.is_handshaking
+        if is_inline and self._poll_inline(inline_s, orders_only=True):
             return
         if not self._datapath.machine.notify():
             self.control.wake()
@@ -169,14 +170,18 @@ class DriverThread:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
         if (
             self._datapath.machine.has_pending()
-            and self._poll_inline()
+            and self._poll_inline(POLL_WORK_S)
             and self._datapath.machine.is_starved
         ):
             time.sleep(YIELD_S)
 
-    def _poll_inline(self, *, orders_only: bool = False) -> bool:
-        is_enough = self._outbox.is_filled
-        progress = partial(Driver.progress_inline, is_enough=is_enough, orders_only=orders_only)
+    def _poll_inline(self, work_s: float, *, orders_only: bool = False) -> bool:
+        progress = partial(
+            Driver.progress_inline,
+            is_enough=self._outbox.is_filled,
+            limit_s=work_s,
+            orders_only=orders_only,
+        )
         return self._run_inline(POLL_LIMIT_S, progress)
 
     def wait(self, timeout_s: float) -> bool:

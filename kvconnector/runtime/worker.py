@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from kvconnector.runtime.driver_thread import DriverThread
 
 
+START_STEP_S = 1.5e-3
+"""How long `start_step` checks orders and works on them: with `poll` an engine's step is delayed by less than 5 ms."""
 QUIESCE_POLL_S = 0.005
 LOOK_S = 0.5
 """How often `poll` says how far loads are."""
@@ -180,6 +182,7 @@ class Worker:
             LocalError: no caches are registered, `step` is none, the engine's geometry is not known yet or not this
                 worker's, or an order is not for this worker's role; no order of the step is taken.
         """
+        began_s = time.monotonic()
         thread = self._registered()
         if not isinstance(step, StepMetadata):
             raise LocalError(
@@ -207,7 +210,7 @@ class Worker:
             if self._config.role != "consumer":
                 self._layers = StepLayers(orders, pools)
             self._outbox.expect(orders)
-            thread.put(orders, inline=True)
+            thread.put(orders, inline_s=began_s + START_STEP_S - time.monotonic())
 
     def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
         """End the requests of orders that this worker was not given, or could not take. `poll` reports it: a load as
@@ -234,7 +237,7 @@ class Worker:
         thread = self._registered()
         self._is_quiet = True
         if orders := self._outbox.give_up():
-            thread.put(orders, inline=True)
+            thread.put(orders, inline_s=START_STEP_S)
         until_s = time.monotonic() + timeout_s
         while awaited := self._outbox.awaited():
             left_s = until_s - time.monotonic()

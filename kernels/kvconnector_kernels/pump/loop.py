@@ -167,6 +167,9 @@ def _leave(state, run):
         state.left_ns = steps.now_ns(state)
         driver_lock.set_looping(state, 0)
     driver_lock.release(state, run)
+    if run.owner == r.DRIVER and state.leave_us:
+        call(state.usleep, (state.leave_us,))
+        state.left_ns = steps.now_ns(state)
 
 
 def _compile(sources_hash):

@@ -173,6 +173,7 @@ STATE = record_of(
     "control_tag",  # the bits of a tag of messages that are for the caller, to whom the loop returns
     "clock_gettime",
     "poll",
+    "usleep",
     "read",
     "write",
     "wake_fds",  # pollfd of the eventfd that wakes the driver: the lock is free, or something is pending
@@ -185,5 +186,7 @@ STATE = record_of(
     "moved_ns",  # when there was something to do last
     "complete_ns",  # [P] since when a send is complete that the caller has not seen; 0 if none is
     "pending_ns",  # [P] since when something is pending; 0 if nothing is
+    "leave_us",  # [C] how long the driver's thread leaves GIL and lock to others before it returns
     "left_ns",  # [P] when the driver's thread returned, to wait for the GIL
+    "taken_ns",  # [C] when it had the GIL after others could have it
 )

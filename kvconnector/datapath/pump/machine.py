@@ -31,10 +31,15 @@ MAX_READS = 16
 _FIRST_CAPACITY = 16
 _NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
+_NS_PER_US = 1_000
 _PATIENCE_NS = 2 * _NS_PER_MS
 """A consumer mostly confirms a read within this after its last chunk: one turn of the driver sees to both."""
 _GRACE_NS = 30_000
 """An engine that asks for something and then waits for it is there within this, and needs no other thread."""
+_TENURE_NS = _NS_PER_MS
+"""How long the driver's thread works in Python until it leaves the GIL to others for `_LEAVE_US`. A thread that is
+woken because the GIL was free for a moment, and finds it taken again, waits for 5 ms anew, each time."""
+_LEAVE_US = 100
 _LONG_GIL_WAIT_NS = _NS_PER_MS // 2
 """Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
 _LONG_STEP_NS = 5 * _NS_PER_MS
@@ -45,10 +50,19 @@ _GIL_WAITS, _INLINE_TURNS = 4, 64
 _PENDING, _LOOPING, _INLINE_THREAD = (
     r.offset_of(LOCK, name) // 4 for name in ("pending", "looping", "inline_thread")
 )
-_ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEFT, _GRACE, _RETURN_BY = (
+_ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEAVE, _LEFT, _TAKEN, _GRACE, _RETURN_BY = (
     r.index_of(r.STATE, name)
     for name in (
-        *("entering", "wants_slots", "num_inline", "moved_ns", "left_ns", "grace_ns"),
+        *(
+            "entering",
+            "wants_slots",
+            "num_inline",
+            "moved_ns",
+            "leave_us",
+            "left_ns",
+            "taken_ns",
+            "grace_ns",
+        ),
         "return_by_ns",
     )
 )
@@ -252,12 +266,16 @@ class Machine:
         owner, calls = r.INLINE if self._lock[_INLINE_THREAD] else r.DRIVER, self.calls
         if fds is not None and fds != calls.watched[owner]:
             calls.watch(owner, fds)
+        if owner == r.DRIVER:
+            entered_ns = self.network.now_ns()
+            has_worked_long = entered_ns - self._numbers[_TAKEN] >= _TENURE_NS
+            self._numbers[_LEAVE] = _LEAVE_US * has_worked_long
         calls.limits[owner] = round(limit_s * _NS_PER_S)
         self._numbers[_ENTERING] = owner
         self._numbers[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
-            self._acquire_again()
+            self._acquire_again(entered_ns)
         return int(reason)
 
     def begin(self, passes: int) -> None:
@@ -269,12 +287,15 @@ class Machine:
             if look(self._address) == r.NOTICE:
                 self.notify()  # the next run would not find it again
 
-    def _acquire_again(self) -> None:
+    def _acquire_again(self, entered_ns: int) -> None:
         """The driver's thread has the GIL. As long as it waited for that, others get to take what is pending.
 
         Who waits for the GIL slows down who has it: a busy engine that polls often is waited for in the loop.
         """
-        waited_ns = self.network.now_ns() - self._numbers[_LEFT]
+        now_ns = self.network.now_ns()
+        if self._numbers[_LEAVE] or now_ns - entered_ns >= _LEAVE_US * _NS_PER_US:
+            self._numbers[_TAKEN] = now_ns
+        waited_ns = now_ns - self._numbers[_LEFT]
         self._gil_wait_ns += (waited_ns - self._gil_wait_ns) // _GIL_WAITS
         grace_ns = _GRACE_NS
         if self._gil_wait_ns > _LONG_GIL_WAIT_NS:

@@ -171,7 +171,7 @@ class Calls:
             )
             for more in (0, abi.OP_FIELD_RECV_INFO)
         ]
-        for name in ("clock_gettime", "poll", "read", "write"):
+        for name in ("clock_gettime", "poll", "usleep", "read", "write"):
             state[name] = function_address(libc, name)
         for name, address in network.functions.items():
             state[name] = address

@@ -1,5 +1,6 @@
 """The pumped data path over real UCX: bytes, slots, stops, failures, and how often it comes back to Python."""
 
+import ctypes
 import os
 import sys
 import threading
@@ -12,12 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvconnector.datapath.pump import machine
+from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.warm_ups import new_tags
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import events as ev
 from kvconnector.transport import MessageSizeError
 from tests.support.examples import examples
 from tests.support.fakes import AheadClock
+from tests.unit.datapath import pump_pair
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
 from tests.unit.datapath.pump_pair import (
     QUARANTINE_S,
@@ -29,6 +33,7 @@ from tests.unit.datapath.pump_pair import (
 )
 
 pytestmark = pytest.mark.ucx
+LONG_NS = 1 << 60
 SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
@@ -206,6 +211,36 @@ def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
         sys.setswitchinterval(before)
         thread.join(60.0)
         path.release(0.0)
+
+
+def test_a_driver_that_has_worked_for_long_leaves_gil_and_lock_to_others(monkeypatch):
+    monkeypatch.setattr(machine, "_TENURE_NS", LONG_NS)
+    left = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+    def leave(microseconds):
+        # a callback needs the GIL, as a thread does that waits for it
+        left.append((microseconds, path.machine.try_acquire(0.0)))
+        path.release(0.0)
+        return 0
+
+    def network_of(transport):
+        network = UcxNetwork(transport)
+        network.functions["usleep"] = ctypes.cast(leave, ctypes.c_void_p).value
+        return network
+
+    monkeypatch.setattr(pump_pair, "UcxNetwork", network_of)
+    pair = Pair.connect()
+    path = pair.d.path
+    try:
+        path.pump(0.0, ())
+        assert not left
+        monkeypatch.setattr(machine, "_TENURE_NS", 0)
+        path.machine.notify()  # there is more to do
+        path.pump(0.0, ())
+        assert left == [(machine._LEAVE_US, True)]
+    finally:
+        pair.close()
 
 
 def test_who_notifies_a_closed_data_path_writes_to_no_descriptor_of_others(make_pair):

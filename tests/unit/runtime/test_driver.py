@@ -8,7 +8,7 @@ import pytest
 from kvconnector.config import LeaseConfig
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
-from kvconnector.runtime.driver import MAX_QUEUED_EVENTS
+from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_WORK_S
 from kvconnector.runtime.links import Link
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
@@ -34,7 +34,7 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     monkeypatch.setattr(driver.datapath, "step", step)
     # nobody has asked for it, so it fails at once
     driver.submit(LoadRequest("unknown", (), (), ()))
-    driver.progress_inline(worker.outbox.is_filled)
+    driver.progress_inline(worker.outbox.is_filled, MAX_WORK_S)
     assert worker.poll().failed_recving.keys() == {"unknown"}
     # the driver's thread does not sleep on it
     assert driver.num_queued
@@ -139,7 +139,7 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
         driver.clock = Slow()
         driver.submit(*[WantRequest(f"w{i}", f"w{i}", "5" * 32, address) for i in range(1000)])
         if is_inline:
-            driver.progress_inline(worker.outbox.is_filled)
+            driver.progress_inline(worker.outbox.is_filled, MAX_WORK_S)
         else:
             driver.turn(0.0)
         assert 900 < driver.num_queued < 1000
