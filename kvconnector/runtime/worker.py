@@ -236,6 +236,7 @@ class Worker:
         """
         thread = self._registered()
         self._is_quiet = True
+        self._layers = None  # what the step still writes is no lease's any more
         if orders := self._outbox.give_up():
             thread.put(orders, inline_s=START_STEP_S)
         until_s = time.monotonic() + timeout_s

@@ -40,6 +40,27 @@ def test_a_producer_that_sleeps_gives_up_its_leases_and_serves_again(pair):
     assert arrives(p, d, "again", [1, 2], [5, 6])
 
 
+def test_layers_that_are_written_after_it_fell_asleep_are_not_reported(pair, monkeypatch):
+    p, _ = pair
+    (worker,) = p.workers
+    asked = []
+
+    class Layers:
+        def __init__(self, *_):
+            pass
+
+        def written(self, layer):
+            asked.append(layer)
+            return []
+
+    monkeypatch.setattr("kvconnector.runtime.worker.StepLayers", Layers)
+    p.offer("held", [1, 2], 30)
+    worker.layer_written(0)
+    worker.quiesce(DEADLINE_S)
+    worker.layer_written(1)
+    assert asked == [0]
+
+
 def test_a_consumer_that_sleeps_gives_up_its_loads(pair):
     p, d = pair
     (worker,) = d.workers
