@@ -172,7 +172,19 @@ def _leave(state, run):
         state.left_ns = steps.now_ns(state)
 
 
+@helper
+def _run(address):
+    state = record_at(address, r.STATE)
+    this_run = array_at(state.runs, 3, r.RUN)[state.entering]
+    _enter(state, this_run)
+    reason = _move(state, this_run)
+    _leave(state, this_run)
+    return reason
+
+
 def _compile(sources_hash):
+    # neither refers to the other: a compiled function in a closure has a name of its own in every process, under which
+    # no other process finds in the cache what refers to it
     @njit(nogil=True, cache=True)
     def run(address):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
@@ -182,19 +194,15 @@ def _compile(sources_hash):
         the lock; the driver has released it when it returns.
         """
         _ = sources_hash
-        state = record_at(address, r.STATE)
-        this_run = array_at(state.runs, 3, r.RUN)[state.entering]
-        _enter(state, this_run)
-        reason = _move(state, this_run)
-        _leave(state, this_run)
-        return reason
+        return _run(address)
 
     @njit(cache=True)
     def look(address):
         """`run` for who makes progress inline. It keeps the GIL: the driver's thread may be waiting for that, and would
         get it while it cannot have the lock, each time anew.
         """
-        return run(address)
+        _ = sources_hash
+        return _run(address)
 
     return run, look
 
