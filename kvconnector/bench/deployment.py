@@ -98,7 +98,7 @@ class Deployment:
         ]
 
     def spec(self, engine_id: str) -> EngineSpec:
-        """The engine "prefill" or "decode"; consumers get the GPUs behind the producers'."""
+        """The engine "prefill" or "decode"; consumers get the GPUs after the producers'."""
         is_prefill = engine_id == "prefill"
         shape = self.prefill if is_prefill else self.decode
         return EngineSpec(

@@ -301,8 +301,8 @@ class EnginePair(ProcessPair):
 
     def check(self, transfer: Transfer) -> None:
         super().check(transfer)
-        told = self.prefill.ranks.call(RankProcess.lanes)
-        self.lanes = sorted({text for texts in told for text in texts})
+        found = self.prefill.ranks.call(RankProcess.lanes)
+        self.lanes = sorted({text for texts in found for text in texts})
 
     def new_request_id(self) -> str:
         self._num_requests += 1

@@ -28,7 +28,7 @@ TURN_S = 0.9 * PREFILL_STEP_S
 ALONE_TURNS = 20
 """In which engines work without transfers, to count their steps."""
 MAX_OVER_IDLE = 1.3
-"""A load beside busy engines may take so many times an idle one and a step of D, behind which D sees its end."""
+"""A load beside busy engines may take this many times an idle one and a step of D, after which D sees its end."""
 Loads: TypeAlias = tuple[LoadName, LoadName]
 IDLE: Loads = ("idle", "idle")
 BESIDE: dict[Loads, str] = {
@@ -41,7 +41,7 @@ BESIDE: dict[Loads, str] = {
 }
 
 RHYTHMS = {"back to back": False, "one in each step of 50 ms": True}
-"""Whether requests come at the producer's pace."""
+"""True if requests come at the producer's pace."""
 Turns: TypeAlias = list[tuple[list[Driven], list[Driven]]]
 """What the ranks of both engines did, in turns of both at once."""
 Steps: TypeAlias = list[tuple[list[str], StepMetadata]]

@@ -1,6 +1,6 @@
 """`handover`: what a user waits for between two engines, from a prompt's last step to its cache at the consumer.
 
-The producer's model takes so many tokens a second, so many in a step, dealt out evenly to the prompts that are
+The producer's model takes a given number of tokens a second and in a step, dealt out evenly to the prompts that are
 computed at once: matrix products, on CPUs a pause. Prompts are handed over in two ways, in turns: streamed, where the
 consumer reads while the producer computes, and one after the other, where it begins with the producer's answer. In both
 the time ends when all of the consumer's ranks have reported the load.
@@ -25,7 +25,7 @@ from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
 
 MAX_TURNS = 4
-"""Prompts of one case have at most so many sets of blocks, lest short ones are read from a processor's cache."""
+"""Prompts of one case have at most this many sets of blocks, lest short ones are read from a processor's cache."""
 SEQUENCE_EVERY = 3
 """In one of how many turns the way is timed that streaming is compared with."""
 STREAMED, IN_SEQUENCE = "streamed", "one after the other"

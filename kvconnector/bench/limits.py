@@ -68,7 +68,7 @@ def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None
 
 @dataclass(slots=True)
 class Limit(Runner):
-    """One limit, taking its turn among the contenders: `move` moves so many bytes."""
+    """One limit, taking its turn among the contenders: `move` moves the given number of bytes."""
 
     name: str
     kind: ContenderKind

@@ -99,7 +99,7 @@ def _decode_step(device: str) -> Callable[[], None]:
 
 
 def _products(device: str, rows: int) -> tuple[Callable[[int], Any], float]:
-    """What queues so many matrix products on a stream, which becomes the current one, and returns an event behind them;
+    """What queues matrix products on a stream, which becomes the current one, and returns an event after them;
     and the seconds of each.
     """
     import torch
@@ -136,7 +136,7 @@ def _prefill_step(device: str) -> Callable[[], None]:
 
 
 def make_model(device: str) -> Callable[[float, int], Iterator[None]]:
-    """What computes a step of so many seconds and layers: matrix products on the current stream, or pauses without a
+    """What computes a step of the given seconds and layers: matrix products on the current stream, or pauses without a
     GPU. It yields where a layer's are queued, or over, and ends when all are over.
     """
     if device == "cpu":

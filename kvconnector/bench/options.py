@@ -92,7 +92,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share_memory(self) -> bool:
-        """Whether host memory may go from process to process without a socket."""
+        """Returns True if host memory may go from process to process without a socket."""
         return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
 
     def config(

@@ -96,7 +96,7 @@ class RankPools:
                     f"{where}: {wrong.size} of {held} tokens differ, first that in slot {wrong[0]}"
                 )
             if (found[held:] != poison).any():
-                return f"{where}: the room behind the last token was written"
+                return f"{where}: the room after the last token was written"
             if (elements[others] != poison).any():
                 return f"{where}: a block of another request was written"
         return ""

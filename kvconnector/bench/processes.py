@@ -59,7 +59,7 @@ class _Child:
             )
 
     def send(self, call: bytes) -> None:
-        with suppress(OSError):  # what became of it is told where the answer is missing
+        with suppress(OSError):  # what became of it is reported where the answer is missing
             self._connection.send_bytes(call)
 
     def receive(self) -> bytes:
@@ -110,7 +110,7 @@ class EngineProcesses(ExitStack):
 
     def begin(self, method: Callable[..., Result], *arguments: Any) -> Callable[[], list[Result]]:
         """Call a method of `RankProcess` in every rank at once. The function that comes back waits for the results, and
-        raises CallFailedError: a rank failed or ended. All have answered by then, or never will.
+        raises CallFailedError: a rank failed or ended. All have answered before that, or never will.
         """
         answers = self._send(encode_call(method, arguments))
         names = [f"{self.spec.engine_id} {rank}" for rank in self.spec.shape.ranks]

@@ -209,7 +209,7 @@ class RankProcess:
         return self._worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
-        """Steps of a model that runs for so many seconds, layer after layer: what they took."""
+        """Return what the steps of a model took that runs for this many seconds, layer after layer."""
         model = self._model_steps
         layers = self._pools[0].geometry.layers
         began_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a benchmark found: samples, their statistics, and how they are told as tables and as JSON."""
+"""What a benchmark found: samples, their statistics, and how they are shown as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     def to_json(self) -> dict[str, Any]:
         """With percentiles, throughputs and ratios beside the samples they come from."""
         found: dict[str, Any] = msgspec.to_builtins(self)
-        for case, told in zip(self.cases, found["cases"], strict=True):
-            for each, measured in zip(case.measurements, told["measurements"], strict=True):
+        for case, stated in zip(self.cases, found["cases"], strict=True):
+            for each, measured in zip(case.measurements, stated["measurements"], strict=True):
                 measured |= {f"p{p}_s": each.percentile_s(p) for p in PERCENTILES}
                 measured["gigabytes_per_s"] = each.gigabytes_per_s
                 measured["time_over_ours"] = case.time_over_ours(each)

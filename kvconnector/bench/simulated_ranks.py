@@ -62,7 +62,7 @@ class Thread(ABC):
             thread.peak_links = max(thread.peak_links, len(thread.links))
 
     def disconnect(self, link: LinkId) -> None:
-        """End a link; the other side hears."""
+        """End a link; the other side is notified."""
         self._usable_at.pop(link, None)
         if link in self.links:
             peer, theirs = self.links.pop(link)
@@ -116,7 +116,7 @@ class SessionThread(Thread):
         self._plan_tick()
 
     def take_soon(self, event: object, at_s: float | None = None) -> None:
-        """The same, behind what the thread does now."""
+        """The same, after what the thread does now."""
         self.world.at(at_s or max(self.free_at, self.world.now), partial(self.take, event))
 
     def arrived(self, link: LinkId, message: m.Message) -> None:

@@ -136,7 +136,7 @@ class Simulation:
         heapq.heappush(self._agenda, (time_s, next(self._numbers), action))
 
     def advance(self, until_s: float) -> None:
-        """Let what is due by then happen."""
+        """Let everything happen that is due by this time."""
         while self._agenda and self._agenda[0][0] <= until_s:
             self.now, _, action = heapq.heappop(self._agenda)
             action()

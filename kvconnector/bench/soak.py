@@ -1,4 +1,4 @@
-"""`soak`: two engines under mixed load with aborts and faults, for minutes or days, and what that leaves behind.
+"""`soak`: two engines under mixed load with aborts and faults, for minutes or days, and what remains of that.
 
 The first half of a run has faults of every kind. In the second half no engine is killed or restarted, so that its
 processes live long enough for what grows to show. Requests that fail are explained by what this process did to them:
@@ -29,7 +29,7 @@ IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
 """In each step, of one request."""
 FAULT_S = 45.0
-"""Between two faults; in short runs so many fewer seconds that each kind has its turn in the first half."""
+"""Between two faults; in short runs fewer seconds, so that each kind has its turn in the first half."""
 CHECK_S = 60.0
 """Between two comparisons of bytes, and between two savings of the state; in short runs less."""
 PEER_TIMEOUT_S = 5.0
@@ -43,7 +43,7 @@ SETTINGS = {
 }
 DRAIN_S = 60.0
 MAX_TOLD = 10
-"""Errors without a cause that are told in full."""
+"""Errors without a cause that are reported in full."""
 
 
 class Fault(NamedTuple):
@@ -289,7 +289,7 @@ class Soak:
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Yield one case, of what was done by then also where the run is interrupted.
+    """Yield one case, of what was done until then where the run is interrupted.
 
     Raises:
         ResultMismatchError: blocks leaked, or bytes are wrong.

@@ -377,7 +377,7 @@ def packed_findings(pair: EnginePair, tls: str) -> Iterator[Finding]:
 
 
 def direct_finding(pair: EnginePair) -> Finding:
-    """Whether engines of this host can read each other's pools."""
+    """Check that engines of this host can read each other's pools."""
     if pair.paths == {DIRECT_PATH}:
         return Finding("direct reads", "ok", "engines of this host can read each other's pools")
     text = f"none: a request between two processes went by: {'+'.join(sorted(pair.paths))}"

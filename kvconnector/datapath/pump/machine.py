@@ -45,7 +45,7 @@ _LONG_GIL_WAIT_NS = _NS_PER_MS // 2
 _LONG_STEP_NS = 5 * _NS_PER_MS
 """The interpreter takes the GIL from a thread that computes for this time without a poll."""
 _GIL_WAITS, _INLINE_TURNS = 4, 64
-"""Their average goes back over about as many, and is forgotten in so many turns that needed none."""
+"""Their average covers about this many waits, and is forgotten after this many turns without one."""
 
 _PENDING, _LOOPING, _INLINE_THREAD = (
     r.offset_of(LOCK, name) // 4 for name in ("pending", "looping", "inline_thread")

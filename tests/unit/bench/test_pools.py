@@ -25,7 +25,7 @@ def test_one_wrong_byte_anywhere_is_a_mismatch(layout):
         pools.storage[layer, part].reshape(8, -1)[block, 13] ^= 1
     assert pools.mismatch(SEED, [5, 0], 8) == ""
     assert pools.mismatch(SEED, [0, 5], 8)
-    pools.write(SEED, [5, 0], 7)  # as whole blocks: zeros behind the last token
-    assert "behind the last token" in pools.mismatch(SEED, [5, 0], 7)
+    pools.write(SEED, [5, 0], 7)  # as whole blocks: zeros after the last token
+    assert "after the last token" in pools.mismatch(SEED, [5, 0], 7)
     pools.poison()
     assert pools.mismatch(SEED, [5, 0], 8)
