@@ -139,7 +139,7 @@ def _a_transfer(servers, outcome):
     outcome.check("a series per cause", "num_failed_transfers_total:PeerLostError" in before)
     _compare(servers, outcome, "a transfer", 1)
     found = servers.metrics("decode")
-    nbytes = (NUM_TOKENS - 1) * BYTES_PER_TOKEN
+    nbytes = NUM_TOKENS * BYTES_PER_TOKEN  # of the whole prompt: its first token came along
     outcome.check("one transfer", found.get("xfer_time_seconds_count"), 1)
     outcome.check("its bytes", found.get("bytes_transferred_sum"), nbytes)
     seconds = found.get("xfer_time_seconds_sum", 0.0)
