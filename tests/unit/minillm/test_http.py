@@ -283,7 +283,7 @@ class StreamingEngines:
 
 
 async def statuses(client, count):
-    """Of so many completions, one after the other."""
+    """Of this many completions, one after the other."""
     found = []
     for _ in range(count):
         async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:

@@ -13,7 +13,7 @@ BALANCED = 6
 
 
 def one_address(kind="llama", *, prefill, decode, more=""):
-    """A case: two servers with these numbers of ranks, each behind one address. First every pair of ranks by name, then
+    """A case: two servers with these numbers of ranks, each at one address. First every pair of ranks by name, then
     whichever ranks vLLM's load balancers choose.
     """
 
