@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+_LAYOUT_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
+"""As vLLM's own connectors name them: `MultiConnector` compares the names that its children return."""
+
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV caches between prefill and decode engines of any tensor, pipeline and decode context parallelism, block
@@ -221,7 +224,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         """Every layout is moved, that by heads in the longest runs. A latent has one head, and no preference."""
         if vllm_config.model_config.use_mla:
             return None
-        return required_cache_layout({"kv_connector": cls.__name__})
+        return _LAYOUT_NAMES[required_cache_layout({"kv_connector": cls.__name__})]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
