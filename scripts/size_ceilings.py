@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(3002),
     "kvconnector/control": Size(1414, target=1330),
     "kvconnector/datapath": Size(4470, target=4050),
-    "kvconnector/integrations": Size(3180, target=3510),
+    "kvconnector/integrations": Size(3369, target=3510),
     "kvconnector/integrations/sglang": Size(1450, target=900),
     "kvconnector/layout": Size(628, target=520),
     "kvconnector/planning": Size(557, target=560),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1481),
     "tests/sglang": Size(625),
     "tests/sglang/harness": Size(1305),
-    "tests/vllm": Size(6040),
+    "tests/vllm": Size(6538),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

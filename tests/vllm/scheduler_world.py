@@ -16,7 +16,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvconnector.ids import new_incarnation
-from kvconnector.integrations.vllm.messages import Handshake, HandshakeMetadata
+from kvconnector.integrations.vllm.messages import ConnectorStep, Handshake, HandshakeMetadata
 from kvconnector.runtime import WorkerMetadata
 from kvconnector.session import orders
 from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry, RankGeometry
@@ -44,9 +44,19 @@ def offer(num_tokens, **changes):
     }
 
 
-def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", engine=None, **extra):
+def vllm_config(
+    model,
+    role="kv_consumer",
+    *,
+    policy="recompute",
+    beside="",
+    is_first=False,
+    is_ranged=False,
+    engine=None,
+    **extra,
+):
     """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector before ours in a
-    `MultiConnector`.
+    `MultiConnector`, or after it if ours `is_first`. `is_ranged`: that is ours, too.
     """
     transfer = {
         "kv_connector": "KVConnector",
@@ -61,8 +71,11 @@ def vllm_config(model, role="kv_consumer", *, policy="recompute", beside="", eng
             "kv_role": role,
             "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20},
         }
-        children = {"kv_connector_extra_config": {"connectors": [other, transfer]}}
+        connectors = [transfer, other] if is_first else [other, transfer]
+        children = {"kv_connector_extra_config": {"connectors": connectors}}
         transfer = {"kv_connector": "MultiConnector", "kv_role": role, **children}
+        if is_ranged:
+            transfer["kv_connector_module_path"] = "kvconnector.integrations.vllm"
     arguments = {
         "skip_tokenizer_init": True,
         "enforce_eager": True,
@@ -142,17 +155,23 @@ class News:
 
 class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """For a `MultiConnector`: keeps every finished request's blocks, as one that saves them would, until
-    `finished_sending` names the request. It has `loads` tokens of each prompt.
+    `finished_sending` names the request. It has the first `loads` tokens of each prompt, and no state of a layer.
     """
 
     loads = 0
+    is_async = True
+    results = base.KVConnectorTransferResults()
 
     def get_num_new_matched_tokens(self, request, num_computed_tokens):
-        tokens = self.loads if num_computed_tokens < self.loads else 0
-        return tokens, tokens > 0
+        tokens = max(0, self.loads - num_computed_tokens)
+        return tokens, tokens > 0 and self.is_async
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
         """Nothing to remember."""
+
+    def get_transfer_results(self, finished_req_ids):
+        results, self.results = self.results, base.KVConnectorTransferResults()
+        return results
 
     def build_connector_meta(self, scheduler_output):
         return base.KVConnectorMetadata()
@@ -213,8 +232,9 @@ class World:
 
     def news(self, planned):
         step = planned.kv_connector_metadata
-        # a MultiConnector's children each have their own; ours is the last
-        ours = step.metadata[-1] if hasattr(step, "metadata") else step
+        # a MultiConnector's children each have their own
+        children = getattr(step, "metadata", [step])
+        (ours,) = (child for child in children if isinstance(child, ConnectorStep))
         return News(ours.decode())
 
     def complete(self, planned, reported=None, **finished):

@@ -4,6 +4,8 @@
      "kv_role": "kv_producer"}
 
 Launchers that know NixlConnector's name alone (NVIDIA Dynamo) find the same class under that name in this module.
+`MultiConnector` of this module loads one request from several connectors. It has the name of vLLM's own, by which vLLM
+looks at the configurations of the children.
 Nothing of vLLM is imported until the class is asked for: vLLM loads `register` as a plugin in each of its processes,
 also in those that serve no connector.
 """
@@ -41,11 +43,15 @@ def register() -> None:
 
 
 def __getattr__(name: str) -> object:
-    if name not in {CONNECTOR_NAME, "NixlConnector"}:
+    if name not in {CONNECTOR_NAME, "NixlConnector", "MultiConnector"}:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import vllm
 
     check_version(str(vllm.__version__))
+    if name == "MultiConnector":
+        from kvconnector.integrations.vllm.ranges import RangeConnector
+
+        return RangeConnector
     from kvconnector.integrations.vllm.connector import KVConnector
 
     return KVConnector

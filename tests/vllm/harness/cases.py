@@ -20,9 +20,10 @@ class Case:
     `prefill` and `decode` are arguments of `EngineSpec`, and "draft": how they speculate, with the model itself as
     "draft_model", with an "eagle", or with the model's own layers, "mtp". Of servers only "dp_size" counts.
     `found_by`: the connector is found by a module's path, by its plugin's name, or as the child of a
-    `MultiConnector` ("multi"). `servers` takes the place of all this with API servers. `is_quick`: run for every
-    change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's CPU code cannot run it. `gpu_dtype`: where
-    the attention that a case needs takes no float32.
+    `MultiConnector` ("multi"), also after vLLM's OffloadingConnector: in ours, which loads from both ("ranges"), or in
+    vLLM's own, which loads from the first that has anything ("first-hit"). `servers` takes the place of all this with
+    API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs_gpus`: vLLM's CPU code
+    cannot run it. `gpu_dtype`: where the attention that a case needs takes no float32.
     """
 
     name: str
@@ -34,7 +35,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
     leaves_nothing: bool = True
-    found_by: Literal["path", "name", "multi"] = "path"
+    found_by: Literal["path", "name", "multi", "ranges", "first-hit"] = "path"
     servers: Callable[[Path, s.Outcome, Device], None] | None = None
     is_quick: bool = False
     has_nixl: bool = True
@@ -64,6 +65,10 @@ def _stream(name, **arguments):
     return Case(name, **{"scenario": s.streamed, **arguments}, has_nixl=False)
 
 
+def _tier(name, scenario=s.from_both, **arguments):
+    return Case(name, scenario, **{"found_by": "ranges", **arguments}, has_nixl=False)
+
+
 def _servers(name, servers, **arguments):
     return Case(name, servers=servers, has_nixl=False, **arguments)
 
@@ -88,11 +93,13 @@ STATES = {"kind": "states"}
 DEEP = {"kv_heads": 8, "layers": 8}
 MTP = {"draft": "mtp"}
 PACKED = {"environment": {"KVCONNECTOR_PATHS_DIRECT": "never"}}
+LATE = {"environment": {"HOST_TIER_POLLS": "200"}}
 HND = {"environment": {"VLLM_KV_CACHE_LAYOUT": "HND"}}
 SLEEPY = {"arguments": {"enable_sleep_mode": True}}
 ON_GPUS_BF16 = {"needs_gpus": True, "gpu_dtype": "bfloat16"}
 MLA = {"model": {"kind": "mla", "layers": 2}, **ON_GPUS_BF16}
 LOST = {"policy": "recompute", "leaves_nothing": False}
+PACKED_LOST = {**LOST, "options": {"paths": {"direct": "never"}}}
 FIRST_TOKENS = {"scenario": s.first_tokens, "has_nixl": False}
 ALWAYS = {"options": {"first_token": "always"}}
 PREFIXES = {"scenario": s.prefix_hits}
@@ -167,6 +174,14 @@ CASES = (
     Case("consumer-gone", s.consumer_gone, options={"kv_lease_duration": 6}, leaves_nothing=False),
     Case("multi", found_by="multi"),
     Case("by-name", found_by="name", has_nixl=False),
+    _tier("range-tier"),
+    _tier("range-tier-late", decode=LATE),
+    _tier("range-tier-tp2-block128", prefill=TP2, decode=_blocks(128)),
+    _tier("range-tier-window", model={"window": 128}),
+    _tier("range-tier-kill", s.killed_beside_tier, **PACKED_LOST),
+    _tier("range-tier-abort", s.aborted_beside_tier, decode=LATE),
+    _tier("range-tier-preemption", s.preempted, decode={"cache_bytes": 66 << 18}),
+    _tier("tier-first-hit", s.from_tier_alone, found_by="first-hit"),
     Case("both", roles=BOTH),
     Case("chat", s.chat, options=BOTH_WAYS, roles=BOTH, leaves_nothing=False),
     _servers("example", http_example),

@@ -232,6 +232,7 @@ class _Loop:
         self._lengths = {}
         self._computed = {}
         self._preemptions = {}
+        self._loads = {"remote": [], "tier": []}
         self._scheduler = engine.engine_core.engine_core.scheduler
         self._plan, self._scheduler.schedule = self._scheduler.schedule, self._schedule
 
@@ -262,6 +263,13 @@ class _Loop:
             stop = self._scheduler.requests[unique_id].num_computed_tokens
             of_prompt = min(stop, self._lengths.get(request_id, 0)) - (stop - count)
             self._computed[request_id] = self._computed.get(request_id, 0) + max(0, of_prompt)
+        for child in getattr(planned.kv_connector_metadata, "metadata", ()):
+            if hasattr(child, "load_jobs"):
+                jobs = child.load_jobs.values()
+                self._loads["tier"] += [max(job.dst_spec.group_sizes) for job in jobs]
+            else:
+                ranges = [getattr(order, "token_ranges", None) for order in child.decode().orders]
+                self._loads["remote"] += [min(each)[0] for each in ranges if each]
         return planned
 
     def _look(self):
@@ -297,6 +305,13 @@ class _Loop:
 
     def on_reset_cache(self):
         return self._engine.reset_prefix_cache()
+
+    def on_loads(self):
+        """What was ordered of a `MultiConnector`'s children since the last call: the first token of each load from
+        another engine, and blocks of each from the tier, in the group that has most.
+        """
+        loads, self._loads = self._loads, {"remote": [], "tier": []}
+        return loads
 
     def on_report(self):
         pool = self._scheduler.kv_cache_manager.block_pool

@@ -14,6 +14,10 @@ from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.scenarios import Outcome, restarted
 
 CANDIDATES = 40
+OUR_MODULE = "kvconnector.integrations.vllm"
+BY_NAME = ("name", "multi")
+"""vLLM finds our connector by its plugin."""
+BESIDE_TIER = ("ranges", "first-hit")
 
 
 def side_channel(connector, *, is_port_kept=False):
@@ -24,7 +28,7 @@ def side_channel(connector, *, is_port_kept=False):
     return host | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
 
 
-def transfer_config(case, connector, role, engine_id):
+def transfer_config(case, connector, role, engine_id, device):
     """`--kv-transfer-config` of one engine."""
     config = {
         "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
@@ -32,13 +36,23 @@ def transfer_config(case, connector, role, engine_id):
         "kv_load_failure_policy": case.policy,
         "kv_connector_extra_config": case.options,
     }
-    if case.found_by == "multi":
-        # children are found by name: ours through its plugin
-        children = {"kv_connector_extra_config": {"connectors": [config]}}
-        config = {**config, "kv_connector": "MultiConnector", **children}
-    elif connector != "nixl" and case.found_by == "path":
-        config["kv_connector_module_path"] = "kvconnector.integrations.vllm"
+    if connector != "nixl" and case.found_by not in BY_NAME:
+        config["kv_connector_module_path"] = OUR_MODULE
+    if case.found_by not in ("path", "name"):
+        others = [_tier(device)] if case.found_by in BESIDE_TIER else []
+        children = {"kv_connector_extra_config": {"connectors": [*others, config]}}
+        path = OUR_MODULE if case.found_by == "ranges" else None
+        own = {"kv_connector": "MultiConnector", "kv_connector_module_path": path}
+        config = {**config, **own, **children}
     return config | {"engine_id": engine_id}
+
+
+def _tier(device):
+    """vLLM's own, which copies blocks on GPUs alone."""
+    copies = {"spec_name": "HostTierSpec", "spec_module_path": "tests.vllm.harness.host_tier"}
+    options = {"cpu_bytes_to_use": 256 << 20, **(copies if device.kind == "cpu" else {})}
+    names = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {**names, "kv_connector_extra_config": options}
 
 
 def world_size(options):
@@ -50,7 +64,7 @@ def why_skipped(case, device):
     if case.needs_gpus and device.kind == "cpu":
         return "vLLM's CPU code has none of it"
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
-    if case.found_by != "path" and "kvconnector" not in plugins.names:
+    if case.found_by in BY_NAME and "kvconnector" not in plugins.names:
         return "kvconnector is not installed: vLLM finds it by its plugin"
     wanted, found = max(map(world_size, (case.prefill, case.decode))), len(device.units)
     # ranks may share cores, but not GPUs
@@ -91,7 +105,7 @@ def specs_of(case, connector, folder, device):
         }
         common = {
             "model": model,
-            "transfer": transfer_config(case, connector, role, f"{half}-{case.name}"),
+            "transfer": transfer_config(case, connector, role, f"{half}-{case.name}", device),
             "log": folder / "logs" / f"{case.name}-{connector}-{half}.log",
             "dtype": case.gpu_dtype if device.kind == "cuda" else "float32",
         }

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass, field
+from itertools import product
 
 from tests.vllm.harness.engine import ANSWER_TIMEOUT_S
 from tests.vllm.harness.pair import prompt_of
@@ -265,3 +266,86 @@ def chat(pair, outcome):
     for turn, (prompt, answer) in enumerate(turns):
         pair.prefill.forget()
         outcome.compare(f"turn {turn}", answer, pair.prefill.ask(prompt).tokens)
+
+
+def _in_tier(pair, prompt, cached):
+    """Let the decode engine's tier, and nothing else of it, have a prefix: as the prefill engine has computed it."""
+    if cached:
+        pair.compared(prompt[: cached + 1])
+        pair.decode.forget()
+    pair.decode.call("loads")
+
+
+def from_both(pair, outcome):
+    """The decode engine's tier has a prefix of a prompt, and the prefill engine the rest."""
+    length = 600
+    block = pair.specs[1].block_size
+    pair.decode.ask(prompt_of(40), pair.prefilled(prompt_of(40)))
+    for cached, is_streamed in product((0, block, 512, 599 // block * block), (False, True)):
+        prompt = prompt_of(length, seed=f"{cached}-{is_streamed}")
+        expected = pair.prefill.ask(prompt).tokens
+        _in_tier(pair, prompt, cached)
+        what = f"{cached} of {length} in the tier"
+        if is_streamed:
+            answer, difference = pair.streamed(prompt)
+            outcome.compare(f"{what}, streamed", answer, expected)
+            outcome.compare_bytes(f"{what}, streamed", difference)
+        else:
+            _compare(pair, outcome, what, prompt, expected)
+        loads = pair.decode.call("loads")
+        tier_blocks = [cached // block] * bool(cached)
+        outcome.check(what, (loads["remote"], loads["tier"]), ([cached], tier_blocks))
+
+
+def from_tier_alone(pair, outcome):
+    """vLLM's own `MultiConnector` takes the tier's prefix alone: the decode engine computes the rest, and the prefill
+    engine's blocks are free.
+    """
+    length, cached = 600, 448
+    prompt = prompt_of(length, seed=1)
+    expected = pair.prefill.ask(prompt).tokens
+    _in_tier(pair, prompt, cached)
+    answer = pair.decode.ask(prompt, pair.prefilled(prompt))
+    outcome.compare("after the tier's prefix", answer, expected)
+    outcome.check("computed", answer.computed_tokens, length - cached)
+    outcome.check("loads", pair.decode.call("loads")["remote"], [])
+    other = prompt_of(length, seed=2)
+    _compare(pair, outcome, "without a prefix", other, pair.prefill.ask(other).tokens)
+
+
+def killed_beside_tier(pair, outcome):
+    """The prefill engine dies in the middle of its range: the decode engine computes that, and not the tier's."""
+    length, cached = 2000, 1600
+    prompt = prompt_of(length, seed=2)
+    expected = pair.prefill.ask(prompt).tokens
+    _in_tier(pair, prompt, cached)
+    offer = pair.prefilled(prompt)
+    os.killpg(pair.prefill.pid, signal.SIGSTOP)
+    request = pair.decode.submit(prompt, offer)
+    time.sleep(SETTLE_S)
+    pair.prefill.kill()
+    answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
+    outcome.compare("after the loss", answer, expected)
+    outcome.check("computed", answer.computed_tokens, length - cached)
+    outcome.check("tier", pair.decode.call("loads")["tier"], [cached // pair.specs[1].block_size])
+    outcome.complaints += pair.leftovers("decode")
+
+
+def aborted_beside_tier(pair, outcome):
+    """Requests that end while one connector or both load them leave nothing held."""
+    prompt, cached = prompt_of(900, seed=1), 448
+    expected = pair.prefill.ask(prompt).tokens
+    _in_tier(pair, prompt, cached)
+    for is_stopped in (False, True):
+        offer = pair.prefilled(prompt)
+        if is_stopped:
+            os.killpg(pair.prefill.pid, signal.SIGSTOP)
+        request = pair.decode.submit(prompt, offer)
+        deadline = time.monotonic() + ANSWER_TIMEOUT_S
+        while not (loads := pair.decode.call("loads"))["tier"] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        pair.decode.call("abort", request)
+        os.killpg(pair.prefill.pid, signal.SIGCONT)
+        outcome.check("both load", len(loads["remote"]), 1)
+        outcome.complaints += pair.leftovers()
+    _compare(pair, outcome, "after the aborts", prompt, expected)

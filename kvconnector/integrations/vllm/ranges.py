@@ -1,0 +1,181 @@
+"""Loads of one request by several connectors, each of a range of its prompt.
+
+vLLM's `MultiConnector` loads a request from the first of its children that has any of it. This one asks them in their
+order, each from where the one before it ends: a cache tier has `[0, S)`, `KVConnector` brings `[S, N)` from the prefill
+engine. No child has to know of it: it is asked for what follows `num_computed_tokens`, and is given the request's
+blocks and the number of tokens that it loads.
+
+Ranges meet at block boundaries, since a tier writes whole blocks. Only asynchronous loads are combined: a synchronous
+one belongs to the step that computes with it. States and windows are those before the end of the last range. The
+blocks that vLLM allocates have room for these alone, so what an earlier child has of others is not loaded.
+
+The scheduler's side decides; each worker counts. A request is reported once all of its children have ended on that
+worker, as failed if one of them failed, since vLLM's aggregator expects one report of each worker. Blocks that a child
+reports as not filled go to vLLM at once, which keeps them for when the request is reported.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import lcm
+from typing import TYPE_CHECKING
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiConnector,
+    MultiKVConnectorMetadata,
+)
+from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from kvconnector.errors import ConfigError
+from kvconnector.integrations.vllm.connector import KVConnector
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.v1.request import Request
+
+logger = logging.getLogger(__name__)
+
+LOAD_POLICY = "range_aware"
+
+
+@dataclass
+class RangeMetadata(MultiKVConnectorMetadata):
+    """`extra_async_loads`: of each request that several children load from this step on, their number less one."""
+
+    extra_async_loads: dict[str, int] = field(default_factory=dict)
+
+
+class RangeConnector(MultiConnector):
+    """vLLM's `MultiConnector`, whose children load one request together.
+
+    Raises:
+        ConfigError: `load_policy` is another one.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        policy = vllm_config.kv_transfer_config.get_from_extra_config("load_policy", LOAD_POLICY)
+        if policy != LOAD_POLICY:
+            raise ConfigError(
+                "kvconnector's MultiConnector has one load_policy; for the first hit alone use vLLM's own, without"
+                " kv_connector_module_path",
+                load_policy=policy,
+                known=LOAD_POLICY,
+            )
+        if any(isinstance(child, KVConnector) for child in self._connectors[:-1]):
+            logger.warning(
+                "KVConnector brings whole prompts: connectors after it load nothing of its requests"
+            )
+        dcp_size = vllm_config.parallel_config.decode_context_parallel_size
+        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+        tokens = [each for each in specs if not isinstance(each, MambaSpec)]
+        self._block_size = lcm(*(resolve_dcp_kv_block_size(each, dcp_size) for each in tokens))
+        self._shares: dict[str, dict[int, int]] = {}
+        """Tokens that children load of each request, by the child's position."""
+        self._new_loads: dict[str, int] = {}
+        self._unended_loads: dict[str, int] = {}
+        """On a worker: children that have yet to end before the last one."""
+        self._failed: set[str] = set()
+
+    # -- scheduler --
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        shares = self._shares[request.request_id] = {}
+        stop, is_async, is_open = num_computed_tokens, False, True
+        for position, child in enumerate(self._connectors):
+            # vLLM asks all of them, too: some look up what they do not have yet
+            tokens, loads_async = child.get_num_new_matched_tokens(request, stop)
+            if tokens is None:
+                return None, False
+            if not tokens or not is_open or (shares and not loads_async):
+                continue
+            shares[position] = tokens
+            stop, is_async = stop + tokens, loads_async
+            is_open = is_async and stop % self._block_size == 0
+        return stop - num_computed_tokens, is_async
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        shares = self._shares_of(request, num_external_tokens)
+        for position, child in enumerate(self._connectors):
+            child.update_state_after_alloc(request, blocks, shares.get(position, 0))
+        if len(shares) > 1:
+            self._new_loads[request.request_id] = len(shares) - 1
+
+    def _shares_of(self, request: Request, num_external_tokens: int) -> dict[int, int]:
+        """Tokens by the child's position, of so many: vLLM may take fewer than it was offered."""
+        shares, left = {}, num_external_tokens
+        for position, offered in self._shares.get(request.request_id, {}).items():
+            tokens = min(offered, left)
+            if tokens:
+                shares[position] = tokens
+            left -= tokens
+        return shares
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        """Groups that every child of the request restores: one alone restores a part."""
+        loaders = [self._connectors[each] for each in self._shares[request.request_id]]
+        ids = [set(each.get_loaded_kv_cache_group_ids(request)) for each in loaders]
+        return tuple(sorted(set.intersection(*ids)))
+
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[CacheHitSource, int]:
+        found: Counter[CacheHitSource] = Counter()
+        for position, tokens in self._shares_of(request, num_external_tokens).items():
+            found.update(self._connectors[position].get_external_cache_hit_sources(request, tokens))
+        return dict(found)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> RangeMetadata:
+        for request_id in scheduler_output.finished_req_ids:
+            self._shares.pop(request_id, None)
+        step = super().build_connector_meta(scheduler_output)
+        loads, self._new_loads = self._new_loads, {}
+        return RangeMetadata(step.metadata, step.extra_async_saves, loads)
+
+    # -- worker --
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        self._unended_loads.update(connector_metadata.extra_async_loads)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        ended = KVConnectorTransferResults()
+        for child in self._connectors:
+            of_child = child.get_transfer_results(finished_req_ids)
+            ended.finished_sending |= _last(of_child.finished_sending, self._extra_async_saves)
+            ended.finished_recving |= _last(of_child.finished_recving, self._unended_loads)
+            self._failed |= of_child.failed_recving
+        ended.failed_recving = self._failed & ended.finished_recving
+        self._failed -= ended.failed_recving
+        return ended
+
+
+def _last(request_ids: Iterable[str], unended: dict[str, int]) -> set[str]:
+    """Take a child's reports. Returns the requests of which no other child is to end any more."""
+    last = set()
+    for request_id in request_ids:
+        others = unended.pop(request_id, 0)
+        if others > 1:
+            unended[request_id] = others - 1
+        elif not others:
+            last.add(request_id)
+    return last
