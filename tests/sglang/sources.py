@@ -25,6 +25,8 @@ REAL = {
     *sys.stdlib_module_names,
 }
 """What is never stood in for: SGLang has a plan for what is missing here, or uses it."""
+OTHERWISE_VERSIONED = {"accelerate", "huggingface_hub", "pydantic", "torchvision", "transformers"}
+"""What is always stood in for: a machine may have another version than SGLang imports from."""
 
 
 def use_sources():
@@ -36,6 +38,7 @@ def use_sources():
     if not folder:
         return
     sys.path.append(folder)
+    sys.meta_path.insert(0, Finder(OTHERWISE_VERSIONED))
     sys.meta_path.append(Finder())
     sys.modules.setdefault(
         "regex", re
@@ -46,10 +49,15 @@ def use_sources():
 
 
 class Finder:
-    """Finds every package that SGLang itself imports and nobody else has found."""
+    """Finds every package that SGLang itself imports, or those of `only`."""
+
+    def __init__(self, only=None):
+        self._only = only
 
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in REAL or not _importer().startswith(PACKAGE):
+        package = name.partition(".")[0]
+        is_left = package in REAL if self._only is None else package not in self._only
+        if is_left or not _importer().startswith(PACKAGE):
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
