@@ -78,7 +78,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(2101),
     "tests/unit/session": Size(1481),
-    "tests/sglang": Size(625),
+    "tests/sglang": Size(710),
     "tests/sglang/harness": Size(1305),
     "tests/vllm": Size(6538),
 }

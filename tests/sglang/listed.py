@@ -1,6 +1,8 @@
-"""A pool's part of `KVArgs`."""
+"""A hybrid model's pool, and a pool's part of `KVArgs`."""
 
 from types import SimpleNamespace
+
+import torch
 
 
 def listed(pool, page_size, draft=None, num_layers=4):
@@ -22,3 +24,34 @@ def listed(pool, page_size, draft=None, num_layers=4):
     )
     setup_state_kv_args(args, pool, draft, num_layers)
     return args
+
+
+def hybrid_pool(page_size, device, *, size, heads, dim, groups, attention_layers, tp_size=1):
+    """A pool of attention layers and of Mamba 2 states in layers 0 and 2, convolutions made up of `groups`."""
+    from sglang.srt.configs.mamba_utils import (
+        Mamba2CacheParams,
+        Mamba2StateDType,
+        Mamba2StateShape,
+    )
+    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
+
+    state = Mamba2StateShape.create(
+        tp_world_size=tp_size,
+        intermediate_size=16,
+        n_groups=2,
+        num_heads=4,
+        head_dim=4,
+        state_size=4,
+        conv_kernel=4,
+        conv_shard_groups=groups,
+    )
+    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
+    pool = MambaPool(
+        size=4,
+        spec_state_size=4,
+        cache_params=Mamba2CacheParams(shape=state, dtype=dtype, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        device=device,
+    )
+    kv = (size, torch.float32, page_size, heads, dim, list(attention_layers), device)
+    return HybridLinearKVPool(*kv, mamba_pool=pool)

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvconnector.errors import GeometryError, TransferAbortedError
-from tests.sglang.listed import listed
+from tests.sglang.listed import hybrid_pool, listed
 from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.sglang, pytest.mark.ucx]
@@ -22,19 +22,21 @@ SENT_ROW, READ_ROW = 1, 2
 BOOTSTRAPPING, WAITING, SUCCESS, FAILED = 1, 2, 4, 0
 LIMIT_S = 100.0
 DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
+WINDOW, WINDOW_LAYERS, FULL_LAYERS = 20, (1,), (0, 2)
 
 
 class Side:
-    """One engine's rank. `pages` are those of the prompt, in no order."""
+    """One engine's rank. `pages` are those of the prompt, in no order, and as many of its windows.
 
-    def __init__(self, backend, mode, page_size, device):
+    `kind` of its pool: "mha", "mla", "swa" (with sliding windows) or "mamba" (with recurrent states).
+    """
+
+    def __init__(self, backend, mode, page_size, device, kind="mha"):
         from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
-        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-        self.page_size, self.device = page_size, device
-        self.pool = MHATokenToKVPool(
-            SIZE, page_size, torch.float32, HEADS, DIM, LAYERS, device, False
-        )
+        self.page_size, self.device, self.kind = page_size, device, kind
+        self.slot = 1 if mode == "prefill" else 3
+        self.pool = _pool(kind, page_size, device)
         self.metadata = MetadataBuffers(ROWS, 16, torch.float32, 0)
         args = listed(self.pool, page_size, num_layers=LAYERS)
         args.engine_rank = args.pp_rank = 0
@@ -50,31 +52,75 @@ class Side:
         count = -(-TOKENS // page_size)
         order = np.random.default_rng(page_size).permutation(SIZE // page_size)[:count]
         self.pages = (order + 1).astype(np.int32)
-        self.manager = backend.KVManager(args, DisaggregationMode(mode), server)
+        self.window_pages = self.pages[::-1].copy()
+        self.manager = backend.KVManager(args, DisaggregationMode(mode), server, kind == "mla")
 
     def close(self):
         self.manager.teardown()
 
-    def rows(self, start, stop):
-        """Where these tokens are in the pool."""
+    def rows(self, pages, start, stop):
+        """Where these tokens are in a pool."""
         tokens = torch.arange(start, stop)
-        pages = torch.from_numpy(self.pages).long()[tokens // self.page_size]
+        pages = torch.from_numpy(pages).long()[tokens // self.page_size]
         return (pages * self.page_size + tokens % self.page_size).to(self.device)
+
+    def buffers(self):
+        """Each layer's K, V or latent `[row, head, dim]`, the prompt's pages there, the first token kept."""
+        if self.kind == "swa":
+            windows, full = self.pool.swa_kv_pool, self.pool.full_kv_pool
+            for tensor in (*windows.k_buffer, *windows.v_buffer):
+                yield tensor, self.window_pages, TOKENS - WINDOW
+        else:
+            full = getattr(self.pool, "full_kv_pool", self.pool)
+        own = full.kv_buffer if self.kind == "mla" else (*full.k_buffer, *full.v_buffer)
+        for tensor in own:
+            yield tensor, self.pages, 0
 
     def write(self, values, start, stop):
         """What a step computes, on the current stream."""
-        rows = self.rows(start, stop)
-        for layer in range(LAYERS):
-            self.pool.k_buffer[layer][rows] = values[0, layer, start:stop].to(self.device)
-            self.pool.v_buffer[layer][rows] = values[1, layer, start:stop].to(self.device)
+        for (tensor, pages, _), value in zip(self.buffers(), values, strict=True):
+            tensor[self.rows(pages, start, stop)] = value[start:stop].to(self.device)
 
-    def read(self):
-        """All of the prompt, `[K or V, layer, token, head, dim]`."""
-        rows = self.rows(0, TOKENS)
-        parts = (self.pool.k_buffer, self.pool.v_buffer)
-        return torch.stack(
-            [torch.stack([part[layer][rows] for layer in range(LAYERS)]) for part in parts]
-        ).cpu()
+    def has(self, values):
+        """All of the prompt that an engine keeps is there."""
+        for (tensor, pages, first), value in zip(self.buffers(), values, strict=True):
+            if not tensor[self.rows(pages, first, TOKENS)].cpu().equal(value[first:]):
+                return False
+        return True
+
+    def values(self):
+        """A prompt's, of each of the buffers."""
+        return [torch.randn(TOKENS, *tensor.shape[1:]) for tensor, _, _ in self.buffers()]
+
+    def slots(self):
+        """The request's recurrent states, `[layer, ...]` each."""
+        if self.kind != "mamba":
+            return []
+        cache = self.pool.mamba_pool.mamba_cache
+        return [tensor[:, self.slot] for tensor in (*cache.conv, cache.temporal)]
+
+    def states(self):
+        """As SGLang's queues name them to a backend."""
+        kept = (TOKENS - WINDOW) // self.page_size
+        named = {"swa": [self.window_pages[kept:]], "mamba": [np.array([self.slot])]}
+        return named.get(self.kind, [])
+
+
+def _pool(kind, page_size, device):
+    from sglang.srt.mem_cache import memory_pool as pools
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    if kind == "mla":
+        return pools.MLATokenToKVPool(
+            SIZE, page_size, torch.float32, 16, DIM, LAYERS, device, False
+        )
+    if kind == "swa":
+        layers = [*WINDOW_LAYERS], [*FULL_LAYERS]
+        return SWAKVPool(SIZE, SIZE, page_size, torch.float32, HEADS, DIM, *layers, device)
+    if kind == "mamba":
+        shape = {"size": SIZE, "heads": HEADS, "dim": DIM, "attention_layers": [1]}
+        return hybrid_pool(page_size, device, groups=[8, 8, 16], **shape)
+    return pools.MHATokenToKVPool(SIZE, page_size, torch.float32, HEADS, DIM, LAYERS, device, False)
 
 
 @pytest.fixture
@@ -100,6 +146,7 @@ def backend(monkeypatch):
         dtype=torch.float32,
         get_total_num_kv_heads=lambda: HEADS,
         get_swa_num_kv_heads=lambda _: HEADS,
+        swa_attention_layer_ids=WINDOW_LAYERS,
     )
     config = SimpleNamespace(from_server_args=lambda _: model)
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)
@@ -110,13 +157,19 @@ def backend(monkeypatch):
     return backend
 
 
-@pytest.fixture(params=DEVICES)
-def sides(backend, request):
+@contextmanager
+def _sides(backend, *arguments):
     with (
-        closing(Side(backend, "prefill", 16, request.param)) as prefill,
-        closing(Side(backend, "decode", 32, request.param)) as decode,
+        closing(Side(backend, "prefill", 16, *arguments)) as prefill,
+        closing(Side(backend, "decode", 32, *arguments)) as decode,
     ):
         yield prefill, decode
+
+
+@pytest.fixture(params=DEVICES)
+def sides(backend, request):
+    with _sides(backend, request.param) as made:
+        yield made
 
 
 def _asked(backend, sides):
@@ -134,11 +187,11 @@ def _asked(backend, sides):
     assert receiver.poll() == WAITING
     stream = torch.cuda.current_stream() if decode.device != "cpu" else None
     scheduler = SimpleNamespace(
-        sliding_window_size=None, forward_stream=stream, enable_overlap=stream is not None
+        sliding_window_size=WINDOW, forward_stream=stream, enable_overlap=stream is not None
     )
     queue, request = SimpleNamespace(scheduler=scheduler), SimpleNamespace(kv_receiver=receiver)
     backend.note_length(queue, request, range(TOKENS), decode.page_size)
-    receiver.send_metadata(decode.pages, READ_ROW, [], 0)
+    receiver.send_metadata(decode.pages, READ_ROW, decode.states(), 0)
     return room, sender, receiver
 
 
@@ -152,7 +205,7 @@ def _until(wanted, *polled):
 def test_a_prompt_in_chunks_and_its_metadata_arrive_in_other_pages(backend, sides):
     prefill, decode = sides
     room, sender, receiver = _asked(backend, sides)
-    values = torch.randn(2, LAYERS, TOKENS, HEADS, DIM)
+    values = prefill.values()
     _busy(prefill.device)
     prefill.write(values, 0, CHUNK)
     sender.send(prefill.pages[: CHUNK // 16])
@@ -162,10 +215,31 @@ def test_a_prompt_in_chunks_and_its_metadata_arrive_in_other_pages(backend, side
     prefill.metadata.bootstrap_room[SENT_ROW, 0] = room
     sender.send(prefill.pages[CHUNK // 16 :], [], TOKENS - CHUNK)
     _until(SUCCESS, sender, receiver)
-    assert decode.read().equal(values)
+    assert decode.has(values)
     assert decode.metadata.output_ids[READ_ROW, 0] == 7
     assert decode.metadata.bootstrap_room[READ_ROW, 0] == room
     assert sender.get_transfer_metric().transfer_total_bytes == 80 * 2 * LAYERS * HEADS * DIM * 4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["mla", "swa", "mamba"])
+def test_other_pools_arrive_and_states_with_them(backend, kind, device):
+    with _sides(backend, device, kind) as (prefill, decode):
+        _, sender, receiver = _asked(backend, (prefill, decode))
+        values = prefill.values()
+        states = [torch.randn(slot.shape).to(slot) for slot in prefill.slots()]
+        _busy(device)
+        prefill.write(values, 0, CHUNK)
+        sender.send(prefill.pages[: CHUNK // 16])
+        _busy(device)
+        prefill.write(values, CHUNK, TOKENS)
+        for slot, state in zip(prefill.slots(), states, strict=True):
+            slot.copy_(state)
+        sender.send(prefill.pages[CHUNK // 16 :], prefill.states(), TOKENS - CHUNK)
+        _until(SUCCESS, sender, receiver)
+        assert decode.has(values)
+        assert all(map(torch.equal, decode.slots(), states))
+        assert (len(states) > 0) == (kind == "mamba")
 
 
 def test_what_another_stream_wrote_is_read_after_its_event(backend, sides):
@@ -173,7 +247,7 @@ def test_what_another_stream_wrote_is_read_after_its_event(backend, sides):
     if prefill.device == "cpu":
         pytest.skip("a CPU has no streams")
     _, sender, receiver = _asked(backend, sides)
-    values, event = torch.randn(2, LAYERS, TOKENS, HEADS, DIM), torch.cuda.Event()
+    values, event = prefill.values(), torch.cuda.Event()
     with torch.cuda.stream(torch.cuda.Stream()):
         _busy(prefill.device)
         prefill.write(values, 0, TOKENS)
@@ -181,7 +255,7 @@ def test_what_another_stream_wrote_is_read_after_its_event(backend, sides):
     sender._early_send_wait_event = event
     sender.send(prefill.pages, [], TOKENS)
     _until(SUCCESS, sender, receiver)
-    assert decode.read().equal(values)
+    assert decode.has(values)
 
 
 @pytest.mark.parametrize("gives_up", ["sender", "receiver"])

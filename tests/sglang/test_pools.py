@@ -8,7 +8,7 @@ import torch
 
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.sglang.caches import Heads, Shape, registered_groups
-from tests.sglang.listed import listed
+from tests.sglang.listed import hybrid_pool, listed
 
 pytestmark = pytest.mark.sglang
 SIZE, PAGE, HEADS, DIM = 32, 4, 2, 8
@@ -99,33 +99,8 @@ def test_windows():
 
 
 def _hybrid(groups, tp_size=1):
-    from sglang.srt.configs.mamba_utils import (
-        Mamba2CacheParams,
-        Mamba2StateDType,
-        Mamba2StateShape,
-    )
-    from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
-
-    state = Mamba2StateShape.create(
-        tp_world_size=tp_size,
-        intermediate_size=16,
-        n_groups=2,
-        num_heads=4,
-        head_dim=4,
-        state_size=4,
-        conv_kernel=4,
-        conv_shard_groups=groups,
-    )
-    dtype = Mamba2StateDType(conv=torch.bfloat16, temporal=torch.float32)
-    pool = MambaPool(
-        size=4,
-        spec_state_size=4,
-        cache_params=Mamba2CacheParams(shape=state, dtype=dtype, layers=[0, 2]),
-        mamba_layer_ids=[0, 2],
-        device="cpu",
-    )
-    kv = (SIZE, torch.float32, PAGE, HEADS, DIM, [1, 3], "cpu")
-    return HybridLinearKVPool(*kv, mamba_pool=pool)
+    shape = {"size": SIZE, "heads": HEADS, "dim": DIM, "attention_layers": [1, 3]}
+    return hybrid_pool(PAGE, "cpu", groups=groups, tp_size=tp_size, **shape)
 
 
 def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
