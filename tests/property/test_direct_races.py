@@ -10,6 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvconnector.datapath.pump import copies_cpu
+from kvconnector.datapath.pump.copy_threads import CopyThreads
 from kvconnector.errors import LeaseExpiredError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
@@ -91,12 +93,19 @@ class Races:
         raise AssertionError(f"read {number} does not end")
 
 
+@pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("num_races", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(num_races, show):
+def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(
+    num_races, num_threads, show, monkeypatch
+):
+    monkeypatch.setattr(CopyThreads, "num_idle", lambda threads: num_threads - 1)
+    monkeypatch.setattr(copies_cpu, "SHARED_PIECE_BYTES", 1 << 12)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # the taker is to come in between
     try:
-        with closing(DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"))) as pair:
+        with closing(
+            DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"), num_threads=num_threads)
+        ) as pair:
             races = Races(pair)
             for number in range(1, num_races + 1):
                 races.run(number)

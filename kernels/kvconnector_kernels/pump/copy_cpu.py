@@ -11,9 +11,10 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cfunc, types
+from numba import cfunc, njit, types
 
-from kvconnector_kernels.pump.native import record_at, store_flag
+from kvconnector_kernels.pump import helpers
+from kvconnector_kernels.pump.native import add_flag, record_at, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH
 from kvconnector_kernels.pump.steps import helper, window_of
@@ -36,18 +37,24 @@ JOB = np.dtype(
         ("dst", SIDE),
     ]
 )
-READ = record_of("num_jobs", "job", "unit")
-"""A read of a peer's pools, its next job and that one's next unit. Its jobs follow it."""
+READ = record_of("num_jobs", "next_piece", "piece_bytes", "num_helpers")
+"""A read of a peer's pools, its next piece, about how many bytes a piece has, and how many threads are to help with it.
+Its jobs follow it.
+"""
 ROW_BYTES = 8 * ROW_COLUMNS
 _ROW, _BLOCK = offset_of(JOB, "slot"), offset_of(JOB, "block")
 _READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
-# Control waits for one piece: a tenth of a millisecond or so.
-_PIECE_BYTES = 1 << 20
+_NEXT_PIECE = offset_of(READ, "next_piece")
+CALL_BYTES = 1 << 20
+"""A call copies about as many. Control waits for it: a tenth of a millisecond or so."""
 
 
 @helper
-def _rows_of(address, side, part):
-    return side.rows + part * ROW_BYTES if side.rows else address + _ROW
+def _rows_of(address, job, side, slot, part):
+    if side.rows:
+        return side.rows + part * ROW_BYTES
+    job.slot = slot + part * job.part_stride
+    return address + _ROW
 
 
 @helper
@@ -59,7 +66,9 @@ def _window_of(address, job, side):
 
 @helper
 def _copy_units(address, slot, start, end):
-    """The units of a job from `start` to `end`; a chunk is in `slot`."""
+    """The units of a job from `start` to `end`; a chunk is in `slot`. `end_stream` follows, once for all: it waits
+    until every streamed line is in memory.
+    """
     job = record_at(address, JOB)
     src_window, dst_window = _window_of(address, job, job.src), _window_of(address, job, job.dst)
     item, is_streamed = (job.head_dim, job.item_bytes), job.is_streamed != 0
@@ -67,33 +76,33 @@ def _copy_units(address, slot, start, end):
         part = start // job.num_tokens
         first = start - part * job.num_tokens
         last = min(end - part * job.num_tokens, job.num_tokens)
-        job.slot = slot + part * job.part_stride
-        src, dst = _rows_of(address, job.src, part), _rows_of(address, job.dst, part)
+        src = _rows_of(address, job, job.src, slot, part)
+        dst = _rows_of(address, job, job.dst, slot, part)
         span = (first, last)
         copy_part(dst, dst_window, src, src_window, job.num_heads, span, item, is_streamed)
         start += last - first
-    if is_streamed:
-        # once for all parts: it waits until every streamed line is in memory
-        end_stream()
 
 
 @helper
-def _copy_piece(read_address):
-    """Copy what comes next of a read; `MORE` or `ALL`."""
-    read, room = record_at(read_address, READ), _PIECE_BYTES
-    while read.job < read.num_jobs and room > 0:
-        address = read_address + _READ_BYTES + read.job * _JOB_BYTES
+def copy_piece(read_address):
+    """Copy the next piece of a read, which any thread may do. Returns its bytes, and if none is left after it."""
+    read = record_at(read_address, READ)
+    piece = add_flag(read_address + _NEXT_PIECE, 1)
+    for index in range(read.num_jobs):
+        address = read_address + _READ_BYTES + index * _JOB_BYTES
         job = record_at(address, JOB)
         unit_bytes = job.num_heads * job.head_dim * job.item_bytes
         num_units = job.num_parts * job.num_tokens
-        end = min(num_units, read.unit + max(1, room // unit_bytes))
-        _copy_units(address, 0, read.unit, end)
-        room -= (end - read.unit) * unit_bytes
-        read.unit = end
-        if end == num_units:
-            read.job += 1
-            read.unit = 0
-    return MORE if read.job < read.num_jobs else ALL
+        piece_units = max(1, read.piece_bytes // unit_bytes)
+        num_pieces = (num_units + piece_units - 1) // piece_units
+        if piece < num_pieces:
+            start = piece * piece_units
+            end = min(num_units, start + piece_units)
+            _copy_units(address, 0, start, end)
+            is_last = index + 1 == read.num_jobs and end == num_units
+            return (end - start) * unit_bytes, is_last
+        piece -= num_pieces
+    return 0, True
 
 
 def _make(sources_hash):
@@ -101,20 +110,45 @@ def _make(sources_hash):
         _ = sources_hash
         fields = record_at(job, JOB)
         _copy_units(job, slot, 0, fields.num_parts * fields.num_tokens)
+        if fields.is_streamed:
+            end_stream()
         store_flag(flag, flag_value)
         return 0
 
     def read(context, read, flag, flag_value):
         _ = sources_hash
-        status = _copy_piece(read)
-        if status != MORE:
-            store_flag(flag, flag_value)
-        return status
+        fields = record_at(read, READ)
+        if fields.num_helpers and helpers.share(context, read, flag, fields.num_helpers):
+            fields.num_helpers = 0
+        left, is_last = CALL_BYTES, False
+        while left > 0 and not is_last:
+            nbytes, is_last = copy_piece(read)
+            left -= nbytes
+        end_stream()
+        if is_last:
+            helpers.close(flag, flag_value)
+        return ALL if is_last else MORE
 
     return copy, read
 
 
+def _make_help(sources_hash):
+    def help_reads(context):
+        _ = sources_hash
+        while not helpers.is_closed(context):
+            read = helpers.join_next(context)
+            if read:
+                is_last = False
+                while helpers.is_open(context) and not is_last:
+                    _, is_last = copy_piece(read)
+                end_stream()
+                helpers.leave(context)
+
+    return help_reads
+
+
 _copy, _read = _make(SOURCES_HASH)
+_help_reads = _make_help(SOURCES_HASH)
 
 
 @cache
@@ -127,8 +161,14 @@ def compile_copy() -> Any:
 
 @cache
 def compile_read() -> Any:
-    """The compiled read, a piece of bounded size a call, as `compile_copy`. See `records.READ`."""
+    """The compiled read, some pieces a call, as `compile_copy`. Its context is a crew, or 0. See `records.READ`."""
     return cfunc(types.int64(*[types.int64] * 4), nopython=True, cache=True)(_read)
+
+
+@cache
+def compile_help() -> Any:
+    """What a thread runs, without the GIL, to help with the reads of the crew at an address until that is closed."""
+    return njit("void(int64)", nogil=True, cache=True)(_help_reads)
 
 
 def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = False) -> list[int]:

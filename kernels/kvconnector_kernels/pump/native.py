@@ -136,6 +136,18 @@ def exchange_flag(typingctx: Any, address: Any, expected: Any, value: Any) -> An
 
 
 @intrinsic
+def add_flag(typingctx: Any, address: Any, value: Any) -> Any:
+    """Add to a 32-bit flag at once. Returns what it was. What came before and what comes after is ordered."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], _I32.as_pointer())
+        old = builder.atomic_rmw("add", pointer, builder.trunc(args[1], _I32), "seq_cst")
+        return builder.zext(old, _I64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
 def fence(typingctx: Any) -> Any:
     """No load or store moves over it, in either direction. On x86 this keeps the compiler alone from moving them."""
 

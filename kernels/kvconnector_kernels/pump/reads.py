@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from kvconnector_kernels.pump import helpers, steps
 from kvconnector_kernels.pump import records as r
-from kvconnector_kernels.pump import steps
 from kvconnector_kernels.pump.native import call, load_flag
 from kvconnector_kernels.pump.steps import helper
 
@@ -47,9 +47,9 @@ def end_reads(state):
         read = reads[index]
         if read.phase != r.RUNNING:
             continue
-        # between two calls nothing is under way
-        has_stopped = read.stopped and not read.all_begun
-        if has_stopped or (read.all_begun and load_flag(read.fence) == read.fence_value):
+        if read.stopped and not read.all_begun:
+            helpers.close(read.fence, read.fence_value)
+        if (read.stopped or read.all_begun) and load_flag(read.fence) == read.fence_value:
             read.phase = r.OVER
             read.ended_ns = steps.now_ns(state)
             ended = True

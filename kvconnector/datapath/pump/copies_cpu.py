@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Sequence
 
@@ -17,10 +18,12 @@ from kvconnector.datapath.pump.copies import (
     address_of,
     packed_sides,
 )
+from kvconnector.datapath.pump.copy_threads import CopyThreads
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.commands import StartReceive
 from kvconnector_kernels.pump.copy_cpu import (
+    CALL_BYTES,
     JOB,
     READ,
     ROW_BYTES,
@@ -34,6 +37,8 @@ from kvconnector_kernels.relayout import Side
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
 from kvconnector_kernels.relayout.sides import check_copy
 
+logger = logging.getLogger(__name__)
+
 _PAGE = 4096
 _NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC, _DST = (
     index_of(JOB, name) for name in ("nbytes", "num_parts", "is_streamed", "src", "dst")
@@ -41,12 +46,17 @@ _NBYTES, _NUM_PARTS, _IS_STREAMED, _SRC, _DST = (
 _ROWS, _IDS, _START, _SKIP = map(
     PAGED_SIDE.index, ("rows", "block_ids", "token_start", "skip_tokens")
 )
+PIECE_BYTES, SHARED_PIECE_BYTES = CALL_BYTES, CALL_BYTES // 4
+"""Pieces of a read. Shared ones are short, so that no thread copies for long after the others."""
+MIN_SHARED_BYTES = 4 << 20
+"""Shorter reads end before threads that are woken for them have done much."""
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
 
 class CpuCopies(Copies):
     """See `Copies`. What unpacks or reads at least `min_streamed_bytes` goes past the caches, which would not keep it;
-    what is packed is sent next, from the cache.
+    what is packed is sent next, from the cache. Reads of peers' pools of at least `min_shared_bytes` are copied by
+    `num_threads`, as far as cores are idle.
     """
 
     job = JOB
@@ -58,6 +68,8 @@ class CpuCopies(Copies):
         slot_bytes: int,
         *,
         min_streamed_bytes: int = MIN_STREAMED_COPY_BYTES,
+        num_threads: int = 1,
+        min_shared_bytes: int = MIN_SHARED_BYTES,
     ) -> None:
         # the alignment of a slot does not matter here
         super().__init__(pools, packed_sides(_PAGE, slot_bytes, "cpu"))
@@ -65,6 +77,9 @@ class CpuCopies(Copies):
         self.ids = IdBuffers(_allocate_ids)
         self._compiled = compile_copy(), compile_read()
         self.function, self.read_function = (int(each.address) for each in self._compiled)
+        self._num_threads = num_threads
+        self._min_shared_bytes = min_shared_bytes
+        self._threads: CopyThreads | None = None
 
     def template_of(
         self, src: Side, dst: Side, num_heads: int
@@ -102,7 +117,8 @@ class CpuCopies(Copies):
         room = READ.itemsize + len(read.source.members) * JOB.itemsize
         buffer, ids, first = self.ids.lend(blocks, more_bytes=room)
         try:
-            numbers, num_jobs = [0, 0, 0], 0
+            num_helpers, num_jobs = self._num_helpers(read.source.total_bytes), 0
+            numbers = [0, 0, SHARED_PIECE_BYTES if num_helpers else PIECE_BYTES, num_helpers]
             for span in self.read_spans(read, remote, ids):
                 (part, stop), job = span.rows, _job_of(span)
                 job[_NUM_PARTS] = stop - part
@@ -121,6 +137,25 @@ class CpuCopies(Copies):
             self.ids.give_back(buffer)
             raise
         return buffer.here_address + first, buffer, None
+
+    def prepare(self, remote: RemotePools) -> None:
+        if self._threads is not None or self._num_threads == 1:
+            return
+        try:
+            self._threads = CopyThreads(self._num_threads - 1)
+            self.context = self._threads.address
+        except OSError as error:
+            self._num_threads = 1
+            logger.warning("one thread copies what is read directly: %s", error)
+
+    def finish(self) -> None:
+        if self._threads is not None:
+            self._threads.close()
+
+    def _num_helpers(self, nbytes: int) -> int:
+        if self._threads is None or nbytes < self._min_shared_bytes:
+            return 0
+        return self._threads.num_idle()
 
 
 def _allocate_ids(num_ids: int, stream: int) -> IdBuffer:

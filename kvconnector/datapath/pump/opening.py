@@ -15,6 +15,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Copies, program_cap
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.copies_cuda import CudaCopies
+from kvconnector.datapath.pump.copy_threads import default_threads
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.pump.machine import Pace
@@ -107,7 +108,8 @@ def _open_copies(
 ) -> Copies:
     """Copies between the pools and such slots."""
     if pools.device == "cpu":
-        return CpuCopies(pools, chunk_bytes)
+        num_threads = config.paths.copy_threads or default_threads()
+        return CpuCopies(pools, chunk_bytes, num_threads=num_threads)
     assert slots is not None  # a worker has a role
     try:
         return CudaCopies(

@@ -1,6 +1,7 @@
 """Reading pools that are mapped here, piece by piece: jobs are those of `relayout_cpu`, which has the windows."""
 
 import ctypes
+from itertools import chain
 
 import numpy as np
 
@@ -20,19 +21,29 @@ class Reader:
         self._fence = np.zeros(1, np.int32)
         self.num_calls = 0
 
+    def call(self, read):
+        self.num_calls += 1
+        return self._read(0, read.ctypes.data, self._fence.ctypes.data, self.num_calls)
+
     def finish(self, read):
         """Calls until nothing is left; the last status. The fence is set then, and not before."""
         status = MORE
         while status == MORE:
             assert self._fence[0] != self.num_calls or not self.num_calls
-            self.num_calls += 1
-            status = self._read(0, read.ctypes.data, self._fence.ctypes.data, self.num_calls)
+            status = self.call(read)
         assert self._fence[0] == self.num_calls
         return status
 
     def copy(self, src, dst, **counts):
-        job = copy_cpu.job_of(src, dst, check_copy(src, dst, **counts))
-        assert self.finish(np.array([1, 0, 0, *job], np.int64)) == ALL
+        assert self.finish(read_of(job_of(src, dst, **counts))) == ALL
+
+
+def job_of(src, dst, **counts):
+    return copy_cpu.job_of(src, dst, check_copy(src, dst, **counts))
+
+
+def read_of(*jobs, piece_bytes=copy_cpu.CALL_BYTES):
+    return np.array([len(jobs), 0, piece_bytes, 0, *chain(*jobs)], np.int64)
 
 
 def test_control_waits_for_a_piece_only():
@@ -46,5 +57,5 @@ def test_control_waits_for_a_piece_only():
 
 def test_read_of_nothing_is_over_at_once():
     reader = Reader()
-    assert reader.finish(np.zeros(3, np.int64)) == ALL
+    assert reader.finish(read_of()) == ALL
     assert reader.num_calls == 1

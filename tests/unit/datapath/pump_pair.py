@@ -42,11 +42,18 @@ class Side(Caches):
         direct=False,
         paths=PATHS,
         is_checked=False,
+        num_threads=1,
         **transport,
     ):
         super().__init__(shape, seed=seed)
         self.transport = open_ucx_transport(**transport)
-        copies = CpuCopies(self.pools, slot_bytes, min_streamed_bytes=min_streamed_bytes)
+        copies = CpuCopies(
+            self.pools,
+            slot_bytes,
+            min_streamed_bytes=min_streamed_bytes,
+            num_threads=num_threads,
+            min_shared_bytes=0,
+        )
         copies.digests = Digests("cpu", slot_bytes) if is_checked else None
         room_bytes = ROOM_BYTES if is_checked else 0
         self.path = DataPath(

@@ -1,0 +1,63 @@
+"""Threads that help with direct reads between CPU pools, where cores are idle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import numpy as np
+
+from kvconnector_kernels.pump.copy_cpu import compile_help
+from kvconnector_kernels.pump.helpers import CREW
+from kvconnector_kernels.pump.records import index_of, numbers_of
+
+MAX_DEFAULT_THREADS = 4
+"""Four reach what the memory of one socket brings; more take cores from the model for little."""
+_LOAD = "/proc/loadavg"
+
+
+def default_threads() -> int:
+    """Threads of a copy if the settings leave it open: half of the cores that this process may use, 4 at most."""
+    return max(1, min(MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)) // 2))
+
+
+class CopyThreads:
+    """Threads that sleep until a read wakes some of them, besides the owner of the driver lock, who copies too. See
+    `kvconnector_kernels.pump.helpers`.
+    """
+
+    def __init__(self, num_helpers: int) -> None:
+        """Start `num_helpers` threads. Raises OSError: there are no descriptors left."""
+        self._crew = np.zeros((), CREW)
+        self.address = int(self._crew.ctypes.data)
+        self._load = os.open(_LOAD, os.O_RDONLY | os.O_CLOEXEC)
+        self._eventfd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_SEMAPHORE)
+        self._crew["eventfd"] = self._eventfd
+        libc = ctypes.CDLL(None)
+        for name in ("read", "write"):
+            function = ctypes.cast(getattr(libc, name), ctypes.c_void_p).value
+            self._crew[f"{name}_function"] = function
+        run = compile_help()
+        self._threads = [
+            threading.Thread(target=run, args=(self.address,), name="kvc-copy", daemon=True)
+            for _ in range(num_helpers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def num_idle(self) -> int:
+        """How many may help now: no more than there are idle cores."""
+        running = os.pread(self._load, 64, 0).split()[3].partition(b"/")[0]
+        return max(0, min(len(self._threads), (os.cpu_count() or 1) - int(running)))
+
+    def close(self) -> None:
+        """End the threads, each after the piece that it copies. Idempotent."""
+        threads, self._threads = self._threads, []
+        if threads:
+            numbers_of(self._crew)[index_of(CREW, "is_closed")] = 1
+            os.eventfd_write(self._eventfd, len(threads))
+            for thread in threads:
+                thread.join()
+            os.close(self._eventfd)
+            os.close(self._load)
