@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1481),
     "tests/sglang": Size(710),
     "tests/sglang/harness": Size(1305),
-    "tests/vllm": Size(6538),
+    "tests/vllm": Size(6560),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

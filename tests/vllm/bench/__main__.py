@@ -23,6 +23,9 @@ from tests.vllm.harness.report import NIXL, OURS, environment, say
 from tests.vllm.harness.runner import in_own_process, preload, side_channel, transfer_config
 
 ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+TIER = "tier"
+TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}
+"""Of each prompt, what the decode engine's tier has."""
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -74,7 +77,8 @@ def main():
             pairs[name] = stack.enter_context(closing(Pair(*specs, run=serve)))
         contenders = {}
         for name, pair in pairs.items():
-            contenders[name] = Contender(pair)
+            shares = TIER_SHARES if name == TIER else {name: None}
+            contenders |= {each: Contender(pair, in_tier=share) for each, share in shares.items()}
             if name == OURS:
                 contenders["streamed"] = Contender(pair, is_streamed=True)
         turns = Turns(contenders, plan, say, keep)
@@ -96,7 +100,8 @@ def parse():
     parser.add_argument(
         "--connectors",
         default=f"{OURS},{NIXL}" if has_nixl else OURS,
-        help=f"of {OURS}, {NIXL}, computed ({OURS} with first_token=never)",
+        help=f"of {OURS}, {NIXL}, computed ({OURS} with first_token=never), {TIER} ({OURS} beside vLLM's"
+        " OffloadingConnector, which has none, most or all of each prompt)",
     )
     parser.add_argument("--repetitions", type=int, default=25)
     parser.add_argument("--step-tokens", type=int, help="max_num_batched_tokens")
@@ -140,20 +145,23 @@ def _spec(arguments, plan, device, connector, half):
         }
     # the same connector, whose decode engine computes the prompt's last token
     options_of_ours = {"first_token": "never"} if connector == "computed" else {}
-    case, engine_id = Case(name="bench", options=options_of_ours), f"{connector}-{half}"
+    found_by = "ranges" if connector == TIER else "path"
+    case = Case(name="bench", options=options_of_ours, found_by=found_by)
+    names = {"kv_role": ROLES[half], "engine_id": f"{connector}-{half}"}
+    cache_bytes = 1 << (28 if is_cpu else 33)
     return EngineSpec(
         model=str(_model(arguments)),
-        transfer=transfer_config(case, connector, ROLES[half], engine_id),
+        transfer=transfer_config(case, connector, device, names, cache_bytes),
         dtype="float32" if is_cpu else "bfloat16",
         block_size=64 if is_cpu else 16,
-        cache_bytes=1 << (28 if is_cpu else 33),
+        cache_bytes=cache_bytes,
         arguments=options,
         environment={
             **device.environment(list(ROLES).index(half), 1),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             **side_channel(connector),
         },
-        log=arguments.folder / f"{engine_id}.log",
+        log=arguments.folder / f"{names['engine_id']}.log",
     )
 
 

@@ -59,10 +59,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Contender:
-    """A pair whose engines are asked one after the other or, streamed, at once."""
+    """A pair whose engines are asked one after the other or, streamed, at once. `in_tier`: the share of a prompt that
+    the decode engine's tier has; None without a tier.
+    """
 
     pair: Pair
     is_streamed: bool = False
+    in_tier: float | None = None
 
     def handed_over(self, prompts):
         """Both engines' answers, and the seconds from the prefill engine's last one to each first token of the other.
@@ -85,9 +88,14 @@ class Contender:
         params = params or [None] * len(prompts)
         return _all(self.pair.decode, zip(prompts, params, strict=True), ANSWER_TOKENS)
 
-    def forget(self):
-        self.pair.prefill.forget()
-        self.pair.decode.forget()
+    def forget(self, prompts):
+        """Empty every cache, but for what the decode engine's tier is to have."""
+        for engine in (self.pair.prefill, self.pair.decode):
+            engine.forget(has_tier=self.in_tier is not None)
+        heads = [prompt[: round(len(prompt) * self.in_tier)] for prompt in prompts if self.in_tier]
+        if heads:
+            _all(self.pair.decode, [(head, None) for head in heads], 1)
+            self.pair.decode.forget()
 
 
 def _all(engine, asks, *options, **more):
@@ -115,7 +123,8 @@ class Turns:
 
     def run(self):
         plan = self._plan
-        pairs = [name for name, each in self._contenders.items() if not each.is_streamed]
+        # the first contender of each pair
+        pairs = {each.pair: name for name, each in reversed(self._contenders.items())}.values()
         self._each(lambda contender, _: contender.pair.wait_until_ready(), pairs)
         self._say("the engines are ready")
         self._each(self._churn, pairs)
@@ -187,7 +196,7 @@ def _first_contact(prompt, contender, found):
 
 
 def _request(prompt, contender, found):
-    contender.forget()
+    contender.forget([prompt])
     (offer,), (answer,), first_s = contender.handed_over([prompt])
     (again,) = contender.decoded([prompt])
     size = found.sizes[len(prompt)]
@@ -200,6 +209,6 @@ def _request(prompt, contender, found):
 
 
 def _burst(prompts, contender, found):
-    contender.forget()
+    contender.forget(prompts)
     found.bursts.append(sorted(contender.handed_over(prompts)[2]))
     found.best_bursts.append(sorted(each.first_token_s for each in contender.decoded(prompts)))

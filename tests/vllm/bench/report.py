@@ -8,6 +8,9 @@ TITLES = {
     "streamed": "kvconnector, streamed",
     "computed": "kvconnector, first_token=never",
     "nixl": "NixlConnector",
+    "tier-0": "all from the prefill engine",
+    "tier-80": "80 % from the tier",
+    "tier-100": "all from the tier",
 }
 
 KEYS = ("transfer_s", "first_s", "second_s", "best_s")

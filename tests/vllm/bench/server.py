@@ -46,7 +46,8 @@ async def _serve(pipe, spec):
         def record(self, scheduler_stats, *_, **__):
             stats = scheduler_stats and scheduler_stats.kv_connector_stats
             if stats:
-                transfers.extend(stats.get("transfer_duration", []))
+                of_ours = stats.get("KVConnector", stats)  # of a MultiConnector's child
+                transfers.extend(of_ours.get("transfer_duration", []))
 
         def log_engine_initialized(self):
             pass
@@ -63,7 +64,7 @@ async def _serve(pipe, spec):
         if command == "submit":
             requests.append(asyncio.create_task(_submit(pipe, engine, *arguments)))
         elif command == "reset_cache":
-            pipe.send((command, await engine.reset_prefix_cache()))
+            pipe.send((command, await engine.reset_prefix_cache(reset_connector=arguments[0])))
         else:
             pipe.send((command, transfers.copy()))
             transfers.clear()

@@ -127,10 +127,10 @@ class Engine:
             if kind == command:
                 return value
 
-    def forget(self):
-        """Empty the engine's prefix cache, once the blocks of its last request are free."""
+    def forget(self, *, has_tier=False):
+        """Empty the engine's prefix cache, once the blocks of its last request are free, and the tier that it has."""
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while not self.call("reset_cache"):
+        while not self.call("reset_cache", has_tier):
             if time.monotonic() > deadline:
                 raise NoAnswerError("an engine's prefix cache cannot be emptied")
             time.sleep(POLL_S)
@@ -303,8 +303,8 @@ class _Loop:
     def on_digests(self, *wanted):
         return self._engine.collective_rpc("cache_digests", args=wanted)
 
-    def on_reset_cache(self):
-        return self._engine.reset_prefix_cache()
+    def on_reset_cache(self, has_tier=False):
+        return self._engine.reset_prefix_cache(reset_connector=has_tier)
 
     def on_loads(self):
         """What was ordered of a `MultiConnector`'s children since the last call: the first token of each load from

@@ -28,31 +28,31 @@ def side_channel(connector, *, is_port_kept=False):
     return host | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
 
 
-def transfer_config(case, connector, role, engine_id, device):
-    """`--kv-transfer-config` of one engine."""
+def transfer_config(case, connector, device, names, tier_bytes=256 << 20):
+    """`--kv-transfer-config` of one engine, whose role and id are `names`."""
     config = {
         "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
-        "kv_role": role,
+        "kv_role": names["kv_role"],
         "kv_load_failure_policy": case.policy,
         "kv_connector_extra_config": case.options,
     }
     if connector != "nixl" and case.found_by not in BY_NAME:
         config["kv_connector_module_path"] = OUR_MODULE
     if case.found_by not in ("path", "name"):
-        others = [_tier(device)] if case.found_by in BESIDE_TIER else []
+        others = [_tier(device, tier_bytes)] if case.found_by in BESIDE_TIER else []
         children = {"kv_connector_extra_config": {"connectors": [*others, config]}}
         path = OUR_MODULE if case.found_by == "ranges" else None
         own = {"kv_connector": "MultiConnector", "kv_connector_module_path": path}
         config = {**config, **own, **children}
-    return config | {"engine_id": engine_id}
+    return config | names
 
 
-def _tier(device):
+def _tier(device, num_bytes):
     """vLLM's own, which copies blocks on GPUs alone."""
     copies = {"spec_name": "HostTierSpec", "spec_module_path": "tests.vllm.harness.host_tier"}
-    options = {"cpu_bytes_to_use": 256 << 20, **(copies if device.kind == "cpu" else {})}
-    names = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
-    return {**names, "kv_connector_extra_config": options}
+    options = {"cpu_bytes_to_use": num_bytes, **(copies if device.kind == "cpu" else {})}
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+    return {**config, "kv_connector_extra_config": options}
 
 
 def world_size(options):
@@ -103,9 +103,10 @@ def specs_of(case, connector, folder, device):
             **side_channel(connector, is_port_kept=case.scenario is restarted),
             **options.get("environment", {}),
         }
+        names = {"kv_role": role, "engine_id": f"{half}-{case.name}"}
         common = {
             "model": model,
-            "transfer": transfer_config(case, connector, role, f"{half}-{case.name}", device),
+            "transfer": transfer_config(case, connector, device, names),
             "log": folder / "logs" / f"{case.name}-{connector}-{half}.log",
             "dtype": case.gpu_dtype if device.kind == "cuda" else "float32",
         }
