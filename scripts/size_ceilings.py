@@ -60,7 +60,7 @@ ROOMS: dict[str, Size] = {
     "scripts": Size(923),
     "tests": Size(91),
     "tests/control": Size(440),
-    "tests/docs": Size(444),
+    "tests/docs": Size(449),
     "tests/golden": Size(112),
     "tests/hosts": Size(1457),
     "tests/integration": Size(1726),

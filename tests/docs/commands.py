@@ -77,6 +77,11 @@ def check_json(text):
 def _check_transfer_config(found):
     assert found["kv_role"] in ROLES
     assert found.get("kv_connector_module_path", "") in ("", "kvconnector.integrations.vllm")
+    if found["kv_connector"] == "MultiConnector":
+        *others, ours = found["kv_connector_extra_config"]["connectors"]
+        assert [each["kv_connector"] for each in others] == ["OffloadingConnector"]
+        _check_transfer_config(ours)
+        return
     assert found["kv_connector"] in ("KVConnector", "NixlConnector")
     transfer = SimpleNamespace(**{"kv_connector_extra_config": {}, "engine_id": "e"} | found)
     model, parallel = SimpleNamespace(model="m"), SimpleNamespace(data_parallel_index=0)
