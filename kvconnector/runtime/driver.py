@@ -192,31 +192,26 @@ class Driver:
 
     def _carry_out(self, inline: bool) -> bool:
         """Handle what is queued, and send what is to be said. Returns True if that was all, and is not enough."""
-        if not (self._commands or self._events):
+        commands, events = self._commands, self._events
+        if not (commands or events):
             return True  # only commands send messages
-        is_all = self._carry_out_queued(inline)
+        is_all = True
+        while is_all and (commands or events):
+            now = self.clock()
+            if now > self._late_at or (inline and commands and type(commands[0]) in _SLOW):
+                is_all = False
+            elif not commands:
+                self._handle(events.popleft(), now)
+            else:
+                command = commands.popleft()
+                self._actions[type(command)](command)
+                if type(command) in _ENDINGS and self._is_enough():
+                    is_all = False
+                    if not self.num_queued:
+                        # the loop reports an ending once: once queued, the driver's thread takes it at once
+                        self.datapath.step()
         self.links.flush()
         return is_all
-
-    def _carry_out_queued(self, inline: bool) -> bool:
-        commands, events = self._commands, self._events
-        while commands or events:
-            now = self.clock()
-            if now > self._late_at:
-                return False
-            if not commands:
-                self._handle(events.popleft(), now)
-                continue
-            if inline and type(commands[0]) in _SLOW:
-                return False
-            command = commands.popleft()
-            self._actions[type(command)](command)
-            if type(command) in _ENDINGS and self._is_enough():
-                if not self.num_queued:
-                    # the loop reports an ending once: once queued, the driver's thread takes it at once
-                    self.datapath.step()
-                return False
-        return True
 
     def _pump_s(self, timeout_s: float) -> float:
         """How long to stay in the data path: what the control channel does not show is asked for soon."""

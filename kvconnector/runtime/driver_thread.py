@@ -16,6 +16,10 @@ there: not for this object's life, nor the worker's, but until `_release` has en
 GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. The thread that takes
 them has the data path copy these blocks after the mark. Nothing waits for the GPU here.
 
+Inline progress. The data path is given back whatever happens. A signal's handler runs between any two instructions of
+the main thread, and may raise there: so `_run_inline` does not depend on having noticed that it acquired the data path,
+and tries twice to give it back.
+
 What may block. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is
 at work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks
 in the data path alone.
@@ -57,7 +61,6 @@ from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.inline import InlineProgress
 from kvconnector.runtime.intake import Blocks, blocks_of
 from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
@@ -139,7 +142,6 @@ class DriverThread:
             outbox=outbox,
             intake=self._take_steps,
         )
-        self._inline = InlineProgress(self._datapath, self._context, self._fail)
         _held[self] = os.getpid(), memory
 
     def __repr__(self) -> str:
@@ -250,11 +252,46 @@ class DriverThread:
             driver.turn(left_s, self._outbox.is_filled)
 
     def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
-        """Let the caller drive in place of the driver's thread. Returns False where that drives itself."""
-        driver = self._driver
+        """Let the caller drive in place of the driver's thread. Returns False where that drives itself, and for longer
+        than `limit_s`.
+        """
+        driver, machine = self._driver, self._datapath.machine
         if driver is None or self._is_stopping:
             return False
-        return self._inline.run(driver, limit_s, drive)
+        try:
+            try:
+                if not machine.try_acquire(limit_s):
+                    return False
+                self._drive_on_device(driver, drive)
+            finally:
+                if machine.is_ours:
+                    self._give_back(driver)
+        except BaseException:
+            if machine.is_ours:  # an interrupt came just before, or within
+                self._give_back(driver)
+            raise
+        return True
+
+    def _drive_on_device(self, driver: Driver, drive: Callable[[Driver], None]) -> None:
+        try:
+            previous = self._context.enter()
+            try:
+                drive(driver)
+            finally:
+                self._context.leave(previous)
+        except BaseException as error:
+            # also what ends the engine's thread: it may have come in the middle of anything
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+
+    def _give_back(self, driver: Driver) -> None:
+        try:
+            driver.end_inline()
+        except Exception as error:
+            self._fail(error)
+            # nobody could own it any more, not even to close
+            self._datapath.release(0.0)
 
     def _run(self, driver: Driver) -> None:
         try:

@@ -7,12 +7,12 @@ import pytest
 
 from kvconnector.datapath.pump import datapath, machine
 from kvconnector.runtime import driver as driver_module
-from kvconnector.runtime import inline
+from kvconnector.runtime import driver_thread
 from kvconnector.runtime.cuda_context import CudaContext
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 
-INTERRUPTED = [module.__file__ for module in (inline, datapath, machine, driver_module)]
+INTERRUPTED = [module.__file__ for module in (driver_thread, datapath, machine, driver_module)]
 
 
 @pytest.fixture
@@ -20,6 +20,14 @@ def worker():
     world = World()
     yield world.start(FakeEngine("e", attention_model()), role="both").workers[0]
     world.close()
+
+
+class Inline(driver_thread.DriverThread):
+    """The engine's side of a driver's thread that would be asleep. `fail` takes what broke the driver."""
+
+    def __init__(self, worker, fail):
+        self._driver, self._datapath, self._fail = worker.driver, worker.datapath, fail
+        self._context, self._is_stopping = CudaContext("cpu"), False
 
 
 class Interrupt:
@@ -51,14 +59,14 @@ class Interrupt:
 
 def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_comes(worker):
     failures, driven = [], []
-    progress = inline.InlineProgress(worker.datapath, CudaContext("cpu"), failures.append)
+    progress = Inline(worker, failures.append)
     # the driver's thread would be asleep in the loop
     worker.datapath.machine.release(0.0, wants_slots=False)
     for at in count(1):
         interrupt = Interrupt(at)
         try:
             with interrupt:
-                progress.run(worker.driver, 1.0, driven.append)
+                progress._run_inline(1.0, driven.append)
         except KeyboardInterrupt:
             pass
         assert not worker.datapath.machine.is_ours, f"instruction {at}"
@@ -69,6 +77,6 @@ def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_co
 
 
 def test_a_data_path_that_another_thread_owns_is_left_alone(worker):
-    progress = inline.InlineProgress(worker.datapath, CudaContext("cpu"), pytest.fail)
+    progress = Inline(worker, pytest.fail)
     # as the driver's thread is at work
-    assert not progress.run(worker.driver, 0.0, pytest.fail)
+    assert not progress._run_inline(0.0, pytest.fail)
