@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from functools import cache
 from typing import Any, Unpack
 
@@ -36,11 +37,20 @@ def relayout_cpu(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
         raise RelayoutError(f"this copy runs on the CPU, the sides are on {src.device}")
     if geometry.nbytes == 0:
         return
-    source, destination = _paged(src, geometry), _paged(dst, geometry)
+    slot = 0
+    for side in (src, dst):
+        if isinstance(side, PackedSide):
+            slot = side.address
+        elif not isinstance(side.block_ids, np.ndarray):
+            raise RelayoutError("block ids of a copy on the CPU must be a numpy array")
+    if isinstance(src, PackedSide) and isinstance(dst, PackedSide):
+        # a job has one slot
+        src = PagedSide(_chunk_table(src, geometry), np.zeros(1, np.int32))
     is_streamed = geometry.nbytes >= MIN_STREAMED_COPY_BYTES
-    job = np.array(job_of(source, destination, geometry, is_streamed=is_streamed), np.int64)
-    flag = np.zeros(1, np.int32)
-    _copy()(0, job.ctypes.data, 0, flag.ctypes.data, 1)
+    # the last word is the flag that the copy sets; numpy takes longer to make arrays and to say where they are
+    job = array("q", (*job_of(src, dst, geometry, is_streamed=is_streamed), 0))
+    address, num_words = job.buffer_info()
+    _copy()(0, address, slot, address + 8 * num_words - 8, 1)
 
 
 @cache
@@ -50,16 +60,8 @@ def _copy() -> Any:
     return prototype(compile_copy().address)
 
 
-def _paged(side: Side, geometry: CopyGeometry) -> PagedSide:
-    """The side as a window into pools. Of a chunk each part is one block, number 0, that holds every token."""
-    if isinstance(side, PagedSide):
-        if not isinstance(side.block_ids, np.ndarray):
-            raise RelayoutError("block ids of a copy on the CPU must be a numpy array")
-        return side
-    return PagedSide(_chunk_table(side, geometry), np.zeros(1, np.int32))
-
-
 def _chunk_table(chunk: PackedSide, geometry: CopyGeometry) -> PartTable:
+    """The chunk as a pool: of each part one block, number 0, that holds every token."""
     part_stride, *strides = chunk.strides_bytes(geometry)
     rows = np.empty((geometry.num_parts, ROW_COLUMNS), np.int64)
     rows[:, 0] = chunk.address + part_stride * np.arange(geometry.num_parts)

@@ -8,6 +8,8 @@ import threading
 
 import numpy as np
 
+from kvconnector.datapath.device_memory import RELEASE_S
+from kvconnector.errors import TransportError
 from kvconnector_kernels.pump.copy_cpu import compile_help
 from kvconnector_kernels.pump.helpers import CREW
 from kvconnector_kernels.pump.records import index_of, numbers_of
@@ -52,12 +54,15 @@ class CopyThreads:
         return max(0, min(len(self._threads), (os.cpu_count() or 1) - int(running)))
 
     def close(self) -> None:
-        """End the threads, each after the piece that it copies. Idempotent."""
-        threads, self._threads = self._threads, []
-        if threads:
-            numbers_of(self._crew)[index_of(CREW, "is_closed")] = 1
-            os.eventfd_write(self._eventfd, len(threads))
-            for thread in threads:
-                thread.join()
-            os.close(self._eventfd)
-            os.close(self._load)
+        """End the threads, each after the piece that it copies. Idempotent. Raises TransportError: one does not end."""
+        if not self._threads:
+            return
+        numbers_of(self._crew)[index_of(CREW, "is_closed")] = 1
+        os.eventfd_write(self._eventfd, len(self._threads))
+        for thread in self._threads:
+            thread.join(RELEASE_S)
+        if any(thread.is_alive() for thread in self._threads):
+            raise TransportError("a thread that copies a read does not end", timeout_s=RELEASE_S)
+        self._threads.clear()
+        os.close(self._eventfd)
+        os.close(self._load)

@@ -4,11 +4,13 @@ import ctypes
 from itertools import chain
 
 import numpy as np
+import pytest
+import torch
 
 from kvconnector_kernels.pump import copy_cpu
 from kvconnector_kernels.pump.records import ALL, MORE
 from kvconnector_kernels.relayout.sides import check_copy
-from tests.kernels.relayout.pools import Pool, Window, check_copy_equals_naive
+from tests.kernels.relayout.pools import Pool, Window, check_copy_equals_naive, expected_buffer
 
 
 class Reader:
@@ -52,6 +54,35 @@ def test_control_waits_for_a_piece_only():
     reader = Reader()
     windows = Window(src.fill_random()), Window(dst)
     check_copy_equals_naive(reader.copy, *windows, num_parts=2, num_heads=16, num_tokens=768)
+    assert reader.num_calls == 3
+
+
+@pytest.mark.parametrize("piece_bytes", [copy_cpu.CALL_BYTES, 1 << 14, 1])
+def test_a_call_copies_jobs_until_it_has_a_mebibyte(piece_bytes):
+    """Three jobs of 512 KiB, whose units, of 1 KiB, may be longer than a piece."""
+    sides = [[Window(Pool("NHD", 16, 32, 8, 64, 2, num_parts=1)) for _ in range(2)] for _ in "abc"]
+    counts = {"num_heads": 8, "num_tokens": 512}
+    for seed, (src, _) in enumerate(sides):
+        src.pool.fill_random(seed)
+    wants = [expected_buffer(src, dst, **counts) for src, dst in sides]
+    held = [[window.side() for window in pair] for pair in sides]
+    reader = Reader()
+    jobs = [job_of(src, dst, num_parts=1, **counts) for src, dst in held]
+    read = read_of(*jobs, piece_bytes=piece_bytes)
+    assert reader.call(read) == MORE
+    done = [torch.equal(dst.buffer, want) for (_, dst), want in zip(sides, wants, strict=True)]
+    assert done == [True, True, False]
+    assert reader.finish(read) == ALL
+    assert all(torch.equal(dst.buffer, want) for (_, dst), want in zip(sides, wants, strict=True))
+    assert reader.num_calls == 2
+
+
+def test_a_token_longer_than_a_piece_is_a_piece():
+    """Three tokens of a mebibyte: control waits for one."""
+    src, dst = (Pool("NHD", 1, 3, 8, 1 << 16, 2, num_parts=1) for _ in range(2))
+    reader = Reader()
+    windows = Window(src.fill_random()), Window(dst)
+    check_copy_equals_naive(reader.copy, *windows, num_parts=1, num_heads=8, num_tokens=3)
     assert reader.num_calls == 3
 
 
