@@ -147,6 +147,7 @@ def backend(monkeypatch):
         get_total_num_kv_heads=lambda: HEADS,
         get_swa_num_kv_heads=lambda _: HEADS,
         swa_attention_layer_ids=WINDOW_LAYERS,
+        hf_config=SimpleNamespace(model_type="other"),
     )
     config = SimpleNamespace(from_server_args=lambda _: model)
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)

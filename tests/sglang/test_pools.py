@@ -127,6 +127,21 @@ def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_paralleli
     assert {(part.head_start, part.total_heads) for part in cut.geometry.parts} == {(1, 2)}
 
 
+@pytest.mark.parametrize("is_single", [False, True], ids=["groups", "one group"])
+def test_a_mamba_2_convolution_is_x_and_b_and_c_each_cut_by_itself(is_single):
+    group = Heads(0, 4, 4) if is_single else Heads(4, 4, 8)
+    shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
+    shape = replace(shape, conv_heads=[Heads(8, 8, 16), group, group])
+    (_, states), _ = registered_groups(listed(_hybrid(None, 2), PAGE), shape)
+    *conv, temporal = states.geometry.parts
+    held = [(part.head_start, part.head_stop, part.total_heads) for part in conv]
+    group = (group.start, group.start + group.count, group.total)
+    assert held == [(8, 16, 16), group, group]
+    assert (temporal.head_start, temporal.total_heads) == (2, 4)
+    first, second, _, _ = states.views[0]
+    assert second.address - first.address == 8 * 3 * 2
+
+
 def test_a_pool_of_other_layers_is_refused():
     with pytest.raises(GeometryError, match="another number of buffers"):
         registered_groups(listed(_attention(3), PAGE), SHAPE)

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
 BOOTSTRAPPING = 1
 QUIESCE_S = 30.0
+MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
+"""Model types of SGLang's `MambaMixer2`."""
 
 
 class PrefillInfo:
@@ -360,4 +362,20 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         has_latent=has_latent,
         device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
         dtype=f"{dtype}/{args.kv_layout}" if args.kv_layout else dtype,
+        conv_heads=_conv_heads(model.hf_config, tp_rank, tp_size)
+        if "mamba" in args.state_types
+        else (),
     )
+
+
+def _conv_heads(config: Any, tp_rank: int, tp_size: int) -> list[Heads]:
+    """Of models with SGLang's `MambaMixer2`, which repeats the B and C of a single group in every rank."""
+    if config.model_type not in MAMBA_2:
+        return []
+    groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+    shape = config.mamba2_cache_params.shape
+    if groups == 1:
+        group = Heads(0, shape.state_size, shape.state_size)
+    else:
+        group = Heads.of(groups * shape.state_size, tp_rank, tp_size)
+    return [Heads.of(shape.intermediate_size, tp_rank, tp_size), group, group]

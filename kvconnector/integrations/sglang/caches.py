@@ -7,7 +7,8 @@ parallel ranks is cut by heads, so that the topology can intersect any two cuts:
 
 - *Attention*: KV heads; where there are fewer heads than ranks, several ranks hold the same one.
 - *Recurrent states*: what SGLang slices, channels or state heads. A convolution's state that is `[q | k | v]` with each
-  cut by itself becomes three parts.
+  cut by itself becomes three parts; so does that of Mamba 2, `[x | B | C]`, where all ranks hold the B and C of a
+  single group.
 - *What is cut in a way that is not known* (a draft model's KV of another shape, states of which SGLang does not say how
   the convolution's is made up): a rank's share is one head of as many as there are ranks. Engines of one tensor
   parallelism match, and others are refused when they meet.
@@ -52,7 +53,8 @@ class Shape:
     """What `KVArgs` does not say: this rank's place, the model's heads and the layers of this pipeline stage.
 
     `kv_heads` of a latent are one. `kv_layers` and `window_layers` are global indices of the stage's layers with full
-    and with sliding window attention.
+    and with sliding window attention. `conv_heads`: channels of this rank in each part of a Mamba 2 convolution, whose
+    parts SGLang does not list.
     """
 
     tp_rank: int
@@ -68,6 +70,7 @@ class Shape:
     has_latent: bool
     device: str
     dtype: str
+    conv_heads: Sequence[Heads] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +200,7 @@ def _state_views(
     cut = _listed(args.state_dim_per_tensor, index, number, 0)
     outer = _listed(args.state_slice_outer_counts, index, number, 1)
     groups = _listed(args.state_conv_shard_groups, index, number, None)
-    if not cut or not any(args.state_conv_shard_groups[index]):
+    if not cut or not (any(args.state_conv_shard_groups[index]) or shape.conv_heads):
         dim, size = _elements(item)
         view = KVView(address, (slots, 1, 1, dim), (item, item, item, size), size)
         return [(view, Heads(shape.tp_rank, 1, shape.tp_size) if cut else Heads(0, 1, 1))]
@@ -207,11 +210,13 @@ def _state_views(
         raise GeometryError(
             "a state is not as long as what it is cut into", nbytes=item, outer=outer, cut=cut
         )
-    is_joined = groups is not None and sum(groups) == cut * shape.tp_size
-    totals = groups if is_joined else [cut * shape.tp_size]
+    joined: Sequence[Heads] = shape.conv_heads
+    if groups is not None:
+        joined = [Heads.of(total, shape.tp_rank, shape.tp_size) for total in groups]
+    if sum(heads.count for heads in joined) != cut:
+        joined = [Heads.of(cut * shape.tp_size, shape.tp_rank, shape.tp_size)]
     found = []
-    for total in totals:
-        heads = Heads.of(total, shape.tp_rank, shape.tp_size)
+    for heads in joined:
         counts = (slots, heads.count, 1, max(outer, dim))
         strides = (item, row, item, cut * row if outer > 1 else size)
         found.append((KVView(address, counts, strides, size), heads))

@@ -80,6 +80,8 @@ CASES = (
     Case("mla", model=MLA),
     _ours("mla-tp1-tp2", model=MLA, decode=TP2),
     Case("states", model=STATES, prefill=UNCACHED, decode=UNCACHED),
+    _ours("states-tp1-tp2", model=STATES, prefill=UNCACHED, decode=UNCACHED | TP2),
+    _ours("states-tp2-tp1", model=STATES, prefill=UNCACHED | TP2, decode=UNCACHED),
     Case("prefix-hits", s.prefix_hits, decode=RADIX),
     _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
     Case("crowd", s.crowd, is_quick=True),

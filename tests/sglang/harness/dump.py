@@ -14,6 +14,8 @@ import torch
 
 NO_ROW = 0
 """Of a window's pool: where tokens are that it does not keep."""
+STATE_PARTS = {"0.state": (512, 64, 64), "1.state": (16,)}
+"""Of the model with "states": its convolution is `[x | B | C]`, each cut by ranks, and then there are its heads."""
 
 
 def dump_into(folder):
@@ -138,7 +140,7 @@ def compare(folder, room, kv_heads, window=None):
 
 
 def _merged(folder, room, side, kv_heads):
-    """`{(name, head): rows}` of all ranks of an engine; states and latents count as head 0 of their rank or of all."""
+    """`{(name, head): rows}` of all ranks of an engine; latents as head 0, states by channel or head."""
     found = {}
     for path in sorted(Path(folder).glob(f"{room}.{side}.*.npz")):
         with np.load(path) as content:
@@ -149,8 +151,7 @@ def _merged(folder, room, side, kv_heads):
                 rows = content[name]
                 kind = name.rpartition(".")[2]
                 if kind == "state":
-                    # states are cut by rank in their own ways: compared at equal sizes alone
-                    found[f"{name} of {size}", int(rank)] = rows
+                    found |= _cut_state(name, rows, int(rank), int(size))
                     continue
                 heads = rows.shape[1]
                 first = rank * heads if heads * size <= kv_heads else rank * kv_heads // size
@@ -159,4 +160,16 @@ def _merged(folder, room, side, kv_heads):
                     known = found.setdefault((name, place), rows[:, head])
                     if not np.array_equal(known, rows[:, head]):
                         found[name, f"{place} of rank {rank}"] = rows[:, head]
+    return found
+
+
+def _cut_state(name, rows, rank, size):
+    """`{(part, channel or head): rows}` of one rank's states `[1, layer, channel or head, ...]`."""
+    found, first = {}, 0
+    for number, total in enumerate(STATE_PARTS[name]):
+        share = total // size
+        for index in range(share):
+            place = rank * share + index
+            found[f"{name} {number}", place] = rows[:, :, first + index]
+        first += share
     return found
