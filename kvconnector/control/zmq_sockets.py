@@ -11,9 +11,9 @@ import zmq
 from zmq.utils import z85
 
 from kvconnector.control.base import ControlLimits
-from kvconnector.control.refusals import Refusals
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.errors import PeerLostError, RemoteProtocolError
+from kvconnector.folded_log import Refusals
 
 logger = logging.getLogger(__name__)
 

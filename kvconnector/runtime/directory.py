@@ -10,8 +10,8 @@ import msgspec
 
 from kvconnector._version import __version__
 from kvconnector.control.base import ControlChannel, PeerHandle, Received
-from kvconnector.control.refusals import Refusals
 from kvconnector.errors import IncompatiblePeerError, KVConnectorError
+from kvconnector.folded_log import Refusals
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
 

@@ -6,8 +6,8 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 
-from kvconnector.control.refusals import FoldedLog
 from kvconnector.errors import TransferAbortedError
+from kvconnector.folded_log import FoldedLog
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from kvconnector.control.base import (
     PeerHandle,
     Received,
 )
-from kvconnector.control.refusals import Refusals
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
 from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import RankGeometry

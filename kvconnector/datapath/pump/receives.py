@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvconnector.control.refusals import Refusals
 from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.pump.copies import NO_JOBS, Jobs
 from kvconnector.datapath.pump.machine import Machine
@@ -16,6 +15,7 @@ from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.datapath.warm_ups import WarmUps, new_tags
 from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.folded_log import Refusals
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev

@@ -20,13 +20,11 @@ import ctypes
 import logging
 import os
 import threading
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+from kvconnector.folded_log import FoldedLog
 from kvconnector.transport.ucx.abi import c_struct
 from kvconnector.transport.ucx.library import UcxLibrary
 from kvconnector.transport.ucx.native import I32, I64, at, call_libc, compile_function, increment
@@ -41,8 +39,7 @@ _NUM_NOTES = 256
 _TEXT_BYTES = 256
 
 MAX_PER_PLACE = 3
-"""Messages of one place in UCX's sources that are logged in `FOLD_S`; of the others only the number is."""
-FOLD_S = 60.0
+"""Messages of one place in UCX's sources that are logged in a minute; of the others only the number is."""
 
 
 _U64 = ctypes.c_uint64
@@ -60,27 +57,17 @@ _Ring = c_struct("ring", count=_U64, leaks_expected=_U64, notes=_Note * _NUM_NOT
 """What the handler writes, and reads: `leaks_expected` counts the callers of that method."""
 
 
-@dataclass(slots=True)
-class _Place:
-    """How often one place in UCX's sources has logged since `since_s`."""
-
-    since_s: float
-    logged: int = 0
-    folded: int = 0
-
-
 class LogGuard:
     """The handler on top of UCX's own, installed while a transport is open. UCX's log is one per process."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._num_users = 0
         self._num_read = 0
         self._ring = _Ring()
         self._handler = 0
         self._library: UcxLibrary | None = None
-        self._places: dict[tuple[str, int], _Place] = defaultdict(lambda: _Place(self._clock()))
+        self._log = FoldedLog(_logger, burst=MAX_PER_PLACE)
 
     def acquire(self, library: UcxLibrary) -> None:
         """Install the handler, for one more user."""
@@ -105,28 +92,18 @@ class LogGuard:
 
     def report(self, *, is_last: bool = False) -> None:
         """Log what the handler has noted since the last call. `is_last`: log the numbers of folded messages now."""
-        if self._ring.count == self._num_read and not self._places:
-            return
         with self._lock:
             for source, line, text in self._take():
-                place = self._places[source, line]
-                if place.logged < MAX_PER_PLACE:
-                    place.logged += 1
-                    _logger.warning("UCX reports (%s:%d): %s", source, line, text)
-                else:
-                    place.folded += 1
-            now_s = self._clock()
-            over = [k for k, p in self._places.items() if is_last or now_s >= p.since_s + FOLD_S]
-            for key in over:
-                if folded := self._places.pop(key).folded:
-                    _logger.warning("UCX reports (%s:%d): %d more like these", *key, folded)
+                place = f"UCX reports ({source}:{line})"
+                self._log.warn(place, f"{place}: {text}")
+            self._log.flush(is_last=is_last)
 
     def _take(self) -> Iterator[tuple[str, int, str]]:
         """Source file, line and first line of text of each note that was not read."""
         count = self._ring.count
         if lost := max(0, count - self._num_read - _NUM_NOTES):
             self._num_read += lost
-            self._places["log.c", 0].folded += lost
+            self._log.warn("UCX", f"UCX reported {lost} messages faster than they are kept", lost)
         while self._num_read < count:
             note = self._ring.notes[self._num_read % _NUM_NOTES]
             if note.number <= self._num_read:

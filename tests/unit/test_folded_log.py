@@ -2,7 +2,7 @@
 
 import logging
 
-from kvconnector.control.refusals import LOG_INTERVAL_S, MAX_KEYS, FoldedLog, Refusals
+from kvconnector.folded_log import LOG_INTERVAL_S, MAX_KEYS, FoldedLog, Refusals
 
 LOGGER = logging.getLogger("kvconnector.tests")
 
@@ -45,4 +45,19 @@ def test_a_key_has_its_burst_in_each_minute(caplog):
         "number 1",
         "number 2",
         "the next minute (and 7 times before, since it was last logged)",
+    ]
+
+
+def test_what_was_not_logged_is_counted_at_the_end(caplog):
+    folded = FoldedLog(LOGGER, lambda: 0.0)
+    for number in range(4):
+        folded.warn("cause", f"number {number}")
+    folded.warn("other cause", "once")
+    folded.flush()
+    folded.flush(is_last=True)
+    folded.flush(is_last=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "number 0",
+        "once",
+        "cause: 3 more like these",
     ]

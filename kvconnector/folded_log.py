@@ -38,7 +38,7 @@ class FoldedLog:
         """Log `text`, which stands for `times` events, unless the key's minute has had its warnings."""
         now = self._clock()
         if key not in self._logged and len(self._logged) >= MAX_KEYS:
-            self._forget(now)
+            self.flush()
             if len(self._logged) >= MAX_KEYS:
                 key = _OTHERS
         began_at, num_logged = self._logged.get(key, (now, 0))
@@ -52,11 +52,14 @@ class FoldedLog:
         since = f" (and {more} times before, since it was last logged)" if more else ""
         self._logger.warning("%s%s", text, since)
 
-    def _forget(self, now: float) -> None:
+    def flush(self, *, is_last: bool = False) -> None:
+        """Log the number of warnings that were not logged, of keys whose minute is over; if `is_last`, of all keys."""
+        now = self._clock()
         for key, (began_at, _) in list(self._logged.items()):
-            if now - began_at >= LOG_INTERVAL_S:
+            if is_last or now - began_at >= LOG_INTERVAL_S:
                 del self._logged[key]
-                self._unlogged.pop(key, None)
+                if more := self._unlogged.pop(key, 0):
+                    self._logger.warning("%s: %d more like these", key, more)
 
 
 class Refusals(FoldedLog):
