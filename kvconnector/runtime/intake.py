@@ -1,4 +1,10 @@
-"""A step's orders, checked. One whose blocks cannot be what they should gets an error, and is refused alone."""
+"""A step's orders, checked. One whose blocks cannot be what they should gets an error, and is refused alone.
+
+This is the one place where our own block ids are compared with the pools: a negative id, one beyond the pool, too few
+for the tokens. The data path computes addresses of what passed here, and does not look again. That no id is named twice
+in a request is checked where an engine offers it (`offers.py`). A peer's ids are checked elsewhere: those of a packed
+read against the lease (`session/read_check.py`), those of a direct read against the exported pools (`copies.py`).
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,14 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.errors import BlockIdError, KVConnectorError, LocalError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import (
+    DropRequest,
+    GrowRequest,
+    HoldRequest,
     LeaseOrder,
     LoadRequest,
     Order,
     StepMetadata,
+    WantRequest,
     WithdrawRequest,
 )
 
@@ -24,6 +34,12 @@ logger = logging.getLogger(__name__)
 
 Blocks: TypeAlias = tuple[GroupBlocks, ...]
 """A request's blocks, by cache group."""
+_NOT_TAKEN: dict[Role, frozenset[type]] = {
+    "consumer": frozenset({HoldRequest, GrowRequest, WithdrawRequest}),
+    "producer": frozenset({WantRequest, LoadRequest, DropRequest}),
+}
+_WITH_BLOCKS = frozenset({HoldRequest, GrowRequest, LoadRequest})
+"""Orders whose blocks are compared with the pools. All others of a step, maybe thousands, are passed on unseen."""
 
 
 def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
@@ -32,13 +48,15 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
     Raises:
         LocalError: an order for a role that this worker does not have.
     """
+    not_taken = _NOT_TAKEN.get(role, frozenset())
     for order in step.orders:
-        is_for_producer = isinstance(order, LeaseOrder | WithdrawRequest)
-        if role == ("consumer" if is_for_producer else "producer"):
+        if type(order) in not_taken:
             raise LocalError(
                 f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
             )
-    return [_checked(order, pools) for order in step.orders]
+    return [
+        _checked(order, pools) if type(order) in _WITH_BLOCKS else order for order in step.orders
+    ]
 
 
 def blocks_of(orders: Sequence[object]) -> list[Blocks]:

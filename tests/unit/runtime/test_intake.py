@@ -16,7 +16,7 @@ from tests.unit.datapath.caches import Caches, Shape
 NUM_BLOCKS = 10
 OUTSIDE = [
     GroupBlocks.of([1, NUM_BLOCKS]),
-    GroupBlocks(first_block=0, wire_ids=b"\xff\xff\xff\xff"),
+    GroupBlocks(first_block=0, wire_ids=b"\xff\xff\xff\xff"),  # -1
 ]
 UNUSABLE = [*OUTSIDE, GroupBlocks.of([1]), GroupBlocks.of([1, 2], 1)]
 
@@ -55,6 +55,16 @@ def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
     assert asked.token_ranges == ((0, 8),)
     blocks = (*asked.local_blocks, *asked.remote_blocks, *held.blocks)
     assert [[*each.block_ids] for each in blocks] == [[9, 0], [NUM_BLOCKS + 9, 1], [1, 2]]
+
+
+def test_only_the_blocks_of_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
+    seen = []
+    monkeypatch.setattr(type(pools), "check_blocks", lambda _, blocks, what: seen.append(what))
+    place = EngineAddress("p", "tcp://")
+    wants = [WantRequest(f"w{number}", "t", "", place) for number in range(1000)]
+    orders = (*wants, _hold("held", GroupBlocks.of([1, 2])), WithdrawRequest("held"))
+    assert checked_orders(StepMetadata(orders=orders), pools, "both") == [*orders]
+    assert seen == ["the blocks of request held"]
 
 
 def test_orders_for_the_other_role_refuse_the_step(pools):
