@@ -18,8 +18,9 @@ which comes when the first deadline has passed; a turn never sleeps beyond that.
 
 What may block. Only `DataPath.pump` sleeps, without the GIL. Commands in `_SLOW` take long (they map a peer's memory,
 compile kernels, open endpoints): an engine's thread stops before the first of them and leaves it, and all after it, to
-the driver's thread, so order is kept. A turn handles events and commands for `MAX_WORK_S` at most, then passes through
-the data path, which lets go of the GIL; a peer that sends without end is not read beyond `MAX_QUEUED_EVENTS`.
+the driver's thread, so order is kept. A turn decodes messages, handles events and commands for `MAX_WORK_S` at most,
+then passes through the data path, which lets go of the GIL; a peer that sends without end is not read beyond
+`MAX_QUEUED_EVENTS`.
 
 Order. What a peer has sent counts before its loss: messages over the transport are taken before the control channel is
 asked, and again before a disconnection is believed. Events are handled in the order of their arrival; commands of one
@@ -58,7 +59,9 @@ BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
 """A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
 MAX_WORK_S = 2e-3
-"""How long a turn handles events and commands. The next one begins in the data path, which releases the GIL."""
+"""How long a turn decodes messages and handles events and commands. The next one begins in the data path, which
+releases the GIL.
+"""
 MAX_QUEUED_EVENTS = 1024
 """With more than these a turn takes no further messages of peers."""
 MAX_SLEEP_S = 0.5
@@ -159,6 +162,8 @@ class Driver:
         if len(self._events) < MAX_QUEUED_EVENTS:
             for link, payload in self.links.receive():
                 self._take_messages(link, payload)
+                if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
+                    break  # the links keep the rest
         self.datapath.step()
         if not (self._carry_out(inline) or self.clock() > self._late_at):
             return

@@ -36,7 +36,7 @@ from kvconnector.topology import RankGeometry
 from kvconnector.transport import Transport
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
-    MAX_CONTROL_PER_CALL,
+    ControlEvent,
     ControlFailed,
     ControlMessage,
 )
@@ -123,7 +123,7 @@ class Links:
         self._incoming = count(1)
         self._with_unsent: deque[Link] = deque()
         self.refusals = Refusals(logger)
-        self.has_more = False
+        self._arrived: deque[ControlEvent] = deque()
 
     def __repr__(self) -> str:
         return f"<Links {list(self._by_number.values())}>"
@@ -290,13 +290,21 @@ class Links:
         except KVConnectorError as error:
             self.lose(link, error)
 
+    @property
+    def has_more(self) -> bool:
+        """Returns True if the caller of `receive` stopped before it had everything that came."""
+        return bool(self._arrived)
+
     def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
-        """Yield what came over the transport, in order. Ask again while it `has_more`. `progress`: see
-        `Transport.receive_control`.
+        """Yield what came over the transport, in order. A caller that stops gets the rest next time: it `has_more`.
+        `progress`: see `Transport.receive_control`.
         """
-        arrived = self._transport.receive_control(self._limits, progress=progress)
-        self.has_more = len(arrived) >= MAX_CONTROL_PER_CALL
-        for event in arrived:
+        if progress or not self._arrived:
+            self._arrived += self._transport.receive_control(self._limits, progress=progress)
+        while self._arrived:
+            event = self._arrived.popleft()
+            if not self._arrived:
+                self._arrived += self._transport.receive_control(self._limits)
             if isinstance(event, ControlMessage):
                 opened = self._open(event)
                 if opened is not None:

@@ -58,13 +58,15 @@ class Agenda(Generic[ThingT]):
 
     def due(self, now: float) -> Iterator[ThingT]:
         """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things. What is planned meanwhile
-        is for the next call.
+        is for the next call, as is the rest if the caller stops.
         """
-        numbers: list[int] = []
-        while len(numbers) < MAX_AT_ONCE and self.next_deadline() <= now:
-            numbers.append(heappop(self._heap)[1])
-        for number in numbers:
+        due: list[tuple[float, int]] = []
+        while len(due) < MAX_AT_ONCE and self.next_deadline() <= now:
+            due.append(heappop(self._heap))
+        for planned in due:
+            heappush(self._heap, planned)
+        for _, number in due:
             if number in self._things:  # else it was forgotten meanwhile
-                thing = self._things.pop(number)
-                del self._planned[thing]
+                thing = self._things[number]
+                self.forget(thing)
                 yield thing

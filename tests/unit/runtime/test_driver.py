@@ -13,6 +13,7 @@ from kvconnector.runtime.links import Link
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
+from kvconnector.transport.base import ControlMessage
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
 from kvconnector.wire.versions import SPOKEN
@@ -164,10 +165,45 @@ def test_deadlines_pass_and_no_more_is_queued_while_a_peer_sends_without_end(mon
             "control channel": ("poll", lambda: [(link, beats, True)]),
         }
         monkeypatch.setattr(driver.links, *sent[way])
+        most = 0
         for _ in range(100):
             driver.turn(0.0)
-        assert MAX_QUEUED_EVENTS <= driver.num_queued < MAX_QUEUED_EVENTS + 200
+            most = max(most, driver.num_queued)
+        assert MAX_QUEUED_EVENTS <= most < MAX_QUEUED_EVENTS + 200
         driver.clock.advance(LeaseConfig().duration_s)
         for _ in range(500):
             driver.turn(0.0)
         assert worker.poll().finished_sending == {"r"}
+
+
+@pytest.mark.parametrize("is_inline", [True, False])
+@pytest.mark.parametrize("sent", [250, 20000])
+def test_a_turn_decodes_no_more_messages_than_fit_into_its_time_and_loses_none(
+    monkeypatch, deployment, is_inline, sent
+):
+    _, p, _, _ = deployment
+    driver = p.driver
+    (link,) = driver.links
+    batch = encode_batch([encode(m.Heartbeat(transfers=(), number=1))] * (sent // 250))
+    arrived = [ControlMessage(link.tag, batch)] * 250
+
+    def receive(limits, *, progress=False):
+        taken, arrived[:] = [*arrived], []
+        return taken
+
+    handled = []
+    monkeypatch.setattr(link.opener, "open", lambda payload: payload)
+    monkeypatch.setattr(driver.links._transport, "receive_control", receive)
+    monkeypatch.setattr(driver.producer, "handle", lambda event, now: handled.append(event) or [])
+    driver.clock = Slow(driver.clock())
+    while driver.links.has_more or driver.num_queued or not handled:
+        before = driver.num_queued + len(handled)
+        if is_inline:
+            driver.progress_inline(lambda: False, MAX_WORK_S)
+        else:
+            driver.turn(0.0)
+        # a look at the clock before and after each message that came
+        decoded = driver.num_queued + len(handled) - before
+        assert decoded <= max(1, MAX_WORK_S / Slow.tick_s) * (sent // 250)
+        assert driver.num_queued < MAX_QUEUED_EVENTS + sent // 250
+    assert sum(isinstance(event, ev.FromPeer) for event in handled) == sent

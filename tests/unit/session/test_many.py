@@ -9,7 +9,8 @@ from kvconnector.errors import PeerLostError, TransferAbortedError, TransferTime
 from kvconnector.layout import Watermark
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import MAX_AT_ONCE
+from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
+from kvconnector.session.commands import NEVER
 from kvconnector.session.orders import DropRequest, GrowRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from tests.unit.session import harness
@@ -342,3 +343,13 @@ def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks(
     # another rank of the consumer, that was greeted late, need not wait
     (late,) = harness.messages(side.tell(harness.followed(key=_key(number))), m.Progress)
     assert late.refusal is m.Refusal.ABORTED
+
+
+def test_a_look_that_ends_early_leaves_the_rest_planned():
+    agenda = Agenda()
+    for at, name in enumerate("abc"):
+        agenda.plan(name, at)
+    assert next(iter(agenda.due(5.0))) == "a"  # whoever took it failed with it
+    assert agenda.next_deadline() == 1.0
+    assert [*agenda.due(5.0)] == ["b", "c"]
+    assert agenda.next_deadline() == NEVER
