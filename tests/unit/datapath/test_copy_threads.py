@@ -107,6 +107,18 @@ def test_helpers_go_on_while_the_driver_is_elsewhere_and_a_read_is_over_once_the
     check_copy_equals_naive(copy, *windows, num_parts=2, num_heads=16, num_tokens=2048)
 
 
+def test_helpers_have_one_read_at_a_time(threads):
+    """A read that begins while one of them is in another is not shared; the next one is."""
+    first, second, third = (SharedReader(threads) for _ in range(3))
+    reads = [shared(piece_bytes=1) for _ in range(3)]
+    first.finish(reads[0])
+    first.fence[0] += HELPER
+    second.finish(reads[1])
+    first.fence[0] -= HELPER
+    third.finish(reads[2])
+    assert [int(read[3]) for read in reads] == [0, 3, 0]
+
+
 @pytest.mark.ucx
 class TestInTheDataPath:
     @pytest.fixture
