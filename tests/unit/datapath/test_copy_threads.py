@@ -25,8 +25,8 @@ from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, DirectPair, only_c
 from tests.unit.datapath.test_direct_reads import ask, check_read
 
 DEADLINE_S = 30.0
-HELPER = 1 << 16
-"""What each thread that helps adds to a read's fence."""
+HELPER, OPEN = 1 << 16, 1 << 30
+"""What each thread that helps adds to a read's fence, and that others may join."""
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ class TestInTheDataPath:
         @ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)
         def read_function(context, jobs, fence, value):
             fences.append(np.ctypeslib.as_array((ctypes.c_int32 * 1).from_address(fence)))
-            fences[-1][0] = HELPER + (0 if stops else value)
+            fences[-1][0] = HELPER + (OPEN if stops else value)
             return MORE if stops else ALL
 
         pair.d.path.copies.read_function = ctypes.cast(read_function, ctypes.c_void_p).value
