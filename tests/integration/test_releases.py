@@ -96,7 +96,7 @@ class Fleet:
         self.restarting.discard(name)
 
     async def ask(self, number):
-        """Send a request through the next engines that are up. Returns if it was answered, and how."""
+        """Send a request through the next engines that are up, and count how it ended."""
         pair = [self._next(role, number) for role in "pd"]
         before = [self.restarts.get(name, 0) for name in pair]
         prompt = PROMPTS[number % len(PROMPTS)]

@@ -10,7 +10,7 @@ import pytest
 from numba import njit
 
 from kvconnector.transport.ucx import load_library, open_ucx_transport
-from kvconnector.transport.ucx.log import LOG_GUARD
+from kvconnector.transport.ucx.log import LOG_GUARD, MAX_PER_PLACE
 from kvconnector_kernels.pump.native import call
 
 pytestmark = pytest.mark.ucx
@@ -77,13 +77,15 @@ def test_a_thread_logs_while_another_holds_the_gil(caplog):
     transport.close()
 
 
-def test_only_expected_leaks_are_kept_quiet(caplog, capfd):
+def test_only_expected_leaks_are_kept_quiet_and_the_rest_of_a_place_is_counted(caplog, capfd):
     transport = open_ucx_transport()
     with caplog.at_level(logging.WARNING):
         log(b"/a/mpool.c", WARN, b"a leak")
         with LOG_GUARD.leaks_expected():
             log(b"/a/mpool.c", WARN, b"an expected leak")
-            log(b"/a/other.c", WARN, b"something else")
+            for _ in range(MAX_PER_PLACE + 2):
+                log(b"/a/other.c", WARN, b"something else")
         transport.close()
-    assert "something else" in caplog.text
+    assert caplog.text.count("something else") == MAX_PER_PLACE
+    assert "other.c:7): 2 more like these" in caplog.text
     assert "expected" not in caplog.text + capfd.readouterr().out

@@ -48,7 +48,7 @@ class Step:
 
 
 def _loading(engine, stored=SPLIT, num_tokens=200, **changes):
-    """The tier has so many tokens of a prompt, and the prefix cache none: a request for it, and its first step."""
+    """The tier has `stored` tokens of a prompt, and the prefix cache none: a request for it, and its first step."""
     engine.add(stored, max_tokens=1, prompt=1)
     for _ in range(3):
         Step(engine)

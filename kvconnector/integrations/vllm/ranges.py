@@ -121,7 +121,7 @@ class RangeConnector(MultiConnector):
             self._new_loads[request.request_id] = len(shares) - 1
 
     def _shares_of(self, request: Request, num_external_tokens: int) -> dict[int, int]:
-        """Tokens by the child's position, of so many: vLLM may take fewer than it was offered."""
+        """Tokens of `num_external_tokens` by the child's position: vLLM may take fewer than it was offered."""
         shares, left = {}, num_external_tokens
         for position, offered in self._shares.get(request.request_id, {}).items():
             tokens = min(offered, left)

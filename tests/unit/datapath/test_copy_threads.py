@@ -168,6 +168,22 @@ class TestInTheDataPath:
         assert threading.active_count() == before - 3
 
 
+def test_threads_that_the_system_refuses_are_done_without(monkeypatch, caplog):
+    start = threading.Thread.start
+
+    def start_two(thread):
+        if sum(each.name == "kvc-copy" for each in threading.enumerate()) == before + 2:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = sum(each.name == "kvc-copy" for each in threading.enumerate())
+    monkeypatch.setattr(threading.Thread, "start", start_two)
+    monkeypatch.setattr(os, "cpu_count", lambda: 1 << 20)
+    with closing(CopyThreads(3)) as opened:
+        assert opened.num_idle() == 2
+    assert "only 2 of 3" in caplog.text
+
+
 def test_only_idle_cores_help(threads, monkeypatch, tmp_path):
     load = tmp_path / "loadavg"
     monkeypatch.setattr(copy_threads, "_LOAD", str(load))

@@ -200,6 +200,16 @@ def abort(pair, outcome):
     _compare(pair, outcome, "after the aborts", prompt, expected)
 
 
+def _killed_during_a_load(pair, prompt):
+    """The decode engine's answer to a prompt whose prefill engine dies before it is loaded."""
+    offer = pair.prefilled(prompt)
+    os.killpg(pair.prefill.pid, signal.SIGSTOP)
+    request = pair.decode.submit(prompt, offer)
+    time.sleep(SETTLE_S)
+    pair.prefill.kill()
+    return pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
+
+
 def killed(pair, outcome):
     """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself, or the request
     fails, and nothing else, as its policy says.
@@ -208,12 +218,7 @@ def killed(pair, outcome):
     warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
     expected = pair.alone(prompt)
     pair.compared(warm)
-    offer = pair.prefilled(prompt)
-    os.killpg(pair.prefill.pid, signal.SIGSTOP)
-    request = pair.decode.submit(prompt, offer)
-    time.sleep(SETTLE_S)
-    pair.prefill.kill()
-    answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
+    answer = _killed_during_a_load(pair, prompt)
     if is_recomputed:
         outcome.compare("after the loss", answer, expected)
     outcome.check("the decode engine later", pair.alone(prompt), expected)
@@ -319,12 +324,7 @@ def killed_beside_tier(pair, outcome):
     prompt = prompt_of(length, seed=2)
     expected = pair.prefill.ask(prompt).tokens
     _in_tier(pair, prompt, cached)
-    offer = pair.prefilled(prompt)
-    os.killpg(pair.prefill.pid, signal.SIGSTOP)
-    request = pair.decode.submit(prompt, offer)
-    time.sleep(SETTLE_S)
-    pair.prefill.kill()
-    answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)
+    answer = _killed_during_a_load(pair, prompt)
     outcome.compare("after the loss", answer, expected)
     outcome.check("computed", answer.computed_tokens, length - cached)
     outcome.check("tier", pair.decode.call("loads")["tier"], [cached // pair.specs[1].block_size])
