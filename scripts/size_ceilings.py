@@ -68,7 +68,7 @@ ROOMS: dict[str, Size] = {
     "tests/property": Size(3171),
     "tests/sglang/pure": Size(896),
     "tests/support": Size(2771),
-    "tests/transport": Size(1383),
+    "tests/transport": Size(1384),
     "tests/unit": Size(1785),
     "tests/unit/bench": Size(920),
     "tests/unit/cache": Size(1075),
