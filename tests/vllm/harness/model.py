@@ -85,6 +85,8 @@ def _config(transformers, common, kind, window):
             first_k_dense_replace=1 if kind == "mla-moe" else layers,  # layers without experts
             n_routed_experts=8,
             num_experts_per_tok=2,
+            n_group=1,  # vLLM 0.33 takes no None
+            topk_group=1,
             moe_intermediate_size=256,
             q_lora_rank=None,
             # what attention backends are made for
