@@ -2,7 +2,7 @@
 #
 #   setup_vllm   vLLM for the CPU and kvconnector
 #   setup_nixl   setup_vllm, and NIXL, for comparisons
-#   setup_launchers   setup_vllm, and launchers and routers, in $KVC_LAUNCHERS; about 400 MB
+#   setup_launchers   setup_vllm, and launchers and routers, in $KVC_LAUNCHERS; about 1.1 GB
 #   setup_next   setup_vllm, and the Python sources of the release that has no build for the CPU, in $KVC_NEXT
 #
 # Each makes `.venv-vllm` in the checkout with the versions in requirements-vllm.txt, puts its `bin` first on PATH, and
@@ -14,7 +14,7 @@ KVC_CONSTRAINTS="$KVC_ROOT/requirements-vllm.txt"
 KVC_INPUTS="requirements-vllm.txt scripts/setup.sh scripts/vllm_setup.sh"
 KVC_PYTHONS=">=3.11,<3.15"
 KVC_NIXL_VERSION=1.5.1
-KVC_LAUNCHERS="$KVC_VENV/launchers"
+KVC_LAUNCHERS="${KVC_LAUNCHERS:-$KVC_ROOT/.venv-launchers}"
 KVC_NEXT_VERSION=0.33.0
 KVC_NEXT="$KVC_VENV/vllm-$KVC_NEXT_VERSION"
 # numba keeps what it compiles beside the sources, for one release of numba; the other environment has another one.
@@ -61,9 +61,10 @@ PY
 
 setup_launchers() {
   setup_vllm || return 1
-  [ -d "$KVC_LAUNCHERS" ] && return
-  # with what of their requirements vLLM's environment lacks
-  python -m pip install -q --no-deps --only-binary=:all: --target "$KVC_LAUNCHERS.part" \
-    ai-dynamo==1.6.1 vllm-router==0.1.17 setproctitle orjson kubernetes-validate==1.37.0 importlib_resources \
-    ray==2.60.0 msgpack grpcio-reflection pyarrow && mv "$KVC_LAUNCHERS.part" "$KVC_LAUNCHERS"
+  local list="$KVC_ROOT/requirements-launchers.txt" stamp="$KVC_LAUNCHERS/.kvconnector-launchers"
+  cmp -s "$list" "$stamp" && return
+  echo "installing launchers into $KVC_LAUNCHERS (about 1.1 GB) ..." >&2
+  # beside the environment: they may not change what is in it
+  python -m pip install --quiet --disable-pip-version-check --no-deps --only-binary=:all: --upgrade \
+    --target "$KVC_LAUNCHERS" -r "$list" && cp "$list" "$stamp"
 }

@@ -55,6 +55,7 @@ def parse():
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all of them without an argument")
     parser.add_argument("--no-nixl", action="store_true", help="our connector alone")
     parser.add_argument("--quick", action="store_true", help="a few cases, our connector alone")
+    parser.add_argument("--launchers", action="store_true", help="those with launchers or routers")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--list", action="store_true", help="the names of all cases")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
@@ -68,7 +69,10 @@ def parse():
         parser.error(f"no case named {', '.join(unknown)}; --list names them")
     if not arguments.cases:
         arguments.cases = [
-            name for name, case in BY_NAME.items() if case.is_quick or not arguments.quick
+            name
+            for name, case in BY_NAME.items()
+            if (case.is_quick or not arguments.quick)
+            and (case.needs not in ("", "gpus") or not arguments.launchers)
         ]
     return arguments
 

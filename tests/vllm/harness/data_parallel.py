@@ -5,7 +5,7 @@ from itertools import product
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.model import make_model
-from tests.vllm.harness.servers import Servers, failures
+from tests.vllm.harness.servers import Servers, failures, transfers
 from vllm_1p1d.model import save_tokenizer
 
 BALANCED = 6
@@ -28,7 +28,7 @@ def one_address(kind="llama", *, prefill, decode, more=""):
                 expected = servers.ask("prefill", seed).tokens
                 answer = servers.ask("decode", seed, kv_transfer_params=servers.offer(seed))
                 outcome.compare(f"request {seed} as balanced", answer, expected)
-            total = sum(_transfers(servers, *rank) for rank in ranks["decode"])
+            total = sum(transfers(servers.metrics(*rank)) for rank in ranks["decode"])
             outcome.check("all transfers", total, moved + BALANCED)
             failed = [failures(servers.metrics(*rank)) for rank in ranks["decode"]]
             outcome.check("no failure", failed, [{}] * decode)
@@ -80,11 +80,6 @@ def _every_pair(servers, outcome, ranks):
     outcome.check("names", len({name for name, _ in known}), len(known))
     first = known[0][1]
     outcome.check("ports", [port for _, port in known], [first + rank for _, rank in engines])
-    counts = [_transfers(servers, *rank) for rank in ranks["decode"]]
+    counts = [transfers(servers.metrics(*rank)) for rank in ranks["decode"]]
     outcome.check("each rank's /metrics", counts, [len(ranks["prefill"])] * len(counts))
     return len(pairs)
-
-
-def _transfers(servers, name, rank):
-    found = servers.metrics(name, rank)
-    return sum(value for each, value in found.items() if each.startswith("num_transfers_total"))

@@ -1,6 +1,7 @@
 """One case with one connector, from two engines' start to their end."""
 
 import importlib.metadata
+import importlib.util
 import multiprocessing
 import os
 from contextlib import closing
@@ -61,8 +62,11 @@ def world_size(options):
 
 def why_skipped(case, device):
     """Why a case cannot run on a device; empty if it can."""
-    if case.needs_gpus and device.kind == "cpu":
-        return "vLLM's CPU code has none of it"
+    if case.needs == "gpus":
+        if device.kind == "cpu":
+            return "vLLM's CPU code has none of it"
+    elif case.needs and importlib.util.find_spec(case.needs) is None:
+        return f"{case.needs} is not installed: `scripts/test_vllm --launchers` does it"
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if case.found_by in BY_NAME and "kvconnector" not in plugins.names:
         return "kvconnector is not installed: vLLM finds it by its plugin"

@@ -38,15 +38,15 @@ class Servers:
     """
 
     def __init__(self, folder, stack, device, model=None, options=MappingProxyType(PLAIN)):
-        self._model = str(model or folder / "models" / "served")
+        self.model = str(model or folder / "models" / "served")
         if model is None:
-            make_model(Path(self._model))
-        self._folder, self._urls, self._processes = folder / "logs", {}, {}
+            make_model(Path(self.model))
+        self._folder, self.urls, self._processes = folder / "logs", {}, {}
         base = free_ports(PORTS)
         for number, (name, more) in enumerate(options.items()):
             role, ranks = name.partition("-")[0], example.num_ranks(more.split())
             arguments = argparse.Namespace(
-                model=self._model,
+                model=self.model,
                 connector="KVConnector",
                 port=base,
                 **{
@@ -56,15 +56,15 @@ class Servers:
             )
             command, environment = example.engine_command(arguments, role, number)
             log = self._folder / f"{name}.log"
-            self._urls[name] = f"http://127.0.0.1:{base + 1 + number}"
+            self.urls[name] = f"http://127.0.0.1:{base + 1 + number}"
             self._processes[name] = example.start(stack, log, command, environment)
-        for name, url in self._urls.items():
+        for name, url in self.urls.items():
             example.wait_for(url + "/health", self._processes[name], name)
 
     def ask(self, name, seed, rank=None, **body):
         """The answer to a completion of the prompt that `seed` makes; `rank`: of this data-parallel rank."""
         prompt = [(17 * number + 31 * seed) % 1021 for number in range(NUM_TOKENS)]
-        common = {"model": self._model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
+        common = {"model": self.model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
         tokens = {"max_tokens": 16, "return_token_ids": True}
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         full = {**common, **tokens, **body}
@@ -84,7 +84,7 @@ class Servers:
         return samples_of(self._http(name, "GET", "/metrics"), rank)
 
     def _http(self, name, method, path, *body, **more):
-        status, answer = example.http(method, self._urls[name] + path, *body, **more)
+        status, answer = example.http(method, self.urls[name] + path, *body, **more)
         if status != example.OK:
             raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
         return answer.decode()
@@ -187,6 +187,12 @@ def http_example(folder, outcome, device, more=""):
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     outcome.check("the router's answer", "The tokens are equal." in ended.stdout)
     outcome.check("exit status", ended.returncode, 0)
+
+
+def transfers(samples):
+    """Loads that ended well, by whatever path."""
+    found = samples.items()
+    return sum(value for name, value in found if name.startswith("num_transfers_total"))
 
 
 def failures(samples):
