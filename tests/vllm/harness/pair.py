@@ -27,6 +27,8 @@ class Pair:
         self._candidates = candidates
         self.prefill, self.decode = (Engine(spec, run) for spec in self.specs)
         self.address = {}
+        # the tokens that the decode engine's tier has, and their digests by layer and head
+        self._tier = [], {}
         self._transfers = 0
 
     def wait_until_ready(self):
@@ -107,7 +109,30 @@ class Pair:
         expected = self.prefill.call("digests", prefill.block_ids, cached, end)
         answer = self.decode.answer(decode)
         found = self.decode.call("digests", answer.block_ids, cached, end)
-        return answer, difference(merged(expected), merged(found)) if cached < end else ""
+        if cached >= end:
+            return answer, ""
+        expected = merged(expected)
+        tokens, in_tier = self._tier
+        if tokens == prompt[: len(tokens)]:
+            for layer, digests in in_tier.items():
+                both = digests.keys() & expected[layer]
+                expected[layer] |= {token: digests[token] for token in both}
+        return answer, difference(expected, merged(found))
+
+    def fill_tier(self, prompt, cached):
+        """Let the decode engine's tier, and nothing else of it, have the first `cached` tokens. Returns how they differ
+        there from the prefill engine's, which may compute them for this: a step of another length can round otherwise.
+        """
+        self._tier = [], {}
+        if not cached:
+            return ""
+        prefill = self.offered(self.begin_prefill(prompt[: cached + 1]))
+        expected = merged(self.prefill.call("digests", prefill.block_ids, 0, cached))
+        answer = self.decode.ask(prompt[: cached + 1], prefill.params)
+        found = merged(self.decode.call("digests", answer.block_ids, 0, cached))
+        self.decode.forget()
+        self._tier = prompt[:cached], expected
+        return difference(expected, found)
 
     def begin_streamed(self, prompt, **options):
         """Ask both engines at once, as a router does that knows the address: the names of both requests."""

@@ -273,11 +273,8 @@ def chat(pair, outcome):
         outcome.compare(f"turn {turn}", answer, pair.prefill.ask(prompt).tokens)
 
 
-def _in_tier(pair, prompt, cached):
-    """Let the decode engine's tier, and nothing else of it, have a prefix: as the prefill engine has computed it."""
-    if cached:
-        pair.compared(prompt[: cached + 1])
-        pair.decode.forget()
+def _in_tier(pair, outcome, prompt, cached):
+    outcome.check("loaded into the tier", pair.fill_tier(prompt, cached), "")
     pair.decode.call("loads")
 
 
@@ -289,7 +286,7 @@ def from_both(pair, outcome):
     for cached, is_streamed in product((0, block, 512, 599 // block * block), (False, True)):
         prompt = prompt_of(length, seed=f"{cached}-{is_streamed}")
         expected = pair.prefill.ask(prompt).tokens
-        _in_tier(pair, prompt, cached)
+        _in_tier(pair, outcome, prompt, cached)
         what = f"{cached} of {length} in the tier"
         if is_streamed:
             answer, difference = pair.streamed(prompt)
@@ -309,7 +306,7 @@ def from_tier_alone(pair, outcome):
     length, cached = 600, 448
     prompt = prompt_of(length, seed=1)
     expected = pair.prefill.ask(prompt).tokens
-    _in_tier(pair, prompt, cached)
+    _in_tier(pair, outcome, prompt, cached)
     answer = pair.decode.ask(prompt, pair.prefilled(prompt))
     outcome.compare("after the tier's prefix", answer, expected)
     outcome.check("computed", answer.computed_tokens, length - cached)
@@ -323,7 +320,7 @@ def killed_beside_tier(pair, outcome):
     length, cached = 2000, 1600
     prompt = prompt_of(length, seed=2)
     expected = pair.prefill.ask(prompt).tokens
-    _in_tier(pair, prompt, cached)
+    _in_tier(pair, outcome, prompt, cached)
     answer = _killed_during_a_load(pair, prompt)
     outcome.compare("after the loss", answer, expected)
     outcome.check("computed", answer.computed_tokens, length - cached)
@@ -335,7 +332,7 @@ def aborted_beside_tier(pair, outcome):
     """Requests that end while one connector or both load them leave nothing held."""
     prompt, cached = prompt_of(900, seed=1), 448
     expected = pair.prefill.ask(prompt).tokens
-    _in_tier(pair, prompt, cached)
+    _in_tier(pair, outcome, prompt, cached)
     for is_stopped in (False, True):
         offer = pair.prefilled(prompt)
         if is_stopped:
