@@ -8,21 +8,17 @@ one piece. What the suite calls pull is measured: the consumer reads.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
-from functools import partial
 from itertools import product
 
 import msgspec
 
 from kvconnector.bench.deployment import SPARE_FACTOR, Deployment
-from kvconnector.bench.engines import EnginePair, Runner
-from kvconnector.bench.limits import limits_of
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.peers import PEERS
-from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
+from kvconnector.bench.results import CaseResult, ShowProgress
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, ENTRY_TOKENS, EngineShape
 from kvconnector.bench.sizes import format_bytes
-from kvconnector.bench.transfer import start_peers, take_turns
+from kvconnector.bench.transfer import compare
 from kvconnector.errors import ConfigError
 
 SHARE_OF_MEMORY = 0.5
@@ -56,36 +52,16 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
             continue
         shape = EngineShape(block=page // ENTRY_TOKENS)
         cut = msgspec.structs.replace(options, prefill=shape, decode=shape)
-        deployment = Deployment.of(cut, (tokens // ENTRY_TOKENS,), in_flight=burst)
-        yield _measure(name, deployment, partial(progress, name, number / len(cases)))
-
-
-def _measure(name: str, deployment: Deployment, progress: partial[None]) -> CaseResult:
-    (num_tokens,) = deployment.tokens
-    requests = [deployment.transfer(num_tokens, index) for index in range(deployment.in_flight)]
-    with ExitStack() as exits:
-        progress()
-        pair = exits.enter_context(EnginePair(deployment))
-        notes: list[str] = []
-        peers = start_peers(exits, deployment, notes, lambda *_: progress(), must_run=False)
-        pair.pause()
-        limits = exits.enter_context(limits_of(pair, num_tokens))
-        runners: list[Runner] = [pair, *peers, *limits]
-        bursts = [requests] * deployment.options.iterations
-        samples = take_turns(runners, bursts, lambda _: progress(), num_following=0)["in turns"]
-        nbytes = deployment.options.model.request_bytes(num_tokens) * len(requests)
-        figures: dict[str, float] = {
-            "prompt_tokens": num_tokens * ENTRY_TOKENS,
-            "page_tokens": deployment.prefill.block * ENTRY_TOKENS,
-            "requests": len(requests),
-        }
-        return CaseResult(
-            name,
-            tuple(
-                Measurement(runner.name, runner.kind, tuple(times), nbytes, figures)
-                for runner, times in zip(runners, samples, strict=True)
-            ),
-            (*(f"kvconnector by: {path}" for path in sorted(pair.paths)), *pair.lanes, *notes),
+        prompt, share = tokens // ENTRY_TOKENS, number / len(cases)
+        deployment = Deployment.of(cut, (prompt,), in_flight=burst)
+        requests = [deployment.transfer(prompt, index) for index in range(burst)]
+        yield from compare(
+            deployment,
+            {name: [requests] * options.iterations},
+            lambda *_, at=(name, share): progress(*at),
+            must_run=False,
+            num_following=0,
+            figures={"prompt_tokens": tokens, "page_tokens": page, "requests": burst},
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from types import MappingProxyType
+from typing import TypeAlias
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, PeerPair, Runner
@@ -16,50 +18,67 @@ from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
 
 BACK_TO_BACK = 2
-"""Requests of a contender's turn that follow its first one at once."""
+"""Bursts of a contender's turn that follow its first one at once."""
+Bursts: TypeAlias = Sequence[Sequence[Transfer]]
+"""Requests of one length that are asked for at once, by burst."""
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Every request size between our engines, and with a peer between its own.
-
-    The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
-    finds its memory in a cache that the others do not. The processes of all but one are stopped: idle threads differ.
-    A turn's first request is one case, those that follow it at once another.
-    """
+    """Every request size between our engines, and with a peer between its own."""
     deployment = Deployment.of(options, options.tokens)
     if options.peer:
         _refuse_what_peers_cannot(deployment)
+    cases = {
+        deployment.case_name(num_tokens): [
+            (each,) for each in deployment.transfers(num_tokens, options.iterations)
+        ]
+        for num_tokens in deployment.tokens
+    }
+    yield from compare(deployment, cases, progress, must_run=not options.connect)
+
+
+def compare(
+    deployment: Deployment,
+    cases: Mapping[str, Bursts],
+    progress: ShowProgress,
+    *,
+    must_run: bool,
+    num_following: int = BACK_TO_BACK,
+    figures: Mapping[str, float] = MappingProxyType({}),
+) -> Iterator[CaseResult]:
+    """Move the bursts of each case with our engines, those of the peers, and the limits.
+
+    The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
+    finds its memory in a cache that the others do not. The processes of all but one are stopped: idle threads differ.
+    A turn's first burst is one case, the `num_following` that follow it at once another. Peers that do not run are
+    noted unless they `must_run`; `figures` belong to every measurement.
+    """
+    model = deployment.options.model
     with ExitStack() as exits:
         notes: list[str] = []
         progress(f"starting {deployment}")
         pair = exits.enter_context(EnginePair(deployment))
-        contenders = [
-            pair,
-            *start_peers(exits, deployment, notes, progress, must_run=not options.connect),
-        ]
+        contenders = [pair, *_start_peers(exits, deployment, notes, progress, must_run=must_run)]
         pair.pause()
-        for num_tokens in deployment.tokens:
-            case = deployment.case_name(num_tokens)
-            transfers = deployment.transfers(num_tokens, options.iterations)
-            lengths = [each.num_tokens for each in transfers]
+        for case, bursts in cases.items():
+            lengths = [each.num_tokens for burst in bursts for each in burst]
             with limits_of(pair, max(lengths)) as limits:
                 runners = [*contenders, *limits]
                 alone = _ucx_alone(pair, max(lengths))
-                bursts = [(each,) for each in transfers]
-                taken = take_turns(runners, bursts, partial(progress, case))
+                taken = _take_turns(runners, bursts, partial(progress, case), num_following)
                 alone += _ucx_alone(pair, max(lengths))
-            mean_bytes = sum(map(options.model.request_bytes, lengths)) // len(lengths)
+            mean_bytes = sum(map(model.request_bytes, lengths)) // len(bursts)
             came = [f"kvconnector by: {path}" for path in sorted(pair.paths)]
             for how, samples in taken.items():
                 measured = tuple(
-                    Measurement(runner.name, runner.kind, tuple(times), mean_bytes)
+                    Measurement(runner.name, runner.kind, tuple(times), mean_bytes, {**figures})
                     for runner, times in zip(runners, samples, strict=True)
                 )
                 remarks = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0]))
-                yield CaseResult(f"{case}, {how}", measured, remarks)
+                yield CaseResult(f"{case}, {how}" if num_following else case, measured, remarks)
 
 
-def start_peers(
+def _start_peers(
     exits: ExitStack,
     deployment: Deployment,
     notes: list[str],
@@ -110,11 +129,11 @@ def _share_of(alone: list[float], ours: Measurement) -> Iterator[str]:
         )
 
 
-def take_turns(
+def _take_turns(
     runners: Sequence[Runner],
-    bursts: Sequence[Sequence[Transfer]],
+    bursts: Bursts,
     progress: Callable[[float], None],
-    num_following: int = BACK_TO_BACK,
+    num_following: int,
 ) -> dict[str, list[list[float]]]:
     """Each runner's seconds, for bursts of requests that are asked for at once: in turns of one burst, and of the next
     ones that follow at once. What one request brings is checked before the first and after the last.
@@ -137,7 +156,7 @@ def take_turns(
                 for following in range(turn + 1, turn + 1 + num_following):
                     following_s.append(runner.run(*bursts[following % len(bursts)]))
             runner.pause()
-    return taken
+    return taken if num_following else {"in turns": taken["in turns"]}
 
 
 def _refuse_what_peers_cannot(deployment: Deployment) -> None:
