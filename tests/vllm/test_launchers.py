@@ -1,25 +1,20 @@
 """What launchers and routers do with our connector and its parameters, by their own packages where these are installed.
 
-`scripts/test_vllm --launchers` installs them; a test whose package is missing says so.
+`scripts/test_vllm --launchers` installs them; a test whose package is missing says so. Whole engines run in the cases
+of `tests.vllm.harness.launchers`.
 """
 
-import asyncio
 import importlib.util
 import json
 import os
-import sys
-from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from aiohttp import ClientError, ClientSession
 
 from kvconnector.integrations.vllm.settings import HOST_VARIABLE, PORT_VARIABLE, Settings
 from kvconnector.runtime import TransferParams
 from launchers import ray_serve
-from tests.support.ports import free_ports
-from tests.vllm.pure.test_router import engine
 from tests.vllm.pure.test_settings import vllm_config
 
 pytestmark = pytest.mark.vllm
@@ -126,46 +121,3 @@ def test_pods_use_their_own_address_and_keys():
         config = settings_of(json.loads(argument.partition("=")[2]), environ)
         assert (config.role, config.control.host) == (role, "10.0.0.7")
         assert config.control.secret_key_file == "/etc/kvconnector/curve.secret"
-
-
-def test_vllm_router_hands_an_offer_over():
-    if importlib.util.find_spec("vllm_router") is None:
-        pytest.skip("vllm-router is not installed")
-    asked = {"prefill": [], "decode": []}
-    assert asyncio.run(_through_vllm_router(asked)) == "decoded"
-    ((prefill, _),), ((decode, _),) = asked["prefill"], asked["decode"]
-    assert prefill["kv_transfer_params"]["do_remote_decode"] is True
-    assert prefill["max_tokens"] == 1
-    assert TransferParams.from_mapping(decode["kv_transfer_params"]) == OFFER
-
-
-async def _through_vllm_router(asked):
-    """The text of a completion that the real router had of two engines."""
-    async with AsyncExitStack() as stack:
-        reply = {"object": "text_completion", "choices": [{"index": 0, "text": "decoded"}]}
-        prefill = engine(asked["prefill"], reply | {"kv_transfer_params": OFFER.to_mapping()})
-        urls = [
-            str((await stack.enter_async_context(server)).make_url("")).rstrip("/")
-            for server in (prefill, engine(asked["decode"], reply))
-        ]
-        port = free_ports((0, 1))
-        router = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "vllm_router.launch_router", "--vllm-pd-disaggregation"),
-            *("--prefill", urls[0], "--decode", urls[1], "--host", "127.0.0.1"),
-            *("--port", str(port), "--prometheus-port", str(port + 1)),
-            stdout=asyncio.subprocess.DEVNULL,
-        )
-        session = await stack.enter_async_context(ClientSession())
-        try:
-            async with asyncio.timeout(60):
-                while True:
-                    try:
-                        body = {"model": "m", "prompt": "p", "max_tokens": 5}
-                        url = f"http://127.0.0.1:{port}/v1/completions"
-                        async with session.post(url, json=body) as response:
-                            return (await response.json())["choices"][0]["text"]
-                    except ClientError:
-                        await asyncio.sleep(0.1)
-        finally:
-            router.kill()
-            await router.wait()
