@@ -26,7 +26,7 @@ from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
 from kvconnector.planning import SourceRead, plan_transfer
-from kvconnector.topology import EngineGeometry, TpKVTopology
+from kvconnector.topology import EngineGeometry, PartGeometry, TpKVTopology
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +98,16 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
             return ""
         return f"at least {self.predicted_ms:.3g} ms with {self.link_gbits:g} Gbit/s a rank"
 
+    def bytes_by_kind(self) -> Counter[str]:
+        """Bytes that all ranks together read of layers of each kind."""
+        nbytes = Counter[str]()
+        for row in self.reads:
+            nbytes[row.kind] += row.bytes
+        return nbytes
 
+
+MAX_RUNS = 3
+"""Of layers, that a line of the table names one by one."""
 SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 
 
@@ -258,10 +267,13 @@ def _rank_rows(
     for rank in engine.ranks:
         held = [group for group in rank.groups if group.layers] or rank.groups[:1]
         layers = sorted({layer for group in held for layer in group.layers})
-        group, part = held[0], held[0].parts[0]
+        # the heads are those of attention, where there is some: a state's are what tensor parallelism cuts
+        group = min(held, key=lambda each: _is_state(each.parts[0]))
+        part = group.parts[0]
         holds = f"layers {_intervals(_runs(layers))}"
         heads = _intervals([(part.head_start, part.head_stop)])
-        holds += ", latent" if part.name == "latent" else f", heads {heads}"
+        what = f"{'state' if _is_state(part) else 'heads'} {heads}"
+        holds += ", latent" if part.name == "latent" else f", {what}"
         if group.dcp_size > 1:
             holds += f", share {group.dcp_rank + 1} of {group.dcp_size}"
         if replicas[rank.groups] > 1:
@@ -269,6 +281,10 @@ def _rank_rows(
         name = str(rank.rank)
         rows.append(RankRow(rank=name, stage=rank.pp_rank, holds=holds, bytes=moved[name]))
     return rows
+
+
+def _is_state(part: PartGeometry) -> bool:
+    return part.name.startswith("state")
 
 
 def _rows(
@@ -307,9 +323,7 @@ def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
 def _print(report: PlanReport) -> None:
     model = report.model
     cache = "MLA latent" if model.is_mla else f"{model.num_kv_heads} KV heads"
-    nbytes = Counter[str]()
-    for row in report.reads:
-        nbytes[row.kind] += row.bytes
+    nbytes = report.bytes_by_kind()
     kinds = "".join(
         f"; {len(each.layers)} {each.kind}, {format_bytes(nbytes[each.kind])}"
         for each in model.groups
@@ -332,7 +346,7 @@ def _print(report: PlanReport) -> None:
             row.consumer,
             row.producer,
             *([row.kind] if model.groups else []),
-            _intervals(row.layers),
+            _layers(row.layers),
             "latent" if row.is_latent else _intervals(row.heads),
             _tokens(row),
             str(row.chunks),
@@ -356,6 +370,13 @@ def _tokens(row: ReadRow) -> str:
 def _ranks(shape: EngineShape) -> str:
     shared = f" dcp {shape.dcp} interleave {shape.interleave}" if shape.dcp > 1 else ""
     return f"{shape.tp}x{shape.pp} block {shape.block}{shared}"
+
+
+def _layers(runs: list[tuple[int, int]]) -> str:
+    """Their intervals, or where kinds of layers alternate how many there are from the first to the last."""
+    if len(runs) <= MAX_RUNS:
+        return _intervals(runs)
+    return f"{sum(stop - start for start, stop in runs)} within {runs[0][0]}-{runs[-1][1] - 1}"
 
 
 def _intervals(intervals: list[tuple[int, int]]) -> str:

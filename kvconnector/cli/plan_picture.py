@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,7 @@ MAX_RANKS_INCHES = 64 * ROW_INCHES
 GAP_INCHES = 0.06
 STAGE_GAP_INCHES = 0.3
 LEFT, RIGHT, BAR_WIDTH = 3.5, 8.3, 0.2
+RIBBON_ALPHA = 0.4
 
 
 class Box(NamedTuple):
@@ -41,7 +42,8 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     """Write the picture of a plan to `path`; its ending (.svg, .png, .pdf) says the format.
 
     A rank's height is the larger of a line and its bytes; a ribbon is as thick as the bytes of its read and has the
-    colour of the prefill rank's pipeline stage. A hatched rank holds what another rank holds too, and is not read.
+    colour of the prefill rank's pipeline stage, or of its layers' kind where a model has several. A hatched rank holds
+    what another rank holds too, and is not read.
     Raises ConfigError: matplotlib is missing, or the file cannot be written.
     """
     scale = ROW_INCHES / min(
@@ -61,7 +63,8 @@ def draw_plan(report: PlanReport, path: Path) -> None:
         axes.set_ylim(bottom + 0.2, -1.0)
         axes.axis("off")
         colors = _stage_colors(report.prefill.pp)
-        _draw_ribbons(axes, report.reads, producers, consumers, colors)
+        kinds = _draw_kinds(axes, report)
+        _draw_ribbons(axes, report.reads, producers, consumers, colors=colors, kinds=kinds)
         for box in producers:
             _draw_rank(axes, box, LEFT, colors[box.rank.stage])
         for box in consumers:
@@ -91,12 +94,31 @@ def _stage_colors(num_stages: int) -> list[Any]:
     return [colormaps["turbo"](share) for share in np.linspace(0.05, 0.95, num_stages)]
 
 
+def _draw_kinds(axes: Any, report: PlanReport) -> dict[str, Any]:
+    """Name the kinds of a model's layers below the picture. Returns the colour of each; none where all are alike."""
+    from matplotlib import colormaps
+    from matplotlib.patches import Patch
+
+    kinds = {group.kind: colormaps["Dark2"](at) for at, group in enumerate(report.model.groups)}
+    nbytes = report.bytes_by_kind()
+    patches = [
+        Patch(color=color, alpha=RIBBON_ALPHA, label=f"{kind}, {format_bytes(nbytes[kind])}")
+        for kind, color in kinds.items()
+    ]
+    if patches:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncols": len(patches)}
+        axes.legend(handles=patches, frameon=False, fontsize=9, **place)
+    return kinds
+
+
 def _draw_ribbons(
     axes: Any,
     reads: Sequence[ReadRow],
     producers: Sequence[Box],
     consumers: Sequence[Box],
+    *,
     colors: Sequence[Any],
+    kinds: Mapping[str, Any],
 ) -> None:
     begin, end = (
         {box.rank.rank: box.middle - box.ribbons / 2 for box in boxes}
@@ -118,10 +140,10 @@ def _draw_ribbons(
             LEFT + BAR_WIDTH + (RIGHT - LEFT - BAR_WIDTH) * share,
             edge,
             edge + thickness,
-            color=colors[source.rank.stage],
-            alpha=0.4,
+            color=kinds.get(read.kind, colors[source.rank.stage]),
+            alpha=RIBBON_ALPHA,
             linewidth=0.3,
-            gid=f"read_{read.producer}_{read.consumer}",
+            gid="_".join(("read", read.producer, read.consumer, *read.kind.split())),
         )
 
 

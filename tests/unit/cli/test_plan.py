@@ -124,6 +124,50 @@ def test_a_picture_names_every_rank_and_draws_a_ribbon_for_each_read(capsys, tmp
             )
 
 
+HYBRID = {
+    **LLAMA_70B,
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 16,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+
+
+def test_kinds_of_layers_are_named_and_coloured_and_a_rank_s_heads_are_those_of_attention(
+    capsys, tmp_path
+):
+    model, path = str(written(tmp_path, HYBRID)), tmp_path / "plan.svg"
+    cut = ("--model", model, "--prefill", "tp=2", "--decode", "tp=4")
+    report = planned(capsys, *cut, "--svg", str(path))
+    assert [row["holds"] for row in report["producers"]] == [
+        "layers 0-15, heads 0-3",
+        "layers 0-15, heads 4-7",
+    ]
+    texts = drawn_texts(path)
+    colors = {}
+    for kind in ("full attention", "gated delta net state"):
+        assert any(text.startswith(f"{kind}, ") for text in texts)
+        ribbons = re.findall(
+            rf'id="read_\w+_{kind.replace(" ", "_")}".*?fill: (#\w+)', path.read_text(), re.DOTALL
+        )
+        assert len(ribbons) == len([row for row in report["reads"] if row["kind"] == kind])
+        (colors[kind],) = set(ribbons)
+    assert len(set(colors.values())) == 2
+    # layers that alternate take one line of the table
+    assert main(["plan", *cut]) == 0
+    assert "12 within" in capsys.readouterr().out
+
+
+def test_a_rank_that_keeps_only_states_is_said_to(capsys, tmp_path):
+    sizes = {"state_size": 16, "conv_kernel": 4, "expand": 2, "hidden_size": 64}
+    config = {**LLAMA_70B, **sizes, "model_type": "mamba"}
+    report = planned(capsys, "--model", str(written(tmp_path, config)), "--prefill", "tp=2")
+    assert report["producers"][1]["holds"] == "layers 0-79, state 64-127"
+
+
 def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
     assert main(["plan", "--svg", str(tmp_path / "no" / "plan.png")]) == 2
     assert "cannot write the picture" in capsys.readouterr().err
