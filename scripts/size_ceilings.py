@@ -35,7 +35,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector": Size(740, target=560),
     "kvconnector/bench": Size(4808),
     "kvconnector/cache": Size(3019, target=3280),
-    "kvconnector/cli": Size(3045),
+    "kvconnector/cli": Size(3021),
     "kvconnector/control": Size(1342, target=1330),
     "kvconnector/datapath": Size(4584, target=4050),
     "kvconnector/integrations": Size(3369, target=3510),

@@ -39,90 +39,63 @@ def _parse_device(text: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...
     return kind, (parse_numbers(producers), parse_numbers(consumers))
 
 
-SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "model": {
-        "type": ModelShape.parse,
-        "metavar": "MODEL",
-        "default": "llama-3.1-8b",
-        "help": f"{', '.join(MODELS)}; also MODEL,layers=4.",
-    },
-    "tokens": {
-        "type": parse_tokens,
-        "metavar": "N,N,...",
-        "default": "2048",
-        "help": "Request sizes.",
-    },
-    "iterations": {"type": click.IntRange(1), "default": 10, "help": "Timed repetitions."},
-    "minutes": {"type": click.FloatRange(1e-3), "default": 1.0, "help": "How long it runs."},
-    "hours": {
-        "type": click.FloatRange(0),
-        "default": 0.0,
-        "show_default": False,
-        "help": "How long it runs, instead of --minutes.",
-    },
-    "state": {
-        "default": "",
-        "show_default": False,
-        "metavar": "FILE",
-        "help": "File of what was found: an interrupted run goes on from there.",
-    },
-    "scattered/--contiguous": {"default": True, "help": "Blocks at random, or in one run."},
-    "prefill": {
-        **SHAPE,
-        "default": "block=16",
-        "help": "Producer: tp=2,dcp=2,block=16,layout=HND.",
-    },
-    "decode": {
-        **SHAPE,
-        "default": "block=16",
-        "help": "Consumer: tp=1,pp=2,block=64,layout=NHD.",
-    },
-    "device": {
-        "type": _parse_device,
-        "metavar": "DEVICE",
-        "default": "cpu",
-        "help": "cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
-    },
-    "tls": {"default": "", "show_default": False, "help": "UCX_TLS, ours and the peer's."},
-    "peer": {
-        "default": "",
-        "show_default": False,
-        "help": "Compare with: nixl, mooncake, or both with a comma.",
-    },
-    "connect": {
-        "default": "",
-        "show_default": False,
-        "type": lambda text: text and host_and_port(text),
-        "metavar": "HOST:PORT[,KEY]",
-        "help": "Producer's host: the address of a `bench serve` there.",
-    },
-    "compute": {
-        "type": Compute.parse,
-        "metavar": "RATE,STEP,N,...",
-        "default": "8000,2048,1",
-        "help": "P's tokens/s, tokens a step, prompts at once.",
-    },
-    "pages": {
-        "type": parse_tokens,
-        "metavar": "N,N,...",
-        "default": "16,64",
-        "help": "Tokens of a page.",
-    },
-    "bursts": {
-        "type": parse_tokens,
-        "metavar": "N,N,...",
-        "default": "1,2,4,8,16,32,64",
-        "help": "Requests at once.",
-    },
-    "html": {"type": PATH, "help": "Write tables and pictures here, as one page."},
-    "svg": {"type": PATH, "help": "Draw it into this file, .svg or .png."},
-    "output": {"type": PATH, "help": "Write the report here, as JSON."},
-    "json": {"is_flag": True, "help": "Print JSON."},
-}
-"""Every option, as click takes it; benchmarks have some of them."""
-_ORDER = "scattered/--contiguous"
-_PAIR = ("model", "tokens", "iterations", _ORDER, "prefill", "decode", "device", "tls")
+_numbers = partial(click.Option, type=parse_tokens, metavar="N,N,...")
+_shape = partial(click.Option, type=EngineShape.parse, metavar="SHAPE", default="block=16")
+_OPTIONS = (
+    click.Option(
+        ["--model"],
+        type=ModelShape.parse,
+        metavar="MODEL",
+        default="llama-3.1-8b",
+        help=f"{', '.join(MODELS)}; also MODEL,layers=4.",
+    ),
+    _numbers(["--tokens"], default="2048", help="Request sizes."),
+    click.Option(["--iterations"], type=click.IntRange(1), default=10, help="Timed repetitions."),
+    click.Option(["--minutes"], type=click.FloatRange(1e-3), default=1.0, help="How long it runs."),
+    click.Option(
+        ["--hours"], type=click.FloatRange(0), help="How long it runs, instead of --minutes."
+    ),
+    click.Option(
+        ["--state"],
+        metavar="FILE",
+        help="File of what was found: an interrupted run goes on from there.",
+    ),
+    click.Option(
+        ["--scattered/--contiguous"], default=True, help="Blocks at random, or in one run."
+    ),
+    _shape(["--prefill"], help="Producer: tp=2,dcp=2,block=16,layout=HND."),
+    _shape(["--decode"], help="Consumer: tp=1,pp=2,block=64,layout=NHD."),
+    click.Option(
+        ["--device"],
+        type=_parse_device,
+        metavar="DEVICE",
+        default="cpu",
+        help="cpu, cuda, or cuda:0,1:2,3: producers' and consumers' GPUs.",
+    ),
+    click.Option(["--tls"], help="UCX_TLS, ours and the peer's."),
+    click.Option(["--peer"], help="Compare with: nixl, mooncake, or both with a comma."),
+    click.Option(
+        ["--connect"],
+        type=host_and_port,
+        metavar="HOST:PORT[,KEY]",
+        help="Producer's host: the address of a `bench serve` there.",
+    ),
+    click.Option(
+        ["--compute"],
+        type=Compute.parse,
+        metavar="RATE,STEP,N,...",
+        default="8000,2048,1",
+        help="P's tokens/s, tokens a step, prompts at once.",
+    ),
+    _numbers(["--pages"], default="16,64", help="Tokens of a page."),
+    _numbers(["--bursts"], default="1,2,4,8,16,32,64", help="Requests at once."),
+    click.Option(["--html"], type=PATH, help="Write tables and pictures here, as one page."),
+    click.Option(["--svg"], type=PATH, help="Draw it into this file, .svg or .png."),
+    click.Option(["--output"], type=PATH, help="Write the report here, as JSON."),
+    click.Option(["--json"], is_flag=True, help="Print JSON."),
+)
+"""Of all benchmarks; each has some of them, by name, and defaults of its own."""
+_PAIR = ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device", "tls")
 _REPORT = ("output", "json")
 FORMS = ("output", "svg", "html", "json")
 
@@ -170,7 +143,7 @@ BENCHMARKS = {
         "relayout",
         "One fused copy, from an engine's blocks to another's.",
         "relayout --prefill block=16,layout=HND --decode block=64,layout=NHD",
-        ("model", "tokens", "iterations", _ORDER, "prefill", "decode", "device"),
+        ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device"),
         {"iterations": 20, "prefill": "block=16,layout=HND", "decode": "block=64"},
     ),
     "gil": Benchmark(
@@ -249,6 +222,7 @@ def _run(name: str, **given: Any) -> int:
 
 
 def _options(given: dict[str, Any]) -> BenchOptions:
+    given = {name: each for name, each in given.items() if each is not None}
     if "device" in given:
         given["device"], given["gpus"] = given["device"]
     if "pages" in given:
@@ -303,7 +277,7 @@ _JOB = Benchmark(
     "pairs",
     "All ordered pairs of a torchrun job's ranks, as a matrix.",
     "pairs --device cuda, by torchrun --nproc-per-node 8 -m kvconnector.cli",
-    ("model", "tokens", "iterations", _ORDER, "decode", "device", "tls", *_REPORT),
+    ("model", "tokens", "iterations", "scattered", "decode", "device", "tls", *_REPORT),
     {"tokens": "512", "iterations": 5},
 )
 _SERVER = Benchmark(
@@ -312,12 +286,14 @@ _SERVER = Benchmark(
 
 
 def _command(name: str, benchmark: Benchmark, call: Callable[..., int | None]) -> click.Command:
-    options: list[click.Parameter] = []
-    for each in benchmark.options:
-        default = {"default": benchmark.defaults[each]} if each in benchmark.defaults else {}
-        options.append(click.Option([f"--{each}"], **OPTIONS[each] | default))
-    example = f"Example: kvconnector bench {benchmark.example}"
-    return click.Command(name, callback=call, params=options, help=benchmark.text, epilog=example)
+    return click.Command(
+        name,
+        callback=call,
+        params=[each for each in _OPTIONS if each.name in benchmark.options],
+        help=benchmark.text,
+        epilog=f"Example: kvconnector bench {benchmark.example}",
+        context_settings={"default_map": benchmark.defaults},
+    )
 
 
 @click.group(cls=Commands)
