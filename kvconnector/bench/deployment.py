@@ -89,14 +89,6 @@ class Deployment:
 
         return Transfer(num_tokens, choose(self.prefill), choose(self.decode))
 
-    def unused_by(self, transfer: Transfer) -> Blocks:
-        """As many blocks of the producer's pools as the request has there, and none of its own."""
-        pools = zip(transfer.prefill_blocks, self.num_blocks(self.prefill), strict=True)
-        return [
-            [block for block in range(size) if block not in {*own}][: len(own)]
-            for own, size in pools
-        ]
-
     def spec(self, engine_id: str) -> EngineSpec:
         """The engine "prefill" or "decode"; consumers get the GPUs after the producers'."""
         is_prefill = engine_id == "prefill"

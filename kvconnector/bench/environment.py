@@ -45,9 +45,10 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         named = ", ".join(gpu.name for gpu in self.gpus) or "no GPU"
-        # twelve digits, and the mark of a checkout with changes
-        commit = self.commit[:12] + "+" * self.commit.endswith("+") or "unknown"
-        return f"{self.cpu}, {self.usable_cores} cores, {named}; load {self.load_average}; commit {commit}"
+        # twelve digits, and the mark of a checkout with changes; a wheel knows its version alone
+        commit = self.commit[:12] + "+" * self.commit.endswith("+")
+        built = f"commit {commit}" if commit else f"kvconnector {self.packages['kvconnector']}"
+        return f"{self.cpu}, {self.usable_cores} cores, {named}; load {self.load_average}; {built}"
 
 
 def record_environment() -> Environment:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from kvconnector.bench.deployment import Blocks, Deployment, Transfer
+from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, request_seconds
 from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
@@ -50,7 +50,7 @@ Steps: TypeAlias = list[tuple[list[str], StepMetadata]]
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """A case for each request size, rhythm and load of the engines."""
-    deployment = Deployment.of(options, options.tokens)
+    deployment = Deployment.of(options, options.tokens, in_flight=2)
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:
@@ -78,14 +78,9 @@ def _measure(
 ) -> tuple[Measurement, Turns, Turns]:
     """Seconds until the engine's thread saw each end; what the engines did without requests, and beside them."""
     longest = max(transfers, key=lambda each: each.num_tokens)
-    # a request waits for the steps that use its own blocks, so neighbours have different ones
-    others = pair.deployment.unused_by(longest)
-    apart = [
-        replace(each, prefill_blocks=_first_of(others, each)) if index % 2 else each
-        for index, each in enumerate(transfers)
-    ]
-    for blocks in (others, longest.prefill_blocks):
-        pair.prepare(replace(longest, prefill_blocks=blocks))
+    apart = [_held_apart(pair.deployment, each, index) for index, each in enumerate(transfers)]
+    for index in (1, 0):
+        pair.prepare(_held_apart(pair.deployment, longest, index))
     _drive(pair, at_pace, IDLE, [longest] * WARMUP)
     alone = _drive(pair, at_pace, loads, []) if loads != IDLE else []
     turns = _drive(pair, at_pace, loads, apart)
@@ -99,9 +94,10 @@ def _measure(
     return Measurement(name, "ours", samples, nbytes), alone, turns
 
 
-def _first_of(blocks: Blocks, transfer: Transfer) -> Blocks:
-    counts = map(len, transfer.prefill_blocks)
-    return [ids[:count] for ids, count in zip(blocks, counts, strict=True)]
+def _held_apart(deployment: Deployment, transfer: Transfer, index: int) -> Transfer:
+    """Return request number `index` in other blocks than its neighbours: it waits for the steps that use its own."""
+    other = deployment.transfer(transfer.num_tokens, index % 2)
+    return replace(transfer, prefill_blocks=other.prefill_blocks)
 
 
 def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
