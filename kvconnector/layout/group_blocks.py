@@ -69,23 +69,29 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         start = self.first_block * block_size
         return range(start, start + len(self.wire_ids) // 4 * block_size)
 
-    def check_hold(self, tokens: range, block_size: int, *, what: str) -> None:
-        """Raises BlockIdError: the blocks do not hold all of these tokens."""
+    def check_hold(self, tokens: range, block_size: int, *, what: str) -> slice:
+        """Return where in `block_ids` those are that hold `tokens`. Raises BlockIdError: some of these are in none, or
+        two parts of them in the same block.
+        """
+        if not tokens:
+            return slice(0, 0)
         held = self.token_range(block_size)
-        if tokens and not held.start <= tokens.start < tokens.stop <= held.stop:
+        if not held.start <= tokens.start < tokens.stop <= held.stop:
             raise BlockIdError(
                 f"{what} do not hold these tokens",
                 tokens=(tokens.start, tokens.stop),
                 blocks_hold=(held.start, held.stop),
                 block_size=block_size,
             )
+        stop = -(-tokens.stop // block_size)
+        holding = slice(tokens.start // block_size - self.first_block, stop - self.first_block)
+        ids = memoryview(self.wire_ids).cast("I")[holding].tolist()
+        if (num_distinct := len(set(ids))) < len(ids):
+            raise BlockIdError(f"{what} name one twice", blocks=len(ids), distinct=num_distinct)
+        return holding
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
-        """Only the blocks that hold `tokens`. Raises BlockIdError: the blocks do not hold all of them."""
-        if not tokens:
-            return GroupBlocks(first_block=self.first_block, wire_ids=b"")
-        self.check_hold(tokens, block_size, what=what)
-        first, offset = tokens.start // block_size, self.first_block
-        stop = -(-tokens.stop // block_size)
-        ids = self.wire_ids[4 * (first - offset) : 4 * (stop - offset)]
-        return GroupBlocks(first_block=first, wire_ids=ids)
+        """Only the blocks that hold `tokens`. Raises BlockIdError: see `check_hold`."""
+        holding = self.check_hold(tokens, block_size, what=what)
+        ids = self.wire_ids[4 * holding.start : 4 * holding.stop]
+        return GroupBlocks(first_block=self.first_block + holding.start, wire_ids=ids)

@@ -1,9 +1,10 @@
 """A step's orders, checked. One whose blocks cannot be what they should gets an error, and is refused alone.
 
 This is the one place where our own block ids are compared with the pools: a negative id, one beyond the pool, too few
-for the tokens. The data path computes addresses of what passed here, and does not look again. That no id is named twice
-in a request is checked where an engine offers it (`offers.py`). A peer's ids are checked elsewhere: those of a packed
-read against the lease (`session/read_check.py`), those of a direct read against the exported pools (`copies.py`).
+for the tokens, or one named twice for a load, whose tokens would replace each other. The data path computes addresses
+of what passed here, and does not look again. That a lease names no id twice is checked where an engine offers it
+(`offers.py`). A peer's ids are checked elsewhere: those of a packed read against the lease (`session/read_check.py`),
+those of a direct read against the exported pools (`copies.py`).
 """
 
 from __future__ import annotations

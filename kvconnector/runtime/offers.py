@@ -49,6 +49,4 @@ class OfferCheck:
             if isinstance(retention, KeepsState) and 0 <= group.first_block < num_tokens:
                 # of an earlier position: the consumer goes on there
                 tokens = range(group.first_block, group.first_block + 1)
-            needed = group.covering(tokens, size, what=what)
-            if len(set(needed.block_ids.tolist())) < needed.num_blocks:
-                raise BlockIdError(f"{what} name one twice", group=index)
+            group.covering(tokens, size, what=what)  # raises

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from kvconnector.errors import BlockIdError, LocalError
@@ -38,6 +40,7 @@ def _hold(name, blocks):
 REFUSED = [
     *((_load("bad", blocks), "") for blocks in UNUSABLE),
     *((_hold("bad", blocks), "") for blocks in OUTSIDE),
+    (_load("bad", GroupBlocks.of([3, 3])), "blocks of request bad name one twice .*distinct=1"),
     (_load("bad", OUTSIDE[0]), "blocks of request bad are outside the pool"),
     (HoldRequest("bad", "bad", "", (), 0), "another number of cache groups"),
     (LoadRequest("bad", (), (), ()), "another number of cache groups"),
@@ -50,11 +53,17 @@ def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
     orders = (order, _load("good", GroupBlocks.of([9, 0])), _hold("held", GroupBlocks.of([1, 2])))
     bad, asked, held = checked_orders(StepMetadata(orders=orders), pools, "both")
     assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
-    assert text in str(bad.error)
+    assert re.search(text, str(bad.error))
     assert asked.error is held.error is None
     assert asked.token_ranges == ((0, 8),)
     blocks = (*asked.local_blocks, *asked.remote_blocks, *held.blocks)
     assert [[*each.block_ids] for each in blocks] == [[9, 0], [NUM_BLOCKS + 9, 1], [1, 2]]
+
+
+def test_a_block_beside_the_tokens_of_a_load_may_be_named_again(pools):
+    window = _load("window", GroupBlocks.of([0, 0, 0, 5, 6]), tokens=(9, 20))
+    step = StepMetadata(orders=(window,))
+    assert checked_orders(step, pools, "both")[0].error is None
 
 
 def test_only_the_blocks_of_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
