@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,8 @@ class TransferEvents:
     fails. `stored` are the cache events that all ranks have reported, see `stored_event`; None where none are counted.
     """
 
-    finished_sending: frozenset[str] = frozenset()
-    finished_recving: frozenset[str] = frozenset()
+    finished_sending: Set[str] = frozenset()
+    finished_recving: Set[str] = frozenset()
     failed_recving: Mapping[str, str] = field(default_factory=dict)
     invalid_blocks: frozenset[int] = frozenset()
     stored: frozenset[str] | None = None

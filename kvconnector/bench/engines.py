@@ -150,7 +150,7 @@ class Engine(ExitStack):
 
     def loaded(self, *request_ids: str) -> None:
         """Report to the scheduler that loads are over."""
-        self.scheduler.update(WorkerOutput(finished_recving=frozenset(request_ids)))
+        self.scheduler.update(WorkerOutput(finished_recving=set(request_ids)))
         for request_id in request_ids:
             self.scheduler.finish(request_id)
 

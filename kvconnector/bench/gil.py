@@ -144,7 +144,7 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
         decode = pair.decode.ranks.call(RankProcess.drive, loads[1], loaded, True, min_s)
         turns.append((prefill(), decode))
     pair.decode.loaded(*request_ids)
-    pair.prefill.scheduler.update(WorkerOutput(finished_sending=frozenset(request_ids)))
+    pair.prefill.scheduler.update(WorkerOutput(finished_sending=set(request_ids)))
     return turns
 
 

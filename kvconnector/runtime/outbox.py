@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
 from kvconnector.runtime.doorbell import Doorbell
-from kvconnector.session import RequestTrace, TransferStats, WorkerOutput, WorkerStats
+from kvconnector.session import RequestTrace, TransferStats, WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -22,41 +20,6 @@ from kvconnector.session.orders import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, eq=False)
-class _Unreported:
-    """Requests that ended since the engine's last step. There may be thousands."""
-
-    sent: set[str] = field(default_factory=set)
-    received: set[str] = field(default_factory=set)
-    begun: set[str] = field(default_factory=set)
-    failed_sending: dict[str, str] = field(default_factory=dict)
-    failed_recving: dict[str, str] = field(default_factory=dict)
-    filled_tokens: dict[str, int] = field(default_factory=dict)
-    failures: Counter[str] = field(default_factory=Counter)
-    leases_expired: int = 0
-    transfers: list[TransferStats] = field(default_factory=list)
-    traces: list[RequestTrace] = field(default_factory=list)
-    packed: Counter[str] = field(default_factory=Counter)
-
-    def output(self) -> WorkerOutput:
-        stats = WorkerStats(
-            transfers=tuple(self.transfers),
-            failures=dict(self.failures),
-            leases_expired=self.leases_expired,
-            traces=tuple(self.traces),
-            packed=dict(self.packed),
-        )
-        return WorkerOutput(
-            finished_sending=frozenset(self.sent),
-            finished_recving=frozenset(self.received),
-            failed_recving=self.failed_recving,
-            filled_tokens=self.filled_tokens,
-            stats=stats,
-            failed_sending=self.failed_sending,
-            begun=frozenset(self.begun),
-        )
 
 
 class Outbox:
@@ -78,7 +41,8 @@ class Outbox:
         self._given_up: set[str] = set()
         self._stuck: set[str] = set()
         """Requests whose copies the driver could not end. They never end."""
-        self._unreported = _Unreported()
+        self._unreported = WorkerOutput()
+        """What has ended since the engine's last step, maybe thousands of requests."""
 
     def __repr__(self) -> str:
         state = ", broken" if self._failure else ""
@@ -187,17 +151,17 @@ class Outbox:
                 return  # the engine still computes it
             ended = self._unreported
             if error is not None:
-                ended.failures[type(error).__name__] += 1
+                _count(ended.stats.failures, type(error).__name__)
             if outcome == "expired":
-                ended.leases_expired += 1
+                ended.stats.leases_expired += 1
                 error = LeaseExpiredError(
                     "the lease ended before every consumer had confirmed its read"
                 )
             if error is not None:
                 ended.failed_sending[request_id] = _text(error)
             if trace is not None:
-                ended.traces.append(trace)
-            ended.sent.add(request_id)
+                ended.stats.traces.append(trace)
+            ended.finished_sending.add(request_id)
         self._filled.ring()
 
     def begun(self, request_id: str) -> None:
@@ -210,7 +174,7 @@ class Outbox:
     def read_packed(self, reason: str) -> None:
         """A producer rank was greeted whose pools cannot be read from here. The engine need not wake for it."""
         with self._lock:
-            self._unreported.packed[reason] += 1
+            _count(self._unreported.stats.packed, reason)
 
     def load_ended(
         self,
@@ -235,12 +199,12 @@ class Outbox:
                 ended.failed_recving[request_id] = _text(error)
                 if filled_tokens is not None:
                     ended.filled_tokens[request_id] = filled_tokens
-                ended.failures[type(error).__name__] += 1
+                _count(ended.stats.failures, type(error).__name__)
             if trace is not None:
-                ended.traces.append(trace)
+                ended.stats.traces.append(trace)
             if moved is not None:
-                ended.transfers.append(moved)
-            ended.received.add(request_id)
+                ended.stats.transfers.append(moved)
+            ended.finished_recving.add(request_id)
         self._filled.ring()
 
     def is_filled(self) -> bool:
@@ -257,12 +221,16 @@ class Outbox:
             return WorkerOutput()
         with self._lock:
             self._filled.clear()
-            ended, self._unreported = self._unreported, _Unreported()
-        return ended.output()
+            ended, self._unreported = self._unreported, WorkerOutput()
+        return ended
 
     def _forget_unasked(self, request_id: str) -> None:
         if not self._open_loads.get(request_id, True):
             del self._open_loads[request_id]
+
+
+def _count(times: dict[str, int], reason: str) -> None:
+    times[reason] = times.get(reason, 0) + 1
 
 
 def _text(error: KVConnectorError) -> str:

@@ -74,15 +74,15 @@ class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerStats(msgspec.Struct, kw_only=True):
     """A worker's transfers since its last output. `failures` counts by error type, `packed` producer ranks that it
     greeted and cannot read directly by the reason. `loading` is there now and then.
     """
 
-    transfers: tuple[TransferStats, ...] = ()
+    transfers: list[TransferStats] = []
     failures: dict[str, int] = {}
     leases_expired: int = 0
-    traces: tuple[RequestTrace, ...] = ()
+    traces: list[RequestTrace] = []
     loading: tuple[LoadInFlight, ...] = ()
     packed: dict[str, int] = {}
 
@@ -103,8 +103,9 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
         return self == WorkerStats()
 
 
-class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of one worker, or after aggregation of the engine, to the scheduler after a step.
+class WorkerOutput(msgspec.Struct, kw_only=True):
+    """The report of one worker, or after aggregation of the engine, to the scheduler after a step. A worker fills it
+    until the engine takes it; nobody changes it from then on.
 
     `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
@@ -116,12 +117,12 @@ class WorkerOutput(msgspec.Struct, frozen=True, kw_only=True):
     `expected_finished_count`, if not 0, is how many workers report each request that is first reported from now on.
     """
 
-    finished_sending: frozenset[str] = frozenset()
-    finished_recving: frozenset[str] = frozenset()
+    finished_sending: set[str] = set()
+    finished_recving: set[str] = set()
     failed_recving: dict[str, str] = {}
-    stats: WorkerStats = WorkerStats()
+    stats: WorkerStats = msgspec.field(default_factory=WorkerStats)
     failed_sending: dict[str, str] = {}
-    begun: frozenset[str] = frozenset()
+    begun: set[str] = set()
     invalid_block_ids: frozenset[int] = frozenset()
     kv_cache_events: tuple[str, ...] = ()
     expected_finished_count: Annotated[int, Meta(ge=0)] = 0
@@ -263,10 +264,8 @@ class KVOutputAggregator:
         for _, output in present:
             if (count := output.expected_finished_count) < 0:
                 raise LocalError("a negative count is expected", expected_finished_count=count)
-        for (
-            _,
-            output,
-        ) in present:  # a failure counts also where another worker completes the request
+        # a failure counts also where another worker completes the request
+        for _, output in present:
             self._sending.failed(output.failed_sending)
             self._recving.failed(output.failed_recving)
         for worker, output in present:
@@ -284,8 +283,8 @@ class KVOutputAggregator:
         received, failed = self._recving.finished(worker, output.finished_recving, expected)
         return structs.replace(
             output,
-            finished_sending=frozenset(sent),
-            finished_recving=frozenset(received),
+            finished_sending=sent,
+            finished_recving=received,
             failed_recving=failed,
             failed_sending=unsent,
             kv_cache_events=self._events.take(worker, output.kv_cache_events, num_workers),

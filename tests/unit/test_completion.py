@@ -42,13 +42,13 @@ def test_notices_traces_and_loads_in_flight_of_all_workers_are_passed_on_at_once
         trace = RequestTrace(request_id="r", kind="load", outcome="done", phases=(), nbytes=number)
         sizes = {"nbytes": number, "total_bytes": 9, "seconds": 1.0}
         load = LoadInFlight(request_id="r", rank=str(number), peer="p", path="packed", **sizes)
-        stats = WorkerStats(traces=(trace,), loading=(load,))
+        stats = WorkerStats(traces=[trace], loading=(load,))
         return WorkerOutput(begun=frozenset({"all", f"only {number}"}), stats=stats)
 
     outputs = [worker(number) for number in range(3)]
     merged = KVOutputAggregator(3).aggregate(outputs)
     assert merged.begun == {"all", "only 0", "only 1", "only 2"}
-    assert merged.stats.traces == tuple(output.stats.traces[0] for output in outputs)
+    assert merged.stats.traces == [output.stats.traces[0] for output in outputs]
     assert merged.stats.loading == tuple(output.stats.loading[0] for output in outputs)
 
 

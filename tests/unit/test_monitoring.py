@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 def exported():
     registry = CollectorRegistry()
     load = TransferStats(request_id="r", nbytes=1, seconds=1.0, path="packed")
-    EngineMetrics("d0", Gauges(), registry=registry).observe(WorkerStats(transfers=(load,)))
+    EngineMetrics("d0", Gauges(), registry=registry).observe(WorkerStats(transfers=[load]))
     return set(re.findall(r"^(kvconnector_\w+)", generate_latest(registry).decode(), re.MULTILINE))
 
 

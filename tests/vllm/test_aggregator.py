@@ -72,7 +72,7 @@ class Worker:
             kv_cache_events=tuple(events),
             expected_finished_count=expected,
             begun=frozenset(rng.sample(REQUESTS, rng.randint(0, 2))),
-            stats=WorkerStats(transfers=tuple(loads), leases_expired=rng.randint(0, 1)),
+            stats=WorkerStats(transfers=loads, leases_expired=rng.randint(0, 1)),
         )
         return None if output.is_empty else output
 

@@ -283,9 +283,9 @@ def test_caches_in_use_outlive_a_worker_that_closes(monkeypatch):
 
 
 def stats(*seconds, failures=None, expired=0):
-    loads = tuple(
+    loads = [
         TransferStats(request_id="r", nbytes=1 << 20, seconds=s, path="packed") for s in seconds
-    )
+    ]
     return ConnectorStats.of(
         WorkerStats(transfers=loads, failures=failures or {}, leases_expired=expired)
     )

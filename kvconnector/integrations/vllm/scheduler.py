@@ -292,11 +292,11 @@ class SchedulerHalf:
         self.first_tokens.loaded(our_received)
         self._scheduler.update(
             WorkerOutput(
-                finished_sending=frozenset(our_sent),
-                finished_recving=frozenset(our_received),
+                finished_sending=our_sent,
+                finished_recving=our_received,
                 failed_recving={name: reasons[name] for name in failed},
                 failed_sending={name: reason for name, reason in unsent.items() if reason},
-                begun=frozenset(report.begun),
+                begun=report.begun,
             )
         )
 
