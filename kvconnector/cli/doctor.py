@@ -44,7 +44,10 @@ from kvconnector.transport.ucx.ports import (
 )
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
+    LOCK_REMEDY,
+    LOCKED_BYTES_PER_DEVICE,
     explain,
+    lack_of_memory,
     offers_of,
     rdma_devices,
     settle_net_devices,
@@ -297,9 +300,11 @@ def _network(library: UcxLibrary, device: str) -> Finding:
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
     options = settle_net_devices(options, offers, device)
-    if not rdma_devices(offers(options)):
-        text = f"between hosts UCX will use TCP: {explain(options, offers, library.path)}"
-        return Finding("network", "warn" if active_rdma_ports() else "note", text)
+    devices = rdma_devices(offers(options))
+    if not devices or lack_of_memory(devices):
+        why = lack_of_memory(devices) or explain(options, offers, library.path)
+        verdict: Verdict = "warn" if devices or active_rdma_ports() else "note"
+        return Finding("network", verdict, f"between hosts UCX will use TCP: {why}")
     near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
     text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
     return Finding("network", "ok", text)
@@ -314,8 +319,9 @@ def _rdma_places() -> Iterator[Finding]:
         yield Finding("rdma", verdict, f"{port} is {state}. {far}")
     if rdma_ports() and (limit := lockable_bytes()) is not None:
         text = (
-            f"this process may lock {format_bytes(limit)} (ulimit -l): UCX needs 38 MiB for each port, and the staging"
-            " memory; with less, messages never arrive. Set it to unlimited, or give the container IPC_LOCK"
+            f"this process may lock {format_bytes(limit)} (ulimit -l): UCX needs"
+            f" {format_bytes(LOCKED_BYTES_PER_DEVICE)} for each port, else it takes TCP, and staging.budget_bytes"
+            f" besides, else reads fail: {LOCK_REMEDY}"
         )
         yield Finding("rdma", "warn", text)
 

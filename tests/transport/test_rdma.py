@@ -24,7 +24,13 @@ from kvconnector.transport.ucx.ports import (
     place_of_cpus,
     place_of_gpu,
 )
-from kvconnector.transport.ucx.rdma import explain, settle_net_devices
+from kvconnector.transport.ucx.rdma import (
+    LOCKED_BYTES_PER_DEVICE,
+    explain,
+    lack_of_memory,
+    settle_net_devices,
+    without_unlockable,
+)
 
 
 class Sysfs:
@@ -174,6 +180,65 @@ def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can():
     assert raised.value.context["named"] == ["eth77"]
 
 
+@pytest.fixture
+def lock_limit(monkeypatch):
+    """Bounds what this process may lock; None: no limit."""
+
+    def limit(nbytes):
+        monkeypatch.setattr("kvconnector.transport.ucx.rdma.lockable_bytes", lambda: nbytes)
+
+    return limit
+
+
+@pytest.fixture
+def may_lock_all(lock_limit):
+    lock_limit(None)
+
+
+@pytest.mark.parametrize(
+    "limit, options, taken",
+    [
+        (None, {}, None),
+        (2 * LOCKED_BYTES_PER_DEVICE, {}, None),
+        (2 * LOCKED_BYTES_PER_DEVICE - 1, {}, "eth0,lo"),
+        (LOCKED_BYTES_PER_DEVICE, {"NET_DEVICES": "mlx5_1:1,lo"}, "mlx5_1:1,lo"),
+        (LOCKED_BYTES_PER_DEVICE - 1, {"NET_DEVICES": "mlx5_1:1,lo"}, "lo"),
+        (0, {"NET_DEVICES": "eth0"}, "eth0"),
+    ],
+)
+def test_rdma_is_left_out_where_its_receive_queues_cannot_be_locked(
+    lock_limit, caplog, limit, options, taken
+):
+    lock_limit(limit)
+    with caplog.at_level(logging.WARNING):
+        settled = without_unlockable(options, offering(RDMA, TCP), require_rdma=False)
+    assert settled.pop("NET_DEVICES", None) == taken
+    assert not settled
+    is_changed = taken != options.get("NET_DEVICES")
+    assert len(caplog.records) == is_changed
+    if is_changed:
+        assert f"may lock {limit} bytes" in caplog.text
+        assert "set `ulimit -l unlimited`" in caplog.text
+        assert "capabilities.add: [IPC_LOCK]" in caplog.text
+
+
+@pytest.mark.parametrize("options, require_rdma", [({}, True), ({"TLS": "rc_mlx5"}, False)])
+def test_rdma_that_cannot_be_left_out_and_cannot_lock_memory_ends_the_start(
+    lock_limit, options, require_rdma
+):
+    lock_limit(8 << 20)
+    with pytest.raises(ConfigError, match=r"may lock 8388608 bytes.*ulimit -l unlimited"):
+        without_unlockable(options, offering(RDMA, TCP), require_rdma=require_rdma)
+
+
+def test_lack_of_memory_is_why_ucx_has_no_rdma_lane(two_ports, lock_limit):
+    lock_limit(8 << 20)
+    library = two_ports / "libucp.so.0"
+    why = explain({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), library, two_ports)
+    assert why == lack_of_memory({"mlx5_0:1", "mlx5_1:1"})
+
+
+@pytest.mark.usefixtures("may_lock_all")
 @pytest.mark.parametrize(
     "options, offers, files, remedy",
     [

@@ -1,10 +1,11 @@
 """UCX's transports for RDMA, over ports in software: bytes, lanes, a port that goes down, refused registration."""
 
+import os
 import time
 
 import pytest
 
-from kvconnector.errors import PeerLostError
+from kvconnector.errors import ConfigError, PeerLostError
 from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.rdma import offers_of
 from tests.support.software_nic import TLS, SoftwareNics
@@ -29,15 +30,21 @@ def nics(tmp_path_factory):
     return SoftwareNics(tmp_path_factory.mktemp("nics"))
 
 
-def start(nics, *, device="", **environment):
-    """A transport of a process that has these ports, or one of them alone."""
+LOCK_LIMIT = 8 << 20
+AS_ANY_USER = [] if os.geteuid() else ["setpriv", "--bounding-set", "-ipc_lock"]
+LITTLE_MEMORY = [*AS_ANY_USER, "prlimit", f"--memlock={LOCK_LIMIT}"]
+
+
+def start(nics, *, device="", within=(), require_rdma=False, **environment):
+    """A transport of a process that has these ports, or one of them alone. `within`: the command that starts it."""
     options = {"TLS": TLS}
     if device:
         interfaces = {name for _, name in offers_of(load_library(nics.library))({"TLS": "tcp"})}
         options["NET_DEVICES"] = ",".join([device, *interfaces])
     variables = nics.environment(**environment).items()
-    prefix = ["env", *(f"{name}={value}" for name, value in variables)]
-    return RemoteTransport({"library": nics.library, "options": options}, prefix=prefix)
+    prefix = [*within, "env", *(f"{name}={value}" for name, value in variables)]
+    settings = {"library": nics.library, "options": options, "require_rdma": require_rdma}
+    return RemoteTransport(settings, prefix=prefix)
 
 
 def join(a, b):
@@ -125,6 +132,21 @@ def test_a_process_that_is_killed_fails_what_was_sent_to_it(nics):
     assert isinstance(ended[0].error, PeerLostError)
     a.close()
     pair.release()
+
+
+def test_a_process_that_may_lock_little_memory_starts_and_sends_by_tcp(nics):
+    """The NIC registers no more at once than the process may lock, as a real one does."""
+    little = {"within": LITTLE_MEMORY, "SOFTWARE_NIC_LIMIT": LOCK_LIMIT}
+    pair = join(start(nics, **little), start(nics, **little))
+    ledger = Ledger(pair.a.transport, pair.b.transport)
+    exchange(ledger, pair.a, pair.b, 1)
+    lanes = pair.a.transport.call("lanes", pair.a.endpoint).split("+")
+    assert all(lane.startswith("tcp/") for lane in lanes)
+    move(ledger, pair, MESSAGE_BYTES, 2)
+    pair.close()
+    pair.release()
+    with pytest.raises(ConfigError, match=r"may lock 8388608 bytes.*soft_0:1, soft_1:1"):
+        start(nics, require_rdma=True, **little)
 
 
 def test_memory_that_a_nic_does_not_register_fails_its_message_alone(nics):

@@ -1,4 +1,8 @@
-"""RDMA between hosts: which of its ports a worker takes, and what to change where UCX goes by TCP."""
+"""RDMA between hosts: which of its ports a worker takes, and what to change where UCX goes by TCP.
+
+A worker of UCX fills a receive queue for each RDMA device that its context has, and locks that memory. Where the system
+refuses it, UCX tries again for ever: the worker starts, and its messages never leave. So such a context has no RDMA.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from kvconnector.transport.ucx.ports import (
     SYSFS,
     active_drivers,
     active_rdma_ports,
+    lockable_bytes,
     nearest,
     place_of,
 )
@@ -25,6 +30,12 @@ logger = logging.getLogger(__name__)
 AUTO_DEVICES = "auto"
 RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
 """How UCX's transports begin whose hardware takes messages past the kernel."""
+LOCKED_BYTES_PER_DEVICE = 39_845_888
+"""What UCX locks at least for each RDMA device: the receive queue of `rc_verbs`, as 1.20 and 1.23 register it."""
+LOCK_REMEDY = (
+    "set `ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or give the container"
+    " securityContext.capabilities.add: [IPC_LOCK]"
+)
 
 Offers: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
 """What UCX could use under options, which are named without `UCX_`."""
@@ -82,6 +93,45 @@ def settle_net_devices(
     return dict(options)
 
 
+def lack_of_memory(devices: Collection[str]) -> str:
+    """Return why UCX cannot use these RDMA devices together, for want of memory that it may lock, and what to change;
+    empty if it can.
+    """
+    limit, needed = lockable_bytes(), len(devices) * LOCKED_BYTES_PER_DEVICE
+    if limit is None or limit >= needed:
+        return ""
+    return (
+        f"this process may lock {limit} bytes (ulimit -l), and UCX locks at least {needed} for"
+        f" {', '.join(sorted(devices))}: {LOCK_REMEDY}"
+    )
+
+
+def without_unlockable(
+    options: Mapping[str, str], offers: Offers, *, require_rdma: bool
+) -> dict[str, str]:
+    """Return `options` that leave RDMA out, with a warning, where this process may not lock what UCX needs for it.
+
+    Args:
+        options: UCX's, settled by `settle_net_devices`.
+        offers: See `offers_of`.
+        require_rdma: See `UcxTransport`.
+
+    Raises:
+        ConfigError: RDMA is left out, and it is required or there is no TCP.
+    """
+    if lockable_bytes() is None:
+        return dict(options)
+    offered = offers(options)
+    lack = lack_of_memory(rdma_devices(offered))
+    if not lack:
+        return dict(options)
+    tcp = sorted(name for transport, name in offered if transport == "tcp")
+    if require_rdma or not tcp:
+        raise ConfigError(f"UCX cannot use RDMA: {lack}", require_rdma=require_rdma, tcp=tcp)
+    logger.warning("KV caches travel between hosts by TCP, not by RDMA: %s", lack)
+    return {**options, "NET_DEVICES": ",".join(tcp)}
+
+
 def explain(options: Mapping[str, str], offers: Offers, library: Path, sysfs: Path = SYSFS) -> str:
     """Return why UCX, loaded from `library`, has no RDMA lane to a peer under `options`, and what to change."""
     ports = ", ".join(active_rdma_ports(sysfs))
@@ -90,7 +140,9 @@ def explain(options: Mapping[str, str], offers: Offers, library: Path, sysfs: Pa
     if rdma_devices(offers(options)):
         return "the peer has none that this host reaches: see its log, and whether one network joins both"
     every = {**options, "NET_DEVICES": "all"}
-    if rdma_devices(offers(every)):
+    if devices := rdma_devices(offers(every)):
+        if lack := lack_of_memory(devices):
+            return lack
         return f"{_setting(options, 'NET_DEVICES')} leaves out {ports}: name those, or set ucx.net_devices=auto"
     if rdma_devices(offers({**every, "TLS": "all"})):
         return f"{_setting(options, 'TLS')} leaves out RDMA: add rc, or unset it"

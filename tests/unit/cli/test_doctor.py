@@ -133,18 +133,20 @@ def test_a_variable_that_names_no_setting_is_a_fault(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "transport, ports, verdict, text",
+    "transport, lockable, verdict, text",
     [
-        ("cma", [], "note", "use TCP: this host has no RDMA device with an active port"),
-        ("tcp", ["mlx5_0:1"], "warn", "use TCP: "),
-        ("rc_mlx5", ["mlx5_0:1"], "ok", "auto takes mlx5_0:1"),
-        ("srd", ["mlx5_0:1"], "ok", "auto takes mlx5_0:1"),
+        ("cma", None, "note", "use TCP: this host has no RDMA device with an active port"),
+        ("tcp", None, "warn", "use TCP: "),
+        ("rc_mlx5", None, "ok", "auto takes mlx5_0:1"),
+        ("srd", None, "ok", "auto takes mlx5_0:1"),
+        ("rc_mlx5", 8 << 20, "warn", "use TCP: this process may lock 8388608 bytes"),
     ],
 )
 def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
-    monkeypatch, transport, ports, verdict, text
+    monkeypatch, transport, lockable, verdict, text
 ):
-    places = dict.fromkeys(ports, Place((), frozenset([0])))
+    monkeypatch.setattr(rdma, "lockable_bytes", lambda: lockable)
+    places = {} if transport == "cma" else {"mlx5_0:1": Place((), frozenset([0]))}
     for module in (doctor_module, rdma):
         monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
     monkeypatch.setattr(
