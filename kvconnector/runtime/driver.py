@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
 """A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
-MAX_WORK_S = 2e-3
+MAX_WORK_S = 1e-3
 """How long a turn decodes messages and handles events and commands. The next one begins in the data path, which
 releases the GIL.
 """

@@ -84,7 +84,7 @@ UNMAP_TIMEOUT_S = 3.0
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
-POLL_WORK_S = 1e-3
+POLL_WORK_S = 0.7e-3
 """How long a poll works on what is pending; see `worker.START_STEP_S`."""
 YIELD_S = 50e-6
 """How long it sleeps to let the driver's thread have the GIL."""

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kvconnector.runtime.driver_thread import DriverThread
 
 
-START_STEP_S = 1.5e-3
+START_STEP_S = 1.0e-3
 """How long `start_step` checks orders and works on them: with `poll` an engine's step is delayed by less than 5 ms."""
 QUIESCE_POLL_S = 0.005
 LOOK_S = 0.5
