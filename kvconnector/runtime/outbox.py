@@ -54,12 +54,12 @@ class Outbox:
         """The engine waits for these from now on. A refused lease is reported with its reason."""
         with self._lock:
             for event in events:
-                if isinstance(event, LoadRequest):
+                if isinstance(event, DropRequest):  # first: an engine may abort thousands at once
+                    self._forget_unasked(event.request_id)
+                elif isinstance(event, LoadRequest):
                     self._open_loads[event.request_id] = True
                 elif isinstance(event, WantRequest) and event.is_followed:
                     self._open_loads[event.request_id] = False
-                elif isinstance(event, DropRequest):
-                    self._forget_unasked(event.request_id)
                 elif isinstance(event, GrowRequest):
                     self._filling[event.request_id] = event
                 elif isinstance(event, HoldRequest | WithdrawRequest):

@@ -53,7 +53,12 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
 
 
 @pytest.mark.parametrize(
-    "blocks, text", [([5, 9999], "outside the pool"), ([5], "do not hold these tokens")]
+    "blocks, text",
+    [
+        ([5, 9999], "outside the pool"),
+        ([5], "do not hold these tokens"),
+        ([5, 5], "name one twice"),
+    ],
 )
 def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, text):
     """In one step with a good load, which goes on; the producer gets the blocks of both back at once."""
