@@ -3,17 +3,28 @@
 import json
 import sys
 import tempfile
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
+from itertools import count
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
-from kvconnector.control.security import generate_keys
+from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from tests.support.ports import free_ports
-from tests.vllm.harness.servers import NUM_TOKENS, Servers, failures, samples_of, transfers
+from tests.vllm.harness.servers import (
+    NUM_TOKENS,
+    TIMEOUT_S,
+    Servers,
+    failures,
+    samples_of,
+    transfers,
+)
 from vllm_1p1d import run as example
 
 PROMPTS = 4
 MAX_TOKENS = 16
+MODEL = "tiny"
+SIDES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 RAY_APP = (sys.executable, "-m", "tests.vllm.harness.ray_app")
 
 
@@ -89,8 +100,81 @@ def ray_serve(folder, outcome, device):
         url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
         example.wait_for(f"{url}/v1/models", app, "Ray Serve application")
         before = _samples(metrics)
-        compare_through(url, "tiny", outcome, expected)
+        compare_through(url, MODEL, outcome, expected)
         _check_loaded(outcome, _samples(metrics), before)
+
+
+def dynamo(folder, outcome, device):
+    """Two workers of NVIDIA Dynamo and its frontend, which find each other by files."""
+    model, expected = _alone(folder, device)
+    _complete_model(Path(model))
+    with ExitStack() as stack:
+        own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-")))
+        generate_keys(own / "keys")
+        common = {"DYN_FILE_KV": str(own / "discovery"), "HF_HUB_OFFLINE": "1"}
+        port = free_ports(range(5), highest=2**15 - 1)  # Dynamo reads 16 bits with a sign
+        url = f"http://127.0.0.1:{port}"
+        for number, (side, role) in enumerate(SIDES.items(), 1):
+            command, environment = _dynamo_worker(side, role, model, own / "keys", port + number)
+            log = folder / "logs" / f"{side}-worker.log"
+            worker = example.start(stack, log, command, common | environment)
+            example.wait_for(f"http://127.0.0.1:{port + number}/health", worker, side)
+        command = [sys.executable, "-m", "dynamo.frontend", "--discovery-backend", "file"]
+        command += ["--http-host", "127.0.0.1", "--http-port", str(port)]
+        example.start(stack, folder / "logs" / "frontend.log", command, common)
+        metrics = f"http://127.0.0.1:{port + 2}/metrics"
+        _wait_for_a_transfer(url, metrics)
+        before = _samples(metrics)
+        compare_through(url, MODEL, outcome, expected)
+        _check_loaded(outcome, _samples(metrics), before)
+
+
+def _dynamo_worker(side, role, model, keys, port):
+    """Command and environment; `port`: for its state and metrics."""
+    transfer = {
+        "kv_connector": "NixlConnector",
+        "kv_connector_module_path": "kvconnector.integrations.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": "fail",
+    }
+    command = [sys.executable, "-m", "tests.vllm.harness.dynamo_worker", "--model", model]
+    command += ["--served-model-name", MODEL, "--discovery-backend", "file"]
+    command += ["--disaggregation-mode", side, "--kv-transfer-config", json.dumps(transfer)]
+    command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
+    command += ["--kv-cache-memory-bytes", str(128 << 20), "--block-size", "64"]
+    environment = {
+        "DYN_SYSTEM_PORT": str(port),
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + 2),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(keys / SECRET_KEY_FILE),
+        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE": str(keys / AUTHORIZED_CLIENTS_FILE),
+    }
+    return command, environment
+
+
+def _complete_model(path):
+    """A chat template and an end token, without which the frontend serves no model."""
+    template = "{% for message in messages %}{{ message.content }} {% endfor %}"
+    files = (
+        ("tokenizer_config", {"chat_template": template}),
+        ("generation_config", {"eos_token_id": 0}),
+    )
+    for name, more in files:
+        file = path / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+
+
+def _wait_for_a_transfer(url, metrics):
+    """The frontend finds one worker after the other, and asks the decode worker alone as long as it knows no other."""
+    deadline = time.monotonic() + TIMEOUT_S
+    for seed in count(PROMPTS):
+        with suppress(RuntimeError, OSError):  # it is not there, or knows no model
+            complete(url, MODEL, seed)
+            if transfers(_samples(metrics)):
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError("no prompt came by a transfer; see the logs")
+        time.sleep(0.5)
 
 
 def _alone(folder, device):

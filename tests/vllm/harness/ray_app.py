@@ -13,6 +13,7 @@ from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.serve.llm import LLMConfig, build_pd_openai_app
 
 from launchers import ray_serve
+from tests.vllm.harness.launchers import MODEL, SIDES
 
 ENGINE = {
     "enforce_eager": True,
@@ -22,7 +23,6 @@ ENGINE = {
     "kv_cache_memory_bytes": 128 << 20,
     "disable_log_stats": False,
 }
-SIDES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
 class Metrics(CallbackBase):  # type: ignore[misc] # Ray is not where types are checked
@@ -75,7 +75,7 @@ def parse():
 
 def engine(arguments, side, role):
     """The example's, as small as the machine."""
-    config = ray_serve.engine("tiny", role)
+    config = ray_serve.engine(MODEL, role)
     config["model_loading_config"]["model_source"] = arguments.model
     config["accelerator_config"] = {"kind": "cpu"}
     config["engine_kwargs"] |= ENGINE

@@ -133,7 +133,7 @@ def run_case(case, connector, folder, device):
             case.servers(own, outcome, device)
         else:
             _run_pair(case, connector, folder, outcome, device)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: a server of the example's ended
         text = str(error).strip().splitlines() or [""]
         outcome.complaints.append(f"{type(error).__name__}: {text[-1]}")
     return outcome
