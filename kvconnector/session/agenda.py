@@ -33,6 +33,8 @@ class Agenda(Generic[ThingT]):
         self._planned: dict[ThingT, tuple[float, int]] = {}
         self._things: dict[int, ThingT] = {}
         self._heap: list[tuple[float, int]] = []
+        self._new: list[tuple[float, int]] = []
+        """What is not on the heap yet."""
         self._numbers = count()
 
     def plan(self, thing: ThingT, at: float) -> None:
@@ -42,7 +44,7 @@ class Agenda(Generic[ThingT]):
             number = next(self._numbers)
             self._planned[thing] = at, number
             self._things[number] = thing
-            heappush(self._heap, (at, number))
+            self._new.append((at, number))
 
     def forget(self, thing: ThingT) -> None:
         """Do not look at `thing` any more."""
@@ -52,21 +54,23 @@ class Agenda(Generic[ThingT]):
 
     def next_deadline(self) -> float:
         """The time of the first look; infinite if there is none."""
-        while self._heap and self._heap[0][1] not in self._things:
-            heappop(self._heap)  # forgotten, or planned for an earlier time since
-        return self._heap[0][0] if self._heap else NEVER
+        while self._new:
+            heappush(self._heap, self._new.pop())
+        return self._first()
 
     def due(self, now: float) -> Iterator[ThingT]:
         """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things. What is planned meanwhile
         is for the next call, as is the rest if the caller stops.
         """
-        due: list[tuple[float, int]] = []
-        while len(due) < MAX_AT_ONCE and self.next_deadline() <= now:
-            due.append(heappop(self._heap))
-        for planned in due:
-            heappush(self._heap, planned)
-        for _, number in due:
-            if number in self._things:  # else it was forgotten meanwhile
-                thing = self._things[number]
-                self.forget(thing)
-                yield thing
+        self.next_deadline()
+        for _ in range(MAX_AT_ONCE):
+            if self._first() > now:
+                break
+            thing = self._things[heappop(self._heap)[1]]
+            self.forget(thing)
+            yield thing
+
+    def _first(self) -> float:
+        while self._heap and self._heap[0][1] not in self._things:
+            heappop(self._heap)  # forgotten, or planned for an earlier time since
+        return self._heap[0][0] if self._heap else NEVER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from kvconnector.ids import EngineAddress
 from kvconnector.session import events as ev
@@ -13,14 +13,6 @@ from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import LinkId
 from kvconnector.session.load import Load
 from kvconnector.wire import messages as m
-
-
-class Named(NamedTuple):
-    """Transfers in one heartbeat: `renewed` are wanted, of those `followed` the progress is not known yet."""
-
-    renewed: tuple[m.TransferKey, ...]
-    followed: tuple[m.Follow, ...]
-
 
 OfEngine: TypeAlias = ev.EngineReady | ev.EngineLost
 
@@ -124,9 +116,11 @@ class EngineLoads:
         """The engine knows none of them yet."""
         self.num_unnamed = len(self.turns)
 
-    def take_turn(self, limit: int, links: Collection[LinkId]) -> Named:
-        """Name the next ones, at most `limit`. The workers at `links` are asked how far those are that
-        are followed, until all have answered.
+    def take_turn(
+        self, limit: int, links: Collection[LinkId]
+    ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:
+        """Return the next ones that a heartbeat names, at most `limit`: those that are only renewed, and those whose
+        progress the workers at `links` are asked for, until all have answered.
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
@@ -142,4 +136,4 @@ class EngineLoads:
                 renewed.append(key)
             else:
                 followed.append(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
-        return Named(tuple(renewed), tuple(followed))
+        return tuple(renewed), tuple(followed)
