@@ -98,7 +98,8 @@ def ray_serve(folder, outcome, device):
         command += ["--folder", str(short), "--port", str(port), "--metrics", str(port + 1)]
         app = example.start(stack, folder / "logs" / "app.log", command)
         url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
-        example.wait_for(f"{url}/v1/models", app, "Ray Serve application")
+        for ready in (metrics, f"{url}/v1/models"):
+            example.wait_for(ready, app, "Ray Serve application")
         before = _samples(metrics)
         compare_through(url, MODEL, outcome, expected)
         _check_loaded(outcome, _samples(metrics), before)
