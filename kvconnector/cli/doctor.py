@@ -33,6 +33,7 @@ from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FIL
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
+from kvconnector.transport.base import LOCK_REMEDY
 from kvconnector.transport.ucx import AUTO, UcxLibrary, load_library
 from kvconnector.transport.ucx.library import automatic_order
 from kvconnector.transport.ucx.ports import (
@@ -44,7 +45,6 @@ from kvconnector.transport.ucx.ports import (
 )
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
-    LOCK_REMEDY,
     LOCKED_BYTES_PER_DEVICE,
     explain,
     lack_of_memory,

@@ -4,4 +4,5 @@ from kvconnector.transport.base import NO_FILENO as NO_FILENO
 from kvconnector.transport.base import Buffer as Buffer
 from kvconnector.transport.base import Completion as Completion
 from kvconnector.transport.base import MessageSizeError as MessageSizeError
+from kvconnector.transport.base import RegistrationError as RegistrationError
 from kvconnector.transport.base import Transport as Transport

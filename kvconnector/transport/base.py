@@ -46,6 +46,18 @@ class MessageSizeError(TransportError):
     """A message arrived that is longer (truncated) or shorter than the receive that it matched."""
 
 
+LOCK_REMEDY = (
+    "set `ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or give the container"
+    " securityContext.capabilities.add: [IPC_LOCK]"
+)
+
+
+class RegistrationError(TransportError):
+    """The system does not register a message's memory with the network card, which locks it."""
+
+    remedy = LOCK_REMEDY
+
+
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """Memory that a transport reads or writes, on "cpu" or "cuda:N". `owner` is whatever keeps that memory alive."""

@@ -6,6 +6,7 @@ import time
 import pytest
 
 from kvconnector.errors import ConfigError, PeerLostError
+from kvconnector.transport import RegistrationError
 from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.rdma import offers_of
 from tests.support.software_nic import TLS, SoftwareNics
@@ -149,15 +150,18 @@ def test_a_process_that_may_lock_little_memory_starts_and_sends_by_tcp(nics):
         start(nics, require_rdma=True, **little)
 
 
-def test_memory_that_a_nic_does_not_register_fails_its_message_alone(nics):
-    a, b = start(nics, SOFTWARE_NIC_LIMIT=40 << 20), start(nics)
+@pytest.mark.parametrize("refused", ["sender", "receiver"])
+def test_memory_that_a_nic_does_not_register_fails_its_message_alone(nics, refused):
+    limits = {refused: {"SOFTWARE_NIC_LIMIT": 40 << 20}}
+    a, b = (start(nics, **limits.get(side, {})) for side in ("sender", "receiver"))
     pair = join(a, b)
     ledger = Ledger(a, b)
     exchange(ledger, pair.a, pair.b, 1)
-    b.recv(2, b.allocate(3 * MESSAGE_BYTES).buffer)
-    ticket = a.send(pair.a.endpoint, 2, a.allocate(3 * MESSAGE_BYTES).buffer)
-    (error,) = ledger.wait((0, ticket))
-    assert error.context["ucx_status"] == "Input/output error"
+    receive = b.recv(2, b.allocate(3 * MESSAGE_BYTES).buffer)
+    send = a.send(pair.a.endpoint, 2, a.allocate(3 * MESSAGE_BYTES).buffer)
+    (error,) = ledger.wait((0, send) if refused == "sender" else (1, receive))
+    assert isinstance(error, RegistrationError)
+    assert "ulimit -l" in str(error)
     move(ledger, pair, MESSAGE_BYTES, 3)
     pair.close()
     pair.release()

@@ -19,7 +19,7 @@ from kvconnector.errors import CorruptionError, KVConnectorError, PeerLostError,
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import UcxTransport, abi
-from kvconnector.transport.ucx.requests import LOSS_STATUSES
+from kvconnector.transport.ucx.requests import LOSS_STATUSES, registration_error
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.digests import CORRUPTED
 
@@ -133,6 +133,8 @@ class UcxNetwork:
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
         text = self._transport.libucp.library.status_text(status)
+        if status == abi.ERR_IO_ERROR and not self._transport.is_losing_a_peer():
+            return registration_error(chunk=chunk, ucx_status=text)
         if status == abi.ERR_CANCELED or status in LOSS_STATUSES:
             return PeerLostError("the peer was lost", chunk=chunk, ucx_status=text)
         return TransportError("UCX failed a chunk", chunk=chunk, ucx_status=text)

@@ -22,6 +22,7 @@ from typing import Any
 
 OK = 0
 IN_PROGRESS = 1
+ERR_IO_ERROR = -3
 ERR_MESSAGE_TRUNCATED = -9
 ERR_BUSY = -15
 ERR_CANCELED = -16

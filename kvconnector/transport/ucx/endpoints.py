@@ -99,6 +99,10 @@ class UcxEndpoints:
                 self._lose(endpoint, lost)
                 self._close(endpoint)
 
+    def has_failures(self) -> bool:
+        """Returns True if UCX has reported losses that `book_failures` has not seen."""
+        return bool(self._failures)
+
     def check_processes(self, local: WorkerAddress) -> None:
         """Give up the endpoints whose process on this host has ended."""
         for endpoint in self._open.values():

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from kvconnector.errors import ConfigError, IncompatiblePeerError
+from kvconnector.transport.base import LOCK_REMEDY
 from kvconnector.transport.ucx.library import UcxLibrary, brings_libibverbs, rdma_modules
 from kvconnector.transport.ucx.libucp import Context, Resource
 from kvconnector.transport.ucx.ports import (
@@ -32,10 +33,6 @@ RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
 """How UCX's transports begin whose hardware takes messages past the kernel."""
 LOCKED_BYTES_PER_DEVICE = 39_845_888
 """What UCX locks at least for each RDMA device: the receive queue of `rc_verbs`, as 1.20 and 1.23 register it."""
-LOCK_REMEDY = (
-    "set `ulimit -l unlimited` (LimitMEMLOCK=infinity in a systemd unit), or give the container"
-    " securityContext.capabilities.add: [IPC_LOCK]"
-)
 
 Offers: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
 """What UCX could use under options, which are named without `UCX_`."""

@@ -17,9 +17,16 @@ from kvconnector.transport.base import (
     Completion,
     ControlFailed,
     MessageSizeError,
+    RegistrationError,
     buffer_of_bytes,
 )
-from kvconnector.transport.ucx.abi import ERR_CANCELED, ERR_MESSAGE_TRUNCATED, IN_PROGRESS, OK
+from kvconnector.transport.ucx.abi import (
+    ERR_CANCELED,
+    ERR_IO_ERROR,
+    ERR_MESSAGE_TRUNCATED,
+    IN_PROGRESS,
+    OK,
+)
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.libucp import Libucp, Posted
 
@@ -47,6 +54,11 @@ class Endpoint:
         return f"<Endpoint {self.lanes} to process {self.peer.process_id}, {state}>"
 
     unsent_control_bytes: int = 0
+
+
+def registration_error(**context: object) -> RegistrationError:
+    """Return what an I/O error means where UCX has not reported the loss of the peer before it."""
+    return RegistrationError("UCX could not register the memory of a message", **context)
 
 
 End: TypeAlias = Callable[[KVConnectorError | None], None]
@@ -247,6 +259,8 @@ class RequestTable:
         text = self._libucp.library.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", tag=operation.tag)
+        if status == ERR_IO_ERROR and (operation.endpoint is None or operation.endpoint.watched):
+            return registration_error(tag=operation.tag, ucx_status=text)
         if status in LOSS_STATUSES or status == ERR_CANCELED:
             return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)
         what = "a receive" if receiving else "a send"

@@ -258,6 +258,10 @@ class UcxTransport:
         """See `Transport`."""
         return self._endpoints.get(endpoint).falls_back
 
+    def is_losing_a_peer(self) -> bool:
+        """Returns True if UCX has reported a loss that the next `progress` will book."""
+        return self._endpoints.has_failures()
+
     def lanes(self, endpoint: int) -> str:
         """The lanes that UCX chose, as "transport/device" joined by "+"."""
         self._check_open()

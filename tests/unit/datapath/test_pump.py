@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from kvconnector.datapath.pump import machine
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.warm_ups import new_tags
+from kvconnector.errors import PeerLostError
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import events as ev
-from kvconnector.transport import MessageSizeError
+from kvconnector.transport import MessageSizeError, RegistrationError
+from kvconnector.transport.ucx import abi
 from tests.support.examples import examples
 from tests.support.fakes import AheadClock
 from tests.unit.datapath import pump_pair
@@ -184,6 +186,15 @@ def test_shorter_chunk_fails_the_receive(make_pair):
     pair.d.path.receives.drain(1, 1)
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert not pair.d.dense(destination, range(8)).any()
+
+
+@pytest.mark.parametrize("is_losing, expected", [(False, RegistrationError), (True, PeerLostError)])
+def test_an_io_error_is_a_refused_registration_unless_ucx_reports_a_loss(
+    make_pair, monkeypatch, is_losing, expected
+):
+    transport = make_pair().p.transport
+    monkeypatch.setattr(transport, "is_losing_a_peer", lambda: is_losing)
+    assert type(UcxNetwork(transport).error_of(abi.ERR_IO_ERROR, 0)) is expected
 
 
 def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
