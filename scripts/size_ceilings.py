@@ -74,7 +74,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cache": Size(1075),
     "tests/unit/cli": Size(1061),
     "tests/unit/control": Size(96),
-    "tests/unit/datapath": Size(2527),
+    "tests/unit/datapath": Size(2530),
     "tests/unit/minillm": Size(1785),
     "tests/unit/runtime": Size(2164),
     "tests/unit/session": Size(1492),

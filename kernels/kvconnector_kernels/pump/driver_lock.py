@@ -9,8 +9,8 @@ When it is free. The driver's thread owns it while it works. It gives it up in t
 loop: while it sleeps on descriptors, while it pauses between two looks, and from its last look until it has the GIL
 back. The last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the
 engine from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few.
-If it has worked in Python for long, it sleeps there first, for `leave_us`: without that it would take the GIL again
-before a thread that waits for it is awake.
+If it has worked in Python for long, it sleeps there first, for `leave_us`, unless the run itself took as long: without
+that it would take the GIL again before a thread that waits for it is awake.
 
 GIL. `try_acquire`, `release_inline` and `notify` keep the GIL: they take microseconds, and no other Python thread runs
 in between. `wait_until_free` and the loop release it. The driver's thread takes the lock again only when it has the

@@ -11,9 +11,7 @@ from numba import njit, types
 
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.native import load_flag, record_at
-from kvconnector_kernels.pump.steps import now_ns
-
-_NS_PER_S = 1_000_000_000
+from kvconnector_kernels.pump.steps import NS_PER_S, now_ns
 
 
 def _spin(state_address, address, limit_ns):
@@ -43,4 +41,4 @@ class FlagWait:
 
     def is_set(self, address: int, timeout_s: float) -> bool:
         """Returns True if the flag at `address` is or becomes nonzero within the time."""
-        return bool(self._spin(self._state.ctypes.data, address, round(timeout_s * _NS_PER_S)))
+        return bool(self._spin(self._state.ctypes.data, address, round(timeout_s * NS_PER_S)))

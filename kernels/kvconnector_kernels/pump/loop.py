@@ -162,12 +162,13 @@ def _move(state, run):
 
 
 @helper
-def _leave(state, run):
+def _leave(state, run, entered_ns):
     if run.owner == r.DRIVER:
         state.left_ns = steps.now_ns(state)
         driver_lock.set_looping(state, 0)
     driver_lock.release(state, run)
-    if run.owner == r.DRIVER and state.leave_us:
+    # during a longer run others could have the GIL
+    if run.owner == r.DRIVER and state.left_ns - entered_ns < state.leave_us * 1000:
         call(state.usleep, (state.leave_us,))
         state.left_ns = steps.now_ns(state)
 
@@ -176,9 +177,10 @@ def _leave(state, run):
 def _run(address):
     state = record_at(address, r.STATE)
     this_run = array_at(state.runs, 3, r.RUN)[state.entering]
+    entered_ns = steps.now_ns(state)
     _enter(state, this_run)
     reason = _move(state, this_run)
-    _leave(state, this_run)
+    _leave(state, this_run, entered_ns)
     return reason
 
 

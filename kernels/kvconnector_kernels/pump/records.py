@@ -186,7 +186,7 @@ STATE = record_of(
     "moved_ns",  # when there was something to do last
     "complete_ns",  # [P] since when a send is complete that the caller has not seen; 0 if none is
     "pending_ns",  # [P] since when something is pending; 0 if nothing is
-    "leave_us",  # [C] how long the driver's thread leaves GIL and lock to others before it returns
+    "leave_us",  # [C] how long the driver's thread leaves GIL and lock to others after a run that was shorter
     "left_ns",  # [P] when the driver's thread returned, to wait for the GIL
     "taken_ns",  # [C] when it had the GIL after others could have it
 )

@@ -250,6 +250,9 @@ def test_a_driver_that_has_worked_for_long_leaves_gil_and_lock_to_others(monkeyp
         path.machine.notify()  # there is more to do
         path.pump(0.0, ())
         assert left == [(machine._LEAVE_US, True)]
+        path.machine.clear_pending()
+        path.pump(1e-3, ())  # others could have the GIL while this slept
+        assert len(left) == 1
     finally:
         pair.close()
 
