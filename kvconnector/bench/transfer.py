@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from kvconnector.bench.peers import PEERS
 from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
+from kvconnector.session.events import DIRECT_PATH
 
 BACK_TO_BACK = 2
 """Bursts of a contender's turn that follow its first one at once."""
@@ -74,7 +75,7 @@ def compare(
                     Measurement(runner.name, runner.kind, tuple(times), mean_bytes, {**figures})
                     for runner, times in zip(runners, samples, strict=True)
                 )
-                remarks = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0]))
+                remarks = (*came, *pair.lanes, *notes, *_share_of(alone, measured[0], pair.paths))
                 yield CaseResult(f"{case}, {how}" if num_following else case, measured, remarks)
 
 
@@ -119,14 +120,12 @@ def _ucx_alone(pair: EnginePair, num_tokens: int) -> list[float]:
     return []
 
 
-def _share_of(alone: list[float], ours: Measurement) -> Iterator[str]:
+def _share_of(alone: list[float], ours: Measurement, paths: Collection[str]) -> Iterator[str]:
     if alone and ours.gigabytes_per_s is not None:
         share = ours.gigabytes_per_s * 1e9 * len(alone) / sum(alone)
         speeds = " and ".join(f"{each / 1e9:.2f}" for each in alone)
-        yield (
-            f"ucx_perftest tag_bw of the same UCX, host memory, before and after: {speeds} GB/s;"
-            f" kvconnector reaches {share:.0%} of it"
-        )
+        reached = "" if DIRECT_PATH in paths else f"; kvconnector reaches {share:.0%} of it"
+        yield f"ucx_perftest tag_bw of the same UCX, host memory, before and after: {speeds} GB/s{reached}"
 
 
 def _take_turns(

@@ -7,7 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvconnector.bench import remote
+from kvconnector.bench import remote, transfer
+from kvconnector.bench.results import Measurement
 from kvconnector.cli import main
 from tests.hosts.network import Network, missing
 from tests.integration.runtime_pair import keyed_controls
@@ -78,6 +79,14 @@ def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
             (limit,) = [note for note in case["notes"] if "ucx_perftest" in note]
             assert "before and after" in limit
             assert "GB/s; kvconnector reaches" in limit
+
+
+@pytest.mark.parametrize("path, has_share", [("packed", True), ("direct", False)])
+def test_only_what_goes_by_ucx_is_held_against_it(path, has_share):
+    ours = Measurement("kvconnector", "ours", (0.5,), 10**9)
+    (note,) = transfer._share_of([3e9, 5e9], ours, {path})
+    assert "3.00 and 5.00 GB/s" in note
+    assert note.endswith("; kvconnector reaches 50% of it") == has_share
 
 
 @pytest.mark.ucx
