@@ -233,8 +233,13 @@ class Executor:
         if command.error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", command.request_id, command.error)
-        filled = command.filled_tokens
-        self._outbox.load_ended(command.request_id, command.error, *ended, filled_tokens=filled)
+        self._outbox.load_ended(
+            command.request_id,
+            command.error,
+            *ended,
+            filled_tokens=command.filled_tokens,
+            extra=command.extra,
+        )
 
     def _is_tcp_fallback(self, number: LinkId) -> bool:
         link = self._links.get(number)

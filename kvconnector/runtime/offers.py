@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnector.errors import BlockIdError, require_at_least
+from kvconnector.errors import BlockIdError, LocalError, require_at_least
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import KeepsState, Retention
 from kvconnector.runtime.engine import WorkerMetadata
 from kvconnector.runtime.remote_request import tokens_to_load
 from kvconnector.topology import EngineGeometry
+from kvconnector.wire.messages import MAX_EXTRA_BYTES
 
 
 class OfferCheck:
@@ -32,8 +33,15 @@ class OfferCheck:
         blocks: Sequence[GroupBlocks],
         num_tokens: int,
         num_encoder_tokens: int,
+        extra: bytes = b"",
     ) -> None:
-        """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens."""
+        """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens. LocalError: the engine's
+        `extra` is too long, or not bytes.
+        """
+        if not isinstance(extra, bytes) or len(extra) > MAX_EXTRA_BYTES:
+            raise LocalError(
+                f"an offer's extra is at most {MAX_EXTRA_BYTES} bytes", request=request_id
+            )
         require_at_least(
             0, BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens
         )

@@ -184,9 +184,10 @@ class Outbox:
         moved: TransferStats | None = None,
         *,
         filled_tokens: int | None = None,
+        extra: bytes = b"",
     ) -> None:
         """The consumer's blocks of a request are filled; or, for an `error`, will not be, and nothing writes them. The
-        first `filled_tokens` tokens are in them then, if that is known.
+        first `filled_tokens` tokens are in them then, if that is known. `extra`: see `Progress`.
         """
         with self._lock:
             self._open_loads.pop(request_id, None)
@@ -200,6 +201,8 @@ class Outbox:
                 if filled_tokens is not None:
                     ended.filled_tokens[request_id] = filled_tokens
                 _count(ended.stats.failures, type(error).__name__)
+            elif extra:
+                ended.extras[request_id] = extra
             if trace is not None:
                 ended.stats.traces.append(trace)
             if moved is not None:

@@ -109,6 +109,7 @@ class Scheduler:
         num_encoder_tokens: int = 0,
         first_blocks: Sequence[int] | None = None,
         lease_duration_s: float = 0.0,
+        extra: bytes = b"",
     ) -> dict[str, Any]:
         """Hold a finished request's blocks for a consumer: keep them until `finished_sending` names the request.
 
@@ -118,16 +119,15 @@ class Scheduler:
             num_tokens: Tokens of the sequence whose cache is complete.
             first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
             num_encoder_tokens: Tokens of the encoder's input, where a group keeps these.
-            lease_duration_s: Above zero, the lease's duration until a consumer reads or renews, instead of
-                `lease.duration_s`.
+            lease_duration_s: Above zero, takes the place of `lease.duration_s` until a consumer reads or renews.
+            extra: At most 256 bytes of this engine's for consumers that follow the request: see `WorkerOutput.extras`.
 
         Returns:
             The `kv_transfer_params` for the consumer's request.
 
         Raises:
-            LocalError: this engine is a consumer or closed, or the request is offered already.
-            BlockIdError: another number of cache groups, ids outside the pool, an id twice in a group, or too few
-                blocks for `num_tokens`.
+            LocalError: this engine is a consumer or closed, the request is offered already, or `extra` is too long.
+            BlockIdError: another number of cache groups, ids outside the pool or twice in a group, or too few blocks.
         """
         if self._service is None:
             raise LocalError("a consumer holds no requests", request=request_id)
@@ -141,7 +141,7 @@ class Scheduler:
         ids, firsts = block_lists(request_id, blocks, first_blocks, self._engine.num_groups)
         stream = self._streams.of(request_id)
         held = stream.blocks(ids, firsts)
-        self._offers.check(request_id, held, num_tokens, num_encoder_tokens)
+        self._offers.check(request_id, held, num_tokens, num_encoder_tokens, extra)
         self._streams.close(request_id)
         hold = HoldRequest(
             request_id=request_id,
@@ -151,6 +151,7 @@ class Scheduler:
             # a consumer may read so far into the blocks of each group
             num_tokens=max(num_tokens, num_encoder_tokens),
             lease_duration_s=lease_duration_s,
+            extra=extra,
         )
         self._held[request_id] = stream.transfer_id
         self._transfers.add(stream.transfer_id)
@@ -384,10 +385,8 @@ class Scheduler:
             self._transfers.discard(self._held.pop(request_id, ""))
         for request_id in output.begun & self._requests.keys():
             self._requests[request_id].has_begun = True
-        for request_id in output.finished_recving:
-            remote = self._requests.get(request_id)
-            if remote is None:
-                continue
+        for request_id in output.finished_recving & self._requests.keys():
+            remote = self._requests[request_id]
             remote.stage = "over"
             if remote.is_finished:
                 del self._requests[request_id]

@@ -202,10 +202,11 @@ class NotifyPrefillStarted(Command, msgspec.Struct, frozen=True):
 
 class FinishLoad(Command, msgspec.Struct, frozen=True):
     """The consumer engine may use the request's blocks, or must do without: then `error` is the reason. Its first
-    `filled_tokens` tokens are in the blocks all the same, if that is known.
+    `filled_tokens` tokens are in the blocks all the same, if that is known. `extra`: see `Progress`.
     """
 
     request_id: str
     error: KVConnectorError | None
     trace: LoadTrace | None = None
     filled_tokens: int | None = None
+    extra: bytes = b""

@@ -111,6 +111,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
     ones too, loads once nothing writes their blocks. Of those that failed, `filled_tokens` are the leading tokens that
     are in the blocks all the same, where that is known. `begun` are followed requests whose load may be asked for.
+    `extras` are what the producer's engine gave `Scheduler.offer` of those; the first worker to end brings it.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
     computed again; `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
@@ -127,6 +128,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     kv_cache_events: tuple[str, ...] = ()
     expected_finished_count: Annotated[int, Meta(ge=0)] = 0
     filled_tokens: dict[str, int] = {}
+    extras: dict[str, bytes] = {}
 
     def merged(self, other: WorkerOutput) -> WorkerOutput:
         """Both, as one."""
@@ -141,6 +143,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
             kv_cache_events=self.kv_cache_events + other.kv_cache_events,
             expected_finished_count=other.expected_finished_count or self.expected_finished_count,
             filled_tokens=_smallest(self.filled_tokens, other.filled_tokens),
+            extras={**self.extras, **other.extras},
         )
 
     @property

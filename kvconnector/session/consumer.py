@@ -380,7 +380,7 @@ class ConsumerSession:
         del self._loads[load.request_id]
         commands: list[Command] = []
         if load.asked is not None:
-            commands.append(cmd.FinishLoad(load.request_id, error, load.trace, load.filled_tokens))
+            commands.append(load.finished(error))
         return commands + self._engines.end_transfer(load.engine, load.ending(), now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {

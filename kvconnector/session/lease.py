@@ -145,6 +145,7 @@ class Lease(Tracked[LeaseState]):
         self.sends: dict[tuple[LinkId, int], float] = {}
         self.trace = HoldTrace(now, now)
         self.outcome: LeaseState | None = None
+        self.extra = b""
 
     def __repr__(self) -> str:
         return (
@@ -182,6 +183,7 @@ class Lease(Tracked[LeaseState]):
             blocks=self.blocks,
             is_complete=self.is_complete,
             watermark=self.watermark,
+            extra=self.extra,
         )
 
     def opens_with(self, secret: str) -> bool:

@@ -17,7 +17,7 @@ from kvconnector.ids import Rank
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, LinkId
+from kvconnector.session.commands import NEVER, FinishLoad, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
@@ -263,6 +263,13 @@ class Load(Tracked[LoadState]):
         """The message that ends the transfer at the producer's workers."""
         kind = m.Done if self.state is _S.DONE else m.Abort
         return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
+
+    def finished(self, error: KVConnectorError | None) -> FinishLoad:
+        """The command that reports the load's end to the engine."""
+        extra = b""
+        if error is None and self.is_followed:
+            extra = next((each.extra for each in self.progress.values() if each.extra), b"")
+        return FinishLoad(self.request_id, error, self.trace, self.filled_tokens, extra)
 
     @property
     def is_read(self) -> bool:

@@ -28,12 +28,14 @@ class _Lease(_Order, frozen=True):
 
 class HoldRequest(_Lease, frozen=True):
     """The producer finished a request: keep these blocks for a consumer. They have its first `num_tokens` tokens.
-    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews.
+    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews. `extra`:
+    see `Progress`.
     """
 
     num_tokens: int
     lease_duration_s: float = 0.0
     error: KVConnectorError | None = None
+    extra: bytes = b""
 
     @property
     def watermark(self) -> Watermark:

@@ -106,7 +106,7 @@ class ProducerSession:
             self._by_request[event.request_id] = event.transfer_id
         lease.accept(event, now)
         if isinstance(event, HoldRequest):
-            lease.is_complete, lease.trace.complete_s = True, now
+            lease.is_complete, lease.extra, lease.trace.complete_s = True, event.extra, now
         if lease.state is LeaseState.DRAINING:
             return []
         if event.error is not None or not lease.grow(event):

@@ -30,6 +30,7 @@ Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]
 MAX_NAMED = 256
 """Transfers that one heartbeat names. A consumer that wants more sends more heartbeats."""
 MAX_BATCH_MESSAGES = 1024
+MAX_EXTRA_BYTES = 256
 CHUNK_TAG_BITS = 20
 """A read's chunk `i` travels under tag `first_tag + i`; 2^20 chunks a read at most."""
 
@@ -227,7 +228,8 @@ class Follow(TransferKey, frozen=True, kw_only=True):
 class Progress(Message, frozen=True, kw_only=True):
     """A prompt is computed up to the watermark, and `blocks` hold it, by cache group; a group whose blocks are still to
     come has none. Blocks without tokens mean that the prompt is about to be computed. Each `Progress` repeats all that
-    earlier ones reported. One that `is_complete`, or has a refusal, is the last.
+    earlier ones reported. One that `is_complete`, or has a refusal, is the last. What is complete may have a few bytes
+    of `extra` from the producer's engine for the consumer's, as the token that it sampled.
     """
 
     transfer_id: Id
@@ -236,6 +238,7 @@ class Progress(Message, frozen=True, kw_only=True):
     is_complete: bool = False
     refusal: Refusal | None = None
     text: Text = ""
+    extra: Annotated[bytes, Meta(max_length=MAX_EXTRA_BYTES)] = b""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

@@ -165,7 +165,25 @@ def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
         until(lambda: request.num_output_tokens > 0, producer, consumer)
         assert arrived(consumer, request) == LENGTH
         until(request.is_finished, consumer, producer)
+        # nothing of the prompt: the first token is the producer's
+        assert consumer.num_computed[request.request_id] == 3
         leave_nothing(producer, consumer)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("policy", ["fail", "recompute"])
+def test_a_prefill_engine_that_dies_between_the_last_blocks_and_the_token(model, policy):
+    with acquainted(model, policy=policy) as (producer, consumer, address):
+        _, request = begin(producer, consumer, address)
+        for _ in range(4):
+            producer.step()
+        until(lambda: arrived(consumer, request) == LENGTH, consumer)
+        assert request.num_output_tokens == 0
+        consumer.may_fail = True
+        producer.close()
+        until(request.is_finished, consumer)
+        assert request.num_output_tokens == (0 if policy == "fail" else 4)
+        leave_nothing(consumer)
 
 
 @pytest.mark.ucx
@@ -180,7 +198,7 @@ def test_both_engines_know_the_beginning_of_a_prompt(model):
         until(lambda: arrived(consumer, request) == 64 + 48, consumer)
         until(lambda: request.num_output_tokens > 0, producer, consumer)
         assert arrived(consumer, request) == LENGTH
-        assert consumer.loads[-1].token_ranges == ((32, 149),)
+        assert consumer.loads[-1].token_ranges == ((32, LENGTH),)
 
 
 @pytest.mark.ucx

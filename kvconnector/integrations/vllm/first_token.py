@@ -6,6 +6,10 @@ request's prompt: what is left to compute is that token alone, as after any load
 Stop tokens, lengths and minimums are those of vLLM's own check, which runs before. A failed load emits nothing: D
 computes the prompt and samples the token itself.
 
+A streamed prompt is loaded before P has sampled. Its token comes with P's last report of the prompt, without which no
+load ends, so D never waits for it alone. If that report has none, or one that D cannot take, vLLM computes the last
+token of the prompt, as of any that is found whole.
+
 vLLM has no call with which a connector emits a token. So this module wraps one method, `Scheduler.update_from_output`,
 in the process of a scheduler whose connector loads, and calls what `_USED` names. All of it is compared with the
 releases that are known before anything is wrapped; D computes first tokens where it differs.
@@ -25,7 +29,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -140,7 +144,7 @@ class FirstTokens:
     ) -> None:
         self._policy = policy
         self._vocabulary = vllm_config.model_config.get_vocab_size()
-        self._expected: dict[str, tuple[Request, int]] = {}
+        self._expected: dict[str, tuple[Request, int | None]] = {}
         self._loaded: list[tuple[Request, int]] = []
         self._logged: set[str] = set()
         if policy == "never":
@@ -160,21 +164,39 @@ class FirstTokens:
         is_streamed = "transfer_id" in request.kv_transfer_params
         return self._policy == "always" and not is_streamed and not request_obstacle(request)
 
-    def of(self, request: Request) -> dict[str, Any]:
-        """Return the token of a prompt that is computed, as `kv_transfer_params` carry it."""
+    def of(self, request: Request) -> list[Any] | None:
+        """Return the token of a prompt that is computed, as `kv_transfer_params` carry it; None for no token."""
         if self._policy == "never" or request.num_output_tokens != 1:
-            return {}
+            return None
         if not self._is_free(request_obstacle(request)):
-            return {}
-        return {FIRST_TOKEN: [request.output_token_ids[0], sampling_digest(request)]}
+            return None
+        return [request.output_token_ids[0], sampling_digest(request)]
 
     def expect(self, request: Request, params: Mapping[str, Any]) -> None:
-        """A request was queued that loads from a producer, with the producer's offer."""
-        if self._policy == "never":
+        """A request was queued that loads from a producer, with the producer's offer; or it is streamed, and `sampled`
+        comes later.
+        """
+        if self._policy == "never" or not self._is_free(request_obstacle(request)):
             return
-        came = params.get(FIRST_TOKEN)
-        if self._is_free(request_obstacle(request) or self._mismatch(request, params, came)):
-            self._expected[request.request_id] = request, came[0]  # type: ignore[index]  # a list
+        self._expected[request.request_id] = request, None
+        if params.get("remote_block_ids"):
+            self._take(request, params.get(FIRST_TOKEN), params.get("remote_num_tokens"))
+
+    def sampled(self, request_id: str, extra: bytes) -> None:
+        """The producer of a streamed prompt reported its token. Unknown requests are ignored."""
+        if request_id not in self._expected:
+            return
+        try:
+            *came, num_tokens = msgspec.msgpack.decode(extra, type=tuple[Any, ...])
+        except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError):
+            came, num_tokens = [], None
+        self._take(self._expected[request_id][0], came, num_tokens)
+
+    def _take(self, request: Request, came: Any, num_tokens: Any) -> None:
+        if self._is_free(self._mismatch(request, came, num_tokens)):
+            self._expected[request.request_id] = request, came[0]
+        else:
+            self.forget(request.request_id)
 
     def _is_free(self, obstacle: str) -> bool:
         if obstacle and obstacle not in self._logged:
@@ -182,14 +204,14 @@ class FirstTokens:
             logger.info("decode engines compute first tokens for requests with %s", obstacle)
         return not obstacle
 
-    def _mismatch(self, request: Request, params: Mapping[str, Any], came: Any) -> str:
+    def _mismatch(self, request: Request, came: Any, num_tokens: Any) -> str:
         match came:
             case None:
-                return "a producer that sends none, as of streamed prompts"
+                return "a producer that sends none"
             case [int(token), str(digest)] if 0 <= token < self._vocabulary:
                 if digest != sampling_digest(request):
                     return "sampling parameters that the producer did not have"
-                if params.get("remote_num_tokens") != request.num_prompt_tokens:
+                if num_tokens != request.num_prompt_tokens:
                     return "prompts of another length than the producer's"
                 return ""
         return f"a malformed {FIRST_TOKEN}"
@@ -201,9 +223,15 @@ class FirstTokens:
         """The request's prompt is not loaded, or not whole, or the request is over. Unknown ones are ignored."""
         self._expected.pop(request_id, None)
 
-    def loaded(self, request_ids: Iterable[str]) -> None:
+    def loaded(self, request_ids: set[str]) -> None:
         """These requests have their whole prompts: `emit` their tokens."""
-        self._loaded += [self._expected.pop(name) for name in request_ids if name in self._expected]
+        for name in self._expected.keys() & request_ids:
+            request, token = self._expected[name]
+            if token is None:
+                self._take(request, None, None)  # it is forgotten, and the reason logged
+            else:
+                self._loaded.append((request, token))
+                self.forget(name)
 
     def emit(self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]) -> None:
         """Add the tokens of loaded requests to a step's outputs, by client.

@@ -77,13 +77,15 @@ class WorkerReport(KVConnectorWorkerMetadata):
     """What workers report to the scheduler half beside the ends of transfers.
 
     `begun` are requests whose load may be asked for: their prefill engine computes them, or never will. It has `traces`
-    where vLLM traces requests. `failed` and `unsent` say why loads and leases failed, for the log.
+    where vLLM traces requests. `failed` and `unsent` say why loads and leases failed, for the log. `extras` are first
+    tokens of streamed prompts.
     """
 
     begun: set[str] = field(default_factory=set)
     traces: list[RequestTrace] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     unsent: dict[str, str] = field(default_factory=dict)
+    extras: dict[str, bytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Both reports, as one. Raises LocalError: the other one is another connector's."""
@@ -94,4 +96,5 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.traces + other.traces,
             other.failed | self.failed,
             other.unsent | self.unsent,
+            other.extras | self.extras,
         )

@@ -10,12 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
-from kvconnector.integrations.vllm.first_token import (
-    FirstTokens,
-)
+from kvconnector.integrations.vllm.first_token import FIRST_TOKEN, FirstTokens
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     GroupInfo,
@@ -125,7 +125,9 @@ class SchedulerHalf:
         if not self._siblings.add(request.request_id, *source):
             return  # which then draws its own first token
         is_known = self._tell_scheduler(request, offer)
-        if is_known and not params.get("do_remote_decode"):
+        # of a streamed prompt that is not computed to its end nobody samples a token
+        is_sampled = bool(offer.get("remote_block_ids")) or not self._backoff_tokens()
+        if is_known and is_sampled and not params.get("do_remote_decode"):
             self.first_tokens.expect(request, offer)
 
     def _tell_scheduler(self, request: Request, params: Params) -> bool:
@@ -199,6 +201,9 @@ class SchedulerHalf:
         if not params.get("remote_block_ids"):
             # the producer has not reported where it stops: where an engine of this configuration does
             num_tokens -= max(0, self._backoff_tokens() - 1)
+            if num_computed_tokens >= num_tokens - 1:
+                # nothing is loaded: the last token is computed before the producer has done so
+                self.first_tokens.forget(request.request_id)
         # the token that is computed here follows the prompt, or is its last one
         num_tokens += request.request_id in self.first_tokens
         tokens, is_async = self._scheduler.matched_tokens(
@@ -287,6 +292,8 @@ class SchedulerHalf:
         # those whose blocks vLLM takes as invalid are not among its failed ones
         failed = {name for name in our_received if reasons[name]}
         failed |= our_received.intersection(output.failed_recving or ())
+        for name, extra in report.extras.items():
+            self.first_tokens.sampled(name, extra)
         for name in failed:
             self.first_tokens.forget(name)
         self.first_tokens.loaded(our_received)
@@ -330,6 +337,8 @@ class SchedulerHalf:
         ]
         if not all(ids for ids, _ in held):
             return None
+        is_whole = not is_decoder and request.request_id not in self._shortened
+        token = self.first_tokens.of(request) if is_whole else None
         try:
             offer = self._scheduler.offer(
                 request.request_id,
@@ -337,6 +346,7 @@ class SchedulerHalf:
                 num_tokens=num_tokens,
                 first_blocks=[first for _, first in held],
                 lease_duration_s=self._settings.decoder_kv_blocks_ttl_s if is_decoder else 0.0,
+                extra=b"" if token is None else msgspec.msgpack.encode([*token, num_tokens]),
             )
         except KVConnectorError:
             logger.exception("the blocks of request %s are not offered", request.request_id)
@@ -345,8 +355,8 @@ class SchedulerHalf:
         offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
-        elif request.request_id not in self._shortened:
-            offer |= self.first_tokens.of(request)
+        elif token is not None:
+            offer[FIRST_TOKEN] = token
         return offer
 
     @property

@@ -216,6 +216,7 @@ class WorkerHalf:
         self._report.begun.update(output.begun)
         self._report.failed.update(output.failed_recving)
         self._report.unsent.update(output.failed_sending)
+        self._report.extras.update(output.extras)
         if traces_endpoint(self._vllm_config) is not None:
             self._report.traces += output.stats.traces
         self._unreported.finished_sending.update(output.finished_sending)

@@ -70,6 +70,15 @@ def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, c
     assert producer.held == {"r"}
 
 
+@pytest.mark.parametrize("extra", [bytes(257), "token"])
+def test_an_offer_with_more_for_its_consumers_than_a_message_takes_is_refused(producer, extra):
+    with pytest.raises(LocalError, match="at most 256 bytes"):
+        producer.offer("r", blocks=[[1]], num_tokens=3, extra=extra)
+    assert producer.build_step().orders == ()
+    producer.offer("r", blocks=[[1]], num_tokens=3, extra=bytes(256))
+    assert producer.build_step().orders[0].extra == bytes(256)
+
+
 def test_a_request_is_offered_once_and_not_after_close(producer):
     producer.offer("r", blocks=[[1]], num_tokens=3)
     with pytest.raises(LocalError, match="offered already"):

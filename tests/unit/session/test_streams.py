@@ -1,5 +1,6 @@
 """Prompts that are read while they are computed: what each side says, when, and how it ends."""
 
+import msgspec
 import pytest
 
 from kvconnector.errors import (
@@ -87,6 +88,25 @@ def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards(
     assert side.num_leases == 1
     side.tell(_granted(12, is_complete=True))
     assert harness.released(side.tick(harness.LEASE_S)) == [("r", "expired")]
+
+
+def test_what_the_engine_adds_to_the_end_of_a_prompt_comes_with_it():
+    side = _filling()
+    (grown,) = harness.messages(side.tell(_granted(8)), m.Progress)
+    hold = msgspec.structs.replace(_granted(12, is_complete=True), extra=b"token")
+    (last,) = harness.messages(side.tell(hold), m.Progress)
+    (again,) = harness.messages(side.tell(harness.followed()), m.Progress)
+    assert (grown.extra, last.extra, again) == (b"", b"token", last)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_load_ends_with_what_the_producers_engine_added(tp_size):
+    side, links = _following(geometry=harness.engine(tp_size=tp_size))
+    complete = [ev.FromPeer(link, _said(12, is_complete=True, extra=b"token")) for link in links]
+    started = harness.of(side.tell(*complete), cmd.StartReceive)
+    ended = side.tell(*[ev.ReceiveFinished(each.read_id) for each in started])
+    (finished,) = harness.of(ended, cmd.FinishLoad)
+    assert (finished.error, finished.extra) == (None, b"token")
 
 
 @pytest.mark.parametrize("how", ["preempted", "elsewhere"])

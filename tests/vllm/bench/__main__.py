@@ -26,6 +26,8 @@ ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 TIER = "tier"
 TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}
 """Of each prompt, what the decode engine's tier has."""
+STREAMED = {OURS: "streamed", "computed": "computed-streamed"}
+"""Pairs that are also asked both at once, and that contender's name."""
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -79,8 +81,8 @@ def main():
         for name, pair in pairs.items():
             shares = TIER_SHARES if name == TIER else {name: None}
             contenders |= {each: Contender(pair, in_tier=share) for each, share in shares.items()}
-            if name == OURS:
-                contenders["streamed"] = Contender(pair, is_streamed=True)
+            if name in STREAMED:
+                contenders[STREAMED[name]] = Contender(pair, is_streamed=True)
         turns = Turns(contenders, plan, say, keep)
         with suppress(KeyboardInterrupt):  # what is known at that point
             turns.run()

@@ -7,6 +7,7 @@ from dataclasses import asdict
 TITLES = {
     "streamed": "kvconnector, streamed",
     "computed": "kvconnector, first_token=never",
+    "computed-streamed": "kvconnector, first_token=never, streamed",
     "nixl": "NixlConnector",
     "tier-0": "all from the prefill engine",
     "tier-80": "80 % from the tier",

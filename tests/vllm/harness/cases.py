@@ -154,6 +154,12 @@ CASES = (
     Case("first-token-never", has_nixl=False, options={"first_token": "never"}),
     Case("chunked-prefill", prefill=CHUNKED, decode=CHUNKED),
     _stream("stream", prefill=CHUNKED),
+    _stream(
+        "stream-first-token",
+        scenario=partial(s.first_tokens, is_streamed=True),
+        prefill=CHUNKED,
+        decode=TP2,
+    ),
     _stream("stream-packed", prefill=CHUNKED, options={"paths": {"direct": "never"}}),
     # a prompt is one step of several megabytes: its first layers are read while the others are computed
     _stream("stream-layers", prefill=TP2, decode={"block_size": 64}, model=DEEP),

@@ -142,10 +142,11 @@ class Pair:
         decode = self.decode.submit(prompt, params, **options)
         return self.begin_prefill(prompt, **names), decode
 
-    def streamed(self, prompt):
+    def streamed(self, prompt, *, is_whole=False):
         """`compared`, where both engines are asked at once."""
         prefill, decode = self.begin_streamed(prompt)
-        return self._compared(prompt, self.prefill.answer(prefill), decode)
+        prefill = self.prefill.answer(prefill)
+        return self._compared(prompt, prefill, decode, is_whole=is_whole)
 
     def leftovers(self, *names):
         """What these engines, or both, still hold when nothing is asked of them, after waiting for it to go."""

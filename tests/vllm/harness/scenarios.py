@@ -67,19 +67,28 @@ def _compare(pair, outcome, what, prompt, expected, *, cached=0):
         outcome.compare(what, answer, expected)
 
 
-def first_tokens(pair, outcome):
+def first_tokens(pair, outcome, *, is_streamed=False):
     """The decode engine computes nothing of the prompts: it goes on from the prefill engine's token, which may also be
     the last one.
     """
+    pair.prefilled(prompt_of(40))
     for length in LENGTHS:
         prompt = pair.clear_prompt(length)
         expected = pair.alone(prompt)
-        answer, difference = pair.compared(prompt, is_whole=True)
+        answer, difference = (pair.streamed if is_streamed else pair.compared)(
+            prompt, is_whole=True
+        )
         outcome.compare_bytes(f"{length} tokens", difference)
         outcome.compare(f"{length} tokens", answer, expected)
         outcome.check(f"{length} tokens: computed", answer.computed_tokens, 0)
         pair.decode.forget()
-        only = pair.decode.ask(prompt, pair.prefilled(prompt), max_tokens=1)
+        if is_streamed:
+            pair.prefill.forget()
+            prefill, decode = pair.begin_streamed(prompt, max_tokens=1)
+            only = pair.decode.answer(decode)
+            pair.prefill.answer(prefill)
+        else:
+            only = pair.decode.ask(prompt, pair.prefilled(prompt), max_tokens=1)
         outcome.compare(f"one of {length} tokens", only, expected[:1])
         outcome.check(f"one of {length} tokens: computed", only.computed_tokens, None)
 
