@@ -27,31 +27,17 @@ from kvconnector.cli.console import (
     json_flag,
     print_json,
 )
+from kvconnector.cli.doctor_rdma import network, rdma_places
 from kvconnector.cli.model_config import named_model
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, CurveKeys
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.session.events import DIRECT_PATH
 from kvconnector.topology import EngineGeometry
-from kvconnector.transport.base import LOCK_REMEDY
-from kvconnector.transport.ucx import AUTO, UcxLibrary, load_library
+from kvconnector.transport.ucx import AUTO, load_library
 from kvconnector.transport.ucx.library import automatic_order
-from kvconnector.transport.ucx.ports import (
-    active_rdma_ports,
-    distance,
-    lockable_bytes,
-    place_of,
-    rdma_ports,
-)
-from kvconnector.transport.ucx.rdma import (
-    AUTO_DEVICES,
-    LOCKED_BYTES_PER_DEVICE,
-    explain,
-    lack_of_memory,
-    offers_of,
-    rdma_devices,
-    settle_net_devices,
-)
+from kvconnector.transport.ucx.ports import active_rdma_ports
+from kvconnector.transport.ucx.rdma import offers_of
 from kvconnector.transport.ucx.stacks import Stack, examine_stacks
 
 if TYPE_CHECKING:
@@ -275,8 +261,8 @@ def _ucx(device: str) -> Iterator[Finding]:
     if gpus() and "cuda_ipc" not in names:
         text = "no cuda_ipc: between GPUs UCX will go through host memory; install kvconnector[ucx-cu12] or [ucx-cu13]"
         yield Finding("transports", "warn", text)
-    yield from attempt("rdma", _rdma_places)
-    yield from attempt("network", lambda: [_network(library, device)])
+    yield from attempt("rdma", rdma_places)
+    yield from attempt("network", lambda: [network(library, device)])
 
 
 def _stack(stack: Stack) -> Finding:
@@ -292,38 +278,6 @@ def _why_first(source: str) -> str:
     order = " before ".join(automatic_order(ports))
     reason = f"RDMA ports are active ({', '.join(ports)})" if ports else "no RDMA port is active"
     return f"{reason}, so auto tries {order}; {source} is the first that can be used"
-
-
-def _network(library: UcxLibrary, device: str) -> Finding:
-    """What moves KV caches to other hosts under the environment's settings."""
-    offers = offers_of(library)
-    named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
-    options = {name: value for name, value in named.items() if value}
-    options = settle_net_devices(options, offers, device)
-    devices = rdma_devices(offers(options))
-    if not devices or lack_of_memory(devices):
-        why = lack_of_memory(devices) or explain(options, offers, library.path)
-        verdict: Verdict = "warn" if devices or active_rdma_ports() else "note"
-        return Finding("network", verdict, f"between hosts UCX will use TCP: {why}")
-    near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
-    text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
-    return Finding("network", "ok", text)
-
-
-def _rdma_places() -> Iterator[Finding]:
-    """Each RDMA port, and how far it is from each GPU, or from the CPUs of a host without."""
-    devices = [f"cuda:{index}" for index in range(len(gpus()))] or ["cpu"]
-    for port, (state, place) in rdma_ports().items():
-        far = "; ".join(f"{device}: {distance(place, place_of(device))}" for device in devices)
-        verdict: Verdict = "ok" if state == "ACTIVE" else "warn"
-        yield Finding("rdma", verdict, f"{port} is {state}. {far}")
-    if rdma_ports() and (limit := lockable_bytes()) is not None:
-        text = (
-            f"this process may lock {format_bytes(limit)} (ulimit -l): UCX needs"
-            f" {format_bytes(LOCKED_BYTES_PER_DEVICE)} for each port, else it takes TCP, and staging.budget_bytes"
-            f" besides, else reads fail: {LOCK_REMEDY}"
-        )
-        yield Finding("rdma", "warn", text)
 
 
 MODEL = ModelShape(name="selftest", num_layers=4, num_kv_heads=2, head_dim=64)

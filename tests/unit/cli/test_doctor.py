@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvconnector.cli import doctor as doctor_module
-from kvconnector.cli import main
+from kvconnector.cli import doctor_rdma, main
 from kvconnector.cli.console import Finding
 from kvconnector.cli.doctor import direct_finding, examine_host, packed_findings
 from kvconnector.control.security import generate_keys
@@ -147,12 +147,12 @@ def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
 ):
     monkeypatch.setattr(rdma, "lockable_bytes", lambda: lockable)
     places = {} if transport == "cma" else {"mlx5_0:1": Place((), frozenset([0]))}
-    for module in (doctor_module, rdma):
+    for module in (doctor_rdma, rdma):
         monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
     monkeypatch.setattr(
-        doctor_module, "offers_of", lambda library: lambda options: {(transport, "mlx5_0:1")}
+        doctor_rdma, "offers_of", lambda library: lambda options: {(transport, "mlx5_0:1")}
     )
-    finding = doctor_module._network(SimpleNamespace(path=Path("/libucp.so")), "cpu")
+    finding = doctor_rdma.network(SimpleNamespace(path=Path("/libucp.so")), "cpu")
     assert finding.verdict == verdict
     assert text in finding.text
 
@@ -160,17 +160,53 @@ def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
 def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
     near, far = Place(("pci0000:00", "0000:00:01.0"), frozenset([0])), Place((), frozenset([1]))
     ports = {"mlx5_0:1": ("ACTIVE", near), "mlx5_1:1": ("DOWN", far)}
-    monkeypatch.setattr(doctor_module, "gpus", lambda: ["a GPU"])
-    monkeypatch.setattr(doctor_module, "rdma_ports", lambda: ports)
-    monkeypatch.setattr(doctor_module, "place_of", lambda device: near)
-    monkeypatch.setattr(doctor_module, "lockable_bytes", lambda: 8 << 20)
-    *found_ports, memory = doctor_module._rdma_places()
+    monkeypatch.setattr(doctor_rdma, "gpus", lambda: ["a GPU"])
+    monkeypatch.setattr(doctor_rdma, "rdma_ports", lambda: ports)
+    monkeypatch.setattr(doctor_rdma, "place_of", lambda device: near)
+    monkeypatch.setattr(doctor_rdma, "lockable_bytes", lambda: 8 << 20)
+    *found_ports, fork, memory = doctor_rdma.rdma_places()
+    assert (fork.subject, fork.verdict) == ("fork", "ok")
     assert memory.verdict == "warn"
     assert "may lock 8 MiB (ulimit -l)" in memory.text
     assert [(found.verdict, found.text) for found in found_ports] == [
         ("ok", "mlx5_0:1 is ACTIVE. cuda:0: below one PCIe bridge, 0 links apart"),
         ("warn", "mlx5_1:1 is DOWN. cuda:0: on another NUMA node"),
     ]
+
+
+@pytest.mark.parametrize(
+    "release, environment, verdict, text",
+    [
+        ("5.12.0-generic", {}, "ok", "copies registered memory"),
+        ("5.4.0-150", {}, "note", "SIGSEGV"),
+        ("5.4.0-150", {"UCX_IB_FORK_INIT": "n"}, "warn", "RDMAV_FORK_SAFE=1"),
+        ("5.4.0-150", {"UCX_IB_FORK_INIT": "n", "IBV_FORK_SAFE": "1"}, "note", "SIGSEGV"),
+    ],
+)
+def test_what_a_fork_does_to_registered_memory(monkeypatch, release, environment, verdict, text):
+    monkeypatch.setattr(doctor_rdma.platform, "release", lambda: release)
+    monkeypatch.setattr(doctor_rdma, "_is_fork_init_unneeded", lambda: False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    finding = doctor_rdma._fork_safety()
+    assert finding.verdict == verdict
+    assert text in finding.text
+
+
+@pytest.mark.parametrize(
+    "rails, says", [("", "by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAILS=3 takes all"), ("3", "")]
+)
+def test_more_ports_than_ucx_sends_a_message_by_are_reported(monkeypatch, rails, says):
+    ports = [f"mlx5_{number}:1" for number in range(3)]
+    places = dict.fromkeys(ports, Place((), frozenset([0])))
+    monkeypatch.setattr(rdma, "lockable_bytes", lambda: None)
+    for module in (doctor_rdma, rdma):
+        monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
+    offered = {("rc_mlx5", port) for port in ports}
+    monkeypatch.setattr(doctor_rdma, "offers_of", lambda library: lambda options: offered)
+    monkeypatch.setenv("UCX_MAX_RNDV_RAILS", rails)
+    text = doctor_rdma.network(SimpleNamespace(path=Path("/libucp.so")), "cpu").text
+    assert text.rpartition("; UCX sends a message ")[2] == (says or text)
 
 
 @pytest.mark.ucx

@@ -1,0 +1,108 @@
+"""What `kvconnector doctor` says about RDMA: what moves caches to other hosts, its ports, locked memory, and fork."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+from collections.abc import Iterator
+
+from kvconnector.bench.environment import gpus
+from kvconnector.bench.sizes import format_bytes
+from kvconnector.cli.console import Finding, Verdict
+from kvconnector.transport.base import LOCK_REMEDY
+from kvconnector.transport.ucx import UcxLibrary
+from kvconnector.transport.ucx.ports import (
+    active_rdma_ports,
+    distance,
+    lockable_bytes,
+    place_of,
+    rdma_ports,
+)
+from kvconnector.transport.ucx.rdma import (
+    AUTO_DEVICES,
+    LOCKED_BYTES_PER_DEVICE,
+    explain,
+    lack_of_memory,
+    offers_of,
+    rdma_devices,
+    settle_net_devices,
+)
+
+_RAILS = "UCX_MAX_RNDV_RAILS"
+_DEFAULT_RAILS = 2
+_COPIES_ON_FORK = (5, 12)
+"""The first kernel that copies memory which a device has pinned when its process forks, instead of sharing it."""
+_FORK_UNNEEDED = 2
+"""What `ibv_is_fork_initialized` returns where the kernel does so, a distribution's older one among them."""
+
+
+def network(library: UcxLibrary, device: str) -> Finding:
+    """What moves KV caches to other hosts under the environment's settings."""
+    offers = offers_of(library)
+    named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
+    options = {name: value for name, value in named.items() if value}
+    options = settle_net_devices(options, offers, device)
+    devices = rdma_devices(offers(options))
+    if not devices or lack_of_memory(devices):
+        why = lack_of_memory(devices) or explain(options, offers, library.path)
+        verdict: Verdict = "warn" if devices or active_rdma_ports() else "note"
+        return Finding("network", verdict, f"between hosts UCX will use TCP: {why}")
+    near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
+    text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
+    named_rails = os.environ.get(_RAILS, "")
+    rails = int(named_rails) if named_rails.isdecimal() else _DEFAULT_RAILS
+    if (num_ports := len(rdma_devices(offers(near)))) > rails:
+        text += f"; UCX sends a message by {rails} of these {num_ports} RDMA ports: {_RAILS}={num_ports} takes all"
+    return Finding("network", "ok", text)
+
+
+def rdma_places() -> Iterator[Finding]:
+    """Each RDMA port, and how far it is from each GPU, or from the CPUs of a host without."""
+    devices = [f"cuda:{index}" for index in range(len(gpus()))] or ["cpu"]
+    for port, (state, place) in rdma_ports().items():
+        far = "; ".join(f"{device}: {distance(place, place_of(device))}" for device in devices)
+        verdict: Verdict = "ok" if state == "ACTIVE" else "warn"
+        yield Finding("rdma", verdict, f"{port} is {state}. {far}")
+    if not rdma_ports():
+        return
+    yield _fork_safety()
+    if (limit := lockable_bytes()) is not None:
+        text = (
+            f"this process may lock {format_bytes(limit)} (ulimit -l): UCX needs"
+            f" {format_bytes(LOCKED_BYTES_PER_DEVICE)} for each port, else it takes TCP, and staging.budget_bytes"
+            f" besides, else reads fail: {LOCK_REMEDY}"
+        )
+        yield Finding("rdma", "warn", text)
+
+
+def _fork_safety() -> Finding:
+    """What a fork of this process does to memory that UCX has registered."""
+    release = platform.release()
+    version = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if version >= _COPIES_ON_FORK or _is_fork_init_unneeded():
+        return Finding("fork", "ok", f"kernel {release} copies registered memory for a child")
+    asked = any(os.environ.get(name) for name in ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE"))
+    if os.environ.get("UCX_IB_FORK_INIT", "try") in ("n", "no", "0") and not asked:
+        text = (
+            f"kernel {release} shares registered memory with a child, and UCX_IB_FORK_INIT turns protection off: after"
+            " a fork the NIC may read and write pages that are not the engine's any more. Unset it, or set"
+            " RDMAV_FORK_SAFE=1"
+        )
+        return Finding("fork", "warn", text)
+    text = (
+        f"with kernel {release} a child has none of the memory that UCX registered, and ends by SIGSEGV if it touches"
+        " it: fork before the engine starts, or start programs (multiprocessing's spawn). With huge pages set"
+        " RDMAV_HUGEPAGES_SAFE=1"
+    )
+    return Finding("fork", "note", text)
+
+
+def _is_fork_init_unneeded() -> bool:
+    """Returns True if the system's libibverbs says that the kernel copies registered memory on a fork."""
+    try:
+        state = ctypes.CDLL("libibverbs.so.1").ibv_is_fork_initialized()
+        return bool(state == _FORK_UNNEEDED)
+    except (OSError, AttributeError):
+        return False
