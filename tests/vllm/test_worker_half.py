@@ -206,6 +206,19 @@ def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
     assert worker.waits == 1
 
 
+def test_a_load_that_ended_does_not_wait_for_others():
+    """Its step's results are taken after the next step, which is planned before."""
+    worker = TakingWorker()
+    connector = object.__new__(integration.KVConnector)
+    connector._worker_half, connector._has_ended_loads = worker_half(worker), False
+    connector.bind_connector_metadata(ConnectorStep(b"", is_idle=True))
+    first, other = load(), load("other")
+    connector._worker_half.start_step(ConnectorStep.of(StepMetadata(orders=(first, other))))
+    results = [connector.get_transfer_results(set()).finished_recving for _ in range(3)]
+    assert results[:2] == [{"d"}, set()]
+    assert worker.waits == 2  # in the first step, and in the third
+
+
 def test_why_a_lease_failed_reaches_the_scheduler_half_in_a_step_without_other_reports():
     worker, reasons = TakingWorker(), {"p": "LeaseExpiredError: the lease ended"}
     worker.output = WorkerOutput(finished_sending=frozenset(reasons), failed_sending=reasons)

@@ -67,6 +67,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         check_deployment(vllm_config, settings.config.role)
         self._scheduler_half: SchedulerHalf | None = None
         self._worker_half: WorkerHalf | None = None
+        self._has_ended_loads = False
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler_half = SchedulerHalf(vllm_config, settings)
             return
@@ -145,7 +146,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         step = self._connector_metadata
         is_idle = isinstance(step, ConnectorStep) and step.is_idle
-        return self._worker.finished(is_idle=is_idle)
+        # with asynchronous scheduling this step was planned before the last one's results are taken: were it to wait
+        # for other loads, so would what those begin
+        results = self._worker.finished(is_idle=is_idle and not self._has_ended_loads)
+        self._has_ended_loads = bool(results.finished_recving)
+        return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.take_unfilled()
