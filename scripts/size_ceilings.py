@@ -55,7 +55,7 @@ ROOMS: dict[str, Size] = {
     "examples/launchers": Size(39),
     "examples/monitoring": Size(96),
     "examples/minillm": Size(6256),
-    "examples/sglang_1p1d": Size(240),
+    "examples/sglang_1p1d": Size(241),
     "examples/vllm_1p1d": Size(563),
     "scripts": Size(908),
     "tests": Size(91),

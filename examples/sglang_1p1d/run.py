@@ -17,6 +17,7 @@ from vllm_1p1d.model import VOCAB_SIZE, make_model
 from vllm_1p1d.run import OK, http, start, wait_for
 
 HERE = Path(__file__).parent
+NAMES = ("prefill", "decode", "alone")
 PORTS = {"prefill": 1, "decode": 2, "alone": 3, "bootstrap": 4}
 """After the router's."""
 LENGTHS = (100, 300)
@@ -34,7 +35,7 @@ def main() -> int:
     urls = {name: f"http://127.0.0.1:{arguments.port + offset}" for name, offset in PORTS.items()}
     router_url = f"http://127.0.0.1:{arguments.port}"
     with ExitStack() as stack:
-        names = ("prefill", "decode") if arguments.gpus else ("prefill", "decode", "alone")
+        names = NAMES[: arguments.gpus.count(",") + 1] if arguments.gpus else NAMES
         engines = {name: start_engine(stack, arguments, name) for name in names}
         for name in names:
             wait_for(urls[name] + "/health", engines[name], f"{name} engine")
@@ -57,11 +58,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model", help="default: a small one with random weights, made here")
     parser.add_argument("--port", type=int, default=8000, help="the router's; four more follow")
     parser.add_argument("--folder", type=Path, default=HERE / "build", help="for logs and model")
-    parser.add_argument("--gpus", help="two GPUs, such as 0,1: prefill, decode; none: CPU")
-    parser.add_argument("--prefill-args", default="", help="more options of the prefill engine")
-    parser.add_argument("--decode-args", default="", help="more options of the decode engine")
+    parser.add_argument("--gpus", help="such as 0,1: prefill, decode, alone; none: CPU")
+    for name in NAMES:
+        parser.add_argument(f"--{name}-args", default="", help="more options of this engine")
     parser.add_argument("--once", action="store_true", help="end after the comparison")
     arguments = parser.parse_args()
+    if arguments.gpus and arguments.gpus.count(",") not in (1, 2):
+        parser.error("--gpus names two or three GPUs")
     arguments.folder.mkdir(parents=True, exist_ok=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     return arguments
@@ -81,8 +84,7 @@ def engine_command(arguments: argparse.Namespace, name: str) -> tuple[list[str],
     command += ["--host", "127.0.0.1", "--port", str(arguments.port + PORTS[name])]
     environment = {}
     if arguments.gpus:
-        gpu = arguments.gpus.split(",")[("prefill", "decode").index(name)]
-        environment["CUDA_VISIBLE_DEVICES"] = gpu
+        environment["CUDA_VISIBLE_DEVICES"] = arguments.gpus.split(",")[NAMES.index(name)]
     else:
         command += ["--skip-server-warmup", *shlex.split(CPU_OPTIONS)]
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
@@ -91,8 +93,7 @@ def engine_command(arguments: argparse.Namespace, name: str) -> tuple[list[str],
         command += ["--disaggregation-mode", name]
         command += ["--disaggregation-transfer-backend", "kvconnector"]
     if name == "prefill":
-        bootstrap_port = arguments.port + PORTS["bootstrap"]
-        command += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+        command += ["--disaggregation-bootstrap-port", str(arguments.port + PORTS["bootstrap"])]
     elif name == "decode" and not arguments.gpus:
         # SGLang's own choice is pinned memory, which needs CUDA
         command += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
