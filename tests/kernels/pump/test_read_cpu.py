@@ -86,6 +86,23 @@ def test_a_token_longer_than_a_piece_is_a_piece():
     assert reader.num_calls == 3
 
 
+def test_the_last_piece_of_a_job_ends_with_it():
+    """Two jobs of five tokens of 48 bytes, of the first of two parts, in pieces of two tokens."""
+    sides = [[Window(Pool("NHD", 4, num_heads=4)) for _ in range(2)] for _ in "ab"]
+    counts = {"num_heads": 4, "num_tokens": 5}
+    for seed, (src, _) in enumerate(sides):
+        src.pool.fill_random(seed)
+    wants = [expected_buffer(src, dst, **counts) for src, dst in sides]
+    for (_, dst), want in zip(sides, wants, strict=True):
+        dst.parts(want)[1].copy_(dst.parts(dst.buffer)[1])
+    held = [[window.side() for window in pair] for pair in sides]
+    jobs = [job_of(src, dst, num_parts=1, **counts) for src, dst in held]
+    read = read_of(*jobs, piece_bytes=2 * 48)
+    assert Reader().finish(read) == ALL
+    assert all(torch.equal(dst.buffer, want) for (_, dst), want in zip(sides, wants, strict=True))
+    assert read[1] == 6
+
+
 def test_read_of_nothing_is_over_at_once():
     reader = Reader()
     assert reader.finish(read_of()) == ALL
