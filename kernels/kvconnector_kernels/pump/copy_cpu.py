@@ -16,7 +16,7 @@ from numba import cfunc, njit, types
 from kvconnector_kernels.pump import helpers
 from kvconnector_kernels.pump.native import add_flag, record_at, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
-from kvconnector_kernels.pump.sources import SOURCES_HASH
+from kvconnector_kernels.pump.sources import SOURCES_HASH, compiling_alone
 from kvconnector_kernels.pump.steps import helper, window_of
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
 from kvconnector_kernels.relayout.cpu_kernel import copy_part, end_stream
@@ -152,6 +152,7 @@ _help_reads = _make_help(SOURCES_HASH)
 
 
 @cache
+@compiling_alone()
 def compile_copy() -> Any:
     """The compiled copy of a chunk, which has ended when it returns; `address` is where it is, for as long as the
     object lives. See `copy` of `records.STATE`.
@@ -160,12 +161,14 @@ def compile_copy() -> Any:
 
 
 @cache
+@compiling_alone()
 def compile_read() -> Any:
     """The compiled read, some pieces a call, as `compile_copy`. Its context is a crew, or 0. See `records.READ`."""
     return cfunc(types.int64(*[types.int64] * 4), nopython=True, cache=True)(_read)
 
 
 @cache
+@compiling_alone()
 def compile_help() -> Any:
     """What a thread runs, without the GIL, to help with the reads of the crew at an address until that is closed."""
     return njit("void(int64)", nogil=True, cache=True)(_help_reads)

@@ -1,14 +1,21 @@
-"""A number for the sources of compiled code: numba's on-disk cache looks at the cached function's own file only.
+"""What numba's on-disk cache needs: a number for the sources of compiled code, and one process at a time.
 
-What is kept in that cache closes over the number, which so is part of its key.
+The cache looks at the cached function's own file only. What is kept in it closes over the number, which so is part of
+its key. Nor does it keep processes apart that write the same index at once.
 """
 
 from __future__ import annotations
 
+import fcntl
+import os
+import time
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _PUMP = Path(__file__).parent
+_LOCK_TIMEOUT_S, _LOCK_INTERVAL_S = 120.0, 0.01
 
 
 def hash_sources() -> int:
@@ -20,3 +27,26 @@ def hash_sources() -> int:
 
 
 SOURCES_HASH = hash_sources()
+
+
+@contextmanager
+def compiling_alone() -> Iterator[None]:
+    """Keep other processes of this installation out while the block compiles: they find what it has compiled in the
+    cache. After two minutes, or where folders cannot be locked, it compiles all the same. Blocks do not nest.
+    """
+    until_s = time.monotonic() + _LOCK_TIMEOUT_S
+    folder = os.open(_PUMP, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):
+            while time.monotonic() < until_s:
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_LOCK_INTERVAL_S)
+        yield
+    finally:
+        with suppress(OSError):
+            # a child that was forked meanwhile has the same lock
+            fcntl.flock(folder, fcntl.LOCK_UN)
+        os.close(folder)
