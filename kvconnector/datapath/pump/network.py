@@ -133,7 +133,7 @@ class UcxNetwork:
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
         text = self._transport.libucp.library.status_text(status)
-        if status == abi.ERR_IO_ERROR and not self._transport.is_losing_a_peer():
+        if status == abi.ERR_IO_ERROR and not self._transport.may_have_lost_a_peer():
             return registration_error(chunk=chunk, ucx_status=text)
         if status == abi.ERR_CANCELED or status in LOSS_STATUSES:
             return PeerLostError("the peer was lost", chunk=chunk, ucx_status=text)

@@ -99,9 +99,10 @@ class UcxEndpoints:
                 self._lose(endpoint, lost)
                 self._close(endpoint)
 
-    def has_failures(self) -> bool:
-        """Returns True if UCX has reported losses that `book_failures` has not seen."""
-        return bool(self._failures)
+    def has_losses(self, local: WorkerAddress) -> bool:
+        """Returns True if the peer of an open endpoint is gone, reported or not."""
+        self.check_processes(local)
+        return bool(self._failures) or any(each.lost for each in self._open.values())
 
     def check_processes(self, local: WorkerAddress) -> None:
         """Give up the endpoints whose process on this host has ended."""

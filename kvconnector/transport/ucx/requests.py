@@ -57,7 +57,7 @@ class Endpoint:
 
 
 def registration_error(**context: object) -> RegistrationError:
-    """Return what an I/O error means where UCX has not reported the loss of the peer before it."""
+    """Return what an I/O error means where no peer is lost."""
     return RegistrationError("UCX could not register the memory of a message", **context)
 
 
@@ -81,10 +81,14 @@ class _Operation:
 
 
 class RequestTable:
-    """Books every operation from its posting until UCX has let go of its memory, and reports its end once."""
+    """Books every operation from its posting until UCX has let go of its memory, and reports its end once.
 
-    def __init__(self, libucp: Libucp) -> None:
+    `may_have_lost_a_peer` is asked what an I/O error means: a loss, or else a refused registration.
+    """
+
+    def __init__(self, libucp: Libucp, may_have_lost_a_peer: Callable[[], bool]) -> None:
         self._libucp = libucp
+        self._may_have_lost_a_peer = may_have_lost_a_peer
         self._operations: dict[int, _Operation] = {}
         self.finished: list[Completion] = []
         self.failed_control: list[ControlFailed] = []
@@ -259,7 +263,7 @@ class RequestTable:
         text = self._libucp.library.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", tag=operation.tag)
-        if status == ERR_IO_ERROR and (operation.endpoint is None or operation.endpoint.watched):
+        if status == ERR_IO_ERROR and not self._may_have_lost_a_peer():
             return registration_error(tag=operation.tag, ucx_status=text)
         if status in LOSS_STATUSES or status == ERR_CANCELED:
             return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)

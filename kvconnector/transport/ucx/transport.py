@@ -51,7 +51,7 @@ from kvconnector.transport.ucx.libucp import Context, Libucp
 from kvconnector.transport.ucx.listeners import LISTENERS
 from kvconnector.transport.ucx.log import LOG_GUARD
 from kvconnector.transport.ucx.ports import SYSFS
-from kvconnector.transport.ucx.rdma import RdmaWatch
+from kvconnector.transport.ucx.rdma import RdmaWatch, rdma_devices
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64
@@ -99,7 +99,7 @@ class UcxTransport:
             options |= dict.fromkeys(_TCP_SEGMENT_OPTIONS, str(tcp_segment_bytes))
         self._context = Context(library, options)
         try:
-            transports = {transport for transport, _ in self._context.resources()}
+            resources = self._context.resources()
             self._libucp = self._context.open_worker()
         except TransportError:
             self._context.close()
@@ -107,11 +107,12 @@ class UcxTransport:
         library.report()
         self._local = local_worker_address(
             self._libucp.address(),
-            shares_memory=not transports.isdisjoint(SHARED_MEMORY_TRANSPORTS),
+            shares_memory=any(name in SHARED_MEMORY_TRANSPORTS for name, _ in resources),
             tcp_segment_bytes=tcp_segment_bytes,
             ucx_version=library.version[:2],
         )
-        self._requests = RequestTable(self._libucp)
+        self._registers_memory = bool(rdma_devices(resources))
+        self._requests = RequestTable(self._libucp, self.may_have_lost_a_peer)
         self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
         self._rdma = RdmaWatch(options, library, require=require_rdma, sysfs=sysfs)
@@ -258,9 +259,9 @@ class UcxTransport:
         """See `Transport`."""
         return self._endpoints.get(endpoint).falls_back
 
-    def is_losing_a_peer(self) -> bool:
-        """Returns True if UCX has reported a loss that the next `progress` will book."""
-        return self._endpoints.has_failures()
+    def may_have_lost_a_peer(self) -> bool:
+        """Returns True if an I/O error may be the loss of a peer: one is, or nothing here is registered with a NIC."""
+        return not self._registers_memory or self._endpoints.has_losses(self._local)
 
     def lanes(self, endpoint: int) -> str:
         """The lanes that UCX chose, as "transport/device" joined by "+"."""

@@ -188,12 +188,12 @@ def test_shorter_chunk_fails_the_receive(make_pair):
     assert not pair.d.dense(destination, range(8)).any()
 
 
-@pytest.mark.parametrize("is_losing, expected", [(False, RegistrationError), (True, PeerLostError)])
+@pytest.mark.parametrize("is_lost, expected", [(False, RegistrationError), (True, PeerLostError)])
 def test_an_io_error_is_a_refused_registration_unless_ucx_reports_a_loss(
-    make_pair, monkeypatch, is_losing, expected
+    make_pair, monkeypatch, is_lost, expected
 ):
     transport = make_pair().p.transport
-    monkeypatch.setattr(transport, "is_losing_a_peer", lambda: is_losing)
+    monkeypatch.setattr(transport, "may_have_lost_a_peer", lambda: is_lost)
     assert type(UcxNetwork(transport).error_of(abi.ERR_IO_ERROR, 0)) is expected
 
 
