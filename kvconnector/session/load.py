@@ -267,7 +267,7 @@ class Load(Tracked[LoadState]):
     def finished(self, error: KVConnectorError | None) -> FinishLoad:
         """The command that reports the load's end to the engine."""
         extra = b""
-        if error is None and self.is_followed:
+        if self.is_followed:
             extra = next((each.extra for each in self.progress.values() if each.extra), b"")
         return FinishLoad(self.request_id, error, self.trace, self.filled_tokens, extra)
 

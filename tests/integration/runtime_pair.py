@@ -62,7 +62,7 @@ class Engine:
             raise
         self._aggregator = KVOutputAggregator(len(self.workers))
         self.sent, self.received = set(), set()
-        self.failed, self.unsent, self.paths = {}, {}, {}
+        self.failed, self.unsent, self.paths, self.extras = {}, {}, {}, {}
         self.traces = []
 
     def step(self):
@@ -75,13 +75,14 @@ class Engine:
         self.sent |= output.finished_sending
         self.received |= output.finished_recving
         self.failed.update(output.failed_recving)
+        self.extras.update(output.extras)
         for transfer in output.stats.transfers:
             self.paths.setdefault(transfer.request_id, set()).update(transfer.path.split("+"))
         self.traces += output.stats.traces
         self.unsent.update(output.failed_sending)
 
-    def offer(self, request_id, block_ids, num_tokens):
-        params = self.scheduler.offer(request_id, blocks=[block_ids], num_tokens=num_tokens)
+    def offer(self, request_id, block_ids, num_tokens, **more):
+        params = self.scheduler.offer(request_id, blocks=[block_ids], num_tokens=num_tokens, **more)
         self.step()
         return params
 

@@ -55,9 +55,9 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, p
     assert not d.received
     for (_, array), values in zip(arrays, computed, strict=True):
         array[source] = values
-    p.offer("r", source, num_tokens)
+    p.offer("r", source, num_tokens, extra=b"token")
     until(lambda: "w" in d.received and "r" in p.sent, d, p)
-    assert (d.failed, d.paths["w"]) == ({}, {path})
+    assert (d.failed, d.paths["w"], d.extras) == ({}, {path}, {"w": b"token"})
     assert same(expected, d.dense(target, num_tokens))
 
 

@@ -124,7 +124,7 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     # the session says nothing of the end of a lease that is not complete
     assert orders[3:] == [hold("g"), WithdrawRequest("g")]
     assert outbox.awaited() == ["a", "b", "g", "r"]
-    outbox.load_ended("a")
+    outbox.load_ended("a", extra=b"token")
     outbox.load_ended("b", KVConnectorError("dropped"))
     outbox.released("r", "aborted")
     outbox.released("g", "aborted")
@@ -132,12 +132,13 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     assert outbox.is_waiting  # for the prompt that is followed
     output = outbox.take()
     assert output.finished_recving == {"a", "b", "over"}
-    assert output.failed_recving.keys() == {"a", "b"}
+    assert (output.failed_recving.keys(), output.extras) == ({"a", "b"}, {})
     assert output.finished_sending == {"r"}
     # names may be used again
     outbox.expect([load("a"), hold("g")])
-    outbox.load_ended("a")
+    outbox.load_ended("a", extra=b"token")
     outbox.released("g", "released")
     output = outbox.take()
     assert (output.finished_recving, output.failed_recving) == ({"a"}, {})
+    assert output.extras == {"a": b"token"}
     assert output.finished_sending == {"g"}
