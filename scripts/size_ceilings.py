@@ -63,7 +63,7 @@ ROOMS: dict[str, Size] = {
     "tests/docs": Size(449),
     "tests/golden": Size(112),
     "tests/hosts": Size(1457),
-    "tests/integration": Size(1732),
+    "tests/integration": Size(1733),
     "tests/kernels": Size(2005),
     "tests/property": Size(3171),
     "tests/sglang/pure": Size(896),

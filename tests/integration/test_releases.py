@@ -79,9 +79,10 @@ class Fleet:
         options = ["--connector", str(connector or {}).replace("'", '"')]
         with self.monkeypatch.context() as patch:
             if is_last_release:
-                # before this release's: a child imports what is first on its parent's path
+                # before this release's: a child imports from where it is, then by its parent's path
                 paths = [str(self.tree / each) for each in ("", "kernels", "examples")]
                 patch.setattr(sys, "path", paths + sys.path)
+                patch.chdir(self.tree)
             server = await self.cluster.start_engine(name, role, options)
         await self.cluster.wait_healthy(server)
 
