@@ -58,9 +58,9 @@ def share(address, read, fence, num_wanted):
 
 @helper
 def close(fence, value):
-    """Let no helper join any more. The fence has the value once those that did have left."""
+    """Let no helper join any more. The fence has the value once those that did have left. Idempotent."""
     word = load_flag(fence)
-    while not exchange_flag(fence, word, (word & _HELPERS) + value):
+    while word & ~_HELPERS != value and not exchange_flag(fence, word, (word & _HELPERS) + value):
         word = load_flag(fence)
 
 
