@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1512),
     "tests/sglang": Size(724),
     "tests/sglang/harness": Size(1317),
-    "tests/vllm": Size(7093),
+    "tests/vllm": Size(7153),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -203,5 +203,6 @@ CASES = (
     _servers("metrics", metrics, is_quick=True),
     _servers("vllm-router", launchers.vllm_router, needs="vllm_router"),
     _servers("ray-serve", launchers.ray_serve, needs="ray"),
+    _servers("ray-serve-nodes", launchers.ray_nodes, needs="ray"),
     _servers("dynamo", launchers.dynamo, needs="dynamo"),
 )

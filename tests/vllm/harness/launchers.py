@@ -1,6 +1,9 @@
 """Launchers and routers around whole engines: what a client gets through them, beside what one engine alone answers."""
 
 import json
+import os
+import secrets
+import subprocess
 import sys
 import tempfile
 import time
@@ -10,11 +13,13 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
+from tests.hosts.network import Network
 from tests.support.ports import free_ports
 from tests.vllm.harness.servers import (
     NUM_TOKENS,
     TIMEOUT_S,
     Servers,
+    becomes,
     failures,
     samples_of,
     transfers,
@@ -25,6 +30,8 @@ PROMPTS = 4
 MAX_TOKENS = 16
 MODEL = "tiny"
 SIDES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+RAY_PORTS = ("--port", "8000", "--metrics", "9400")
+"""Of a host of its own, where every port is free."""
 RAY_APP = (sys.executable, "-m", "tests.vllm.harness.ray_app")
 
 
@@ -103,6 +110,52 @@ def ray_serve(folder, outcome, device):
         before = _samples(metrics)
         compare_through(url, MODEL, outcome, expected)
         _check_loaded(outcome, _samples(metrics), before)
+
+
+def ray_nodes(folder, outcome, device):
+    """The same on two Ray nodes, which are hosts of their own: the prefill engine on one, the decode engine on the
+    other.
+    """
+    model, expected = _alone(folder, device)
+    # of this process, which is the case's own; else the head takes the user's, if there is one, and the other node none
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with ExitStack() as stack:
+        short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
+        generate_keys(short / "keys")
+        files = short / "files"
+        files.mkdir()
+        network = stack.enter_context(Network())
+        nodes = {side: network.host(side) for side in SIDES}
+        address = f"{nodes['prefill'].address}:6379"
+
+        def start(name, node, *command):
+            log = stack.enter_context((folder / "logs" / f"{name}.log").open("wb"))
+            output = {"stdout": log, "stderr": subprocess.STDOUT}
+            return node.start([sys.executable, "-m", *command], **output).popen
+
+        for side, node in nodes.items():
+            # both nodes name their files alike, and find their own address by their default route
+            node.run(["mount", "-t", "tmpfs", "tmpfs", str(files)])
+            node.run(["ip", "route", "add", "default", "via", network.address])
+            command = ["ray.scripts.scripts", "start", "--block", "--num-cpus=6"]
+            command += [f"--node-ip-address={node.address}", f"--object-store-memory={200 << 20}"]
+            command += [f"--resources={json.dumps({side: 1})}", "--disable-usage-stats"]
+            head = ["--head", "--port=6379", "--include-dashboard=false", f"--temp-dir={files}"]
+            command += head if side == "prefill" else [f"--address={address}"]
+            start(f"node-{side}", node, *command)
+        log = folder / "logs" / "node-decode.log"
+        outcome.check("the second node", becomes(lambda: "Ray runtime started" in log.read_text()))
+        command = [RAY_APP[-1], "--address", address, "--host", nodes["prefill"].address]
+        command += ["--model", model, "--keys", str(short / "keys"), *RAY_PORTS]
+        app = start("app", nodes["prefill"], *command)
+        url = f"http://{nodes['prefill'].address}:{RAY_PORTS[1]}"
+        metrics = f"http://{nodes['decode'].address}:{RAY_PORTS[3]}/metrics"
+        with network.inside():
+            for ready in (metrics, f"{url}/v1/models"):
+                example.wait_for(ready, app, "Ray Serve application")
+            before = _samples(metrics)
+            compare_through(url, MODEL, outcome, expected)
+            _check_loaded(outcome, _samples(metrics), before)
 
 
 def dynamo(folder, outcome, device):

@@ -51,7 +51,9 @@ def main():
             f"{side}_config": LLMConfig(**engine(arguments, side, role))
             for side, role in SIDES.items()
         }
-        serve.start(http_options={"host": arguments.host, "port": arguments.port})
+        serve.start(
+            http_options={"location": "HeadOnly", "host": arguments.host, "port": arguments.port}
+        )
         serve.run(build_pd_openai_app(sides))
         sys.stdout.write("ready\n")
         sys.stdout.flush()

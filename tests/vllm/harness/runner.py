@@ -7,9 +7,11 @@ import os
 from contextlib import closing
 from math import prod
 
+from tests.hosts.network import missing
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import EXACT
 from tests.vllm.harness.engine import EngineSpec
+from tests.vllm.harness.launchers import ray_nodes
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.scenarios import Outcome, restarted
@@ -67,6 +69,8 @@ def why_skipped(case, device):
             return "vLLM's CPU code has none of it"
     elif case.needs and importlib.util.find_spec(case.needs) is None:
         return f"{case.needs} is not installed: `scripts/test_vllm --launchers` does it"
+    if case.servers is ray_nodes and (why := missing()):
+        return why
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if case.found_by in BY_NAME and "kvconnector" not in plugins.names:
         return "kvconnector is not installed: vLLM finds it by its plugin"

@@ -149,15 +149,15 @@ def _a_transfer(servers, outcome):
     outcome.check("one path", list(paths.values()), [1])
     outcome.check("no failure", failures(found), {})
     line = "KV Transfer metrics: Num successful transfers=1"
-    outcome.check("the log line", _becomes(lambda: line in servers.log("decode")))
+    outcome.check("the log line", becomes(lambda: line in servers.log("decode")))
 
 
 def _an_expired_lease(servers, outcome):
     offer = servers.offer(2)
-    expired = _becomes(lambda: servers.metrics("prefill")["num_kv_expired_reqs_total"] == 1)
+    expired = becomes(lambda: servers.metrics("prefill")["num_kv_expired_reqs_total"] == 1)
     outcome.check("one expired lease", expired)
     # vLLM writes its own line of an idle engine at the debug level only
-    outcome.check("its warning", _becomes(lambda: "ended before every" in servers.log("prefill")))
+    outcome.check("its warning", becomes(lambda: "ended before every" in servers.log("prefill")))
     _compare(servers, outcome, "a late reader", 2, offer)
     outcome.check("one failure", failures(servers.metrics("decode")), {"LeaseExpiredError": 1})
 
@@ -212,7 +212,7 @@ def _compare(servers, outcome, what, seed, offer=None):
     outcome.compare(what, servers.ask("decode", seed, kv_transfer_params=offer), expected)
 
 
-def _becomes(condition):
+def becomes(condition):
     """Whether something is true within `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
