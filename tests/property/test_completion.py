@@ -29,7 +29,7 @@ stats = st.builds(
             path=st.just("packed"),
         ),
         max_size=2,
-    ).map(tuple),
+    ),
     failures=st.dictionaries(st.sampled_from(["LeaseExpiredError", "X"]), st.integers(1, 3)),
     leases_expired=st.integers(0, 2),
 )
@@ -115,7 +115,7 @@ class Model:
         assert self.events_told == Counter(
             {event: min(counts[event] for counts in self.events) for event in EVENTS}
         )
-        assert engine.stats.transfers == tuple(t for o in self.said for t in o.stats.transfers)
+        assert engine.stats.transfers == [t for o in self.said for t in o.stats.transfers]
         assert engine.stats.leases_expired == sum(o.stats.leases_expired for o in self.said)
         total = Counter()
         for output in self.said:

@@ -101,7 +101,7 @@ def test_the_tier_loads_nothing_before_the_producer_has_begun(world):
     assert (step.news.loads, step.tier, engine.used_blocks) == ([], [], 0)
     Step(engine, WorkerReport({request.request_id}))
     step = Step(engine)
-    assert [load.token_ranges for load in step.news.loads] == [((SPLIT, 199),)]
+    assert [load.token_ranges for load in step.news.loads] == [((SPLIT, 200),)]
     assert len(step.tier) == 1
 
 
