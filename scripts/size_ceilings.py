@@ -43,7 +43,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(634, target=520),
     "kvconnector/planning": Size(557, target=560),
     "kvconnector/runtime": Size(3999, target=2800),
-    "kvconnector/session": Size(3865, target=2900),
+    "kvconnector/session": Size(3866, target=2900),
     "kvconnector/topology": Size(899, target=980),
     "kvconnector/transport": Size(2885, target=2530),
     "kvconnector/wire": Size(626, target=500),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1512),
     "tests/sglang": Size(724),
     "tests/sglang/harness": Size(1317),
-    "tests/vllm": Size(7153),
+    "tests/vllm": Size(7170),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -34,7 +34,7 @@ class Agenda(Generic[ThingT]):
         self._things: dict[int, ThingT] = {}
         self._heap: list[tuple[float, int]] = []
         self._new: list[tuple[float, int]] = []
-        """What is not on the heap yet."""
+        """Planned since the last look, and not on the heap yet."""
         self._numbers = count()
 
     def plan(self, thing: ThingT, at: float) -> None:
@@ -62,13 +62,14 @@ class Agenda(Generic[ThingT]):
         """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things. What is planned meanwhile
         is for the next call, as is the rest if the caller stops.
         """
-        self.next_deadline()
+        first = self.next_deadline()
         for _ in range(MAX_AT_ONCE):
-            if self._first() > now:
+            if first > now:
                 break
             thing = self._things[heappop(self._heap)[1]]
             self.forget(thing)
             yield thing
+            first = self._first()
 
     def _first(self) -> float:
         while self._heap and self._heap[0][1] not in self._things:

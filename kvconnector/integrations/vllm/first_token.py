@@ -188,7 +188,7 @@ class FirstTokens:
             return
         try:
             *came, num_tokens = msgspec.msgpack.decode(extra, type=tuple[Any, ...])
-        except (msgspec.MsgspecError, ValueError, UnicodeDecodeError, RecursionError):
+        except (msgspec.MsgspecError, ValueError, RecursionError):
             came, num_tokens = [], None
         self._take(self._expected[request_id][0], came, num_tokens)
 

@@ -72,7 +72,7 @@ def parse():
             name
             for name, case in BY_NAME.items()
             if (case.is_quick or not arguments.quick)
-            and (case.needs not in ("", "gpus") or not arguments.launchers)
+            and ({*case.needs} - {"gpus"} or not arguments.launchers)
         ]
     return arguments
 

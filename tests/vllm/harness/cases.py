@@ -23,9 +23,9 @@ class Case:
     `found_by`: the connector is found by a module's path, by its plugin's name, or as the child of a
     `MultiConnector` ("multi"), also after vLLM's OffloadingConnector: in ours, which loads from both ("ranges"), or in
     vLLM's own, which loads from the first that has anything ("first-hit"). `servers` takes the place of all this with
-    API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus", which vLLM's
-    CPU code cannot do without, or a launcher's or router's package. `gpu_dtype`: where the attention that a case needs
-    takes no float32.
+    API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" that vLLM's
+    CPU code cannot do without, "hosts" made of namespaces, or packages of a launcher or router. `gpu_dtype`: where the
+    attention that a case needs takes no float32.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Case:
     servers: Callable[[Path, s.Outcome, Device], None] | None = None
     is_quick: bool = False
     has_nixl: bool = True
-    needs: str = ""
+    needs: tuple[str, ...] = ()
     gpu_dtype: str = "float32"
 
 
@@ -79,7 +79,7 @@ EXPERTS = "--enable-expert-parallel"
 MLA_EXPERTS = f"{EXPERTS} --dtype bfloat16"
 # vLLM 0.32's CPU code lacks the collectives of spread experts
 DP2 = {"dp_size": 2}
-SPREAD = {"needs": "gpus", "decode": DP2}
+SPREAD = {"needs": ("gpus",), "decode": DP2}
 BOTH = ("kv_both", "kv_both")
 BOTH_WAYS = {"bidirectional_kv_xfer": True}
 BF16 = {"dtype": "bfloat16"}
@@ -98,7 +98,7 @@ PACKED = {"environment": {"KVCONNECTOR_PATHS_DIRECT": "never"}}
 LATE = {"environment": {"HOST_TIER_POLLS": "200"}}
 HND = {"environment": {"VLLM_KV_CACHE_LAYOUT": "HND"}}
 SLEEPY = {"arguments": {"enable_sleep_mode": True}}
-ON_GPUS_BF16 = {"needs": "gpus", "gpu_dtype": "bfloat16"}
+ON_GPUS_BF16 = {"needs": ("gpus",), "gpu_dtype": "bfloat16"}
 MLA = {"model": {"kind": "mla", "layers": 2}, **ON_GPUS_BF16}
 LOST = {"policy": "recompute", "leaves_nothing": False}
 PACKED_LOST = {**LOST, "options": {"paths": {"direct": "never"}}}
@@ -174,7 +174,7 @@ CASES = (
     _both("eagle", {"draft": "eagle"}),
     _both("mtp", MTP, model={"kind": "mtp"}),
     Case("preemption", s.preempted, decode={"cache_bytes": 66 << 18}),
-    _both("sleep", SLEEPY, scenario=s.slept, has_nixl=False, needs="gpus"),
+    _both("sleep", SLEEPY, scenario=s.slept, has_nixl=False, needs=("gpus",)),
     Case("abort", s.abort),
     Case("kill-recompute", s.killed, **LOST),
     Case("kill-fail", s.killed, leaves_nothing=False),
@@ -201,8 +201,8 @@ CASES = (
         "dp2-dp2-mla", one_address("mla-moe", prefill=2, decode=2, more=MLA_EXPERTS), **SPREAD
     ),
     _servers("metrics", metrics, is_quick=True),
-    _servers("vllm-router", launchers.vllm_router, needs="vllm_router"),
-    _servers("ray-serve", launchers.ray_serve, needs="ray"),
-    _servers("ray-serve-nodes", launchers.ray_nodes, needs="ray"),
-    _servers("dynamo", launchers.dynamo, needs="dynamo"),
+    _servers("vllm-router", launchers.vllm_router, needs=("vllm_router",)),
+    _servers("ray-serve", launchers.ray_serve, needs=("ray",)),
+    _servers("ray-serve-nodes", launchers.ray_nodes, needs=("ray", "hosts")),
+    _servers("dynamo", launchers.dynamo, needs=("dynamo",)),
 )

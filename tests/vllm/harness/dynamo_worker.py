@@ -7,7 +7,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# asks once whether there is torchvision, and remembers the answer
+# looks for torchvision once, and remembers the answer
 from transformers.utils import is_torchvision_available
 
 NAMES = ("torchvision", "transforms", "v2", "functional")

@@ -77,7 +77,7 @@ def compare_through(url, model, outcome, expected):
 
 
 def vllm_router(folder, outcome, device):
-    """vllm-router in front of a prefill and a decode server."""
+    """vllm-router, with a prefill and a decode server."""
     with ExitStack() as stack:
         servers = Servers(folder, stack, device)
         port = free_ports((0, 1))
@@ -103,13 +103,8 @@ def ray_serve(folder, outcome, device):
         port = free_ports((0, 1))
         command = [*RAY_APP, "--model", model, "--keys", str(short / "keys")]
         command += ["--folder", str(short), "--port", str(port), "--metrics", str(port + 1)]
-        app = example.start(stack, folder / "logs" / "app.log", command)
-        url, metrics = f"http://127.0.0.1:{port}", f"http://127.0.0.1:{port + 1}/metrics"
-        for ready in (metrics, f"{url}/v1/models"):
-            example.wait_for(ready, app, "Ray Serve application")
-        before = _samples(metrics)
-        compare_through(url, MODEL, outcome, expected)
-        _check_loaded(outcome, _samples(metrics), before)
+        app = example.start(stack, folder / "logs" / "app.log", command, ray_token())
+        _compare_ray(app, f"127.0.0.1:{port}", f"127.0.0.1:{port + 1}", outcome, expected)
 
 
 def ray_nodes(folder, outcome, device):
@@ -117,8 +112,7 @@ def ray_nodes(folder, outcome, device):
     other.
     """
     model, expected = _alone(folder, device)
-    # of this process, which is the case's own; else the head takes the user's, if there is one, and the other node none
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    os.environ |= ray_token()
     with ExitStack() as stack:
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
         generate_keys(short / "keys")
@@ -148,14 +142,12 @@ def ray_nodes(folder, outcome, device):
         command = [RAY_APP[-1], "--address", address, "--host", nodes["prefill"].address]
         command += ["--model", model, "--keys", str(short / "keys"), *RAY_PORTS]
         app = start("app", nodes["prefill"], *command)
-        url = f"http://{nodes['prefill'].address}:{RAY_PORTS[1]}"
-        metrics = f"http://{nodes['decode'].address}:{RAY_PORTS[3]}/metrics"
+        places = (
+            f"{nodes['prefill'].address}:{RAY_PORTS[1]}",
+            f"{nodes['decode'].address}:{RAY_PORTS[3]}",
+        )
         with network.inside():
-            for ready in (metrics, f"{url}/v1/models"):
-                example.wait_for(ready, app, "Ray Serve application")
-            before = _samples(metrics)
-            compare_through(url, MODEL, outcome, expected)
-            _check_loaded(outcome, _samples(metrics), before)
+            _compare_ray(app, *places, outcome, expected)
 
 
 def dynamo(folder, outcome, device):
@@ -178,9 +170,7 @@ def dynamo(folder, outcome, device):
         example.start(stack, folder / "logs" / "frontend.log", command, common)
         metrics = f"http://127.0.0.1:{port + 2}/metrics"
         _wait_for_a_transfer(url, metrics)
-        before = _samples(metrics)
-        compare_through(url, MODEL, outcome, expected)
-        _check_loaded(outcome, _samples(metrics), before)
+        _compare_loaded(url, metrics, outcome, expected)
 
 
 def _dynamo_worker(side, role, model, keys, port):
@@ -244,6 +234,27 @@ def _samples(url):
     if status != example.OK:
         raise RuntimeError(f"{url} answered {status}")
     return samples_of(answer.decode())
+
+
+def ray_token():
+    """Variables of all processes of an application: else Ray writes a token into the user's home, and another host has
+    none.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _compare_ray(app, address, metrics_address, outcome, expected):
+    """Once the application at `address` and the decode engine's metrics are there."""
+    url, metrics = f"http://{address}", f"http://{metrics_address}/metrics"
+    for ready in (metrics, f"{url}/v1/models"):
+        example.wait_for(ready, app, "Ray Serve application")
+    _compare_loaded(url, metrics, outcome, expected)
+
+
+def _compare_loaded(url, metrics, outcome, expected):
+    before = _samples(metrics)
+    compare_through(url, MODEL, outcome, expected)
+    _check_loaded(outcome, _samples(metrics), before)
 
 
 def _check_loaded(outcome, samples, before=MappingProxyType({})):

@@ -11,7 +11,6 @@ from tests.hosts.network import missing
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import EXACT
 from tests.vllm.harness.engine import EngineSpec
-from tests.vllm.harness.launchers import ray_nodes
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.scenarios import Outcome, restarted
@@ -64,13 +63,20 @@ def world_size(options):
 
 def why_skipped(case, device):
     """Why a case cannot run on a device; empty if it can."""
-    if case.needs == "gpus":
-        if device.kind == "cpu":
-            return "vLLM's CPU code has none of it"
-    elif case.needs and importlib.util.find_spec(case.needs) is None:
-        return f"{case.needs} is not installed: `scripts/test_vllm --launchers` does it"
-    if case.servers is ray_nodes and (why := missing()):
-        return why
+    for need in case.needs:
+        if need == "gpus":
+            why = "vLLM's CPU code has none of it" if device.kind == "cpu" else ""
+        elif need == "hosts":
+            why = missing()
+        else:
+            is_there = importlib.util.find_spec(need) is not None
+            why = (
+                ""
+                if is_there
+                else f"{need} is missing: `scripts/test_vllm --launchers` installs it"
+            )
+        if why:
+            return why
     plugins = importlib.metadata.entry_points(group="vllm.general_plugins")
     if case.found_by in BY_NAME and "kvconnector" not in plugins.names:
         return "kvconnector is not installed: vLLM finds it by its plugin"
