@@ -159,7 +159,7 @@ async def error_middleware(request: web.Request, handler: Any) -> web.StreamResp
     except ApiError as error:
         return error.response()
     except web.HTTPException as error:
-        return ApiError(error.status, error.reason).response()
+        return ApiError(error.status, error.text or error.reason).response()
     except Exception:
         logger.exception("%s %s failed", request.method, request.path)
         return ApiError(500, "internal error; the server's log has the details").response()

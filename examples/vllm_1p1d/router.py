@@ -74,7 +74,7 @@ class Router:
     def __init__(self, prefill_urls: list[str], decode_urls: list[str]) -> None:
         self._prefill = itertools.cycle(prefill_urls)
         self._decode = itertools.cycle(decode_urls)
-        self._session: aiohttp.ClientSession | None = None
+        self._session: aiohttp.ClientSession
         self._streaming: dict[str, dict[str, Any]] = {}
         """How a decode engine finds each prefill engine that takes the names of transfers."""
 
@@ -108,9 +108,11 @@ class Router:
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST: prefill with one token, and decode; the decode engine's answer is passed on as it comes."""
         try:
-            body = await request.json()
-        except json.JSONDecodeError as error:
+            body = json.loads(await request.read())
+        except ValueError as error:
             raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise web.HTTPBadRequest(text="the body must be a JSON object")
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
@@ -121,11 +123,8 @@ class Router:
         )
         try:
             if prefill in self._streaming:
-                address = self._streaming[prefill]
-                full = {
-                    **body,
-                    "kv_transfer_params": {"do_remote_prefill": True, **address, **names},
-                }
+                known = {"do_remote_prefill": True, **self._streaming[prefill], **names}
+                full = {**body, "kv_transfer_params": known}
                 begun = asyncio.create_task(self._begun(decode, full, headers))
                 answer = await self._streamed(request, begun, prefilled, prefill)
                 if answer is not None:
@@ -192,11 +191,14 @@ class Router:
         if "max_completion_tokens" in body:
             short["max_completion_tokens"] = 1
         short["kv_transfer_params"] = {**REMOTE_DECODE, **names}
-        async with await self._post(url + path, short, headers) as answer:
-            try:
+        try:
+            async with await self._post(url + path, short, headers) as answer:
                 content = await answer.read()
-            except (aiohttp.ClientError, TimeoutError) as error:
-                raise _unanswered(url, error) from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise _unanswered(url, error) from error
+        except web.HTTPException:
+            self._streaming.pop(url, None)  # another engine may take its place
+            raise
         if answer.status != OK:
             return Prefilled(
                 web.Response(status=answer.status, body=content, content_type=answer.content_type)
@@ -230,8 +232,6 @@ class Router:
     async def _post(
         self, url: str, body: dict[str, Any], headers: dict[str, str]
     ) -> aiohttp.ClientResponse:
-        if self._session is None:
-            raise web.HTTPServiceUnavailable(text="the router is not running")
         try:
             return await self._session.post(url, json=body, headers=headers)
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -261,8 +261,7 @@ def main() -> None:
     parser.add_argument("--prefill", action="append", required=True, help="base URL; repeatable")
     parser.add_argument("--decode", action="append", required=True, help="base URL; repeatable")
     arguments = parser.parse_args()
-    router = Router(arguments.prefill, arguments.decode)
-    app = router.app()
+    app = Router(arguments.prefill, arguments.decode).app()
     web.run_app(app, host=arguments.host, port=arguments.port, print=None, backlog=BACKLOG)
 
 

@@ -3,9 +3,9 @@
 from aiohttp import web
 
 
-def app_of(handler, **options):
+def app_of(handler):
     """A server that answers completions."""
-    application = web.Application(**options)
+    application = web.Application()
     application.add_routes([web.post("/v1/completions", handler)])
     return application
 

@@ -14,7 +14,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from kvconnector.errors import IncompatiblePeerError, LocalError
 from minillm.client import CompletionError, complete
 from minillm.config import EngineConfig
-from minillm.http_api import ApiError, error_middleware
+from minillm.http_api import ApiError
 from minillm.http_serving import run_app
 from minillm.messages import SampledToken
 from minillm.processes import log_to_stderr
@@ -176,10 +176,9 @@ def test_a_client_that_goes_away_aborts_its_request(tmp_path):
 @asynccontextmanager
 async def router_between(first, second):
     """A client of a router of two servers, which this starts."""
-    async with first, second, aiohttp.ClientSession() as session:
+    async with first, second:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
-        front = app_of(Router(session, *urls).completions, middlewares=[error_middleware])
-        async with TestClient(TestServer(front)) as client:
+        async with TestClient(TestServer(Router(*urls).app())) as client:
             yield client
 
 
@@ -220,7 +219,7 @@ ASKED = b'{"prompt": [1], "stream": true, "extra": "kept"}'
 @pytest.mark.parametrize(
     "prefill,is_decode_up,data,status,message",
     [
-        (refuse, True, ASKED, 400, "prefill: too long"),
+        (refuse, True, ASKED, 400, "too long"),
         (prefill_well, False, ASKED, 502, "did not answer"),
         (prefill_well, True, b"[]", 400, ""),
         (prefill_well, True, b"\xff", 400, ""),
