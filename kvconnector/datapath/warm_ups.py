@@ -7,7 +7,8 @@ from secrets import randbits
 from kvconnector.datapath.base import EventQueue
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
-from kvconnector.transport import Buffer, Completion, MessageSizeError, Transport
+from kvconnector.transport import Buffer, Completion, MessageSizeError
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
 
 _BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
@@ -25,7 +26,7 @@ def new_tags() -> int:
 class WarmUps:
     """The warm-up messages that one worker awaits from producers. That one has come goes to `events`."""
 
-    def __init__(self, transport: Transport, events: EventQueue) -> None:
+    def __init__(self, transport: UcxTransport, events: EventQueue) -> None:
         self._transport = transport
         self._events = events
         self._by_link: dict[LinkId, set[int]] = {}

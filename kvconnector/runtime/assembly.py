@@ -20,7 +20,7 @@ from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.topology import EngineGeometry
-from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 
@@ -38,7 +38,7 @@ def build_driver(
     incarnation: Incarnation,
     pools: Pools,
     control: ControlChannel,
-    transport: Transport,
+    transport: UcxTransport,
     datapath: DataPath,
     outbox: Outbox,
     intake: Callable[[Driver], None] = lambda driver: None,
@@ -93,7 +93,7 @@ def build_driver(
 def hello_reply(
     config: ConnectorConfig,
     pools: Pools,
-    transport: Transport,
+    transport: UcxTransport,
     datapath: DataPath,
     incarnation: Incarnation,
 ) -> m.HelloReply:

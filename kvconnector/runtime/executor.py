@@ -23,7 +23,7 @@ from kvconnector.session.commands import LinkId
 from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import lease_key
 from kvconnector.topology import EngineGeometry
-from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
@@ -39,7 +39,7 @@ def hello_of(
     rank: Rank,
     incarnation: Incarnation,
     config: ConnectorConfig,
-    transport: Transport,
+    transport: UcxTransport,
 ) -> m.Hello:
     """Return the greeting of a consumer worker to each producer worker; the warm-up message and the inbox differ."""
     return m.Hello(
@@ -78,7 +78,7 @@ class Executor:
         *,
         outbox: Outbox,
         hello: m.Hello,
-        transport: Transport,
+        transport: UcxTransport,
         security: Security,
         slow_load_s: float,
         report: Callable[[object], None],

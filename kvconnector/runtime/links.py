@@ -33,13 +33,13 @@ from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.topology import RankGeometry
-from kvconnector.transport import Transport
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     ControlEvent,
     ControlFailed,
     ControlMessage,
 )
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import encode, encode_batch, version_of
 from kvconnector.wire import messages as m
 
@@ -103,7 +103,7 @@ class Links:
     def __init__(
         self,
         control: ControlChannel,
-        transport: Transport,
+        transport: UcxTransport,
         *,
         max_message_bytes: int,
         over_ucx: bool,
@@ -297,7 +297,7 @@ class Links:
 
     def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
         """Yield what came over the transport, in order. A caller that stops gets the rest next time: it `has_more`.
-        `progress`: see `Transport.receive_control`.
+        `progress`: see `UcxTransport.receive_control`.
         """
         if progress or not self._arrived:
             self._arrived += self._transport.receive_control(self._limits, progress=progress)

@@ -1,8 +1,6 @@
-"""Moving bytes between workers: one contract (`base`), and UCX, which fulfils it."""
+"""Moving bytes between workers: one contract (`base`), and UCX (`ucx`), which fulfils it."""
 
-from kvconnector.transport.base import NO_FILENO as NO_FILENO
 from kvconnector.transport.base import Buffer as Buffer
 from kvconnector.transport.base import Completion as Completion
 from kvconnector.transport.base import MessageSizeError as MessageSizeError
 from kvconnector.transport.base import RegistrationError as RegistrationError
-from kvconnector.transport.base import Transport as Transport

@@ -1,4 +1,4 @@
-"""The contract between the data path and whatever moves bytes: tagged messages between two workers.
+"""The contract of whatever moves bytes: tagged messages between two workers.
 
 Ordering. Messages of one tag through one endpoint match receives of that tag in the order in which both were posted.
 Between different tags, or different endpoints, there is no order.
@@ -20,9 +20,8 @@ were sent. Nothing completes: what cannot be delivered any more shows as `Contro
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import TypeAlias
 
 from kvconnector.errors import KVConnectorError, TransportError
 
@@ -36,10 +35,6 @@ who is silent is given up by the sessions.
 
 MAX_CONTROL_PER_CALL = 256
 """Control messages that one `receive_control` takes from the network."""
-
-
-NO_FILENO = -1
-"""`fileno()` of a transport that cannot wake a sleeper and must be polled."""
 
 
 class MessageSizeError(TransportError):
@@ -107,81 +102,3 @@ class ControlFailed:
 
 
 ControlEvent: TypeAlias = ControlMessage | ControlRefused | ControlFailed
-
-
-@runtime_checkable
-class Transport(Protocol):
-    """Tagged messages from and to one worker; the module's docstring is the contract. Every method but `progress`,
-    `receive_control`, `disconnect` and `close` raises `LocalError` once the transport is closed.
-    """
-
-    @property
-    def address(self) -> bytes:
-        """What a peer passes to its `connect`. Opaque; stable from construction to `close`."""
-
-    def connect(self, address: bytes) -> int:
-        """Open a sending direction to a worker: its endpoint id.
-
-        Raises:
-            RemoteProtocolError: the bytes are no address of this kind of transport.
-            IncompatiblePeerError: the library could not exchange messages with that worker, as both are set.
-            TransportError: the library cannot reach that worker.
-        """
-
-    def disconnect(self, endpoint: int) -> None:
-        """Give up an endpoint: what it still sends completes with `OperationCancelledError`, and may yet be received.
-        The peer may lose its own endpoint to this worker. Idempotent.
-        """
-
-    def falls_back_to_tcp(self, endpoint: int) -> bool:
-        """Returns True if an endpoint to another host has no RDMA lane although RDMA ports are active here."""
-
-    def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
-        """Post a message and return its ticket. It may complete before the peer has received it. One to a peer that is
-        known to be lost completes with `PeerLostError`; no such endpoint (any more) is a `LocalError`.
-        """
-
-    def recv(self, tag: int, buffer: Buffer) -> int:
-        """Post a receive for exactly this tag, from any endpoint, and return its ticket. It does not know its sender,
-        so the loss of a peer does not end it unless its message was already arriving: cancel it.
-        """
-
-    def cancel(self, ticket: int) -> None:
-        """End an operation with `OperationCancelledError`, unless it completes first. A cancelled send may still reach
-        the peer, with whatever its memory holds then: never reuse its tag. `LocalError`: no such ticket was given.
-        """
-
-    def progress(self) -> list[Completion]:
-        """Drive the library until nothing moves, without blocking, and return what ended: every ticket once. After
-        `close`, one call returns what `close` cancelled.
-        """
-
-    def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
-        """Post a control message. It never blocks, and `payload` is kept for as long as the library needs it.
-
-        Raises:
-            LocalError: no such endpoint (any more).
-            PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL_BYTES` have not left yet.
-        """
-
-    def receive_control(
-        self, limits: Mapping[int, int], *, progress: bool = False
-    ) -> list[ControlEvent]:
-        """Return the control messages that arrived or failed, at most `MAX_CONTROL_PER_CALL`; never blocks. Call it
-        after `progress()`, before sleeping, until it returns nothing. `limits` are the bytes that a message may have,
-        by tag; no memory is spent on others. `progress` drives the library first: call `progress()` as well before
-        sleeping.
-        """
-
-    def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
-        """Drop messages that `progress` brought and no `recv` was posted for, from the oldest to the first whose tag is
-        `awaited` in the bits of `mask`. Returns their number; control messages are not among them.
-        """
-
-    def fileno(self) -> int:
-        """A descriptor that is readable when `progress()` has work, or `NO_FILENO`."""
-
-    def close(self) -> None:
-        """Cancel what is outstanding and release everything, in order. Control messages still go out, for as long as
-        the transport waits for its peers. Idempotent.
-        """

@@ -24,7 +24,6 @@ from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_CONTROL_PER_CALL,
     MAX_UNSENT_CONTROL_BYTES,
-    NO_FILENO,
     Buffer,
     Completion,
     ControlFailed,
@@ -35,6 +34,7 @@ from kvconnector.transport.base import (
 )
 
 _ADDRESS_PREFIX = b"loopback:"
+NO_FILENO = -1  # of a transport that cannot wake a sleeper and must be polled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

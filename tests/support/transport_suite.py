@@ -17,14 +17,14 @@ from kvconnector.errors import KVConnectorError, LocalError, OperationCancelledE
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     MAX_UNSENT_CONTROL_BYTES,
-    NO_FILENO,
     Buffer,
     ControlFailed,
     ControlMessage,
     ControlRefused,
     MessageSizeError,
-    Transport,
 )
+from kvconnector.transport.ucx import UcxTransport
+from tests.support.loopback import NO_FILENO
 
 SIZES_BYTES = (0, 1, 7, 4096, 1 << 20, 9 << 20)
 TAG = CONTROL_TAG_BIT | (1 << 62) | 77
@@ -52,7 +52,7 @@ class HostMemory:
 class Worker:
     """One side: its transport, its endpoint to the other side, and its memory."""
 
-    transport: Transport
+    transport: UcxTransport
     endpoint: int
     allocate: Callable[[int], Any] = HostMemory
 

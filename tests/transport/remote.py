@@ -4,8 +4,9 @@ import select
 import time
 from dataclasses import replace
 
-from kvconnector.transport.base import NO_FILENO, Buffer
+from kvconnector.transport import Buffer
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.loopback import NO_FILENO
 from tests.support.remote import RemoteObject
 from tests.support.transport_suite import HostMemory
 

@@ -288,13 +288,10 @@ def on_another_host(transport):
 
 
 def test_an_address_with_a_deeply_nested_field_that_is_not_known_is_malformed():
-    start, body = (
-        struct.Struct("<4sI"),
-        msgspec.msgpack.encode(WorkerAddress(b"", 1, 1, False, b"")),
-    )
+    body = msgspec.msgpack.encode(WorkerAddress(b"", 1, 1, False, b""))
     body = bytes([body[0] + 1]) + body[1:] + b"\x91" * 60_000 + b"\xc0"
     with pytest.raises(RemoteProtocolError, match="malformed"):
-        WorkerAddress.decode(start.pack(b"KVU2", zlib.crc32(body)) + body)
+        WorkerAddress.decode(struct.pack("<4sI", b"KVU2", zlib.crc32(body)) + body)
 
 
 def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_required(

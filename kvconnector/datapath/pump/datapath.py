@@ -45,7 +45,7 @@ from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
 from kvconnector.datapath.staging import SlotPool
-from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
 
 MAX_RUN_S = 0.1
@@ -68,7 +68,7 @@ class DataPath:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: UcxTransport,
         network: Network,
         copies: Copies,
         *,

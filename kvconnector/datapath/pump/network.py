@@ -77,7 +77,7 @@ class Network(Protocol):
         """Why an operation failed."""
 
     def progress(self, *, others_move: bool) -> list[Completion]:
-        """See `Transport`: of operations that were not posted by the loop."""
+        """See `UcxTransport`: of operations that were not posted by the loop."""
 
     def is_control_arriving(self) -> bool:
         """Returns True if a control message is on its way that the caller has begun to take."""

@@ -22,7 +22,7 @@ from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import Network
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
-from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ CUDA_LOOKS_S = (10e-6, 5e-6)
 def open_datapath(
     config: ConnectorConfig,
     pools: Pools,
-    transport: Transport,
+    transport: UcxTransport,
     network: Network,
     clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:

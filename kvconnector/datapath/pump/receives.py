@@ -20,7 +20,7 @@ from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId, StartReceive
-from kvconnector.transport import Transport
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -63,7 +63,7 @@ class Receives:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: UcxTransport,
         machine: Machine,
         report: EventQueue,
         *,

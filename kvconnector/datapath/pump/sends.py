@@ -11,16 +11,13 @@ from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.pump.copies import Jobs
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
-from kvconnector.errors import (
-    KVConnectorError,
-    PeerLostError,
-    TransportError,
-)
+from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId, StartSend
-from kvconnector.transport import Completion, Transport
+from kvconnector.transport import Completion
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.messages import Probe
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
@@ -54,7 +51,7 @@ class Sends:
 
     def __init__(
         self,
-        transport: Transport,
+        transport: UcxTransport,
         machine: Machine,
         events: EventQueue,
         *,

@@ -51,7 +51,7 @@ class ControlReceives:
         """The last `take` posted what UCX must be driven for."""
 
     def take(self, limits: Mapping[int, int]) -> list[ControlEvent]:
-        """See `Transport.receive_control`."""
+        """See `UcxTransport.receive_control`."""
         self.has_begun = False
         events: list[ControlEvent] = []
         for _ in range(MAX_CONTROL_PER_CALL):

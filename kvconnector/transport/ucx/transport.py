@@ -72,7 +72,8 @@ SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
 
 
 class UcxTransport:
-    """A UCX worker as a `Transport`.
+    """A UCX worker, which sends and receives as `base` has it. Once it is closed, every method but `progress`,
+    `receive_control`, `disconnect` and `close` raises `LocalError`.
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages; a
     peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
@@ -126,11 +127,17 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """See `Transport`: host, process and UCX's worker address."""
+        """What a peer passes to its `connect`: host, process and UCX's worker address. Stable until `close`."""
         return self._local.encode()
 
     def connect(self, address: bytes) -> int:
-        """See `Transport`. Does not wait for the peer."""
+        """Open a sending direction to a worker, without waiting for it: its endpoint id.
+
+        Raises:
+            RemoteProtocolError: the bytes are no address of UCX's.
+            IncompatiblePeerError: UCX could not exchange messages with that worker, as both are set.
+            TransportError: UCX cannot reach that worker.
+        """
         self._check_open()
         peer = WorkerAddress.decode(address)
         peer.check_ucx(self._local)
@@ -147,28 +154,39 @@ class UcxTransport:
         return endpoint
 
     def disconnect(self, endpoint: int) -> None:
-        """See `Transport`. UCX may need the endpoint for a while longer: see `UcxEndpoints`."""
+        """Give up an endpoint: what it still sends completes with `OperationCancelledError`, and may yet be received.
+        The peer may lose its own endpoint to this worker. Idempotent.
+        """
         self._endpoints.retire(endpoint)
 
     def send(self, endpoint: int, tag: int, buffer: Buffer) -> int:
-        """See `Transport`."""
+        """Post a message and return its ticket. It may complete before the peer has received it. One to a peer that is
+        known to be lost completes with `PeerLostError`; no such endpoint (any more) is a `LocalError`.
+        """
         self._check_open()
         return self._requests.send(self._endpoints.get(endpoint), tag, buffer)
 
     def recv(self, tag: int, buffer: Buffer) -> int:
-        """See `Transport`."""
+        """Post a receive for exactly this tag, from any endpoint, and return its ticket. It does not know its sender,
+        so the loss of a peer does not end it unless its message was already arriving: cancel it.
+        """
         self._check_open()
         return self._requests.recv(tag, buffer)
 
     def cancel(self, ticket: int) -> None:
-        """See `Transport`. A receive whose message is already arriving ends when UCX has let go of its memory."""
+        """End an operation with `OperationCancelledError`, unless it completes first: a receive whose message is
+        arriving ends when UCX has let go of its memory. A cancelled send may still reach the peer, with whatever its
+        memory holds then: never reuse its tag. `LocalError`: no such ticket was given.
+        """
         self._check_open()
         if not self._requests.issued(ticket):
             raise LocalError("no operation has this ticket", ticket=ticket)
         self._requests.cancel(ticket)
 
     def progress(self, *, others_move: bool = False) -> list[Completion]:
-        """See `Transport`. `others_move`: operations that were posted on `libucp` are under way, too."""
+        """Drive UCX until nothing moves, without blocking, and return what ended: every ticket once. After `close`, one
+        call returns what `close` cancelled. `others_move`: operations that were posted on `libucp` are under way, too.
+        """
         self._requests.others_move = others_move
         if not self._closed:
             self._drive()
@@ -182,7 +200,12 @@ class UcxTransport:
         return self._requests.take_finished()
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
-        """See `Transport`."""
+        """Post a control message, without blocking. `payload` is kept for as long as UCX needs it.
+
+        Raises:
+            LocalError: no such endpoint (any more).
+            PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL_BYTES` have not left yet.
+        """
         self._check_open()
         opened = self._endpoints.get(endpoint)
         if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
@@ -194,7 +217,10 @@ class UcxTransport:
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
     ) -> list[ControlEvent]:
-        """See `Transport`."""
+        """Return the control messages that arrived or failed, at most `MAX_CONTROL_PER_CALL`; never blocks. Call it
+        after `progress()`, before sleeping, until it returns nothing. `limits` are the bytes that a message may have,
+        by tag; no memory is spent on others. `progress` drives UCX first: call `progress()` as well before sleeping.
+        """
         if self._closed:
             return []
         if progress:
@@ -210,7 +236,9 @@ class UcxTransport:
         return events
 
     def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
-        """See `Transport`."""
+        """Drop messages that `progress` brought and no `recv` was posted for, from the oldest to the first whose tag is
+        `awaited` in the bits of `mask`. Returns their number; control messages are not among them.
+        """
         count = 0
         while not self._closed:
             tag = self._libucp.find_unexpected(0, CONTROL_TAG_BIT)
@@ -227,12 +255,14 @@ class UcxTransport:
         return bool(self._control.arriving)
 
     def fileno(self) -> int:
-        """See `Transport`. Belongs to UCX: wait for it, do not read it."""
+        """UCX's descriptor, readable when `progress()` has work: wait for it, do not read it."""
         self._check_open()
         return self._event_fd
 
     def close(self) -> None:
-        """See `Transport`. Takes at most about `close_timeout_s`, and that only if a peer does not answer."""
+        """Cancel what is outstanding and release everything, in order. Control messages still go out. Takes at most
+        about `close_timeout_s`, and that only if a peer does not answer. Idempotent.
+        """
         if self._closed:
             return
         self._closed = True
@@ -256,7 +286,7 @@ class UcxTransport:
         return f"<UcxTransport of {self._libucp.library}: {state}>"
 
     def falls_back_to_tcp(self, endpoint: int) -> bool:
-        """See `Transport`."""
+        """Returns True if an endpoint to another host has no RDMA lane although RDMA ports are active here."""
         return self._endpoints.get(endpoint).falls_back
 
     def may_have_lost_a_peer(self) -> bool:
