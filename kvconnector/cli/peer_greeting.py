@@ -126,8 +126,10 @@ def resolve(host: str) -> str:
     return failed[0]
 
 
-def _raise(lost: ev.EngineLost, _: float) -> list[cmd.Command]:
-    raise lost.error
+def _raise_loss(event: ev.EngineReady | ev.EngineLost, _: float) -> list[cmd.Command]:
+    if isinstance(event, ev.EngineLost):
+        raise event.error
+    return []
 
 
 class PeerGreeting(ExitStack):
@@ -206,15 +208,14 @@ class PeerGreeting(ExitStack):
             config.peer,
             defaultdict(lambda: "NHD"),
             Agenda(),
-            is_read=lambda _: False,
-            on_ready=lambda *_: [],
-            on_lost=_raise,
+            on_change=_raise_loss,
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
-        self._events.append(WantRequest("doctor", "doctor", new_secret(), name))
-        self._run(self._engines.patience_s(name), lambda: self._engines.ready(name) is not None)
-        engine = self._engines.ready(name)
-        assert engine is not None  # else its loss was raised
+        engine, now = self._engines.engine_of(name), time.monotonic()
+        for command in self._engines.want(WantRequest("doctor", "doctor", new_secret(), name), now):
+            self._carry_out(command, now)
+        self._run(self._engines.patience_s(name), lambda: engine.is_ready)
+        assert engine.is_ready  # else its loss was raised
         for worker in engine.workers.values():
             self._ranks[worker.link].rank = worker.geometry.rank
         checks = [self._ranks[worker.link] for worker in engine.workers.values()]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import TYPE_CHECKING, NewType
 
 import msgspec
 
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineAddress, EngineId
+from kvconnector.ids import EngineId
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Segment, SourceRead
 from kvconnector.session.trace import HoldTrace, LoadTrace
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Message, Probe, Read, TransferKey
+
+if TYPE_CHECKING:
+    from kvconnector.session.remote_engine import RemoteEngine, RemoteWorker
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
@@ -130,17 +133,16 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that `is_followed` is
     published under its id and secret alone.
 
-    The worker at `link` had this `incarnation` when it was greeted. The rest
-    is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
+    The rest is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
     awaits nothing more of it. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no more than the data
     plane knows of. `deadline` bounds the peer's answer to a cancellation.
     """
 
     read_id: int
     request_id: str
-    engine: EngineAddress
+    engine: RemoteEngine
+    worker: RemoteWorker
     link: LinkId
-    incarnation: str
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
     transfer: TransferKey

@@ -7,8 +7,9 @@ in blocks that belong to another request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import ClassVar
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
@@ -22,15 +23,14 @@ from kvconnector.errors import (
 from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import Agenda
+from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.completion import LoadInFlight
-from kvconnector.session.engines import ENGINE_EVENTS, RemoteEngines
+from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.load import Load, LoadState, ending_of
-from kvconnector.session.loads import Backlog
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import OpenReads, read_message
-from kvconnector.session.remote_engine import EngineState, RemoteEngine
+from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
@@ -61,19 +61,14 @@ class ConsumerSession:
         self._num_groups = geometry.num_groups
         self._loads: dict[str, Load] = {}
         self._asked: dict[str, Load] = {}
-        self._agenda: Agenda[Load | cmd.StartReceive | RemoteEngine | Backlog] = Agenda()
+        self._agenda: Agenda[Load | cmd.StartReceive | RemoteEngine | ConsumerSession] = Agenda()
         self.next_deadline = self._agenda.next_deadline
-        self._backlog = Backlog(self._agenda)
+        self._backlog: deque[tuple[ev.EngineReady | ev.EngineLost, Iterator[Load]]] = deque()
         self._progress_at = 0.0
         self._reads = OpenReads(self._agenda, drain_timeout_s=self._timeout_s)
+        topology = TpKVTopology(geometry, rank)
         self._engines = RemoteEngines(
-            TpKVTopology(geometry, rank),
-            peer,
-            orders,
-            self._agenda,
-            is_read=self._reads.has_any,
-            on_ready=self._engine_ready,
-            on_lost=self._engine_lost,
+            topology, peer, orders, self._agenda, on_change=self._engine_changed
         )
 
     def handle(self, event: object, now: float) -> list[Command]:
@@ -83,15 +78,10 @@ class ConsumerSession:
             LocalError: the engine asked for a load twice, or for one of an unknown request.
         """
         commands: list[Command] = []
-        kind = ev.kind_of(event)
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
             commands += self._fail_if_lost(self._reads[event.read_id], now)
-        if (handler := self._HANDLERS.get(kind)) is not None:
-            commands += handler(self, event, now)
-        if kind in ENGINE_EVENTS:
-            commands += self._engines.handle(event, now)
-        return commands
+        return commands + self._HANDLERS[ev.kind_of(event)](self, event, now)
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
@@ -108,21 +98,23 @@ class ConsumerSession:
     def _wanted(self, event: WantRequest, now: float) -> list[Command]:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
-        load = Load(event, now)
+        load = Load(event, self._engines.engine_of(event.engine), now)
         self._loads[load.request_id] = load
-        self._engines.open(load.engine).loads.add(load)
+        load.engine.loads.add(load)
         if load.is_followed:
             self._give_until(load, now + self._progress_timeout_s)
-        return []
+        return self._engines.want(event, now)
+
+    def _of_link(self, event: Any, now: float) -> list[Command]:
+        return self._engines.handle(event, now)
 
     def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
         engine = self._engines.ready_at(event.link)
-        loads = [] if engine is None else engine.loads.of_transfer(event.message.transfer_id)
+        loads = [] if engine is None else engine.loads.following(event.message.transfer_id)
         commands: list[Command] = []
         for load in loads:
-            if load.is_followed:
-                load.accept(event, now)
-                commands += self._take_report(load, event, now)
+            load.accept(event, now)
+            commands += self._take_report(load, event, now)
         return commands
 
     def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
@@ -156,19 +148,19 @@ class ConsumerSession:
         if error is not None:
             return self._close(load, error, now)
         self._asked[load.request_id] = load
-        engine = self._engines.open(load.engine)
-        is_connecting = engine.state is not EngineState.READY
-        engine.loads.depend(load, is_connecting=is_connecting)
-        if is_connecting:
-            self._give_until(load, now + self._engines.patience_s(load.engine))
-            load.move(LoadState.CONNECTING)
-            return []
-        return self._advance(load, now)
+        loads = load.engine.loads
+        loads.depending[load] = None
+        if load.engine.is_ready:
+            return self._advance(load, now)
+        loads.connecting[load] = None
+        self._give_until(load, now + self._engines.patience_s(load.engine.name))
+        load.move(LoadState.CONNECTING)
+        return []
 
     def _advance(self, load: Load, now: float) -> list[Command]:
         """Open one read per rank of the ready producer that has something for us which was not read for yet."""
-        engine = self._engines.open(load.engine)
-        links = engine.links if load.is_followed else ()
+        engine = load.engine
+        links = [worker.link for worker in engine.workers.values()] if load.is_followed else []
         try:
             chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
             reads = load.take_ready(engine.routes, links, chunk_bytes=chunk_bytes)
@@ -187,10 +179,7 @@ class ConsumerSession:
             return []
         self._give_until(load, now + self._timeout_s)
         load.move(LoadState.READING)
-        return [
-            self._reads.open(load, engine.workers[source.route.peer], source, now)
-            for source in reads
-        ]
+        return [self._reads.open(load, source, now) for source in reads]
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
         read = self._reads[event.read_id]
@@ -212,7 +201,7 @@ class ConsumerSession:
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
         commands: list[Command] = []
         read = self._reads[event.read_id]
-        if not read.is_stopped and not self._engines.is_within_timeout(read.link, now):
+        if not read.is_stopped and now >= read.worker.deadline:
             # this worker was paused longer than its timeout: the producer may have given it up and reused its slots
             lost = PeerLostError("this worker was silent too long")
             commands += self._lose(read.link, lost, now)
@@ -265,19 +254,18 @@ class ConsumerSession:
             commands += self._fail(load, error, now)
         return commands
 
-    def _engine_ready(self, event: ev.EngineReady, now: float) -> list[Command]:
-        """Begin what waits for the engine."""
-        self._backlog.add(event, self._engines.open(event.engine).loads.take_connecting())
-        return self._work_off(now)
-
-    def _engine_lost(self, event: ev.EngineLost, now: float) -> list[Command]:
-        """Fail what depends on the engine, and nothing else."""
-        commands: list[Command] = []
-        reads = self._reads.of_engine(event.engine)
-        for read in reads:
+    def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> list[Command]:
+        """Begin what waits for an engine that is ready, or fail what depends on one that is lost."""
+        engine, commands = event.engine, []
+        begin, engine.loads.connecting = engine.loads.connecting, {}
+        if isinstance(event, ev.EngineReady):
+            self._backlog.append((event, iter(begin)))
+            return self._work_off(now)
+        fail, engine.loads.depending = engine.loads.depending, {}
+        self._backlog.append((event, iter(fail)))
+        for read in engine.reads.values():
             read.is_peer_over = True
-        self._backlog.add(event, self._engines.open(event.engine).loads.take_depending())
-        for read in reads:
+        for read in engine.reads.values():
             if read.is_asked:  # no more than there are slots
                 commands += self._fail_if_lost(read, now)
                 commands += self._reads.peer_over(read, None, now)
@@ -285,8 +273,8 @@ class ConsumerSession:
 
     def _fail_if_lost(self, read: cmd.StartReceive, now: float) -> list[Command]:
         """Fail a load before its turn whose engine was lost, since something happens to its read."""
-        lost = self._backlog.loss_of(read.engine) if read.is_peer_over else None
-        if lost is None or read.is_stopped:
+        lost = read.engine.loss
+        if lost is None or not read.is_peer_over or read.is_stopped:
             return []
         load = self._loads[read.request_id]
         load.accept(lost, now)
@@ -295,15 +283,24 @@ class ConsumerSession:
     def _work_off(self, now: float) -> list[Command]:
         """Begin or fail some of the loads whose engine is ready, or lost: there may be thousands of them."""
         commands: list[Command] = []
-        for event, load in self._backlog.take():
-            if self._loads.get(load.request_id) is not load or load.error is not None:
+        left = MAX_AT_ONCE
+        while self._backlog and left:
+            event, loads = self._backlog[0]
+            load = next(loads, None)
+            if load is None:
+                self._backlog.popleft()
+                continue
+            left -= 1
+            if load not in load.engine.loads.turns:
                 continue  # it has ended in the meantime
             if isinstance(event, ev.EngineLost):
                 load.accept(event, now)
                 commands += self._fail(load, event.error, now)
-            elif self._engines.ready(load.engine) and load.state is LoadState.CONNECTING:
+            elif load.engine.is_ready and load.state is LoadState.CONNECTING:
                 load.accept(event, now)
                 commands += self._advance(load, now)
+        if self._backlog:
+            self._agenda.plan(self, AT_ONCE)
         return commands
 
     def _lose(self, link: LinkId, error: KVConnectorError, now: float) -> list[Command]:
@@ -357,11 +354,11 @@ class ConsumerSession:
 
     def _fail(self, load: Load, error: KVConnectorError, now: float) -> list[Command]:
         """Stop every read that is left; the load ends once none writes its blocks, and it was asked for."""
-        error.context.setdefault("engine", load.engine.engine_id)
+        error.context.setdefault("engine", load.engine.name.engine_id)
         load.error = error
         load.deadline = NEVER
         self._agenda.forget(load)
-        self._engines.give_up(load)
+        load.engine.loads.give_up(load)
         if load.asked is None:
             return self._notify_prefill_started(load)
         reads = [self._reads[read_id] for read_id in load.reads]
@@ -375,18 +372,29 @@ class ConsumerSession:
         """End the load: report it to the engine, if it asked for it, then to the producer's ranks, which can wait."""
         load.move(ending_of(error))
         self._agenda.forget(load)
-        self._engines.give_up(load)
+        load.engine.loads.give_up(load)
         self._asked.pop(load.request_id, None)
         del self._loads[load.request_id]
         commands: list[Command] = []
         if load.asked is not None:
             commands.append(load.finished(error))
-        return commands + self._engines.end_transfer(load.engine, load.ending(), now)
+        return commands + self._engines.end_transfer(load.engine.name, load.ending(), now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         WantRequest: _wanted,
         LoadRequest: _load_asked,
         DropRequest: _withdrawn,
+        **dict.fromkeys(
+            (
+                ev.LinkLost,
+                ev.WarmedUp,
+                m.Directory,
+                m.DirectoryRefused,
+                m.HelloReply,
+                m.HeartbeatReply,
+            ),
+            _of_link,
+        ),
         m.Progress: _progressed,
         ev.ReceivePosted: _receive_posted,
         ev.ReceiveAdvanced: _receive_advanced,

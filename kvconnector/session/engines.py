@@ -20,7 +20,6 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId
-from kvconnector.session.load import Load
 from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import (
     EngineState,
@@ -39,26 +38,13 @@ FIRST_GREETING_FACTOR = 3
 QUICK_GREETING_S = 1.0
 """Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are quicker."""
 
-ENGINE_EVENTS = frozenset(
-    {
-        WantRequest,
-        ev.LinkLost,
-        ev.WarmedUp,
-        m.Directory,
-        m.DirectoryRefused,
-        m.HelloReply,
-        m.HeartbeatReply,
-    }
-)
-"""Events that `RemoteEngines.handle` takes."""
-
 
 class RemoteEngines:
     """All producer engines of one consumer rank.
 
-    Heartbeats name the loads of each engine in turn, and keep their leases alive; `is_read(engine)` returns True if a
-    read of it is left. An engine without either is disconnected after `PeerConfig.idle_timeout_s`. Each is in the
-    `agenda`, for `tick`. What `on_ready` and `on_lost` return is carried out after an engine's own commands.
+    Heartbeats name the loads of each engine in turn, and keep their leases alive. An engine without loads and reads is
+    disconnected after `PeerConfig.idle_timeout_s`. Each is in the `agenda`, for `tick`. What `on_change` returns is
+    carried out after an engine's own commands.
     """
 
     def __init__(
@@ -68,96 +54,84 @@ class RemoteEngines:
         orders: Mapping[tuple[int, int], str],
         agenda: Agenda[Any],
         *,
-        is_read: Callable[[EngineAddress], bool],
-        on_ready: Callable[[ev.EngineReady, float], list[Command]],
-        on_lost: Callable[[ev.EngineLost, float], list[Command]],
+        on_change: Callable[[ev.EngineReady | ev.EngineLost, float], list[Command]],
     ) -> None:
         self._topology = topology
         self._orders = orders
         self._settings = settings
-        self._is_read = is_read
-        self._on_ready = on_ready
-        self._on_lost = on_lost
+        self._on_change = on_change
         self._engines: dict[EngineAddress, RemoteEngine] = {}
-        self._by_link: dict[LinkId, tuple[RemoteEngine, Rank | None]] = {}
+        self._by_link: dict[LinkId, tuple[RemoteEngine, RemoteWorker | None]] = {}
         self._link_numbers = count(1)
         self.agenda = agenda
         self._met: set[EngineAddress] = set()
 
-    def open(self, name: EngineAddress) -> RemoteEngine:
-        """The engine of a load that has not failed; a new one if it is the first."""
+    def engine_of(self, name: EngineAddress) -> RemoteEngine:
+        """The engine of this name; a new one unless it is known."""
         engine = self._engines.get(name)
         if engine is None:
             engine = self._engines[name] = RemoteEngine(name)
         return engine
 
-    def give_up(self, load: Load) -> None:
-        """The load is over. Its engine may be forgotten if it had failed before."""
-        engine = self._engines.get(load.engine)
-        if engine is not None:
-            engine.loads.give_up(load)
-
-    def ready(self, name: EngineAddress) -> RemoteEngine | None:
-        """The engine, if it can be read from now."""
-        engine = self._engines.get(name)
-        return engine if engine is not None and engine.state is EngineState.READY else None
-
     def ready_at(self, link: LinkId) -> RemoteEngine | None:
         """The engine whose worker is at `link`, if it can be read from now."""
         engine, _ = self._by_link.get(link, (None, None))
-        return engine if engine is not None and engine.state is EngineState.READY else None
+        return engine if engine is not None and engine.is_ready else None
 
     def patience_s(self, name: EngineAddress) -> float:
         """Seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
         factor = 1 if name in self._met else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
-    def is_within_timeout(self, link: LinkId, now: float) -> bool:
-        """Returns True if the worker at `link` cannot have given us up before `now`. One that did sends other bytes
-        from the same slots after a while.
-        """
-        engine, rank = self._by_link.get(link, (None, None))
-        return engine is not None and rank is not None and now < engine.workers[rank].deadline
+    def want(self, event: WantRequest, now: float) -> list[Command]:
+        """Return the commands for a new load, which has been added to its engine."""
+        engine = self.engine_of(event.engine)
+        engine.accept(event, now)
+        commands: list[Command] = []
+        if engine.is_ready and event.is_followed:
+            engine.ask_at = now
+        if engine.state is EngineState.UNKNOWN:
+            commands = self._resolve(engine, now)
+        elif engine.state is EngineState.RESOLVING:
+            asked_at = engine.until - self.patience_s(engine.name)
+            if now > asked_at + self._settings.timeout_s:
+                # a connection that was begun over a broken link may hang for long after the link is whole again
+                commands = [*self._close(engine), *self._resolve(engine, now)]
+        elif engine.state is EngineState.BACKOFF:
+            # somebody at that address made this request's blocks, so a long pause is cut short
+            engine.until = min(engine.until, now + self._settings.backoff_initial_s)
+        return self._planned(engine, commands)
 
-    def handle(self, event: object, now: float) -> list[Command]:
-        """Return the commands for `event`; events of links that were closed are stale and have none."""
-        if isinstance(event, WantRequest):
-            engine = self.open(event.engine)
-            engine.accept(event, now)
-            commands = self._wanted(engine, event, now)
+    def handle(self, event: Any, now: float) -> list[Command]:
+        """Return the commands for an event of a link; those of links that were closed are stale and have none."""
+        if event.link not in self._by_link:
+            return []
+        engine, worker = self._by_link[event.link]
+        kind = ev.kind_of(event)
+        if kind is ev.LinkLost:
+            commands = self._lose(engine, event, event.error, now)
+        elif (kind in (m.Directory, m.DirectoryRefused)) is not (worker is None):
+            error: KVConnectorError = RemoteProtocolError(
+                f"a {kind.__name__} came from the wrong peer", engine=engine.name.engine_id
+            )
+            commands = self._lose(engine, ev.LinkLost(event.link, error), error, now)
+        elif worker is not None:
+            commands = self._of_worker(engine, worker, event, now)
+        elif kind is m.DirectoryRefused:
+            refused = event.message
+            error = refusal_error(refused.refusal, refused.text)
+            commands = self._lose(engine, event, error, now)
         else:
-            link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
-            if link not in self._by_link:
-                return []
-            engine, rank = self._by_link[link]
-            commands = self._of_link(engine, rank, event, now)
-        self.agenda.plan(engine, engine.deadline)
-        return commands
+            commands = self._directory(engine, event, now)
+        return self._planned(engine, commands)
 
     def tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command]:
         """Return the commands for an engine that the agenda named."""
-        commands = self._tick(engine, event, now)
+        return self._planned(engine, self._tick(engine, event, now))
+
+    def _planned(self, engine: RemoteEngine, commands: list[Command]) -> list[Command]:
         self.agenda.plan(engine, engine.deadline)
         return commands
-
-    def _of_link(
-        self, engine: RemoteEngine, rank: Rank | None, event: Any, now: float
-    ) -> list[Command]:
-        """An event of one of the engine's links."""
-        if isinstance(event, ev.LinkLost):
-            return self._lose(engine, event, event.error, now)
-        kind = ev.kind_of(event)
-        if (kind in (m.Directory, m.DirectoryRefused)) is not (rank is None):
-            error = RemoteProtocolError(
-                f"a {kind.__name__} came from the wrong peer", engine=engine.name.engine_id
-            )
-            return self._lose(engine, ev.LinkLost(event.link, error), error, now)
-        if rank is not None:
-            return self._of_worker(engine, engine.workers[rank], event, now)
-        if kind is m.DirectoryRefused:
-            refused = event.message
-            return self._lose(engine, event, refusal_error(refused.refusal, refused.text), now)
-        return self._directory(engine, event, now)
 
     def end_transfer(
         self, name: EngineAddress, ending: m.Done | m.Abort, now: float
@@ -167,36 +141,17 @@ class RemoteEngines:
         if engine is None:
             return []
         engine.idle_since = now
-        if engine.state is EngineState.READY:
-            return [cmd.SendMessage(worker.link, ending) for worker in engine.workers.values()]
+        if engine.is_ready:
+            return engine.send_all(ending)
         if engine.state in (EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
         return []
 
-    def _wanted(self, engine: RemoteEngine, event: WantRequest, now: float) -> list[Command]:
-        if engine.state is EngineState.READY and event.is_followed:
-            engine.ask_at = now
-        if engine.state is EngineState.UNKNOWN:
-            return self._resolve(engine, now)
-        if engine.state is EngineState.RESOLVING:
-            asked_at = engine.until - self.patience_s(engine.name)
-            if now > asked_at + self._settings.timeout_s:
-                # a connection that was begun over a broken link may hang for long after the link is whole again
-                return [*self._close(engine), *self._resolve(engine, now)]
-        if engine.state is EngineState.BACKOFF:
-            # somebody at that address made this request's blocks, so a long pause is cut short
-            engine.until = min(engine.until, now + self._settings.backoff_initial_s)
-        return []
-
-    def _open(self, engine: RemoteEngine, rank: Rank | None) -> LinkId:
-        link = LinkId(next(self._link_numbers))
-        self._by_link[link] = (engine, rank)
-        return link
-
     def _resolve(self, engine: RemoteEngine, now: float) -> list[Command]:
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine.name)
-        link = engine.directory_link = self._open(engine, None)
+        link = engine.directory_link = LinkId(next(self._link_numbers))
+        self._by_link[link] = engine, None
         engine.has_named_ranks = False
         # a guess, right for an engine like ours: only its geometry shows which ranks of a large engine we need
         ours, rank = self._topology.engine, self._topology.rank
@@ -235,23 +190,23 @@ class RemoteEngines:
             *self._close(engine),
             cmd.LogEngine(engine.name.engine_id, summary),
         ]
-        if holders:
-            engine.move(EngineState.HELLO)
-            # greeting all of them may take longer than a lease lasts
-            engine.heartbeat_at = now + QUICK_GREETING_S
-            engine.loads.start_over()
+        if not holders:  # this rank holds nothing, so nobody waits for it either
+            return [*commands, *self._ready_now(engine, now)]
+        engine.move(EngineState.HELLO)
+        # greeting all of them may take longer than a lease lasts
+        engine.heartbeat_at = now + QUICK_GREETING_S
+        engine.loads.start_over()
         segments = {route.peer: route.segments for route in engine.routes}
         for rank in holders:
-            entry = entries[rank]
+            entry, link = entries[rank], LinkId(next(self._link_numbers))
             theirs = geometry.rank_geometry(rank)
-            worker = RemoteWorker(self._open(engine, rank), theirs, now, self._settings.timeout_s)
+            worker = RemoteWorker(link, theirs, now, self._settings.timeout_s)
+            self._by_link[link] = engine, worker
             engine.workers[rank] = worker
-            commands.append(
-                cmd.OpenLink(worker.link, entry.control_address, entry.public_key, version)
+            commands += (
+                cmd.OpenLink(link, entry.control_address, entry.public_key, version),
+                cmd.ExpectWarmUp(link, segments.get(rank, ())),
             )
-            commands.append(cmd.ExpectWarmUp(worker.link, segments.get(rank, ())))
-        if not holders:  # this rank holds nothing, so nobody waits for it either
-            commands += self._ready_now(engine, now)
         return commands
 
     def _of_worker(
@@ -277,9 +232,9 @@ class RemoteEngines:
             if reply.export is not None:
                 name, theirs = engine.name.engine_id, worker.geometry
                 commands.append(cmd.OpenExport(worker.link, name, reply.export, theirs))
+        elif event.error is not None:
+            return self._lose(engine, event, event.error, now)
         else:
-            if event.error is not None:
-                return self._lose(engine, event, event.error, now)
             worker.warm = True
         if all(w.answered and w.warm for w in engine.workers.values()):
             commands += self._ready_now(engine, now)
@@ -291,17 +246,24 @@ class RemoteEngines:
         engine.attempts = 0
         engine.heartbeat_at = engine.ask_at = engine.idle_since = now
         engine.loads.start_over()
-        ready = self._on_ready(ev.EngineReady(engine.name), now)
+        ready = self._on_change(ev.EngineReady(engine), now)
         return [*self._send_endings(engine), *ready]
 
     def _send_endings(self, engine: RemoteEngine) -> list[Command]:
         endings = engine.unsent_endings
         some = [endings.popleft() for _ in range(min(MAX_AT_ONCE, len(endings)))]
-        return [cmd.SendMessage(w.link, ending) for ending in some for w in engine.workers.values()]
+        return [command for ending in some for command in engine.send_all(ending)]
 
     def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command]:
-        if engine.state in (EngineState.RESOLVING, EngineState.HELLO) and engine.until <= now:
-            error = PeerUnreachableError(
+        if now < engine.deadline:
+            return []
+        engine.accept(event, now)
+        if engine.state is EngineState.BACKOFF:
+            return self._resolve(engine, now) if engine.loads.turns else self._forget(engine)
+        if not engine.is_ready:
+            if engine.until > now:
+                return self._heartbeats(engine, now)
+            error: KVConnectorError = PeerUnreachableError(
                 "the engine did not complete the handshake in time",
                 engine=engine.name.engine_id,
                 address=engine.name.address,
@@ -309,49 +271,38 @@ class RemoteEngines:
                 waited_s=self.patience_s(engine.name),
             )
             return self._lose(engine, event, error, now)
-        if engine.state is EngineState.BACKOFF and engine.until <= now:
-            engine.accept(event, now)
-            if engine.loads.turns:
-                return self._resolve(engine, now)
-            return self._forget(engine)
-        if engine.state is EngineState.HELLO:
-            engine.accept(event, now)
-            return self._heartbeats(engine, now)
-        if engine.state is not EngineState.READY:
-            return []
-        engine.accept(event, now)
         for rank, worker in engine.workers.items():
             if worker.silent_at <= now:
-                lost = PeerLostError(
+                error = PeerLostError(
                     "a producer rank went silent",
                     engine=engine.name.engine_id,
                     rank=str(rank),
                     timeout_s=worker.timeout_s,
                 )
-                return self._lose(engine, event, lost, now)
+                return self._lose(engine, event, error, now)
         endings = self._send_endings(engine)
         is_idle = now >= max(engine.heartbeat_at, engine.idle_since + self._settings.idle_timeout_s)
-        if is_idle and not (engine.loads.turns or self._is_read(engine.name)):
+        if is_idle and not (engine.loads.turns or engine.reads):
             return [*endings, *self._forget(engine)]
         return [*endings, *self._heartbeats(engine, now)]
 
     def _heartbeats(self, engine: RemoteEngine, now: float) -> list[Command]:
         """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
-        limit = 0
+        loads, limit = engine.loads, 0
         if engine.ask_at <= now:
-            limit = min(m.MAX_NAMED, engine.loads.num_unnamed)
+            limit = min(m.MAX_NAMED, loads.num_unnamed)
         if engine.heartbeat_at <= now:
             limit = m.MAX_NAMED
             interval_s = engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
-            num_heartbeats = ceil(len(engine.loads.turns) / m.MAX_NAMED)
+            num_heartbeats = ceil(len(loads.turns) / m.MAX_NAMED)
             engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
         if not limit:
             engine.ask_at = NEVER
             return []
         # only a worker that has greeted us answers
-        links = engine.links if engine.state is EngineState.READY else ()
-        transfers, followed = engine.loads.take_turn(limit, links)
-        engine.ask_at = now if engine.loads.num_unnamed else NEVER
+        links = [w.link for w in engine.workers.values()] if engine.is_ready else []
+        transfers, followed = loads.take_turn(limit, links)
+        engine.ask_at = now if loads.num_unnamed else NEVER
         return [
             cmd.SendMessage(
                 worker.link,
@@ -366,17 +317,18 @@ class RemoteEngines:
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
     ) -> list[Command]:
         engine.accept(event, now)
-        _, rank = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
+        _, worker = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
         error.context.setdefault("engine", engine.name.engine_id)
-        if rank is not None:
-            error.context.setdefault("rank", str(rank))
+        if worker is not None:
+            error.context.setdefault("rank", str(worker.geometry.rank))
         commands = self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
         engine.unsent_endings.clear()  # its leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(EngineState.BACKOFF)
-        return [*commands, *self._on_lost(ev.EngineLost(engine.name, error), now)]
+        engine.loss = ev.EngineLost(engine, error)
+        return [*commands, *self._on_change(engine.loss, now)]
 
     def _forget(self, engine: RemoteEngine) -> list[Command]:
         """Nobody wants the engine: the next request greets it as any other."""
@@ -387,7 +339,9 @@ class RemoteEngines:
 
     def _close(self, engine: RemoteEngine) -> list[Command]:
         """Close every link of the engine."""
-        links = engine.links
+        links = [worker.link for worker in engine.workers.values()]
+        if engine.directory_link is not None:
+            links.insert(0, engine.directory_link)
         for link in links:
             del self._by_link[link]
         engine.workers = {}

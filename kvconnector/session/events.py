@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
-from kvconnector.ids import EngineAddress
 from kvconnector.session.commands import LinkId
 from kvconnector.session.completion import Phase
 from kvconnector.wire import messages as m
+
+if TYPE_CHECKING:
+    from kvconnector.session.remote_engine import RemoteEngine
 
 MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 
@@ -73,13 +75,13 @@ class SendStopped(msgspec.Struct, frozen=True):
 class EngineReady(msgspec.Struct, frozen=True):
     """All ranks of a producer engine that this rank needs are connected and warm."""
 
-    engine: EngineAddress
+    engine: RemoteEngine
 
 
 class EngineLost(msgspec.Struct, frozen=True):
     """A producer engine cannot be reached, refused us, or is gone."""
 
-    engine: EngineAddress
+    engine: RemoteEngine
     error: KVConnectorError
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvconnector.errors import (
     BlockIdError,
@@ -23,6 +23,9 @@ from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
+
+if TYPE_CHECKING:
+    from kvconnector.session.remote_engine import RemoteEngine
 
 
 class LoadState(StrEnum):
@@ -111,10 +114,10 @@ class Load(Tracked[LoadState]):
     once it `has_begun`. `deadline` is when it is given up, unless something happens before.
     """
 
-    def __init__(self, wanted: WantRequest, now: float) -> None:
+    def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
         super().__init__(LOAD_TABLE, f"request {wanted.request_id}")
         self.request_id = wanted.request_id
-        self.engine = wanted.engine
+        self.engine = engine
         self.key = m.TransferKey(transfer_id=wanted.transfer_id, secret=wanted.secret)
         self.is_followed = wanted.is_followed
         self.has_begun = False
@@ -131,7 +134,7 @@ class Load(Tracked[LoadState]):
     def __repr__(self) -> str:
         left = "" if self.asked is None else f", left {[(r.start, r.stop) for r in self.left]}"
         return (
-            f"<Load {self.request_id} of {self.key.transfer_id} at {self.engine.engine_id}:"
+            f"<Load {self.request_id} of {self.key.transfer_id} at {self.engine.name.engine_id}:"
             f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
         )
 
@@ -255,7 +258,7 @@ class Load(Tracked[LoadState]):
         return TransferTimeoutError(
             "the load got no slots before its deadline" if waits_for_slots else _LACKS[self.state],
             request=self.request_id,
-            engine=self.engine.engine_id,
+            engine=self.engine.name.engine_id,
             **context,
         )
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import count
 from typing import Any
 
-from kvconnector.ids import EngineAddress
 from kvconnector.planning import SourceRead
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId, StartReceive
 from kvconnector.session.load import Load
-from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.wire import messages as m
 
 
@@ -24,20 +21,18 @@ class OpenReads(dict[int, StartReceive]):
         super().__init__()
         self._drain_timeout_s = drain_timeout_s
         self._numbers = count(1)
-        self._by_engine: dict[EngineAddress, dict[int, StartReceive]] = {}
         self._agenda = agenda
 
-    def open(
-        self, load: Load, worker: RemoteWorker, source: SourceRead, now: float
-    ) -> StartReceive:
+    def open(self, load: Load, source: SourceRead, now: float) -> StartReceive:
         """A new read of what is at a worker, under a number of its own."""
         assert load.asked is not None  # nothing is read before
+        worker = load.engine.workers[source.route.peer]
         read = StartReceive(
             next(self._numbers),
             load.request_id,
             load.engine,
+            worker,
             worker.link,
-            worker.incarnation,
             source,
             load.asked.local_blocks,
             load.key,
@@ -46,26 +41,15 @@ class OpenReads(dict[int, StartReceive]):
         )
         load.reads[read.read_id] = source.route.peer
         load.trace.began(read.read_id, source.total_bytes, now)
-        self[read.read_id] = self._by_engine.setdefault(load.engine, {})[read.read_id] = read
+        self[read.read_id] = load.engine.reads[read.read_id] = read
         return read
 
     def close(self, read_id: int) -> StartReceive:
         """Nothing more of this read is awaited."""
         read = self.pop(read_id)
         self._agenda.forget(read)
-        of_engine = self._by_engine[read.engine]
-        del of_engine[read_id]
-        if not of_engine:
-            del self._by_engine[read.engine]
+        del read.engine.reads[read_id]
         return read
-
-    def of_engine(self, engine: EngineAddress) -> Collection[StartReceive]:
-        """The reads of this engine that are left, which may be draining."""
-        return self._by_engine.get(engine, {}).values()
-
-    def has_any(self, engine: EngineAddress) -> bool:
-        """Returns True if a read of this engine is left."""
-        return engine in self._by_engine
 
     def at_peer(self, link: LinkId, read_id: int) -> StartReceive | None:
         """The read that a peer's message on `link` is about, if it is one of that peer's and under way there."""
@@ -106,7 +90,7 @@ def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:
         transfer_id=read.transfer.transfer_id,
         secret=read.transfer.secret,
         read_id=read.read_id,
-        incarnation=read.incarnation,
+        incarnation=read.worker.incarnation,
         token_ranges=tuple([(tokens.start, tokens.stop) for tokens in source.token_ranges]),
         layers=(source.layers.start, source.layers.stop),
         chunk_bytes=source.chunk_bytes,

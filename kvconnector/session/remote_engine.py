@@ -11,7 +11,7 @@ from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, LinkId
+from kvconnector.session.commands import NEVER, Command, LinkId, SendMessage, StartReceive
 from kvconnector.session.loads import EngineLoads
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
@@ -166,7 +166,7 @@ class RemoteEngine(Tracked[EngineState]):
 
     While no load wants it, none has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that
     we need. At `heartbeat_at` the next transfers are named, at `ask_at` those that were never named. Its workers do not
-    know yet of `unsent_endings`.
+    know yet of `unsent_endings`. `reads` are those whose receive slots are still awaited. `loss` is the latest one.
     """
 
     def __init__(self, name: EngineAddress) -> None:
@@ -183,6 +183,13 @@ class RemoteEngine(Tracked[EngineState]):
         self.workers: dict[Rank, RemoteWorker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
         self.loads = EngineLoads()
+        self.reads: dict[int, StartReceive] = {}
+        self.loss: ev.EngineLost | None = None
+
+    @property
+    def is_ready(self) -> bool:
+        """Returns True if it can be read from now."""
+        return self.state is _S.READY
 
     @property
     def deadline(self) -> float:
@@ -214,8 +221,6 @@ class RemoteEngine(Tracked[EngineState]):
         times = [min(worker.timeout_s, worker.lease_s) for worker in self.workers.values()]
         return min(ours_s, max(min(times, default=NEVER) / 3, MIN_HEARTBEAT_INTERVAL_S))
 
-    @property
-    def links(self) -> list[LinkId]:
-        """All links that are open to this engine."""
-        links = [worker.link for worker in self.workers.values()]
-        return links if self.directory_link is None else [self.directory_link, *links]
+    def send_all(self, message: m.Message) -> list[Command]:
+        """Commands that send all of its workers a message."""
+        return [SendMessage(worker.link, message) for worker in self.workers.values()]

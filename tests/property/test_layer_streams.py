@@ -12,6 +12,7 @@ from kvconnector.planning import naive_plan, plan_items, plan_routes
 from kvconnector.session import load as load_module
 from kvconnector.session.load import Load
 from kvconnector.session.orders import WantRequest
+from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.wire import messages as m
 from tests.support.strategies import transfers
 
@@ -67,7 +68,9 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
         route.peer: Rank(transfer.producer.rank_geometry(route.peer), steps, groups_stay)
         for route in routes
     }
-    load = Load(WantRequest("w", "t", "5" * 32, EngineAddress("p", ""), is_followed=True), 0.0)
+    name = EngineAddress("p", "")
+    wanted = WantRequest("w", "t", "5" * 32, name, is_followed=True)
+    load = Load(wanted, RemoteEngine(name), 0.0)
     load.left = transfer.token_ranges
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()

@@ -83,7 +83,7 @@ class Side(Caches):
 def receive_of(read_id, half, *, remote_blocks=()):
     """What asks the consumer for its half of a read."""
     return StartReceive(
-        read_id, "", "p", TO_P, "", half.source, half.blocks, (), remote_blocks, False
+        read_id, "", None, None, TO_P, half.source, half.blocks, (), remote_blocks, False
     )
 
 

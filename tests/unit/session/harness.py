@@ -10,6 +10,7 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import read_message
+from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -35,6 +36,7 @@ def engine(engine_id="p", model=MODEL, **shape):
 
 ROUTES = plan_routes(TpKVTopology(engine("d"), Rank(0, 0)), engine())
 """Of rank 0 of the consumer, which is like the producer."""
+WORKER = RemoteWorker(1, None, 0.0, 0.0, incarnation="one")
 
 
 class Side:
@@ -141,7 +143,7 @@ def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
 def read(read_id=1, key=KEY, tokens=range(12), **changes):
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
-    asked = cmd.StartReceive(read_id, "w", ADDRESS, 1, "one", source, BLOCKS, key, BLOCKS, False)
+    asked = cmd.StartReceive(read_id, "w", None, WORKER, 1, source, BLOCKS, key, BLOCKS, False)
     message = read_message(asked, ev.ReceivePosted(read_id, 2, 1 << 20))
     return structs.replace(message, **changes)
 
