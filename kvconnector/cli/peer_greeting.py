@@ -203,12 +203,9 @@ class PeerGreeting(ExitStack):
             report=self._events.append,
         )
         self._hello = hello_of(ours, RANK, new_incarnation(), config, self._transport)
+        topology = TpKVTopology(ours, RANK)
         self._engines = RemoteEngines(
-            TpKVTopology(ours, RANK),
-            config.peer,
-            defaultdict(lambda: "NHD"),
-            Agenda(),
-            on_change=_raise_loss,
+            topology, config.peer, defaultdict(lambda: "NHD"), Agenda(), on_change=_raise_loss
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
         engine, now = self._engines.engine_of(name), time.monotonic()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from kvconnector.config import PeerConfig
 from kvconnector.errors import (
@@ -81,7 +81,10 @@ class ConsumerSession:
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
             commands += self._fail_if_lost(self._reads[event.read_id], now)
-        return commands + self._HANDLERS[ev.kind_of(event)](self, event, now)
+        handler = self._HANDLERS.get(ev.kind_of(event))
+        if handler is None:  # it is about a link
+            return self._engines.handle(event, now)
+        return commands + handler(self, event, now)
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
@@ -104,9 +107,6 @@ class ConsumerSession:
         if load.is_followed:
             self._give_until(load, now + self._progress_timeout_s)
         return self._engines.want(event, now)
-
-    def _of_link(self, event: Any, now: float) -> list[Command]:
-        return self._engines.handle(event, now)
 
     def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
         engine = self._engines.ready_at(event.link)
@@ -384,17 +384,6 @@ class ConsumerSession:
         WantRequest: _wanted,
         LoadRequest: _load_asked,
         DropRequest: _withdrawn,
-        **dict.fromkeys(
-            (
-                ev.LinkLost,
-                ev.WarmedUp,
-                m.Directory,
-                m.DirectoryRefused,
-                m.HelloReply,
-                m.HeartbeatReply,
-            ),
-            _of_link,
-        ),
         m.Progress: _progressed,
         ev.ReceivePosted: _receive_posted,
         ev.ReceiveAdvanced: _receive_advanced,

@@ -56,11 +56,6 @@ class LeaseState(StrEnum):
     EXPIRED = "expired"
     ABORTED = "aborted"
 
-    @property
-    def is_final(self) -> bool:
-        """The blocks are the engine's again."""
-        return self in (LeaseState.RELEASED, LeaseState.EXPIRED, LeaseState.ABORTED)
-
 
 _S = LeaseState
 _ENDED = frozenset({_S.RELEASED, _S.EXPIRED, _S.ABORTED})
@@ -176,8 +171,9 @@ class Lease(Tracked[LeaseState]):
 
     def progress(self) -> m.Progress:
         """The report to its followers."""
-        if self.outcome is not None or self.state.is_final:
-            return ended_progress(self.transfer_id, self.outcome or self.state)
+        if self.outcome is not None:
+            refusal, text = REFUSAL_OF[self.outcome]
+            return m.Progress(transfer_id=self.transfer_id, refusal=refusal, text=text)
         return m.Progress(
             transfer_id=self.transfer_id,
             blocks=self.blocks,
@@ -194,12 +190,6 @@ class Lease(Tracked[LeaseState]):
 def _is_same(ours: str, theirs: str) -> bool:
     # as bytes: `compare_digest` raises TypeError for text beyond ASCII, and the text is a peer's
     return hmac.compare_digest(ours.encode(), theirs.encode())
-
-
-def ended_progress(transfer_id: str, state: LeaseState) -> m.Progress:
-    """The report of a prompt whose lease has ended."""
-    refusal, text = REFUSAL_OF[state]
-    return m.Progress(transfer_id=transfer_id, refusal=refusal, text=text)
 
 
 LEASE_KEY_BYTES = 16
@@ -228,15 +218,8 @@ class EndedLeases:
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
-        self._remember(lease.transfer_id, lease.secret, lease.state)
-
-    def pass_on(self, transfer_id: str, other: EndedLeases) -> None:
-        """Let `other` remember it instead."""
-        other._remember(transfer_id, *self._ended.pop(transfer_id))
-
-    def _remember(self, transfer_id: str, secret: str, state: LeaseState) -> None:
-        self._ended.pop(transfer_id, None)  # the newest are the last
-        self._ended[transfer_id] = secret, state
+        self._ended.pop(lease.transfer_id, None)  # the newest are the last
+        self._ended[lease.transfer_id] = lease.secret, lease.state
         if len(self._ended) > self._limit:
             del self._ended[next(iter(self._ended))]
 

@@ -14,6 +14,8 @@ from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.early import EarlyEvent
+from kvconnector.session.lease import Lease
 from kvconnector.session.machine import Table, Tracked
 from kvconnector.session.read_check import check_route
 from kvconnector.topology import TpKVTopology
@@ -59,6 +61,7 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and how long it may be silent. Once it is taken,
     `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
+    `sends` are the leases of its reads that are not over, `early` what it said of leases that are still to come.
     """
 
     def __init__(self, link: LinkId, hello: m.Hello, now: float, timeout_s: float) -> None:
@@ -71,6 +74,13 @@ class Peer(Tracked[PeerState]):
         self.timeout_s = timeout_s
         self.readers: frozenset[Rank] = frozenset()
         self.route: Route | None = None
+        self.sends: dict[int, Lease] = {}
+        self.early: dict[int | m.TransferKey, EarlyEvent] = {}
+
+    @property
+    def is_lost(self) -> bool:
+        """Returns True if nothing more is to be sent to it."""
+        return self.state is _S.LOST
 
     @property
     def deadline(self) -> float:
@@ -80,7 +90,7 @@ class Peer(Tracked[PeerState]):
 
 class Peers:
     """All consumer workers of one producer worker; `reply` is what those are answered that passed. Each is in the
-    `agenda`, for `tick`. What `on_lost` returns is carried out before a link is closed.
+    `agenda`, for `tick`. `on_lost` is called with each that is lost.
     """
 
     def __init__(
@@ -89,7 +99,7 @@ class Peers:
         reply: m.HelloReply,
         timeout_s: float,
         agenda: Agenda[Any],
-        on_lost: Callable[[LinkId], list[Command]],
+        on_lost: Callable[[Peer], None],
     ) -> None:
         self._topology = topology
         self._reply = reply
@@ -104,6 +114,14 @@ class Peers:
         peer = self._peers.get(link)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
+    def end_send(self, link: LinkId, read_id: int) -> Lease:
+        """A read is over: return its lease. A peer that is lost is forgotten with its last one."""
+        peer = self._peers[link]
+        lease = peer.sends.pop(read_id)
+        if peer.is_lost and not peer.sends:
+            del self._peers[link]
+        return lease
+
     def keep_alive(self, link: LinkId, now: float) -> None:
         """Any message came on `link`."""
         peer = self._peers.get(link)
@@ -116,7 +134,7 @@ class Peers:
         peer = self._peers.get(link)
         if isinstance(event, ev.FromPeer):
             return self._greeted(peer, event, now)
-        if peer is None:
+        if peer is None or peer.is_lost:
             return []  # it was lost in the meantime
         if isinstance(event, ev.EndpointOpened):
             peer.accept(event, now)
@@ -142,8 +160,7 @@ class Peers:
     ) -> list[Command]:
         hello = event.message
         if known is not None:
-            known.accept(event, now)
-            if known.hello == hello:
+            if known.is_lost or known.hello == hello:
                 return []  # a duplicate
             twice = PeerLostError(
                 "a consumer worker greeted twice, with other values", link=known.link
@@ -198,11 +215,13 @@ class Peers:
     ) -> list[Command]:
         peer.accept(event, now)
         peer.move(PeerState.LOST)
-        del self._peers[peer.link]
         self._agenda.forget(peer)
+        if not peer.sends:
+            del self._peers[peer.link]
+        self._on_lost(peer)
         # only the side that connected can close a control connection, so it gets a Bye, if the link still works
         return [
-            *self._on_lost(peer.link),
+            *[cmd.StopSend(peer.link, read_id) for read_id in peer.sends],
             cmd.CloseEndpoint(peer.link),
             cmd.SendMessage(peer.link, m.Bye(text=error.statement[:4096])),
             cmd.CloseLink(peer.link),

@@ -17,14 +17,8 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.completion import Phase
-from kvconnector.session.early import EarlyEvents, Name
-from kvconnector.session.lease import (
-    REFUSAL_OF,
-    EndedLeases,
-    Lease,
-    LeaseState,
-    ended_progress,
-)
+from kvconnector.session.early import EarlyEvent, EarlyEvents
+from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import Peer, Peers
 from kvconnector.session.read_check import check_read
@@ -59,12 +53,11 @@ class ProducerSession:
         self._reply = reply
         self._config = lease
         self._leases: dict[str, Lease] = {}
-        self._agenda: Agenda[Lease | Peer | EarlyEvents | Name] = Agenda()
+        self._agenda: Agenda[Lease | Peer | EarlyEvents | EarlyEvent] = Agenda()
         self.next_deadline = self._agenda.next_deadline
-        self._by_request: dict[str, str] = {}
-        self._sends: dict[LinkId, dict[int, Lease]] = {}
+        self._by_request: dict[str, Lease] = {}
         self._early = EarlyEvents(self._agenda)
-        self._peers = Peers(self._topology, reply, timeout_s, self._agenda, self._link_lost)
+        self._peers = Peers(self._topology, reply, timeout_s, self._agenda, self._early.drop)
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
@@ -89,8 +82,7 @@ class ProducerSession:
 
     def _granted(self, event: LeaseOrder, now: float) -> list[Command]:
         lease = self._leases.get(event.transfer_id)
-        known = self._by_request.get(event.request_id)
-        if known != (lease and lease.transfer_id) or (lease and lease.is_complete):
+        if lease is not self._by_request.get(event.request_id) or (lease and lease.is_complete):
             raise LocalError(
                 "a request was granted twice",
                 request=event.request_id,
@@ -100,10 +92,9 @@ class ProducerSession:
             if self._given_up.find(event.transfer_id, event.secret) is not None:
                 if isinstance(event, GrowRequest):
                     return []
-                self._given_up.pass_on(event.transfer_id, self._ended)
                 return [cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))]
-            lease = self._leases[event.transfer_id] = Lease(event, now)
-            self._by_request[event.request_id] = event.transfer_id
+            lease = Lease(event, now)
+            self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
         lease.accept(event, now)
         if isinstance(event, HoldRequest):
             lease.is_complete, lease.extra, lease.trace.complete_s = True, event.extra, now
@@ -135,7 +126,8 @@ class ProducerSession:
     def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> list[Command]:
         """Answer a consumer how far a prompt is, now or when our engine knows it."""
         follow = event.message
-        if self._peers.ready(event.link) is None:
+        peer = self._peers.ready(event.link)
+        if peer is None:
             return []
         lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
@@ -144,18 +136,17 @@ class ProducerSession:
             return [cmd.SendMessage(event.link, lease.progress())]
         ended = self._find_ended(follow)
         if ended is not None:
-            return [cmd.SendMessage(event.link, ended_progress(follow.transfer_id, ended))]
+            return [_refuse(event, *REFUSAL_OF[ended])]
         if lease is not None:
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
-        if self._early.keep(event, now + self._config.early_follow_s):
+        if self._early.keep(peer, event, now + self._config.early_follow_s):
             return []
         return [_refuse(event, Refusal.INTERNAL, "too many prompts are followed before their time")]
 
     def _withdrawn(self, event: WithdrawRequest, now: float) -> list[Command]:
-        transfer_id = self._by_request.get(event.request_id)
-        if transfer_id is None:
+        lease = self._by_request.get(event.request_id)
+        if lease is None:
             return []  # it was released in the meantime
-        lease = self._leases[transfer_id]
         lease.accept(event, now)
         return self._end(lease, LeaseState.ABORTED)
 
@@ -168,10 +159,10 @@ class ProducerSession:
             return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
         lease = self._leases.get(read.transfer_id)
         if lease is None:
-            return self._unknown_read(event, now)
+            return self._unknown_read(peer, event, now)
         if not lease.opens_with(read.secret):
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
-        if read.read_id in self._sends.get(event.link, {}):
+        if read.read_id in peer.sends:
             return []  # a duplicate
         lease.accept(event, now)
         if lease.state is LeaseState.DRAINING:
@@ -184,39 +175,42 @@ class ProducerSession:
             return [_refuse(event, Refusal.INVALID_READ, error.statement)]
         lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
         lease.sends[event.link, read.read_id] = now
-        self._sends.setdefault(event.link, {})[read.read_id] = lease
+        peer.sends[read.read_id] = lease
         if lease.state is LeaseState.HELD:
             lease.move(LeaseState.READING)
         return [cmd.StartSend(event.link, read, source, lease.blocks)]
 
-    def _unknown_read(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
+    def _unknown_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
         ended = self._find_ended(event.message)
         if ended is not None:
             return [_refuse(event, *REFUSAL_OF[ended])]
         # with another secret it may be a new request under an old name, whose lease is still to come
-        if self._early.keep(event, now + self._config.early_read_s):
+        if self._early.keep(peer, event, now + self._config.early_read_s):
             return []
         return [_refuse(event, Refusal.INTERNAL, "too many reads came before their leases")]
 
     def _read_cancelled(self, event: ev.FromPeer[m.CancelRead], now: float) -> list[Command]:
-        key = (event.link, event.message.read_id)
-        if key[1] in self._sends.get(key[0], {}):
-            return [cmd.StopSend(*key)]
-        if self._early.cancel_read(*key):
-            ended = m.ReadEnded(
-                read_id=key[1], sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
-            )
-            return [cmd.SendMessage(event.link, ended)]
-        return []  # everything was sent already: the consumer receives it all
+        peer, read_id = self._peers.ready(event.link), event.message.read_id
+        if peer is not None and read_id in peer.sends:
+            return [cmd.StopSend(event.link, read_id)]
+        early = None if peer is None else peer.early.get(read_id)
+        if early is None:
+            return []  # everything was sent already: the consumer receives it all
+        self._early.remove(early)
+        ended = m.ReadEnded(
+            read_id=read_id, sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
+        )
+        return [cmd.SendMessage(event.link, ended)]
 
-    def _send_stopped(self, event: ev.SendStopped, now: float) -> list[Command]:
-        lease = self._sends[event.link][event.read_id]
-        refusal, text = REFUSAL_OF.get(lease.outcome or LeaseState.ABORTED, REFUSAL_OF[_ABORTED])
-        if event.error is not None:
-            refusal, text = Refusal.INTERNAL, event.error.statement
+    def _send_over(self, event: ev.SendFinished | ev.SendStopped, now: float) -> list[Command]:
+        lease = self._peers.end_send(event.link, event.read_id)
+        lease.accept(event, now)
         commands: list[Command] = []
-        if self._peers.ready(event.link) is not None:
+        if isinstance(event, ev.SendStopped) and self._peers.ready(event.link) is not None:
+            refusal, text = REFUSAL_OF[lease.outcome or _ABORTED]
+            if event.error is not None:
+                refusal, text = Refusal.INTERNAL, event.error.statement
             ended = m.ReadEnded(
                 read_id=event.read_id,
                 sent_chunks=event.sent_chunks,
@@ -224,22 +218,14 @@ class ProducerSession:
                 text=text[:4096],
             )
             commands.append(cmd.SendMessage(event.link, ended))
-        return commands + self._send_over(event, now)
-
-    def _send_over(self, event: ev.SendFinished | ev.SendStopped, now: float) -> list[Command]:
-        sends = self._sends[event.link]
-        lease = sends.pop(event.read_id)
-        if not sends:
-            del self._sends[event.link]
-        lease.accept(event, now)
         began = lease.sends.pop((event.link, event.read_id))
         lease.trace.sends += (Phase("send", began, now), *event.phases)
         if lease.sends or lease.state is LeaseState.FILLING:
-            return []
+            return commands
         if lease.outcome is not None:
-            return self._close(lease, lease.outcome)
+            return commands + self._close(lease, lease.outcome)
         lease.move(LeaseState.HELD)
-        return []
+        return commands
 
     def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> list[Command]:
         key = event.message
@@ -250,7 +236,7 @@ class ProducerSession:
         if lease is None:
             # our engine's next step may bring it; a duplicate changes nothing
             if self._find_ended(key) is None:
-                self._early.keep(event, now + self._config.early_read_s)
+                self._early.keep(peer, event, now + self._config.early_read_s)
             return []
         if not lease.opens_with(key.secret):
             return []
@@ -283,11 +269,6 @@ class ProducerSession:
             commands += self._followed(ev.FromPeer(event.link, follow), now)
         return [*commands, cmd.SendMessage(event.link, m.HeartbeatReply(number=heartbeat.number))]
 
-    def _link_lost(self, link: LinkId) -> list[Command]:
-        """Stop what reads for this peer; its leases stay: another link may come before they expire."""
-        self._early.drop_link(link)
-        return [cmd.StopSend(link, read_id) for read_id in self._sends.get(link, ())]
-
     def _tick(self, event: ev.Tick, now: float) -> list[Command]:
         """Give silent peers up, end the leases whose time is up, and refuse what came before a lease that never did."""
         commands: list[Command] = []
@@ -296,21 +277,16 @@ class ProducerSession:
                 commands += self._peers.tick(thing, event, now)
             elif isinstance(thing, EarlyEvents):
                 thing.remove_lost()
-            elif not isinstance(thing, Lease):
-                commands += self._refuse_late(thing)
+            elif isinstance(thing, ev.FromPeer):
+                is_asking = isinstance(thing.message, m.Read | m.Follow)
+                if not self._early.remove(thing).is_lost and is_asking:
+                    commands.append(_refuse(thing, Refusal.UNKNOWN_TRANSFER, _UNKNOWN))
             elif thing.expires_at > now:
                 self._agenda.plan(thing, thing.expires_at)  # it was renewed
             else:
                 thing.accept(event, now)
                 commands += self._end(thing, LeaseState.EXPIRED)
         return commands
-
-    def _refuse_late(self, name: Name) -> list[Command]:
-        late = self._early.take_late(name)
-        if late is None or not isinstance(late.message, m.Read | m.Follow):
-            return []
-        late_event = ev.FromPeer(late.link, late.message)
-        return [_refuse(late_event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
 
     def _notify_followers(self, lease: Lease) -> list[Command]:
         """Report how far a prompt is to all that follow it, and forget those that are gone."""
@@ -350,7 +326,7 @@ class ProducerSession:
         m.Read: _read_asked,
         m.CancelRead: _read_cancelled,
         ev.SendFinished: _send_over,
-        ev.SendStopped: _send_stopped,
+        ev.SendStopped: _send_over,
         m.Done: _over_for_peer,
         m.Abort: _over_for_peer,
         m.Heartbeat: _heartbeat,
@@ -365,7 +341,7 @@ _UNKNOWN = "no such transfer"
 """The same text where a transfer of this name has another secret."""
 
 
-def _refuse(event: ev.FromPeer[m.Read | m.Follow], refusal: Refusal, text: str) -> Command:
+def _refuse(event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str) -> Command:
     """Refuse a read, or that a prompt is followed."""
     asked, text = event.message, text[:4096]
     if isinstance(asked, m.Read):

@@ -68,9 +68,8 @@ def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, 
         route.peer: Rank(transfer.producer.rank_geometry(route.peer), steps, groups_stay)
         for route in routes
     }
-    name = EngineAddress("p", "")
-    wanted = WantRequest("w", "t", "5" * 32, name, is_followed=True)
-    load = Load(wanted, RemoteEngine(name), 0.0)
+    wanted = WantRequest("w", "t", "5" * 32, EngineAddress("p", ""), is_followed=True)
+    load = Load(wanted, RemoteEngine(wanted.engine), 0.0)
     load.left = transfer.token_ranges
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()

@@ -38,8 +38,9 @@ def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s
     assert harness.messages(side.tick(0.5), m.Bye)
 
 
-def test_heartbeats_are_as_frequent_as_the_shorter_timeout_demands(side):
-    (link,) = harness.connect(side, timeout_ms=3000)
+@pytest.mark.parametrize("stated", ["timeout_ms", "lease_ms"])
+def test_heartbeats_are_as_frequent_as_timeout_and_lease_demand(side, stated):
+    (link,) = harness.connect(side, **{stated: 3000})
     side.tick()
     for _ in range(9):
         assert len(harness.messages(side.tick(1.0), m.Heartbeat)) == 1

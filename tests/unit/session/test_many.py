@@ -278,15 +278,6 @@ def test_a_withdrawn_lease_of_thousands_ends_alone():
     assert len(ended) == MANY - 1
 
 
-def test_a_lease_shorter_than_three_heartbeats_is_renewed_as_often_as_it_needs():
-    side = harness.consumer()
-    (link,) = harness.connect(side, lease_ms=3000)
-    side.tick()
-    for _ in range(5):
-        assert len(harness.messages(side.tick(1.0), m.Heartbeat)) == 1
-        side.tell(harness.beat(link))
-
-
 def test_leases_are_kept_alive_while_the_engine_is_still_being_greeted():
     """Greeting all ranks of an engine that starts may take longer than a lease, and than a silent peer's timeout."""
     side = harness.consumer()
