@@ -48,9 +48,6 @@ class Waker:
             self._closed = True
 
 
-_INTERRUPTED = -1
-
-
 class _PollFd(ctypes.Structure):
     _fields_ = (("fd", ctypes.c_int), ("events", ctypes.c_short), ("revents", ctypes.c_short))
 
@@ -69,8 +66,7 @@ class Descriptors:
 
     def is_any_readable(self) -> bool:
         """Returns True if one is readable now, or the call was interrupted."""
-        found = int(_poll()(ctypes.byref(self._item), 1, 0))
-        return found > 0 or found == _INTERRUPTED
+        return bool(_poll()(ctypes.byref(self._item), 1, 0))  # -1 if it was interrupted
 
     def close(self) -> None:
         self._epoll.close()

@@ -49,7 +49,7 @@ class ZmqControlChannel:
         bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
         self._security = security
         self._limits = limits
-        self._handles = itertools.count(1)
+        self._handles = map(PeerHandle, itertools.count(1))
         self._outgoing: dict[PeerHandle, OutgoingConnection] = {}
         self._closed = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -57,11 +57,7 @@ class ZmqControlChannel:
         self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         try:
             self._incoming = IncomingConnections(
-                self._context,
-                bind=bind,
-                security=security,
-                limits=limits,
-                new_handle=self._new_handle,
+                self._context, bind=bind, security=security, limits=limits, handles=self._handles
             )
         except BaseException:
             self._context.term()
@@ -98,7 +94,7 @@ class ZmqControlChannel:
                 "the peer uses keys and this channel has none; give it the deployment's keys",
                 address=address,
             )
-        handle = self._new_handle()
+        handle = next(self._handles)
         connection = OutgoingConnection(
             self._context,
             handle=handle,
@@ -193,9 +189,6 @@ class ZmqControlChannel:
         self._forget_descriptors()
         self._waker.close()
         self._context.term()
-
-    def _new_handle(self) -> PeerHandle:
-        return PeerHandle(next(self._handles))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import zmq
 
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
-from kvconnector.control.security import CurveKeys, Security
+from kvconnector.control.security import Security
 from kvconnector.control.zmq_sockets import (
     Authorizer,
     Monitor,
@@ -55,7 +55,7 @@ class _Peer:
 
 
 class IncomingConnections:
-    """The bound ROUTER. New handles come from `new_handle`."""
+    """The bound ROUTER. New handles come from `handles`."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class IncomingConnections:
         bind: HostPort,
         security: Security,
         limits: ControlLimits,
-        new_handle: Callable[[], PeerHandle],
+        handles: Iterator[PeerHandle],
     ) -> None:
         self._limits = limits
-        self._new_handle = new_handle
+        self._handles = handles
         self._by_handle: dict[PeerHandle, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_fd: dict[int, _Peer] = {}
@@ -78,9 +78,7 @@ class IncomingConnections:
         configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.authorizer = Authorizer(context, security) if isinstance(security, CurveKeys) else None
-        if self.authorizer is not None:
-            self.authorizer.guard(self.socket)
+        self.authorizer = Authorizer(self.socket, security) if security is not None else None
         self.monitor = Monitor(self.socket, _EVENTS)
         try:
             self.socket.bind(str(bind))
@@ -164,7 +162,7 @@ class IncomingConnections:
 
     def _admit(self, identity: bytes, fd: int, address: str) -> _Peer:
         """Give a connection a handle, with its first message."""
-        peer = _Peer(self._new_handle(), identity, fd, address)
+        peer = _Peer(next(self._handles), identity, fd, address)
         self._by_handle[peer.handle] = peer
         self._by_identity[peer.identity] = peer
         self._read_monitor()

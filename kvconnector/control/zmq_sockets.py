@@ -78,20 +78,18 @@ class Monitor:
 
 
 class Authorizer:
-    """Answers libzmq's question, over ZAP (RFC 27), whether a client that proved its key may connect.
+    """Makes a `server` socket, before bind, demand CURVE from every client, and answers libzmq's question about each,
+    over ZAP (RFC 27): may a client that proved its key connect?
 
     It runs in the owner's poll loop. libzmq asks inside one context only: each channel has its own.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
+    def __init__(self, server: zmq.Socket[bytes], keys: CurveKeys) -> None:
         self._authorized = keys.authorized_clients
         self.refusals = Refusals(logger)
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
+        self.socket: zmq.Socket[bytes] = server.context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(_ZAP_ENDPOINT)
-
-    def guard(self, server: zmq.Socket[bytes]) -> None:
-        """Make `server` demand CURVE from every client, and ask here about each; before bind."""
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
