@@ -140,12 +140,8 @@ class Peers:
             peer.accept(event, now)
             peer.move(PeerState.READY)
             return [cmd.SendMessage(peer.link, self._reply)]
-        if isinstance(event, ev.EndpointFailed):
-            refusal = [] if peer.state is _S.READY else [self._refuse(peer, event.error)]
-            return [*refusal, *self._lose(peer, event, event.error, now)]
-        if isinstance(event, ev.LinkLost):
-            return self._lose(peer, event, event.error, now)
-        return []
+        assert isinstance(event, ev.EndpointFailed | ev.LinkLost)  # see `ProducerSession.handle`
+        return self._lose(peer, event, event.error, now)
 
     def tick(self, peer: Peer, event: ev.Tick, now: float) -> list[Command]:
         """Give a consumer worker up that the agenda named, unless it has spoken since."""
@@ -180,7 +176,7 @@ class Peers:
                 )
             peer.route = check_route(hello, self._topology.geometry)
         except (IncompatiblePeerError, GeometryError) as reason:
-            return [self._refuse(peer, reason), *self._lose(peer, event, reason, now)]
+            return self._lose(peer, event, reason, now)
         peer.move(PeerState.HELLO)
         return [
             cmd.OpenEndpoint(
@@ -201,19 +197,16 @@ class Peers:
             readers = self._readers[geometry] = self._topology.readers(engine)
         return readers
 
-    def _refuse(self, peer: Peer, error: KVConnectorError) -> Command:
-        incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
-        reply = m.HelloReply(
-            incarnation=self._reply.incarnation,
-            refusal=Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL,
-            text=error.statement[:4096],
-        )
-        return cmd.SendMessage(peer.link, reply)
-
     def _lose(
         self, peer: Peer, event: object, error: KVConnectorError, now: float
     ) -> list[Command]:
         peer.accept(event, now)
+        text, answer = error.statement[:4096], []
+        if peer.state is not _S.READY:  # it waits for an answer to its greeting
+            incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
+            refusal = Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL
+            reply = m.HelloReply(incarnation=self._reply.incarnation, refusal=refusal, text=text)
+            answer = [cmd.SendMessage(peer.link, reply)]
         peer.move(PeerState.LOST)
         self._agenda.forget(peer)
         if not peer.sends:
@@ -221,8 +214,9 @@ class Peers:
         self._on_lost(peer)
         # only the side that connected can close a control connection, so it gets a Bye, if the link still works
         return [
+            *answer,
             *[cmd.StopSend(peer.link, read_id) for read_id in peer.sends],
             cmd.CloseEndpoint(peer.link),
-            cmd.SendMessage(peer.link, m.Bye(text=error.statement[:4096])),
+            cmd.SendMessage(peer.link, m.Bye(text=text)),
             cmd.CloseLink(peer.link),
         ]

@@ -149,7 +149,7 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
     assert len(harness.messages(commands, m.Bye)) == 1
     assert commands[-1] == cmd.CloseLink(-1)
     refusals = [reply.refusal for reply in harness.messages(commands, m.HelloReply)]
-    assert refusals == [Refusal.INTERNAL] * (loss == "endpoint" and not is_reading)
+    assert refusals == [Refusal.INTERNAL] * (not is_reading)
     if is_reading:
         assert not harness.messages(side.tell(ev.SendStopped(-1, 1, 0)), m.ReadEnded)
         assert side.num_leases == 1
