@@ -1,15 +1,28 @@
-"""The cache shape of a model from its Hugging Face `config.json`."""
+"""The cache shape of a model from its Hugging Face `config.json`: which of its layers cache what.
+
+A configuration names the kinds of its layers in one of a few ways: a list (`layer_types`), a pattern, a period, or not
+at all because the architecture is one of them. Whoever reads it as if all layers kept every token plans too much for a
+window and something else than a state. So what is not known here is refused by the name of its field or kind.
+"""
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvconnector.bench.shapes import ModelShape
-from kvconnector.cache.specs import DType
-from kvconnector.cli.model_layers import Attention, layer_groups
+from kvconnector.bench.shapes import LayerGroup, ModelShape
+from kvconnector.cache.specs import (
+    ChunkedLocalAttentionSpec,
+    CrossAttentionSpec,
+    DType,
+    FullAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from kvconnector.errors import ConfigError
 
 DEFAULTS = {
@@ -17,6 +30,39 @@ DEFAULTS = {
     "t5": {"num_layers": 6, "num_heads": 8, "d_kv": 64},
 }
 """What transformers takes for fields that a configuration of this `model_type` leaves out."""
+ATTENTION = {
+    "full": ("full attention", FullAttentionSpec, ()),
+    "window": ("window of {}", SlidingWindowSpec, ("sliding_window",)),
+    "chunk": ("chunk of {}", ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
+}
+"""Layers that keep tokens: what they are called, their specification, and its fields beside the sizes of a token."""
+KINDS = {
+    "full_attention": "full",
+    "attention": "full",
+    "*": "full",
+    "global": "full",
+    "sliding_attention": "window",
+    "chunked_attention": "chunk",
+    "linear_attention": "delta",
+    "mamba": "mamba",
+    "mamba1": "mamba",
+    "mamba2": "mamba",
+    "M": "mamba",
+    "-": "none",
+    "mlp": "none",
+    "E": "none",
+    "moe": "none",
+}
+"""What a configuration calls a layer, and what that layer caches."""
+UNKNOWN_CACHES = re.compile(r"kv_shared")
+"""Fields of layers that share another one's cache."""
+UNKNOWN_FIELDS = re.compile(
+    r"mamba|ssm|recurrent|rwkv|lru_|hybrid|linear_(?:num|key|value|conv|attn)|conv_l|layers?_block_type|block_types"
+    r"|attn_layer|attn_type|full_attn|attention_chunk|global_attn|attention_types|local_window"
+)
+"""Fields of architectures whose layers differ."""
+WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4}
+"""Every how many layers one keeps every token, where a configuration does not say it."""
 
 
 def named_model(name: str) -> ModelShape:
@@ -33,24 +79,12 @@ def read_model_config(path: Path) -> ModelShape:
     lacks a number, or describes layers of a kind that is not known.
     """
     file = path / "config.json" if path.is_dir() else path
-    config = _read_object(file)
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
+    whole = _read_object(file)
+    text = whole.get("text_config")
+    text = text if isinstance(text, dict) else whole
     text = {**DEFAULTS.get(str(text.get("model_type")), {}), **text}
-
-    def number(*names: str) -> int:
-        found = {name: text[name] for name in names if text.get(name) is not None}
-        value = next(iter(found.values()), None)
-        if isinstance(value, int) and value > 0:
-            return value
-        raise ConfigError(
-            "the model's configuration lacks a positive number",
-            path=str(file),
-            needed=names,
-            found=found,
-        )
-
-    dtype = text.get("dtype") or text.get("torch_dtype") or config.get("torch_dtype") or "bfloat16"
+    number = (config := _Config(text, str(file))).number
+    dtype = text.get("dtype") or text.get("torch_dtype") or whole.get("torch_dtype") or "bfloat16"
     # of an encoder-decoder model the decoder's, which alone caches
     decoder = ("decoder_layers", "num_decoder_layers") if text.get("is_encoder_decoder") else ()
     num_layers = number(*decoder, "num_hidden_layers", "n_layer", "num_layers")
@@ -64,16 +98,16 @@ def read_model_config(path: Path) -> ModelShape:
         head_dim = (
             number(own) if own else number("hidden_size", "n_embd", "d_model") // number(*all_heads)
         )
-    attention = Attention(heads, head_dim, DType(str(dtype)), use_mla=is_mla)
+    token = _token(heads, head_dim, DType(str(dtype)), is_mla=is_mla)
     return ModelShape(
-        name=str(config.get("_name_or_path") or config.get("model_type") or file.parent.name),
+        name=str(whole.get("_name_or_path") or whole.get("model_type") or file.parent.name),
         num_layers=num_layers,
         num_kv_heads=heads,
         head_dim=head_dim,
         dtype=str(dtype),
         is_mla=is_mla,
         num_draft_layers=int(text.get("num_nextn_predict_layers") or 0),
-        groups=layer_groups(text, num_layers, attention, number, str(file)),
+        groups=config.groups(num_layers, token),
     )
 
 
@@ -87,3 +121,160 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError("a model's configuration is a JSON object", path=str(file))
     return config
+
+
+def _token(num_kv_heads: int, head_size: int, dtype: DType, *, is_mla: bool) -> dict[str, Any]:
+    """What an attention layer caches of one token, as its specification takes it: a block of one token."""
+    sizes = {"block_size": 1, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    return {**sizes, "dtype": dtype, "use_mla": is_mla}
+
+
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The fields of the text model in the file at `path`."""
+
+    fields: dict[str, Any]
+    path: str
+
+    def number(self, *names: str) -> int:
+        """The positive number that the first of these fields has. Raises ConfigError: none is there, or it is none."""
+        found = {name: self.fields[name] for name in names if self.fields.get(name) is not None}
+        value = next(iter(found.values()), None)
+        if isinstance(value, int) and value > 0:
+            return value
+        raise ConfigError(
+            "the model's configuration lacks a positive number",
+            path=self.path,
+            needed=names,
+            found=found,
+        )
+
+    def groups(self, num_layers: int, token: dict[str, Any]) -> tuple[LayerGroup, ...]:
+        """The groups of its decoder's layers; none if all keep every token. Raises ConfigError: a kind of layer that
+        is not known, or a field that is missing.
+        """
+        fields, every = self.fields, tuple(range(num_layers))
+        found: dict[str, list[int]] = {}
+        for layer, kind in enumerate(self._kinds(num_layers)):
+            found.setdefault(kind, []).append(layer)
+        groups = [
+            self._group(kind, tuple(layers), token)
+            for kind, layers in sorted(found.items())
+            if kind != "none"
+        ]
+        if fields.get("index_topk"):
+            # DeepSeek-V3.2: keys in fp8, with a float32 scale for each 128 elements
+            head_size = self.number("index_head_dim")
+            key = _token(1, head_size + head_size // 128 * 4, DType("uint8"), is_mla=True)
+            groups.append(LayerGroup(kind="indexer", layers=every, spec=FullAttentionSpec(**key)))
+        if fields.get("is_encoder_decoder"):
+            positions = fields.get("max_source_positions")
+            groups.append(
+                LayerGroup(
+                    kind="cross attention",
+                    layers=every,
+                    spec=CrossAttentionSpec(**token),
+                    encoder_tokens=positions if isinstance(positions, int) else 0,
+                )
+            )
+        return () if set(found) == {"full"} and len(groups) == 1 else tuple(groups)
+
+    def _group(self, kind: str, layers: tuple[int, ...], token: dict[str, Any]) -> LayerGroup:
+        if kind in ATTENTION:
+            name, spec, names = ATTENTION[kind]
+            sizes = {each: self.number(each) for each in names}
+            spec_of_token = spec(**token, **sizes)
+            return LayerGroup(kind=name.format(*sizes.values()), layers=layers, spec=spec_of_token)
+        name, shapes = self._delta_net() if kind == "delta" else self._mamba()
+        own = self.fields.get("mamba_ssm_dtype") or self.fields.get("mamba_ssm_cache_dtype")
+        dtypes = (token["dtype"], DType(str(own)) if own else token["dtype"])
+        state = MambaSpec(block_size=1, shapes=shapes, dtypes=dtypes)
+        return LayerGroup(kind=f"{name} state", layers=layers, spec=state)
+
+    def _delta_net(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        """Convolution `[channels of Q, K and V, width - 1]` and state `[value heads, value dim, key dim]`."""
+        number = self.number
+        key_dim, value_dim = number("linear_key_head_dim"), number("linear_value_head_dim")
+        values = number("linear_num_value_heads")
+        channels = 2 * number("linear_num_key_heads") * key_dim + values * value_dim
+        convolution = (channels, number("linear_conv_kernel_dim") - 1)
+        return "gated delta net", (convolution, (values, value_dim, key_dim))
+
+    def _mamba(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        """Convolution `[channels, width - 1]` and state: Mamba 2's `[heads, head dim, state]`, or Mamba 1's `[channels,
+        state]`, which has no heads.
+        """
+        number = self.number
+        width = number("mamba_d_conv", "conv_kernel") - 1
+        state = number("mamba_d_state", "ssm_state_size", "state_size")
+        names = {"mamba_n_heads", "mamba_num_heads"} & self.fields.keys()
+        if not names:
+            channels = number("mamba_expand", "expand") * number("hidden_size")
+            return "Mamba", ((channels, width), (channels, state))
+        heads, dim = number(*names), number("mamba_d_head", "mamba_head_dim")
+        channels = heads * dim + 2 * number("mamba_n_groups", "n_groups") * state
+        return "Mamba", ((channels, width), (heads, dim, state))
+
+    def _kinds(self, num_layers: int) -> list[str]:
+        """What each layer caches, in the words of `KINDS`' values."""
+        self._refuse_fields(UNKNOWN_CACHES)
+        names = ("layer_types", "layers_block_type", "hybrid_override_pattern", "layer_pattern")
+        named = next(filter(None, map(self.fields.get, names)), None)
+        if not named:
+            return self._unnamed_kinds(range(num_layers))
+        unknown = sorted({str(kind) for kind in named} - KINDS.keys())
+        if unknown or len(named) < num_layers:
+            raise ConfigError(
+                "the kinds of the model's layers cannot be planned",
+                path=self.path,
+                unknown=unknown,
+                named=len(named),
+                layers=num_layers,
+            )
+        return [KINDS[kind] for kind in named[:num_layers]]
+
+    def _unnamed_kinds(self, layers: range) -> list[str]:
+        """Those of architectures whose configurations have a period, or nothing, instead of a list."""
+        get = self.fields.get
+        architecture = str(get("model_type", "")).removesuffix("_text")
+        if architecture == "jamba":
+            period, offset = get("attn_layer_period", 8), get("attn_layer_offset", 4)
+            return ["full" if i % period == offset else "mamba" for i in layers]
+        if architecture == "bamba":
+            own = get("attn_layer_indices") or []
+            return ["full" if i in own else "mamba" for i in layers]
+        if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
+            interval = get("full_attention_interval", 4)
+            return ["full" if (i + 1) % interval == 0 else "delta" for i in layers]
+        if architecture in ("mamba", "mamba2"):
+            return ["mamba" for _ in layers]
+        if architecture == "llama4":
+            interval = get("no_rope_layer_interval", 4)
+            ropes = get("no_rope_layers") or [(i + 1) % interval for i in layers]
+            has_chunks = get("attention_chunk_size") is not None
+            return ["chunk" if rope and has_chunks else "full" for rope in ropes[: len(layers)]]
+        self._refuse_fields(UNKNOWN_FIELDS)
+        return self._windows(architecture, layers)
+
+    def _windows(self, architecture: str, layers: range) -> list[str]:
+        get = self.fields.get
+        if not get("sliding_window") or get("use_sliding_window") is False:
+            return ["full" for _ in layers]
+        period = get("sliding_window_pattern") or WINDOW_PERIODS.get(architecture)
+        if isinstance(period, int):
+            return ["window" if (i + 1) % period else "full" for i in layers]
+        # Qwen 2: the first layers keep everything
+        first = get("max_window_layers", 0) if get("use_sliding_window") else 0
+        return ["window" if i >= first else "full" for i in layers]
+
+    def _refuse_fields(self, unknown: re.Pattern[str]) -> None:
+        fields = sorted(
+            name for name, value in self.fields.items() if value and unknown.search(name)
+        )
+        if fields:
+            raise ConfigError(
+                "this model's configuration does not say what its layers cache",
+                path=self.path,
+                model_type=self.fields.get("model_type"),
+                fields=fields,
+            )
