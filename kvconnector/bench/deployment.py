@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,21 +33,26 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The two engines, and the sizes of the requests that their pools have room for."""
+    """The two engines as the options cut them, and the sizes of requests that their pools have room for: `in_flight` of
+    the longest at once, and as many more.
+    """
 
     options: BenchOptions
-    prefill: EngineShape
-    decode: EngineShape
     tokens: tuple[int, ...]
     in_flight: int = 1
 
-    @classmethod
-    def of(cls, options: BenchOptions, tokens: Sequence[int], *, in_flight: int = 1) -> Deployment:
-        """As the options cut the engines; `in_flight` longest requests fit their pools at once, and as many more."""
-        return cls(options, options.prefill, options.decode, tuple(tokens), in_flight)
-
     def __str__(self) -> str:
-        return f"{self.prefill} to {self.decode}"
+        return f"{self.options.prefill} to {self.options.decode}"
+
+    @property
+    def shapes(self) -> dict[str, EngineShape]:
+        """Both engines, by name."""
+        return {"prefill": self.options.prefill, "decode": self.options.decode}
+
+    @property
+    def common_block_tokens(self) -> int:
+        """Tokens that fill whole blocks of both engines."""
+        return math.lcm(*(shape.virtual_block_tokens for shape in self.shapes.values()))
 
     def case_name(self, num_tokens: int) -> str:
         """What moves, from where to where."""
@@ -59,8 +63,7 @@ class Deployment:
 
     def transfers(self, num_tokens: int, count: int) -> list[Transfer]:
         """`count` requests of lengths around `num_tokens`, which is their median; with a peer of whole blocks."""
-        blocks = (self.prefill.virtual_block_tokens, self.decode.virtual_block_tokens)
-        unit = math.lcm(*blocks) if self.options.peer else 1
+        unit = self.common_block_tokens if self.options.peer else 1
         spread = num_tokens // LENGTH_SPREAD // unit
         steps = np.linspace(-spread, spread, count) if count > 1 else np.zeros(count)
         shuffled = np.random.default_rng(SEED).permutation(np.rint(steps))
@@ -87,12 +90,11 @@ class Deployment:
                 chosen.append(ids[index * most :][:count])
             return chosen
 
-        return Transfer(num_tokens, choose(self.prefill), choose(self.decode))
+        return Transfer(num_tokens, *map(choose, self.shapes.values()))
 
     def spec(self, engine_id: str) -> EngineSpec:
         """The engine "prefill" or "decode"; consumers get the GPUs after the producers'."""
-        is_prefill = engine_id == "prefill"
-        shape = self.prefill if is_prefill else self.decode
+        is_prefill, shape = engine_id == "prefill", self.shapes[engine_id]
         return EngineSpec(
             engine_id=engine_id,
             geometry=engine_geometry(self.options.model, shape, engine_id),
@@ -100,7 +102,7 @@ class Deployment:
             num_blocks=self.num_blocks(shape),
             device=self.options.device,
             gpus=self.options.gpus[0 if is_prefill else 1],
-            first_gpu=0 if is_prefill else len(self.prefill.ranks),
+            first_gpu=0 if is_prefill else len(self.options.prefill.ranks),
         )
 
     def num_blocks(self, shape: EngineShape) -> tuple[int, ...]:

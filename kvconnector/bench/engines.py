@@ -232,9 +232,13 @@ class ProcessPair(ExitStack, Runner):
         """Raises ResultMismatchError: the consumer's pools do not hold what they should."""
         blocks, num_tokens = transfer.decode_blocks, transfer.num_tokens
         found = self.decode.ranks.call(RankProcess.mismatch, blocks, num_tokens)
-        for rank, mismatch in zip(self.deployment.decode.ranks, found, strict=True):
+        for rank, mismatch in zip(self.deployment.options.decode.ranks, found, strict=True):
             if mismatch:
                 raise ResultMismatchError(f"{type(self).__name__}: {mismatch}", rank=str(rank))
+
+    def engine(self, engine_id: str) -> Engine:
+        """The engine "prefill" or "decode"."""
+        return self.prefill if engine_id == "prefill" else self.decode
 
     def pause(self) -> None:
         self.prefill.ranks.pause()
@@ -273,7 +277,7 @@ class EnginePair(ProcessPair):
 
     def restart(self, engine_id: str, *, is_killed: bool = True) -> None:
         """End an engine, without a word to anybody or in order, and start it again under the same id."""
-        engine = self.prefill if engine_id == "prefill" else self.decode
+        engine = self.engine(engine_id)
         if is_killed:
             engine.ranks.kill()
         engine.close()

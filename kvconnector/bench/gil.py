@@ -50,7 +50,7 @@ Steps: TypeAlias = list[tuple[list[str], StepMetadata]]
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """A case for each request size, rhythm and load of the engines."""
-    deployment = Deployment.of(options, options.tokens, in_flight=2)
+    deployment = Deployment(options, options.tokens, in_flight=2)
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
         for num_tokens in deployment.tokens:

@@ -8,7 +8,6 @@ the time ends when all of the consumer's ranks have reported the load.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -35,10 +34,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Prompts of every length, both ways in turns; what arrives is checked before the first and after the last. Of
     several numbers of prompts at once, those are left out that are more than the longest with the smallest number.
     """
-    deployment, compute = Deployment.of(options, options.tokens), options.compute
-    unit = math.lcm(
-        *(each.virtual_block_tokens for each in (deployment.prefill, deployment.decode))
-    )
+    deployment, compute = Deployment(options, options.tokens), options.compute
+    unit = deployment.common_block_tokens
     sizes = [
         # prompts that are computed at once fill their blocks, and are checked as one
         (count, each + (-each % unit if count > 1 else 0))
@@ -62,10 +59,9 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transfer]]:
     """Prompts that are computed at once, in turns that have blocks of their own as far as there are some."""
-    shapes, whole = (pools.prefill, pools.decode), pools.transfer(max(pools.tokens))
-    fill = not any(num_tokens % each.virtual_block_tokens for each in shapes)
+    whole, fill = pools.transfer(max(pools.tokens)), not num_tokens % pools.common_block_tokens
     num_turns = min(pools.options.iterations, MAX_TURNS, whole.num_tokens // (count * num_tokens))
-    theirs, ours = (each.num_blocks(num_tokens) for each in shapes)
+    theirs, ours = (shape.num_blocks(num_tokens) for shape in pools.shapes.values())
     prompts = [
         Transfer(
             num_tokens,

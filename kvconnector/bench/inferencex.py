@@ -53,7 +53,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         shape = EngineShape(block=page // ENTRY_TOKENS)
         cut = msgspec.structs.replace(options, prefill=shape, decode=shape)
         prompt, share = tokens // ENTRY_TOKENS, number / len(cases)
-        deployment = Deployment.of(cut, (prompt,), in_flight=burst)
+        deployment = Deployment(cut, (prompt,), in_flight=burst)
         requests = [deployment.transfer(prompt, index) for index in range(burst)]
         yield from compare(
             deployment,

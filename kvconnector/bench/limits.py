@@ -15,7 +15,7 @@ from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
 from kvconnector.bench.perftest import bandwidth, find_perftest, ucx_variables
 from kvconnector.bench.results import ContenderKind
-from kvconnector.bench.shapes import ModelShape, engine_geometry
+from kvconnector.bench.shapes import ModelShape
 from kvconnector.bench.sockets import open_stream
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
@@ -93,7 +93,8 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
         name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
         yield [Limit(name, "limit", model, device_copies(copies))]
         return
-    with open_stream(pair.prefill.ranks.serve_stream(nbytes), nbytes) as move:
+    ranks = pair.prefill.ranks
+    with open_stream((ranks.host, ranks.serve_stream(nbytes)), nbytes) as move:
         limits = [Limit("raw TCP socket", "limit", model, move)]
         if not options.connect:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
@@ -108,21 +109,19 @@ def measure_ucx(pair: EnginePair, num_tokens: int) -> float:
     options = pair.deployment.options
     config = options.config("bench", "consumer")
     command, library = find_perftest(config.ucx.library), config.ucx.library
-    address = pair.prefill.ranks.serve_perftest(library, ucx_variables(config))
-    return bandwidth(command, address, config, options.model.request_bytes(num_tokens))
+    ranks = pair.prefill.ranks
+    port = ranks.serve_perftest(library, ucx_variables(config))
+    return bandwidth(command, (ranks.host, port), config, options.model.request_bytes(num_tokens))
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:
     """Bytes that a transfer moves from device to device."""
-    model = deployment.options.model
-    producer = engine_geometry(model, deployment.prefill, "prefill")
-    consumer = engine_geometry(model, deployment.decode, "decode")
-    sources, targets = (deployment.spec(name).devices() for name in ("prefill", "decode"))
-    device_of = dict(zip(deployment.prefill.ranks, sources, strict=True))
+    producer, consumer = (deployment.spec(name) for name in deployment.shapes)
+    device_of = dict(zip(producer.shape.ranks, producer.devices(), strict=True))
     copies: Counter[tuple[str, str]] = Counter()
-    for rank, target in zip(deployment.decode.ranks, targets, strict=True):
-        topology = TpKVTopology(consumer, rank)
-        ranges = model.ranges(range(num_tokens))
-        for read in plan_transfer(topology, producer, ranges, chunk_bytes=1 << 30):
+    ranges = deployment.options.model.ranges(range(num_tokens))
+    for rank, target in zip(consumer.shape.ranks, consumer.devices(), strict=True):
+        topology = TpKVTopology(consumer.geometry, rank)
+        for read in plan_transfer(topology, producer.geometry, ranges, chunk_bytes=1 << 30):
             copies[device_of[read.source], target] += read.total_bytes * deployment.in_flight
     return copies

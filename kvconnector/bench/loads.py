@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, Literal
 
 from kvconnector.errors import ConfigError
@@ -21,6 +22,7 @@ CACHES = (8, 256, 1024, 128)
 BATCH = 8
 
 
+@cache
 def make_step(name: LoadName, device: str) -> Callable[[], None]:
     """What runs one step and returns when it is over; of "prefill", as with asynchronous scheduling, when the one
     before it is. Raises ConfigError: the load does not run on this device.
@@ -135,6 +137,7 @@ def _prefill_step(device: str) -> Callable[[], None]:
     return step
 
 
+@cache
 def make_model(device: str) -> Callable[[float, int], Iterator[None]]:
     """What computes a step of the given seconds and layers: matrix products on the current stream, or pauses without a
     GPU. It yields where a layer's are queued, or over, and ends when all are over.

@@ -71,7 +71,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     """The matrix, in each rank. Raises ConfigError: no torchrun, or no torch. ResultMismatchError: wrong bytes."""
     store, rank, size = _join()
     num_tokens = options.tokens[0]
-    deployment = Deployment.of(options, (num_tokens,))
+    deployment = Deployment(options, (num_tokens,))
     spec = msgspec.structs.replace(
         deployment.spec("decode"),
         engine_id=f"rank{rank}",

@@ -97,6 +97,7 @@ class EngineProcesses(ExitStack):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.host = spec.control.host if spec.control else "127.0.0.1"
         self._children: list[_Child] = []
         self._perftest = self.enter_context(ExitStack())
         try:
@@ -131,16 +132,14 @@ class EngineProcesses(ExitStack):
     def exchange(self, call: bytes) -> list[bytes]:
         return self._send(call)()
 
-    def serve_stream(self, nbytes: int) -> tuple[str, int]:
-        """Answer one client of a raw socket with up to `nbytes`: where."""
-        host = self.spec.control.host if self.spec.control else "127.0.0.1"
-        return host, serve_stream(host, nbytes)
+    def serve_stream(self, nbytes: int) -> int:
+        """Answer one client of a raw socket with up to `nbytes`: the port on `host`."""
+        return serve_stream(self.host, nbytes)
 
-    def serve_perftest(self, library: str, variables: dict[str, str]) -> tuple[str, int]:
-        """Start `ucx_perftest` for one client, in the place of the one before: where. See `PerftestServer`."""
+    def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
+        """Start `ucx_perftest` for one client, in the place of the one before: its port. See `PerftestServer`."""
         self._perftest.close()
-        server = self._perftest.enter_context(PerftestServer(library, variables))
-        return self.spec.control.host if self.spec.control else "127.0.0.1", server.port
+        return self._perftest.enter_context(PerftestServer(library, variables)).port
 
     def kill(self) -> None:
         """End all ranks at once, without a word to anybody."""

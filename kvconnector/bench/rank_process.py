@@ -16,9 +16,8 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -156,7 +155,6 @@ class RankProcess:
         self._agent: PeerAgent
         self._exits = ExitStack()
         self._log = _Log()
-        self._loads: dict[LoadName, Callable[[], None]] = {}
 
     def ready(self) -> None:
         """Answers once the pools are there, and what this process wrote there is complete."""
@@ -210,7 +208,7 @@ class RankProcess:
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
         """Return what the steps of a model took that runs for this many seconds, layer after layer."""
-        model = self._model_steps
+        model = make_model(self._device)
         layers = self._pools[0].geometry.layers
         began_s = time.perf_counter()
         for step, seconds in steps:
@@ -220,10 +218,6 @@ class RankProcess:
                 self._worker.layer_written(layer)
             self._worker.poll()
         return time.perf_counter() - began_s
-
-    @cached_property
-    def _model_steps(self) -> Callable[[float, int], Iterator[None]]:
-        return make_model(self._device)
 
     def usage(self) -> tuple[float, float, int, int]:
         """Resident MiB of its own and shared with others (pools that a peer reads are), open descriptors, threads."""
@@ -243,7 +237,7 @@ class RankProcess:
         passed: each step when those before are over if `one_by_one`, else one in each turn. Raises
         KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
         """
-        worker, run = self._worker, self._load(load)
+        worker, run = self._worker, make_step(load, self._device)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()
         began_s = progressed_s = time.perf_counter()
         while pending or open_since_s or time.perf_counter() - began_s < min_s:
@@ -289,11 +283,6 @@ class RankProcess:
     def read_blocks(self, remote: list[list[list[int]]], local: list[list[list[int]]]) -> float:
         """Read requests at once, each in blocks by cache group: seconds until the last is here."""
         return self._agent.read(remote, local)
-
-    def _load(self, name: LoadName) -> Callable[[], None]:
-        if name not in self._loads:
-            self._loads[name] = make_step(name, self._device)
-        return self._loads[name]
 
 
 class _Log(logging.Handler):

@@ -103,7 +103,7 @@ class RemoteProcesses(EngineProcesses):
         self.spec = spec
         address, _, key = options.connect.partition(",")
         self._where = f"the server at {address}"
-        self._host = parse_address(f"tcp://{address}").host
+        self.host = parse_address(f"tcp://{address}").host
         self._channel = _open_channel(control_settings(), 0)
         self.callback(self._channel.close)
         try:
@@ -117,11 +117,11 @@ class RemoteProcesses(EngineProcesses):
         answers: list[bytes] = self._ask(EngineProcesses.exchange, call)
         return lambda: answers
 
-    def serve_stream(self, nbytes: int) -> tuple[str, int]:
-        return self._host, self._ask(EngineProcesses.serve_stream, nbytes)[1]
+    def serve_stream(self, nbytes: int) -> int:
+        return int(self._ask(EngineProcesses.serve_stream, nbytes))
 
-    def serve_perftest(self, library: str, variables: dict[str, str]) -> tuple[str, int]:
-        return self._host, self._ask(EngineProcesses.serve_perftest, library, variables)[1]
+    def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
+        return int(self._ask(EngineProcesses.serve_perftest, library, variables))
 
     def pause(self) -> None:
         self._ask(EngineProcesses.pause)

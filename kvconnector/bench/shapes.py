@@ -106,7 +106,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
         if self.is_mla and self.num_kv_heads != 1:
             raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
-        _ = self.item_size_bytes
+        DType(self.dtype)
 
     @classmethod
     def parse(cls, text: str) -> ModelShape:
@@ -118,31 +118,33 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(MODELS[name], num_layers=numbers[0])
 
     @property
-    def item_size_bytes(self) -> int:
-        """Bytes of one element."""
-        return DType(self.dtype).item_size_bytes
-
-    @property
-    def part_names(self) -> tuple[str, ...]:
-        return ("latent",) if self.is_mla else ("k", "v")
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """`groups`, or one without a name that has all layers."""
+        if self.groups:
+            return self.groups
+        spec = FullAttentionSpec(
+            block_size=1,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_dim,
+            dtype=DType(self.dtype),
+            use_mla=self.is_mla,
+        )
+        return (LayerGroup(kind="", layers=tuple(range(self.num_layers)), spec=spec),)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers."""
-        parts = self.num_layers * len(self.part_names)
-        return parts * self.num_kv_heads * self.head_dim * self.item_size_bytes
+        """Bytes of one token over all layers, of which each keeps all tokens."""
+        return self.request_bytes(1)
 
     def ranges(self, tokens: range) -> list[range]:
         """Of each cache group, what it lacks of a prompt's tokens."""
-        return [group.missing(tokens) for group in self.groups] or [tokens]
+        return [group.missing(tokens) for group in self.layer_groups]
 
     def request_bytes(self, num_tokens: int) -> int:
         """Bytes that a request of that many tokens moves, on all ranks together."""
-        if not self.groups:
-            return num_tokens * self.token_bytes
         return sum(
-            len(tokens) * len(group.layers) * heads * size * item
-            for group, tokens in zip(self.groups, self.ranges(range(num_tokens)), strict=True)
+            len(group.missing(range(num_tokens))) * len(group.layers) * heads * size * item
+            for group in self.layer_groups
             for _, heads, size, item in group.parts
         )
 
@@ -266,44 +268,24 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
     """What one rank of such an engine holds. Raises GeometryError: fewer layers than pipeline stages."""
     stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
-    sizes = (model.num_kv_heads, model.head_dim, model.item_size_bytes)
-    whole = tuple((name, *sizes) for name in model.part_names)
-    groups = [
-        _group_geometry(
-            shape,
-            rank,
-            tuple(layer for layer in group.layers if layer in stage),
-            parts=group.parts,
-            # a block has one entry at least, of as many tokens as the layer's specification has in a block
-            block_size=1
-            if isinstance(group.spec, MambaSpec)
-            else max(shape.block, group.spec.block_size),
-            # ranks share the tokens only of layers that keep all of them
-            dcp_size=shape.dcp if isinstance(group.spec, FullAttentionSpec) else 1,
-        )
-        for group in model.groups
-    ] or [
-        _group_geometry(
-            shape, rank, tuple(stage), parts=whole, block_size=shape.block, dcp_size=shape.dcp
-        )
-    ]
-    return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=tuple(groups))
+    groups = tuple(_group_geometry(shape, rank, stage, group) for group in model.layer_groups)
+    return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=groups)
 
 
 def _group_geometry(
-    shape: EngineShape,
-    rank: Rank,
-    layers: tuple[int, ...],
-    *,
-    parts: tuple[tuple[str, int, int, int], ...],
-    block_size: int,
-    dcp_size: int,
+    shape: EngineShape, rank: Rank, stage: range, group: LayerGroup
 ) -> GroupGeometry:
+    spec = group.spec
+    # a block has one entry at least, of as many tokens as the layer's specification has in a block
+    block_size = 1 if isinstance(spec, MambaSpec) else max(shape.block, spec.block_size)
+    # ranks share the tokens only of layers that keep all of them
+    dcp_size = shape.dcp if isinstance(spec, FullAttentionSpec) else 1
+
     def part(name: str, total_heads: int, head_dim: int, item_size_bytes: int) -> PartGeometry:
         heads = TpKVTopology.heads_of(
             total_heads, tp_rank=rank.tp_rank, tp_size=shape.tp, dcp_size=dcp_size
         )
-        counts = {"2": len(parts), "H": len(heads), "N": block_size, "D": head_dim}
+        counts = {"2": len(group.parts), "H": len(heads), "N": block_size, "D": head_dim}
         flat = {axis for axis, count in counts.items() if count == 1}
         return PartGeometry(
             name=name,
@@ -317,8 +299,8 @@ def _group_geometry(
 
     return GroupGeometry(
         block_size=block_size,
-        layers=layers,
-        parts=tuple(part(*sizes) for sizes in parts),
+        layers=tuple(layer for layer in group.layers if layer in stage),
+        parts=tuple(part(*sizes) for sizes in group.parts),
         dcp_size=dcp_size,
         dcp_rank=rank.tp_rank % dcp_size,
         interleave_tokens=shape.interleave if dcp_size > 1 else 1,

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import TURN_S, Engine, EnginePair
+from kvconnector.bench.engines import TURN_S, EnginePair
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
@@ -115,7 +115,7 @@ class Soak:
         self._random = rng_of(state)
         self._sides = {
             name: _Side(shape, list(range(deployment.num_blocks(shape)[0])))
-            for name, shape in (("prefill", deployment.prefill), ("decode", deployment.decode))
+            for name, shape in deployment.shapes.items()
         }
         for side in self._sides.values():
             side.lives += 1000 * state.num_begun
@@ -178,12 +178,9 @@ class Soak:
         self._have_met = True
         self._state.count("checks")
         for name in self._sides:
-            usages = self._engine(name).ranks.call(RankProcess.usage)
+            usages = self._pair.engine(name).ranks.call(RankProcess.usage)
             values = tuple(float(sum(each)) for each in zip(*usages, strict=True))
             self._state.note_usage(name, self._sides[name].lives, values)
-
-    def _engine(self, name: str) -> Engine:
-        return self._pair.prefill if name == "prefill" else self._pair.decode
 
     # -- load --
 
@@ -212,7 +209,7 @@ class Soak:
                 self._sides["decode"].give_back(name)
 
     def _step(self) -> None:
-        running = [self._engine(name) for name in self._sides if name != self._paused[0]]
+        running = [self._pair.engine(name) for name in self._sides if name != self._paused[0]]
         for end in [each.begin_turn(TURN_S) for each in running]:
             self._record(end())
 
@@ -266,13 +263,13 @@ class Soak:
         if fault.is_restart:
             self._restart(fault)
         else:
-            self._engine(fault.engine).ranks.pause()
+            self._pair.engine(fault.engine).ranks.pause()
             self._paused = fault.engine, time.monotonic() + fault.pause_s
 
     def _resume(self) -> None:
         name, _ = self._paused
         if name:
-            self._engine(name).ranks.resume()
+            self._pair.engine(name).ranks.resume()
             self._paused = "", 0.0
 
     def _restart(self, fault: Fault) -> None:
@@ -296,7 +293,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         ConfigError: the state's file cannot be used.
     """
     total_s = options.minutes * 60
-    deployment = Deployment.of(options, options.tokens, in_flight=IN_FLIGHT // 8)
+    deployment = Deployment(options, options.tokens, in_flight=IN_FLIGHT // 8)
     name, save = f"{options.model.name}, {deployment}", StateFile(options.state)
     state = save.load(name)
     begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""

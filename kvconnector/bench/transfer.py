@@ -26,7 +26,7 @@ Bursts: TypeAlias = Sequence[Sequence[Transfer]]
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Every request size between our engines, and with a peer between its own."""
-    deployment = Deployment.of(options, options.tokens)
+    deployment = Deployment(options, options.tokens)
     if options.peer:
         _refuse_what_peers_cannot(deployment)
     cases = {
@@ -160,12 +160,12 @@ def _take_turns(
 
 def _refuse_what_peers_cannot(deployment: Deployment) -> None:
     """Raises ConfigError: the engines are cut differently, or a request does not fill its blocks."""
-    unit = deployment.prefill.virtual_block_tokens
-    if deployment.prefill != deployment.decode:
+    unit = deployment.options.prefill.virtual_block_tokens
+    if deployment.options.prefill != deployment.options.decode:
         raise ConfigError(
             "the peer reads whole blocks: both engines need the same tp, pp, block and layout",
-            prefill=str(deployment.prefill),
-            decode=str(deployment.decode),
+            prefill=str(deployment.options.prefill),
+            decode=str(deployment.options.decode),
         )
     if any(tokens % unit for tokens in deployment.tokens):
         raise ConfigError(

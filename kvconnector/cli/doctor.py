@@ -302,7 +302,7 @@ def _self_test(device: str, tls: str) -> Iterator[Finding]:
         gpus=(gpus, gpus),
         tls=tls,
     )
-    deployment = Deployment.of(options, (NUM_TOKENS,))
+    deployment = Deployment(options, (NUM_TOKENS,))
     transfer = deployment.transfer(NUM_TOKENS)
     with EnginePair(deployment, STAGING | {"paths": {"direct": "never"}}) as pair:
         seconds = pair.verify(transfer)

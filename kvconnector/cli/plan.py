@@ -206,7 +206,7 @@ def build_report(
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
     ranges = model.ranges(tokens)
-    kinds = [group.kind for group in model.groups] or [""]
+    kinds = [group.kind for group in model.layer_groups]
     reads: list[ReadRow] = []
     released, connections = {}, 0
     for number, rank in enumerate(decode.ranks):

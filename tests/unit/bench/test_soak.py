@@ -121,7 +121,7 @@ def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
         def written_late(self, transfer):
             prepare(self, transfer)
             ((blocks,), (own,)) = (
-                self.deployment.num_blocks(self.deployment.decode),
+                self.deployment.num_blocks(self.deployment.shapes["decode"]),
                 transfer.decode_blocks,
             )
             (unused, *_) = {*range(blocks)} - {*own}
