@@ -1,8 +1,9 @@
 """Greeting a running engine as a consumer that wants nothing of it: what `kvconnector doctor --peer` finds out.
 
-The links and the session's `RemoteEngines` are a worker's; the data path has no blocks, only warm-up messages and the
-`Probe`s by which bandwidth is measured, which a producer answers from staging memory. So nothing is read, and no lease
-is touched. All runs in the caller's thread, which never sleeps once the directory has answered: waking up would count.
+The driver, its links and its data path are a worker's, without caches; its session notes what the producer's ranks
+answer. The request that it wants has no tokens, so nothing is read, and no lease is touched; bandwidth is measured by
+`Probe`s, which a producer answers from staging memory. All runs in the caller's thread, which never sleeps once the
+directory has answered: waking up would count.
 """
 
 from __future__ import annotations
@@ -13,32 +14,32 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import msgspec
 
-from kvconnector.config import ConnectorConfig
+from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
 from kvconnector.control.security import check_server
-from kvconnector.datapath.base import EventQueue
-from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
-from kvconnector.datapath.warm_ups import WarmUps
-from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableError
+from kvconnector.datapath import Pools
+from kvconnector.datapath.pump.network import UcxNetwork
+from kvconnector.datapath.pump.opening import open_datapath
+from kvconnector.datapath.staging import WARM_UP_BYTES
+from kvconnector.errors import KVConnectorError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
+from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport, security_of
-from kvconnector.runtime.executor import hello_of
-from kvconnector.runtime.links import Link, Links
+from kvconnector.runtime.cuda_context import CudaContext
+from kvconnector.runtime.links import Link
+from kvconnector.runtime.outbox import Outbox
+from kvconnector.session import ConsumerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import LinkId
-from kvconnector.session.engines import RemoteEngines
-from kvconnector.session.export_check import check_export
-from kvconnector.session.orders import WantRequest
-from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry, TpKVTopology
+from kvconnector.session.orders import LoadRequest, WantRequest
+from kvconnector.session.remote_engine import RemoteWorker
+from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.wire import decode_batch, encode, refusal_error, versions
 from kvconnector.wire import messages as m
@@ -58,14 +59,13 @@ RANK = Rank(0, 0)
 class RankCheck:
     """What one rank answered. `not_direct` says why its pools cannot be read from here; empty: they can."""
 
-    rank: Rank = RANK
-    lanes: str = ""
-    is_same_host: bool = False
-    device: str = ""
-    not_direct: str = "it offers its pools to nobody: paths.direct=never there, or see its log"
-    round_trips_s: list[float] = field(default_factory=list)
+    rank: Rank
+    device: str
+    round_trips_s: list[float]
+    lanes: str
+    is_same_host: bool
+    not_direct: str
     bytes_per_second: float = 0.0
-    num_warm_ups: int = 0
 
 
 def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
@@ -126,10 +126,35 @@ def resolve(host: str) -> str:
     return failed[0]
 
 
-def _raise_loss(event: ev.EngineReady | ev.EngineLost, _: float) -> list[cmd.Command]:
-    if isinstance(event, ev.EngineLost):
-        raise event.error
-    return []
+class _Session(ConsumerSession):
+    """Meets the engine `name`, and notes what its ranks answer; `error` if it was lost."""
+
+    def __init__(self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig) -> None:
+        orders = defaultdict[tuple[int, int], str](lambda: "NHD")
+        super().__init__(ours, RANK, peer, chunk_bytes=WARM_UP_BYTES, orders=orders)
+        self.engine = self._engines.engine_of(name)
+        self.patience_s = self._engines.patience_s(name)
+        self._sent_s: dict[tuple[LinkId, int], float] = {}
+        self.replies: dict[LinkId, m.HelloReply] = {}
+        self.round_trips_s: defaultdict[LinkId, list[float]] = defaultdict(list)
+        self.error: KVConnectorError | None = None
+
+    def handle(self, event: object, now: float) -> list[cmd.Command]:
+        commands = super().handle(event, now)
+        match event:
+            case ev.LinkLost():
+                self.error = self.error or event.error
+            case ev.FromPeer(link, m.HelloReply() as reply):
+                self.replies[link] = reply
+            case ev.FromPeer(link, m.HeartbeatReply(number=number)):
+                self.round_trips_s[link].append(now - self._sent_s.pop((link, number), now))
+        for command in commands:
+            match command:
+                case cmd.FinishLoad(error=KVConnectorError() as error):
+                    self.error = error
+                case cmd.SendMessage(link, m.Heartbeat(number=number)):
+                    self._sent_s[link, number] = now
+        return commands
 
 
 class PeerGreeting(ExitStack):
@@ -145,14 +170,13 @@ class PeerGreeting(ExitStack):
         super().__init__()
         interval_s = config.peer.timeout_s / 1000  # the shortest that the session keeps
         peer = msgspec.structs.replace(config.peer, heartbeat_interval_s=interval_s)
-        self._config = msgspec.structs.replace(config, peer=peer)
+        sizes = {"chunk_bytes": WARM_UP_BYTES, "budget_bytes": 4 * WARM_UP_BYTES}
+        staging = msgspec.structs.replace(config.staging, **sizes)
+        self._config = msgspec.structs.replace(config, peer=peer, staging=staging)
         self._device, self._address = device, address
         self._control = open_control(config, 0)
         self.callback(self._control.close)
         self._key = public_key or self._control.server_key
-        self._events = EventQueue()
-        self._ranks: defaultdict[LinkId, RankCheck] = defaultdict(RankCheck)
-        self._sent_s: dict[tuple[LinkId, int], float] = {}
 
     def ask(self) -> m.Directory:
         """Return the engine's directory.
@@ -191,50 +215,70 @@ class PeerGreeting(ExitStack):
         """
         theirs, config = directory.geometry.unpack(), self._config
         ours = whole_engine(theirs, config.engine_id)
+        pools, outbox = Pools([], self._device), Outbox()
+        CudaContext(self._device).enter()
         self._transport = open_transport(config, self._device)
         self.callback(self._transport.close)
-        self._slots = SlotPool(1, WARM_UP_BYTES, self._device)
-        self._warm_ups = WarmUps(self._transport, self._events)
-        self._links = Links(
-            self._control,
-            self._transport,
-            max_message_bytes=config.control.max_message_bytes,
-            over_ucx=config.control.over_ucx,
-            report=self._events.append,
-        )
-        self._hello = hello_of(ours, RANK, new_incarnation(), config, self._transport)
-        topology = TpKVTopology(ours, RANK)
-        self._engines = RemoteEngines(
-            topology, config.peer, defaultdict(lambda: "NHD"), Agenda(), on_change=_raise_loss
+        network = UcxNetwork(self._transport)
+        self._datapath = open_datapath(config, pools, self._transport, network)
+        self.callback(self._datapath.close)
+        self._driver = build_driver(
+            config,
+            engine=ours,
+            rank=RANK,
+            incarnation=new_incarnation(),
+            pools=pools,
+            control=self._control,
+            transport=self._transport,
+            datapath=self._datapath,
+            outbox=outbox,
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
-        engine, now = self._engines.engine_of(name), time.monotonic()
-        for command in self._engines.want(WantRequest("doctor", "doctor", new_secret(), name), now):
-            self._carry_out(command, now)
-        self._run(self._engines.patience_s(name), lambda: engine.is_ready)
-        assert engine.is_ready  # else its loss was raised
-        for worker in engine.workers.values():
-            self._ranks[worker.link].rank = worker.geometry.rank
-        checks = [self._ranks[worker.link] for worker in engine.workers.values()]
-        self._run(MEASURE_S, lambda: all(len(c.round_trips_s) >= ROUND_TRIPS for c in checks))
-        nbytes = engine.chunk_bytes(WARM_UP_BYTES)
-        for worker in engine.workers.values():
+        session = self._driver.consumer = self._session = _Session(name, ours, config.peer)
+        no_tokens = ((0, 0),) * ours.num_groups
+        self._driver.submit(
+            WantRequest("doctor", "doctor", new_secret(), name),
+            LoadRequest("doctor", no_tokens, (), ()),
+        )
+        self._run(2 * session.patience_s, lambda: session.engine.is_ready)
+        assert session.engine.is_ready  # else its loss was raised
+        workers, trips_s = [*session.engine.workers.values()], session.round_trips_s
+        self._run(MEASURE_S, lambda: all(len(trips_s[w.link]) >= ROUND_TRIPS for w in workers))
+        not_direct = "; ".join(outbox.take().stats.packed)
+        checks = [self._check(worker, not_direct) for worker in workers]
+        nbytes = session.engine.chunk_bytes(WARM_UP_BYTES)
+        for check, worker in zip(checks, workers, strict=True):
             for _ in range(PROBES if directory.library_version else 0):
-                self._probe(worker.link, nbytes)
+                rate = self._probe(worker.link, nbytes)
+                check.bytes_per_second = max(check.bytes_per_second, rate)
         return checks
 
-    def _probe(self, link: LinkId, nbytes: int) -> None:
-        """All of the time counts, that of the request for it, too."""
-        check = self._ranks[link]
-        num_before = check.num_warm_ups
-        tag, _ = self._warm_ups.expect(link, self._slots.scratch(nbytes), PROBE_MESSAGES)
+    def _check(self, worker: RemoteWorker, not_direct: str) -> RankCheck:
+        link, reply = self._link(worker.link), self._session.replies[worker.link]
+        if reply.export is None:
+            not_direct = "it offers its pools to nobody: paths.direct=never there, or see its log"
+        addresses = self._transport.address, reply.transport_address
+        here, there = map(WorkerAddress.decode, addresses)
+        return RankCheck(
+            rank=worker.geometry.rank,
+            device="" if reply.export is None else reply.export.device,
+            round_trips_s=self._session.round_trips_s[worker.link],
+            lanes=self._transport.lanes(link.endpoint),
+            is_same_host=here.same_host(there),
+            not_direct=not_direct if link.export is None else "",
+        )
+
+    def _probe(self, link: LinkId, nbytes: int) -> float:
+        """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
+        warm_ups = self._datapath.receives.warm_ups
+        slots = self._datapath.machine.recv_slots.pool
+        tag, _ = warm_ups.expect(link, slots.scratch(nbytes), PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)
-        self._links.send(self._link(link), probe)
-        self._run(MEASURE_S, lambda: check.num_warm_ups > num_before)
-        if check.num_warm_ups > num_before:
-            rate = PROBE_MESSAGES * nbytes / (time.monotonic() - started_s)
-            check.bytes_per_second = max(check.bytes_per_second, rate)
+        self._driver.links.send(self._link(link), probe)
+        self._run(MEASURE_S, lambda: not warm_ups.is_awaited)
+        is_over = not warm_ups.is_awaited
+        return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0
 
     def _run(self, limit_s: float, is_enough: Callable[[], bool]) -> None:
         """Take turns until it is enough, or `limit_s` is over.
@@ -244,78 +288,11 @@ class PeerGreeting(ExitStack):
         """
         deadline_s = time.monotonic() + limit_s
         while not is_enough() and time.monotonic() < deadline_s:
-            self._links.flush()
-            for completion in self._transport.progress():
-                self._warm_ups.complete(completion)
-            arrived = [(link, payload) for link, payload, _ in self._links.poll()]
-            for link, payload in [*arrived, *self._links.receive()]:
-                for message in decode_batch(payload):
-                    self._take(link, message)
-            now = time.monotonic()
-            engines = self._engines
-            commands = [c for e in engines.agenda.due(now) for c in engines.tick(e, ev.Tick(), now)]
-            while self._events:
-                event: Any = self._events.popleft()
-                if isinstance(event, ev.WarmedUp):
-                    self._ranks[event.link].num_warm_ups += 1
-                commands += engines.handle(event, now)
-            for command in commands:
-                self._carry_out(command, now)
-
-    def _take(self, link: Link, message: m.Message) -> None:
-        if isinstance(message, m.Bye):
-            self._links.lose(link, PeerLostError(f"the peer said goodbye: {message.text}"))
-            return
-        if isinstance(message, m.HelloReply):
-            self._links.set_peer_inbox(link, message.control)
-        elif isinstance(message, m.HeartbeatReply):
-            sent_s = self._sent_s.pop((link.number, message.number), None)
-            if sent_s is not None:
-                self._ranks[link.number].round_trips_s.append(time.monotonic() - sent_s)
-        self._events.append(ev.event_of(link.number, message))
-
-    def _carry_out(self, command: object, now: float) -> None:
-        match command:
-            case cmd.OpenLink(link, address, public_key, version):
-                check_server(security_of(self._config), address, public_key)
-                self._links.open(link, address, public_key, version)
-            case cmd.CloseLink(link):
-                self._warm_ups.forget(link)
-                if (open_link := self._links.get(link)) is not None:
-                    self._links.close(open_link)
-            case cmd.SendMessage(link, message):
-                self._sent_s[link, getattr(message, "number", 0)] = now
-                self._links.send(self._link(link), message)
-            case cmd.ExpectWarmUp(link):
-                tag, nbytes = self._warm_ups.expect(link, self._slots.scratch(WARM_UP_BYTES))
-                inbox = self._links.open_inbox(self._link(link))
-                hello = msgspec.structs.replace(
-                    self._hello, warm_up_tag=tag, warm_up_bytes=nbytes, control=inbox
-                )
-                self._links.send(self._link(link), hello)
-            case cmd.ConnectBack(link, transport_address):
-                endpoint = self._transport.connect(transport_address)
-                self._links.change_over(self._link(link), endpoint)
-                check = self._ranks[link]
-                check.lanes = self._transport.lanes(endpoint)
-                addresses = self._transport.address, transport_address
-                here, there = map(WorkerAddress.decode, addresses)
-                check.is_same_host = here.same_host(there)
-            case cmd.OpenExport(link):
-                self._open(command, self._ranks[link])
-
-    def _open(self, command: cmd.OpenExport, check: RankCheck) -> None:
-        check.device = command.export.device
-        try:
-            check_export(command.export, command.theirs)
-            RemotePools(command.export, self._device, self._config.paths.shared_folder).close()
-            check.not_direct = ""
-        except KVConnectorError as error:
-            check.not_direct = error.statement
+            self._driver.turn(0.0)
+            if self._session.error is not None:
+                raise self._session.error
 
     def _link(self, number: LinkId) -> Link:
-        """The link; it is forgotten only after the engine's loss, which `_run` has raised."""
-        link = self._links.get(number)
-        if link is None:
-            raise PeerLostError("the engine closed a connection")
+        link = self._driver.links.get(number)
+        assert link is not None  # else its loss was raised
         return link

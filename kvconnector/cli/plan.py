@@ -124,8 +124,8 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     "--model",
     help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.",
 )
-@click.option("--layers", type=int, help="Layers of the model.")
-@click.option("--kv-heads", type=int, help="KV heads of the model.")
+@click.option("--layers", "num_layers", type=int, help="Layers of the model.")
+@click.option("--kv-heads", "num_kv_heads", type=int, help="KV heads of the model.")
 @click.option("--head-dim", type=int, help="Elements of one head; of the latent with --mla.")
 @click.option("--dtype", help="Element type, named as torch does.")
 @click.option("--mla", is_flag=True, help="One latent instead of K and V.")
@@ -157,8 +157,7 @@ def plan(
         raise ConfigError(
             "tokens are positive, and the first is not negative", tokens=tokens, start=start
         )
-    renamed = {"layers": "num_layers", "kv_heads": "num_kv_heads"}
-    asked = {renamed.get(name, name): each for name, each in sizes.items() if each is not None}
+    asked = {name: each for name, each in sizes.items() if each is not None}
     if mla:
         asked = {"num_kv_heads": 1, **asked, "is_mla": True}
     report = build_report(
@@ -205,6 +204,7 @@ def build_report(
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
     first = TpKVTopology(consumer, decode.ranks[0])
+    first.check_compatible(producer)
     ranges = model.ranges(tokens)
     kinds = [group.kind for group in model.layer_groups]
     reads: list[ReadRow] = []
@@ -235,7 +235,11 @@ def build_report(
         total_bytes=sum(read.bytes for read in reads),
         summary=first.describe(producer),
         comparison=Comparison(
-            ratios=_ratios(first, producer),
+            ratios={
+                "tp": str(first.tp_ratio_from_engine_id(producer.engine_id)),
+                "pp": str(first.pp_ratio_from_engine_id(producer.engine_id)),
+                "block size": str(first.block_size_ratio_from_engine_id(producer.engine_id)),
+            },
             replicated=[e.engine_id for e in (producer, consumer) if first.replicates_kv_cache(e)],
             needs_relayout=first.needs_relayout(producer),
             connections=connections,
@@ -243,17 +247,6 @@ def build_report(
         link_gbits=link_gbits,
         predicted_ms=busiest * 8 / link_gbits / 1e6 if link_gbits else None,
     )
-
-
-def _ratios(topology: TpKVTopology, remote: EngineGeometry) -> dict[str, str]:
-    """Our sizes over theirs, as exact fractions."""
-    topology.check_compatible(remote)
-    engine_id = remote.engine_id
-    return {
-        "tp": str(topology.tp_ratio_from_engine_id(engine_id)),
-        "pp": str(topology.pp_ratio_from_engine_id(engine_id)),
-        "block size": str(topology.block_size_ratio_from_engine_id(engine_id)),
-    }
 
 
 def _rank_rows(
