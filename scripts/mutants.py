@@ -14,7 +14,6 @@ It never changes the checkout.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import queue
@@ -28,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import click
 import msgspec
 from msgspec import structs
 
@@ -171,43 +171,36 @@ def print_all(mutants: Sequence[Mutant]) -> int:
     return status
 
 
-def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options."""
-    parser = argparse.ArgumentParser(
-        prog="scripts/mutants", description="Make each known mistake in a copy of the tree."
-    )
-    parser.add_argument("--room", action="append", default=[], help="only mutants of this room")
-    parser.add_argument("--file", default="", help="only mutants of files whose path contains this")
-    parser.add_argument("--sample", type=int, help="only this many, at random")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
-    parser.add_argument("--list", action="store_true", help="print them and run nothing")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the campaign; print the complaints and return 1 if there are any."""
-    options = parse_arguments(arguments)
+@click.command(context_settings={"show_default": True})
+@click.option("--room", "names", multiple=True, help="Only mutants of this room; may be repeated.")
+@click.option("--file", "path", default="", help="Only mutants of files whose path contains this.")
+@click.option("--sample", type=int, help="Only this many, at random.")
+@click.option("--seed", default=0, help="Of the sample.")
+@click.option("--jobs", type=click.IntRange(1), default=os.cpu_count() or 1, help="At a time.")
+@click.option("--list", "is_list", is_flag=True, help="Print them and run nothing.")
+def main(
+    *, names: Sequence[str], path: str, sample: int | None, seed: int, jobs: int, is_list: bool
+) -> None:
+    """Make each known mistake in a copy of the tree. Exit status 1 if there are complaints."""
     with TABLE.open("rb") as file:
         rooms = msgspec.convert(tomllib.load(file), dict[str, Room])
-    if unknown := set(options.room) - set(rooms):
-        print(f"no rooms {sorted(unknown)}; there are {sorted(rooms)}", file=sys.stderr)
-        return 2
+    if unknown := set(names) - set(rooms):
+        raise click.UsageError(f"no rooms {sorted(unknown)}; there are {sorted(rooms)}")
     mutants = [
         structs.replace(mutant, room=name, tests=mutant.tests or rooms[name].tests)
-        for name in options.room or rooms
+        for name in names or rooms
         for mutant in rooms[name].mutants
-        if options.file in mutant.file
+        if path in mutant.file
     ]
-    if options.sample is not None and options.sample < len(mutants):
-        mutants = random.Random(options.seed).sample(mutants, options.sample)
-    if options.list:
-        return print_all(mutants)
+    if sample is not None and sample < len(mutants):
+        mutants = random.Random(seed).sample(mutants, sample)
+    if is_list:
+        sys.exit(print_all(mutants))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        complaints = run(mutants, max(1, min(options.jobs, len(mutants))), Path(folder))
+        complaints = run(mutants, max(1, min(jobs, len(mutants))), Path(folder))
     print("\n".join(complaints) or f"all {len(mutants)} mutants are noticed, or equivalent")
-    return 1 if complaints else 0
+    sys.exit(1 if complaints else 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
