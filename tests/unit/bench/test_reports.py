@@ -9,7 +9,7 @@ from kvconnector.bench.environment import commit, record_environment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
-from kvconnector.cli.bench_report import draw, write_page
+from kvconnector.cli.bench import draw_handover, write_page
 from kvconnector.errors import ConfigError
 
 
@@ -62,7 +62,7 @@ def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
         )
         for tokens in (1024, 8192)
     ]
-    draw(_report(*cases), tmp_path / "handover.svg")
+    draw_handover(_report(*cases), tmp_path / "handover.svg")
     assert "<svg" in (tmp_path / "handover.svg").read_text()
 
 
