@@ -132,29 +132,35 @@ def test_a_variable_that_names_no_setting_is_a_fault(monkeypatch):
     assert "FAIL" in _verdicts(_findings(), "environment")
 
 
+TAKES_ALL = "; UCX sends a message by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAILS=3 takes all"
+
+
 @pytest.mark.parametrize(
-    "transport, lockable, verdict, text",
+    "host, verdict, text",
     [
-        ("cma", None, "note", "use TCP: this host has no RDMA device with an active port"),
-        ("tcp", None, "warn", "use TCP: "),
-        ("rc_mlx5", None, "ok", "auto takes mlx5_0:1"),
-        ("srd", None, "ok", "auto takes mlx5_0:1"),
-        ("rc_mlx5", 8 << 20, "warn", "use TCP: this process may lock 8388608 bytes"),
+        (("cma", 0, None, ""), "note", "use TCP: this host has no RDMA device with an active port"),
+        (("tcp", 1, None, ""), "warn", "use TCP: "),
+        (("rc_mlx5", 1, None, ""), "ok", "auto takes mlx5_0:1"),
+        (("srd", 1, None, ""), "ok", "auto takes mlx5_0:1"),
+        (("rc_mlx5", 1, 8 << 20, ""), "warn", "use TCP: this process may lock 8388608 bytes"),
+        (("rc_mlx5", 3, None, ""), "ok", TAKES_ALL),
+        (("rc_mlx5", 3, None, "3"), "ok", "auto takes mlx5_0:1,mlx5_1:1,mlx5_2:1"),
     ],
 )
-def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(
-    monkeypatch, transport, lockable, verdict, text
-):
+def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
+    transport, num_ports, lockable, rails = host
+    ports = [f"mlx5_{number}:1" for number in range(num_ports)]
+    offered = {(transport, port) for port in ports or ["lo"]}
+    monkeypatch.setenv("UCX_MAX_RNDV_RAILS", rails)
     monkeypatch.setattr(rdma, "lockable_bytes", lambda: lockable)
-    places = {} if transport == "cma" else {"mlx5_0:1": Place((), frozenset([0]))}
+    places = dict.fromkeys(ports, Place((), frozenset([0])))
     for module in (doctor_rdma, rdma):
         monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
-    monkeypatch.setattr(
-        doctor_rdma, "offers_of", lambda library: lambda options: {(transport, "mlx5_0:1")}
-    )
+    monkeypatch.setattr(doctor_rdma, "offers_of", lambda library: lambda options: offered)
     finding = doctor_rdma.network(SimpleNamespace(path=Path("/libucp.so")), "cpu")
     assert finding.verdict == verdict
     assert text in finding.text
+    assert ("UCX sends a message" in finding.text) == (text == TAKES_ALL)
 
 
 def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
@@ -191,22 +197,6 @@ def test_what_a_fork_does_to_registered_memory(monkeypatch, release, environment
     finding = doctor_rdma._fork_safety()
     assert finding.verdict == verdict
     assert text in finding.text
-
-
-@pytest.mark.parametrize(
-    "rails, says", [("", "by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAILS=3 takes all"), ("3", "")]
-)
-def test_more_ports_than_ucx_sends_a_message_by_are_reported(monkeypatch, rails, says):
-    ports = [f"mlx5_{number}:1" for number in range(3)]
-    places = dict.fromkeys(ports, Place((), frozenset([0])))
-    monkeypatch.setattr(rdma, "lockable_bytes", lambda: None)
-    for module in (doctor_rdma, rdma):
-        monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
-    offered = {("rc_mlx5", port) for port in ports}
-    monkeypatch.setattr(doctor_rdma, "offers_of", lambda library: lambda options: offered)
-    monkeypatch.setenv("UCX_MAX_RNDV_RAILS", rails)
-    text = doctor_rdma.network(SimpleNamespace(path=Path("/libucp.so")), "cpu").text
-    assert text.rpartition("; UCX sends a message ")[2] == (says or text)
 
 
 @pytest.mark.ucx
