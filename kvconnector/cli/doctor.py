@@ -37,7 +37,7 @@ from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import AUTO, load_library
 from kvconnector.transport.ucx.library import automatic_order
 from kvconnector.transport.ucx.ports import active_rdma_ports
-from kvconnector.transport.ucx.rdma import offers_of
+from kvconnector.transport.ucx.rdma import offered
 from kvconnector.transport.ucx.stacks import Stack, examine_stacks
 
 if TYPE_CHECKING:
@@ -250,8 +250,7 @@ def _ucx(device: str) -> Iterator[Finding]:
     source = next(filter(None, map(os.environ.get, variables)), AUTO)
     try:
         library = load_library(source)
-        offers = offers_of(library)
-        names = sorted({transport for transport, _ in offers({})})
+        names = sorted({transport for transport, _ in offered(library, {})})
     except KVConnectorError as error:
         yield Finding("ucx", "FAIL", str(error))
         return

@@ -36,12 +36,7 @@ from kvconnector.runtime.params import TransferParams, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.ports import active_rdma_ports
-from kvconnector.transport.ucx.rdma import (
-    RDMA_LANES,
-    explain,
-    offers_of,
-    settle_net_devices,
-)
+from kvconnector.transport.ucx.rdma import RDMA_LANES, RdmaChoice
 from kvconnector.wire import messages as m
 
 
@@ -221,7 +216,7 @@ def _lanes(rank: RankCheck, config: ConnectorConfig, device: str) -> Finding:
     if any(lane.startswith(RDMA_LANES) for lane in rank.lanes.split("+")):
         return Finding("  lanes", "ok", f"{rank.lanes}: RDMA")
     library = load_library(config.ucx.library)
-    offers = offers_of(library)
-    why = explain(settle_net_devices(ucx_options(config), offers, device), offers, library.path)
+    choice = RdmaChoice(library, device, staging_bytes=config.staging.budget_bytes)
+    why = choice.explain(choice.settle(ucx_options(config)))
     verdict: Verdict = "warn" if active_rdma_ports() else "note"
     return Finding("  lanes", verdict, f"{rank.lanes}, no RDMA: {why}")

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from kvconnector.bench.environment import gpus
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
+from kvconnector.config import StagingConfig
 from kvconnector.transport.base import LOCK_REMEDY
 from kvconnector.transport.ucx import UcxLibrary
 from kvconnector.transport.ucx.ports import (
@@ -23,11 +24,8 @@ from kvconnector.transport.ucx.ports import (
 from kvconnector.transport.ucx.rdma import (
     AUTO_DEVICES,
     LOCKED_BYTES_PER_DEVICE,
-    explain,
-    lack_of_memory,
-    offers_of,
+    RdmaChoice,
     rdma_devices,
-    settle_net_devices,
 )
 
 _RAILS = "UCX_MAX_RNDV_RAILS"
@@ -40,20 +38,22 @@ _FORK_UNNEEDED = 2
 
 def network(library: UcxLibrary, device: str) -> Finding:
     """What moves KV caches to other hosts under the environment's settings."""
-    offers = offers_of(library)
+    budget = os.environ.get("KVCONNECTOR_STAGING_BUDGET_BYTES", StagingConfig().budget_bytes)
+    choice = RdmaChoice(library, device, staging_bytes=int(budget))
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
-    options = settle_net_devices(options, offers, device)
-    devices = rdma_devices(offers(options))
-    if not devices or lack_of_memory(devices):
-        why = lack_of_memory(devices) or explain(options, offers, library.path)
+    options = choice.settle(options)
+    devices = rdma_devices(choice.offers(options))
+    lack = choice.lack_of_memory(devices)
+    if not devices or lack:
+        why = lack or choice.explain(options)
         verdict: Verdict = "warn" if devices or active_rdma_ports() else "note"
         return Finding("network", verdict, f"between hosts UCX will use TCP: {why}")
-    near = settle_net_devices({**options, "NET_DEVICES": AUTO_DEVICES}, offers, device)
+    near = choice.settle({**options, "NET_DEVICES": AUTO_DEVICES})
     text = f"RDMA; for {device} ucx.net_devices=auto takes {near['NET_DEVICES']}"
     named_rails = os.environ.get(_RAILS, "")
     rails = int(named_rails) if named_rails.isdecimal() else _DEFAULT_RAILS
-    if (num_ports := len(rdma_devices(offers(near)))) > rails:
+    if (num_ports := len(rdma_devices(choice.offers(near)))) > rails:
         text += f"; UCX sends a message by {rails} of these {num_ports} RDMA ports: {_RAILS}={num_ports} takes all"
     return Finding("network", "ok", text)
 
@@ -71,8 +71,8 @@ def rdma_places() -> Iterator[Finding]:
     if (limit := lockable_bytes()) is not None:
         text = (
             f"this process may lock {format_bytes(limit)} (ulimit -l): UCX needs"
-            f" {format_bytes(LOCKED_BYTES_PER_DEVICE)} for each port, else it takes TCP, and staging.budget_bytes"
-            f" besides, else reads fail: {LOCK_REMEDY}"
+            f" {format_bytes(LOCKED_BYTES_PER_DEVICE)} for each port, and staging.budget_bytes for caches on CPUs, else"
+            f" it takes TCP: {LOCK_REMEDY}"
         )
         yield Finding("rdma", "warn", text)
 

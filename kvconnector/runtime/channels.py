@@ -93,11 +93,11 @@ def open_transport(config: ConnectorConfig, device: str) -> UcxTransport:
     """
     from kvconnector.transport.ucx import open_ucx_transport
 
-    ucx = config.ucx
     return open_ucx_transport(
-        ucx.library,
+        config.ucx.library,
         device=device,
         options=ucx_options(config),
-        require_rdma=ucx.require_rdma,
-        tcp_segment_bytes=ucx.tcp_segment_bytes,
+        staging_bytes=config.staging.budget_bytes,
+        require_rdma=config.ucx.require_rdma,
+        tcp_segment_bytes=config.ucx.tcp_segment_bytes,
     )

@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.errors import IncompatiblePeerError
-from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
+from kvconnector.transport.ucx.address import WorkerAddress, this_process
 from tests.support.remote import RemoteObject
 
 
 def address_of_this_process():
-    return local_worker_address(b"", shares_memory=True, tcp_segment_bytes=0, ucx_version=(1, 21))
+    return WorkerAddress(*this_process(), True, b"", ucx_version=(1, 21))
 
 
 def test_a_process_is_alive_until_it_ends():
@@ -54,11 +54,11 @@ def test_versions_of_ucx_that_do_not_understand_each_other_are_refused(here, pee
     )
     theirs = WorkerAddress.decode(theirs.encode())
     if fit:
-        theirs.check_ucx(ours)
+        theirs.check_compatible(ours)
         return
     words = rf"same version of UCX.*here='{here[0]}\.{here[1]}', peer='{peer[0]}\.{peer[1]}'"
     with pytest.raises(IncompatiblePeerError, match=words):
-        theirs.check_ucx(ours)
+        theirs.check_compatible(ours)
 
 
 HIDDEN = """

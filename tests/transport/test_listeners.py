@@ -30,6 +30,8 @@ def is_turned_away(stranger):
 
 
 def test_a_listener_outlives_strangers_that_take_every_descriptor(capfd):
+    if load_library().version[:2] == (1, 20):
+        pytest.skip("UCX 1.20 reaches nobody over lo (openucx/ucx#11202)")
     limited = RemoteTransport(
         {"options": OPTIONS}, prefix=("prlimit", f"--nofile={FILES}:{FILES}", "--")
     )

@@ -6,31 +6,19 @@ import os
 import re
 import struct
 import zlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from kvconnector.errors import ConfigError, IncompatiblePeerError, RemoteProtocolError
-from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
+from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport, ports
 from kvconnector.transport.ucx.address import HOST_ID_BYTES, WorkerAddress
 from kvconnector.transport.ucx.library import link_map_of
-from kvconnector.transport.ucx.ports import (
-    SYSFS,
-    active_rdma_ports,
-    distance,
-    nearest,
-    place_of,
-    place_of_cpus,
-    place_of_gpu,
-)
-from kvconnector.transport.ucx.rdma import (
-    LOCKED_BYTES_PER_DEVICE,
-    explain,
-    lack_of_memory,
-    settle_net_devices,
-    without_unlockable,
-)
+from kvconnector.transport.ucx.ports import active_rdma_ports, distance, nearest, place_of
+from kvconnector.transport.ucx.rdma import LOCKED_BYTES_PER_DEVICE, RdmaChoice
 
 
 class Sysfs:
@@ -61,12 +49,14 @@ class Sysfs:
 
 
 @pytest.fixture
-def sysfs(tmp_path):
+def sysfs(tmp_path, monkeypatch):
+    monkeypatch.setattr(ports, "SYSFS", tmp_path)
+    monkeypatch.setattr(ports, "_pci_address", lambda index: f"0000:{index:x}3:00.0")
     return Sysfs(tmp_path)
 
 
-def near_gpu(sysfs, pci_address):
-    return nearest(active_rdma_ports(sysfs.root), place_of_gpu(pci_address, sysfs.root))
+def near_gpu(index):
+    return nearest(active_rdma_ports(), place_of(f"cuda:{index}"))
 
 
 def test_each_gpu_takes_the_port_behind_its_switch(sysfs):
@@ -79,24 +69,24 @@ def test_each_gpu_takes_the_port_behind_its_switch(sysfs):
     for number, node in ((8, 0), (9, 1)):
         sysfs.port(f"mlx5_{number}", sysfs.pci(f"pci0000:a{number}/0000:a{number}:00.0", node))
     for rank in range(8):
-        assert near_gpu(sysfs, f"0000:{rank:x}3:00.0") == [f"mlx5_{rank}:1"]
+        assert near_gpu(rank) == [f"mlx5_{rank}:1"]
 
 
 def test_ports_that_are_equally_near_are_all_taken_after_the_numa_node(sysfs):
-    sysfs.pci("pci0000:00/0000:00:01.0", 0)
+    sysfs.pci("pci0000:00/0000:03:00.0", 0)
     for number, node in ((0, 0), (1, 1), (2, 0)):
         sysfs.port(
             f"mlx5_{number}", sysfs.pci(f"pci0000:{number + 1}0/0000:{number + 1}0:00.0", node)
         )
-    assert near_gpu(sysfs, "0000:00:01.0") == ["mlx5_0:1", "mlx5_2:1"]
+    assert near_gpu(0) == ["mlx5_0:1", "mlx5_2:1"]
 
 
 def test_ports_without_a_link_or_a_place(sysfs):
-    sysfs.pci("pci0000:00/0000:00:01.0", 0)
+    sysfs.pci("pci0000:00/0000:03:00.0", 0)
     sysfs.port("mlx5_0", sysfs.pci("pci0000:00/0000:00:02.0", 0), "1: DOWN")
-    assert near_gpu(sysfs, "0000:00:01.0") == []
+    assert near_gpu(0) == []
     sysfs.port("rxe0", None)
-    assert near_gpu(sysfs, "0000:00:01.0") == ["rxe0:1"]
+    assert near_gpu(0) == ["rxe0:1"]
 
 
 @pytest.mark.parametrize(
@@ -110,26 +100,26 @@ def test_ports_without_a_link_or_a_place(sysfs):
     ],
 )
 def test_how_far_a_port_is_from_a_gpu_in_words(sysfs, path, node, words):
-    sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0", 0)
+    sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0/0000:03:00.0", 0)
     sysfs.port("mlx5_0", sysfs.pci(path, node))
-    (port,) = active_rdma_ports(sysfs.root).values()
-    assert words in distance(port, place_of_gpu("0000:02:00.0", sysfs.root))
+    (port,) = active_rdma_ports().values()
+    assert words in distance(port, place_of("cuda:0"))
 
 
 @pytest.mark.parametrize(
     "cpus, taken", [([0], ["mlx5_0:1"]), ([2], ["mlx5_1:1"]), ([0, 2], ["mlx5_0:1", "mlx5_1:1"])]
 )
-def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(sysfs, cpus, taken):
+def test_a_process_without_a_gpu_takes_ports_of_its_numa_nodes(sysfs, monkeypatch, cpus, taken):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cpus)
     for node in (0, 1):
         sysfs.cpus(node, 2 * node, 2 * node + 1)
         sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
-    here = place_of_cpus(cpus, sysfs.root)
-    assert nearest(active_rdma_ports(sysfs.root), here) == taken
+    assert nearest(active_rdma_ports(), place_of("cpu")) == taken
 
 
 @pytest.mark.gpu
 def test_a_gpu_of_this_host_is_found_on_its_bus():
-    place = place_of("cuda:0", SYSFS)
+    place = place_of("cuda:0")
     assert place.path[0].startswith("pci")
 
 
@@ -147,6 +137,11 @@ def offering(*resources):
         return {each for each in found if tls == "all" or each[0] in tls.split(",")}
 
     return offers
+
+
+def choice(offers, path="/libucp.so.0", **settings):
+    """The choice among what a made-up UCX offers."""
+    return RdmaChoice(SimpleNamespace(path=Path(path)), offers=offers, **settings)
 
 
 @pytest.fixture
@@ -167,9 +162,10 @@ def two_ports(sysfs):
         ("mlx5_1,eth0", offering(RDMA, TCP), "mlx5_1,eth0"),
     ],
 )
-def test_net_devices_as_ucx_gets_them(two_ports, named, offers, settled):
+@pytest.mark.usefixtures("two_ports")
+def test_net_devices_as_ucx_gets_them(named, offers, settled):
     options = {"TLS": "all", "NET_DEVICES": named}
-    options = settle_net_devices(options, offers, "cpu", two_ports)
+    options = choice(offers).settle(options)
     assert options.pop("NET_DEVICES", None) == settled
     assert options == {"TLS": "all"}
 
@@ -190,11 +186,6 @@ def lock_limit(monkeypatch):
     return limit
 
 
-@pytest.fixture
-def may_lock_all(lock_limit):
-    lock_limit(None)
-
-
 @pytest.mark.parametrize(
     "limit, options, taken",
     [
@@ -211,7 +202,7 @@ def test_rdma_is_left_out_where_its_receive_queues_cannot_be_locked(
 ):
     lock_limit(limit)
     with caplog.at_level(logging.WARNING):
-        settled = without_unlockable(options, offering(RDMA, TCP), require_rdma=False)
+        settled = choice(offering(RDMA, TCP)).without_unlockable(options, require_rdma=False)
     assert settled.pop("NET_DEVICES", None) == taken
     assert not settled
     is_changed = taken != options.get("NET_DEVICES")
@@ -228,33 +219,35 @@ def test_rdma_that_cannot_be_left_out_and_cannot_lock_memory_ends_the_start(
 ):
     lock_limit(8 << 20)
     with pytest.raises(ConfigError, match=r"may lock 8388608 bytes.*ulimit -l unlimited"):
-        without_unlockable(options, offering(RDMA, TCP), require_rdma=require_rdma)
+        choice(offering(RDMA, TCP)).without_unlockable(options, require_rdma=require_rdma)
 
 
-def test_lack_of_memory_is_why_ucx_has_no_rdma_lane(two_ports, lock_limit):
-    lock_limit(8 << 20)
-    library = two_ports / "libucp.so.0"
-    why = explain({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), library, two_ports)
-    assert why == lack_of_memory({"mlx5_0:1", "mlx5_1:1"})
+@pytest.mark.parametrize("device, counts", [("cpu", True), ("cuda:0", False)])
+def test_staging_memory_of_the_host_is_locked_too(lock_limit, device, counts):
+    lock_limit(2 * LOCKED_BYTES_PER_DEVICE + 7)
+    some = choice(offering(RDMA, TCP), device=device, staging_bytes=8)
+    assert bool(some.lack_of_memory({"mlx5_0:1", "mlx5_1:1"})) == counts
+    assert not some.lack_of_memory(set())
 
 
-@pytest.mark.usefixtures("may_lock_all")
 @pytest.mark.parametrize(
-    "options, offers, files, remedy",
+    "options, offers, remedy",
     [
-        ({}, offering(RDMA, TCP), [], "the peer has none that this host reaches"),
-        ({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), [], r"ucx\.net_devices=eth0 leaves out"),
-        ({"TLS": "tcp"}, offering(RDMA, TCP), [], r"ucx\.tls=tcp leaves out RDMA"),
-        ({}, offering(TCP), [], r"install kvconnector\[rdma\]"),
-        ({}, offering(TCP), ["ucx/libuct_ib.so.0"], "libuct_ib.so.0 cannot be loaded: .*ibverbs1"),
+        ({"NET_DEVICES": "lo"}, offering(RDMA, TCP), "may lock 8388608 bytes .*mlx5_1:1"),
+        ({}, offering(RDMA, TCP), "the peer has none that this host reaches"),
+        ({"NET_DEVICES": "eth0"}, offering(RDMA, TCP), r"ucx\.net_devices=eth0 leaves out"),
+        ({"TLS": "tcp"}, offering(RDMA, TCP), r"ucx\.tls=tcp leaves out RDMA"),
+        ({}, offering(TCP), r"install kvconnector\[rdma\]"),
+        ({}, offering(TCP), "libuct_ib.so.0 cannot be loaded: .*ibverbs1"),
     ],
 )
-def test_why_ucx_has_no_rdma_lane(two_ports, options, offers, files, remedy):
+def test_why_ucx_has_no_rdma_lane(two_ports, lock_limit, options, offers, remedy):
+    lock_limit(8 << 20 if "lock" in remedy else None)
     folder = two_ports / "lib"
     (folder / "ucx").mkdir(parents=True)
-    for name in files:
-        (folder / name).touch()
-    why = explain(options, offers, folder / "libucp.so.0", two_ports)
+    if "cannot be loaded" in remedy:
+        (folder / "ucx/libuct_ib.so.0").touch()
+    why = choice(offers, folder / "libucp.so.0").explain(options)
     assert re.search(remedy, why), why
 
 
@@ -277,7 +270,7 @@ def test_why_ucx_opens_no_port_though_it_has_the_transports(sysfs, driver, broug
     (sysfs.root / "ucx/libuct_ib.so.0").symlink_to(link_map_of(ctypes.CDLL(None).accept).path)
     if brought:
         (sysfs.root / "libibverbs-1de1263b.so.1").touch()
-    why = explain({}, offering(TCP), sysfs.root / "libucp.so.0", sysfs.root)
+    why = choice(offering(TCP), sysfs.root / "libucp.so.0").explain({})
     assert re.search(remedy, why), why
 
 
@@ -295,25 +288,28 @@ def test_an_address_with_a_deeply_nested_field_that_is_not_known_is_malformed():
 
 
 def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_required(
-    two_ports, caplog
+    two_ports, caplog, monkeypatch
 ):
-    peer = open_ucx_transport(options={"TLS": "tcp"})
-    warned, strict, without = (
-        UcxTransport(load_library(), options={"TLS": "tcp"}, sysfs=root, require_rdma=strict)
-        for root, strict in ((two_ports, False), (two_ports, True), (two_ports / "lib", False))
+    peer, warned, strict = (
+        UcxTransport(load_library(), options={"TLS": "tcp"}, require_rdma=strict)
+        for strict in (False, False, True)
     )
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert not warned.falls_back_to_tcp(warned.connect(peer.address))
-            assert not without.falls_back_to_tcp(without.connect(on_another_host(peer)))
-            assert not caplog.records
+        with monkeypatch.context() as without_ports:
+            without_ports.setattr(ports, "SYSFS", two_ports / "lib")
+            endpoint = warned.connect(on_another_host(peer))
+            assert not warned.falls_back_to_tcp(endpoint)
+        assert not caplog.records
         for _ in range(2):
             assert warned.falls_back_to_tcp(warned.connect(on_another_host(peer)))
     (record,) = caplog.records
-    assert "tcp/lo" in record.getMessage()
+    lanes = warned.lanes(endpoint)  # not of lo, whatever 1.20.0 of UCX is given
+    assert f"by {lanes}, although" in record.getMessage()
     assert "mlx5_0:1, mlx5_1:1" in record.getMessage()
     strict.connect(peer.address)
-    with pytest.raises(IncompatiblePeerError, match=r"ucx\.require_rdma is set.*lanes='tcp/lo'"):
+    with pytest.raises(IncompatiblePeerError, match=f"ucx.require_rdma is set.*{lanes=}"):
         strict.connect(on_another_host(peer))
-    for each in (warned, strict, without, peer):
+    for each in (warned, strict, peer):
         each.close()

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kvconnector.transport.ucx.library import AUTO, SOURCES, UcxLibrary, load_library
-from kvconnector.transport.ucx.rdma import offers_of, settle_net_devices, without_unlockable
+from kvconnector.transport.ucx.rdma import RdmaChoice
 from kvconnector.transport.ucx.transport import UcxTransport
 
 __all__ = ["AUTO", "SOURCES", "UcxLibrary", "UcxTransport", "load_library", "open_ucx_transport"]
@@ -18,14 +18,15 @@ def open_ucx_transport(
     *,
     device: str = "cpu",
     options: Mapping[str, str] = MappingProxyType({}),
+    staging_bytes: int = 0,
     require_rdma: bool = False,
     **settings: Any,
 ) -> UcxTransport:
-    """A UCX transport for caches on `device` ("cpu" or "cuda:N"); see `UcxTransport` for the settings. Raises
-    ConfigError, TransportError: see `load_library`, `settle_net_devices`, `without_unlockable` and `UcxTransport`.
+    """A UCX transport for caches on `device` ("cpu" or "cuda:N"); `staging_bytes`: see
+    `RdmaChoice`; `settings` are those of `UcxTransport`. Raises
+    ConfigError, TransportError: see `load_library`, `RdmaChoice` and `UcxTransport`.
     """
     loaded = load_library(library)
-    offers = offers_of(loaded)
-    settled = settle_net_devices(options, offers, device)
-    settled = without_unlockable(settled, offers, require_rdma=require_rdma)
-    return UcxTransport(loaded, options=settled, require_rdma=require_rdma, **settings)
+    choice = RdmaChoice(loaded, device, staging_bytes=staging_bytes)
+    settled = choice.without_unlockable(choice.settle(options), require_rdma=require_rdma)
+    return UcxTransport(loaded, options=settled, rdma=choice, require_rdma=require_rdma, **settings)

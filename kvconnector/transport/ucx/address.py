@@ -72,27 +72,24 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
         """Returns True if UCX connects the two through shared memory, unless it is kept from doing so."""
         return self.same_host(other) and self.shares_memory and other.shares_memory
 
-    def check_tcp_segments(self, other: WorkerAddress) -> None:
-        """Raise IncompatiblePeerError where both state a length of tcp's messages, and not the same."""
-        mine, theirs = self.tcp_segment_bytes, other.tcp_segment_bytes
-        if mine and theirs and mine != theirs and not self.shares_memory_with(other):
-            raise IncompatiblePeerError(
-                "both engines need the same ucx.tcp_segment_bytes", here=theirs, peer=mine
-            )
-
-    def check_ucx(self, other: WorkerAddress) -> None:
-        """Raise IncompatiblePeerError where both state a UCX, and of versions that do not understand each other.
+    def check_compatible(self, here: WorkerAddress) -> None:
+        """Raise IncompatiblePeerError where this worker and the one `here` state what does not go together: versions of
+        UCX, or lengths of tcp's messages.
 
         UCX of one minor version mostly exchanges short messages with another, but its long ones over TCP fail or never
         end: keys of memory and protocols differ.
         """
-        versions = {self.ucx_version, other.ucx_version}
+        versions = {self.ucx_version, here.ucx_version}
         if len(versions) > 1 and (0, 0) not in versions and versions not in _COMPATIBLE_VERSIONS:
-            here, there = (
-                f"{major}.{minor}" for major, minor in (other.ucx_version, self.ucx_version)
-            )
             raise IncompatiblePeerError(
-                "both engines need the same version of UCX: see ucx.library", here=here, peer=there
+                "both engines need the same version of UCX: see ucx.library",
+                here="{}.{}".format(*here.ucx_version),
+                peer="{}.{}".format(*self.ucx_version),
+            )
+        ours, theirs = here.tcp_segment_bytes, self.tcp_segment_bytes
+        if ours and theirs and ours != theirs and not self.shares_memory_with(here):
+            raise IncompatiblePeerError(
+                "both engines need the same ucx.tcp_segment_bytes", here=ours, peer=theirs
             )
 
     def process_alive(self) -> bool:
@@ -107,28 +104,14 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
         return known is None or (known[0] not in _DEAD_STATES and known[1] == self.start_time)
 
 
-def local_worker_address(
-    ucx_address: bytes,
-    *,
-    shares_memory: bool,
-    tcp_segment_bytes: int,
-    ucx_version: tuple[int, int],
-) -> WorkerAddress:
-    """The address of a worker of this process."""
+def this_process() -> tuple[bytes, int, int]:
+    """The first three fields of the address of a worker of this process."""
     process_id = os.getpid()
     _, start_time = _state_and_start(process_id) or ("", 0)
-    return WorkerAddress(
-        local_host_id(),
-        process_id,
-        start_time,
-        shares_memory,
-        ucx_address,
-        tcp_segment_bytes,
-        ucx_version,
-    )
+    return _host_id(), process_id, start_time
 
 
-def local_host_id() -> bytes:
+def _host_id() -> bytes:
     """16 bytes that two processes share exactly if they can share memory and see one another."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()

@@ -70,9 +70,9 @@ class UcxEndpoints:
         endpoint = self._open.pop(endpoint_id, None)
         if endpoint is None:
             return
-        self._requests.fail_sends(
-            endpoint,
+        self._requests.fail(
             lambda: OperationCancelledError("the endpoint was disconnected", endpoint=endpoint_id),
+            endpoint,
         )
         self._quarantined.append((self._clock() + QUARANTINE_S, endpoint))
         self.end_quarantines()
@@ -150,7 +150,7 @@ class UcxEndpoints:
 
     def _lose(self, endpoint: Endpoint, error: PeerLostError) -> None:
         endpoint.lost = error
-        self._requests.fail_sends(endpoint, lambda: error)
+        self._requests.fail(lambda: error, endpoint)
 
     def _close(self, endpoint: Endpoint) -> None:
         if endpoint.handle:

@@ -68,7 +68,6 @@ class UcxLibrary:
         except (OSError, AttributeError) as error:
             text = f"this libucp cannot be used: {error}"
             raise TransportError(text, library=str(path)) from error
-        self._is_reported = False
         self.version = _version(self.keeping)
         _check_version(self.version, path)
 
@@ -94,12 +93,6 @@ class UcxLibrary:
         self.keeping.uct_release_component_list(found)
         return sorted(names)
 
-    def report(self) -> None:
-        """Log once which UCX this process uses, and what it has."""
-        if not self._is_reported:
-            self._is_reported = True
-            logger.info("%r has %s", self, ", ".join(self.components()))
-
     def check(self, status: int, message: str, **context: object) -> None:
         """Raise TransportError unless a status is OK."""
         if status != abi.OK:
@@ -122,6 +115,7 @@ def load_library(source: str = AUTO) -> UcxLibrary:
     with _lock:
         if not _loaded:
             _loaded.append(_first_usable() if source == AUTO else _load(source))
+            logger.info("%r has %s", _loaded[0], ", ".join(_loaded[0].components()))
         (loaded,) = _loaded
         if source not in (AUTO, loaded.source) and not _is_same(loaded.path, _find(source)):
             raise TransportError(
@@ -179,10 +173,14 @@ def _rdma_lack(source: str) -> str:
         return error.statement
     if not rdma_modules(path):
         return f"{path} has no transports for RDMA"
-    drivers = active_drivers()
-    if brings_libibverbs(path) and drivers.isdisjoint(("mlx5_core", "")):
-        return f"{path} knows NVIDIA's NICs (mlx5_core) alone, not {', '.join(drivers)}"
+    if knows_no_driver(path):
+        return f"{path} knows NVIDIA's NICs (mlx5_core) alone, not {', '.join(active_drivers())}"
     return ""
+
+
+def knows_no_driver(libucp: Path) -> bool:
+    """Returns True if a libucp brings a libibverbs that can use none of the active ports."""
+    return brings_libibverbs(libucp) and active_drivers().isdisjoint(("mlx5_core", ""))
 
 
 def brings_libibverbs(libucp: Path) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -25,27 +25,25 @@ class Place(NamedTuple):
     nodes: frozenset[int]
 
 
-def rdma_ports(sysfs: Path = SYSFS) -> dict[str, tuple[str, Place]]:
+def rdma_ports() -> dict[str, tuple[str, Place]]:
     """The RDMA ports as UCX names them ("mlx5_0:1"), the state of each link ("ACTIVE", "DOWN") and its place."""
     return {
         f"{state.parts[-4]}:{state.parts[-2]}": (
             state.read_text().partition(":")[2].strip(),
-            _place(state.parents[2] / "device", sysfs),
+            _place(state.parents[2] / "device"),
         )
-        for state in sorted(sysfs.glob("class/infiniband/*/ports/*/state"))
+        for state in sorted(SYSFS.glob("class/infiniband/*/ports/*/state"))
     }
 
 
-def active_rdma_ports(sysfs: Path = SYSFS) -> dict[str, Place]:
+def active_rdma_ports() -> dict[str, Place]:
     """Those whose link is up."""
-    return {name: place for name, (state, place) in rdma_ports(sysfs).items() if state == "ACTIVE"}
+    return {name: place for name, (state, place) in rdma_ports().items() if state == "ACTIVE"}
 
 
-def active_drivers(sysfs: Path = SYSFS) -> set[str]:
+def active_drivers() -> set[str]:
     """The kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where sysfs has none."""
-    folders = {
-        sysfs / "class/infiniband" / port.partition(":")[0] for port in active_rdma_ports(sysfs)
-    }
+    folders = {SYSFS / "class/infiniband" / port.partition(":")[0] for port in active_rdma_ports()}
     links = [folder / "device/driver" for folder in folders]
     return {link.resolve().name if link.exists() else "" for link in links}
 
@@ -57,18 +55,6 @@ def lockable_bytes() -> int | None:
     capabilities = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
     is_exempt = capabilities >> _CAP_IPC_LOCK & 1
     return None if is_exempt or soft == resource.RLIM_INFINITY else soft
-
-
-def place_of_gpu(pci_address: str, sysfs: Path = SYSFS) -> Place:
-    """Where the GPU with an address like "0000:19:00.0" is."""
-    return _place(sysfs / "bus/pci/devices" / pci_address, sysfs)
-
-
-def place_of_cpus(cpus: Iterable[int], sysfs: Path = SYSFS) -> Place:
-    """Where a process is that may run on these CPUs."""
-    folders = [sysfs / "devices/system/cpu" / f"cpu{cpu}" for cpu in cpus]
-    nodes = [int(node.name[4:]) for folder in folders for node in folder.glob("node[0-9]*")]
-    return Place((), frozenset(nodes))
 
 
 def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
@@ -101,21 +87,23 @@ def _common(one: Place, other: Place) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
 
-def _place(device: Path, sysfs: Path) -> Place:
+def _place(device: Path) -> Place:
     try:
         folder = device.resolve(strict=True)
-        path = folder.relative_to((sysfs / "devices").resolve()).parts
+        path = folder.relative_to((SYSFS / "devices").resolve()).parts
         return Place(path, frozenset([int((folder / "numa_node").read_text())]))
     except (OSError, ValueError):  # of no PCI device, as in software
         return Place((), frozenset([-1]))
 
 
-def place_of(device: str, sysfs: Path = SYSFS) -> Place:
-    """Where caches on `device` are."""
+def place_of(device: str) -> Place:
+    """Where caches on `device` are; without a GPU, where this process may run."""
     kind, _, index = device.partition(":")
-    if kind != "cuda":
-        return place_of_cpus(os.sched_getaffinity(0), sysfs)
-    return place_of_gpu(_pci_address(int(index)), sysfs)
+    if kind == "cuda":
+        return _place(SYSFS / "bus/pci/devices" / _pci_address(int(index)))
+    folders = [SYSFS / "devices/system/cpu" / f"cpu{cpu}" for cpu in os.sched_getaffinity(0)]
+    nodes = [int(node.name[4:]) for folder in folders for node in folder.glob("node[0-9]*")]
+    return Place((), frozenset(nodes))
 
 
 def _pci_address(index: int) -> str:

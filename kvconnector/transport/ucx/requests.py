@@ -92,6 +92,7 @@ class RequestTable:
         self._operations: dict[int, _Operation] = {}
         self.finished: list[Completion] = []
         self.failed_control: list[ControlFailed] = []
+        """Both are for the transport to take."""
         self._num_tickets = 0
         self.others_move = False
         """Operations that are not booked here are under way, too."""
@@ -154,11 +155,6 @@ class RequestTable:
         elif (error := self._error(operation, posted.status, 0)) is not None:
             raise error
 
-    def take_failed_control(self) -> list[ControlFailed]:
-        """The failures of control messages since the last call."""
-        failed, self.failed_control = self.failed_control, []
-        return failed
-
     def issued(self, ticket: int) -> bool:
         """Returns True if this ticket was ever given."""
         return 0 < ticket <= self._num_tickets
@@ -174,10 +170,14 @@ class RequestTable:
             operation.cancelled = True
             self._libucp.request_cancel(operation.request)
 
-    def fail_sends(self, endpoint: Endpoint, make_error: Callable[[], KVConnectorError]) -> None:
-        """End the wait for all sends through an endpoint; their memory stays owned until UCX lets go of it."""
+    def fail(
+        self, make_error: Callable[[], KVConnectorError], endpoint: Endpoint | None = None
+    ) -> None:
+        """End the wait for all sends through an endpoint, or for everything; the memory stays owned until UCX lets go
+        of it.
+        """
         for operation in self._operations.values():
-            if operation.endpoint is endpoint:
+            if endpoint is None or operation.endpoint is endpoint:
                 _end(operation, make_error())
 
     def is_sending(self, endpoint: Endpoint) -> bool:
@@ -201,11 +201,6 @@ class RequestTable:
                 operation.endpoint.unsent_control_bytes -= operation.control_bytes
             _end(operation, self._error(operation, status, length))
 
-    def take_finished(self) -> list[Completion]:
-        """The completions since the last call."""
-        finished, self.finished = self.finished, []
-        return finished
-
     def busy(self) -> bool:
         """Returns True if UCX holds any operation, reported or not."""
         return bool(self._operations)
@@ -224,11 +219,6 @@ class RequestTable:
         for ticket, operation in self._operations.items():
             if not operation.control_bytes:
                 self.cancel(ticket)
-
-    def end_all(self, make_error: Callable[[], KVConnectorError]) -> None:
-        """End every wait; the memory stays owned until `forget`."""
-        for operation in self._operations.values():
-            _end(operation, make_error())
 
     def forget(self) -> None:
         """Let go of all memory: the worker that used it is gone, and its requests with it."""

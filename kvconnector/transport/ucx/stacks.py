@@ -12,7 +12,7 @@ import msgspec
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx.library import SOURCES, load_library
-from kvconnector.transport.ucx.rdma import offers_of, rdma_devices
+from kvconnector.transport.ucx.rdma import offered, rdma_devices
 
 EXAMINE_TIMEOUT_S = 60.0
 
@@ -51,7 +51,7 @@ def examine(source: str) -> Stack:
     """What one source has, by loading it into this process."""
     try:
         library = load_library(source)
-        devices = rdma_devices(offers_of(library)({}))
+        devices = rdma_devices(offered(library, {}))
         return Stack(source, repr(library), library.components(), sorted(devices))
     except KVConnectorError as error:
         return Stack(source, error=error.statement)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from pathlib import Path
 from types import MappingProxyType
 
 from kvconnector.errors import (
@@ -43,15 +42,14 @@ from kvconnector.transport.base import (
     ControlEvent,
 )
 from kvconnector.transport.ucx.abi import ERR_BUSY, OK
-from kvconnector.transport.ucx.address import WorkerAddress, local_worker_address
+from kvconnector.transport.ucx.address import WorkerAddress, this_process
 from kvconnector.transport.ucx.control import ControlReceives
 from kvconnector.transport.ucx.endpoints import UcxEndpoints
 from kvconnector.transport.ucx.library import UcxLibrary
 from kvconnector.transport.ucx.libucp import Context, Libucp
 from kvconnector.transport.ucx.listeners import LISTENERS
 from kvconnector.transport.ucx.log import LOG_GUARD
-from kvconnector.transport.ucx.ports import SYSFS
-from kvconnector.transport.ucx.rdma import RdmaWatch, rdma_devices
+from kvconnector.transport.ucx.rdma import RdmaChoice, RdmaWatch, rdma_devices
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64
@@ -78,8 +76,9 @@ class UcxTransport:
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages; a
     peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
     processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `require_rdma`
-    refuses peers on other hosts that UCX has no RDMA lane to; without it they are warned of where `sysfs` shows RDMA
-    ports. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start with these options.
+    refuses peers on other hosts that UCX has no RDMA lane to; without it they are warned of where RDMA ports are
+    active, with the reason that `rdma` finds. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start
+    with these options.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class UcxTransport:
         liveness_interval_s: float = 0.25,
         close_timeout_s: float = 2.0,
         require_rdma: bool = False,
-        sysfs: Path = SYSFS,
+        rdma: RdmaChoice | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         LISTENERS.install(library)
@@ -105,10 +104,10 @@ class UcxTransport:
         except TransportError:
             self._context.close()
             raise
-        library.report()
-        self._local = local_worker_address(
-            self._libucp.address(),
+        self._local = WorkerAddress(
+            *this_process(),
             shares_memory=any(name in SHARED_MEMORY_TRANSPORTS for name, _ in resources),
+            ucx_address=self._libucp.address(),
             tcp_segment_bytes=tcp_segment_bytes,
             ucx_version=library.version[:2],
         )
@@ -116,7 +115,8 @@ class UcxTransport:
         self._requests = RequestTable(self._libucp, self.may_have_lost_a_peer)
         self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
-        self._rdma = RdmaWatch(options, library, require=require_rdma, sysfs=sysfs)
+        choice = rdma or RdmaChoice(library)
+        self._rdma = RdmaWatch(choice, options, require=require_rdma)
         self._event_fd = self._libucp.worker_event_fd()
         self._liveness_interval_s = liveness_interval_s
         self._close_timeout_s = close_timeout_s
@@ -140,8 +140,7 @@ class UcxTransport:
         """
         self._check_open()
         peer = WorkerAddress.decode(address)
-        peer.check_ucx(self._local)
-        peer.check_tcp_segments(self._local)
+        peer.check_compatible(self._local)
         watched = not peer.shares_memory_with(self._local)
         endpoint = self._endpoints.open(peer, watched=watched)
         if not peer.same_host(self._local):
@@ -197,7 +196,8 @@ class UcxTransport:
                 self._endpoints.end_quarantines()
                 LOG_GUARD.report()
                 LISTENERS.report()
-        return self._requests.take_finished()
+        finished, self._requests.finished = self._requests.finished, []
+        return finished
 
     def send_control(self, endpoint: int, tag: int, payload: bytes) -> None:
         """Post a control message, without blocking. `payload` is kept for as long as UCX needs it.
@@ -232,7 +232,8 @@ class UcxTransport:
         if self._requests.finished:
             self._libucp.worker_signal()  # found on the way: `progress` is to report it
         if self._requests.failed_control:
-            events += self._requests.take_failed_control()
+            events += self._requests.failed_control
+            self._requests.failed_control = []
         return events
 
     def discard_unexpected(self, awaited: Collection[int], mask: int) -> int:
@@ -269,7 +270,7 @@ class UcxTransport:
         deadline_s = self._clock() + self._close_timeout_s
         self._requests.cancel_all()
         self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
-        self._requests.end_all(lambda: OperationCancelledError("the transport was closed"))
+        self._requests.fail(lambda: OperationCancelledError("the transport was closed"))
         self._endpoints.flush_all()
         self._drive_until(self._endpoints.all_closed, deadline_s)
         self._endpoints.close_all()

@@ -155,8 +155,8 @@ def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(monkeypatch, host, 
     monkeypatch.setattr(rdma, "lockable_bytes", lambda: lockable)
     places = dict.fromkeys(ports, Place((), frozenset([0])))
     for module in (doctor_rdma, rdma):
-        monkeypatch.setattr(module, "active_rdma_ports", lambda sysfs=None: places)
-    monkeypatch.setattr(doctor_rdma, "offers_of", lambda library: lambda options: offered)
+        monkeypatch.setattr(module, "active_rdma_ports", lambda: places)
+    monkeypatch.setattr(rdma, "offered", lambda library, options: offered)
     finding = doctor_rdma.network(SimpleNamespace(path=Path("/libucp.so")), "cpu")
     assert finding.verdict == verdict
     assert text in finding.text
