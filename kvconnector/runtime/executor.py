@@ -202,9 +202,9 @@ class Executor:
         elif link.export is None:
             self._datapath.receives.submit(command)
         else:
-            transfer = command.transfer
-            known_blocks = () if command.is_followed else command.remote_blocks
-            key = lease_key(transfer.transfer_id, transfer.secret, known_blocks)
+            load = command.load
+            known_blocks = () if load.is_followed else command.remote_blocks
+            key = lease_key(load.key.transfer_id, load.key.secret, known_blocks)
             self._datapath.reads.submit(command, key)
 
     def _open_export(self, command: cmd.OpenExport) -> None:

@@ -13,10 +13,11 @@ from kvconnector.planning import Segment, SourceRead
 from kvconnector.session.trace import HoldTrace, LoadTrace
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Message, Probe, Read, TransferKey
+from kvconnector.wire.messages import Message, Probe, Read
 
 if TYPE_CHECKING:
-    from kvconnector.session.remote_engine import RemoteEngine, RemoteWorker
+    from kvconnector.session.load import Load
+    from kvconnector.session.remote_engine import RemoteWorker
 
 LinkId = NewType("LinkId", int)
 """One control connection, as the runtime numbers it."""
@@ -129,9 +130,9 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     """Post receives for a read and unpack its chunks into these blocks. `ReceivePosted` follows, then
     `ReceiveFinished` or `ReceiveFailed`.
 
-    Where the export of `link` is open the read may be made there instead, from `remote_blocks` under the lease of
-    `transfer`: then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that `is_followed` is
-    published under its id and secret alone.
+    Where the export of `link` is open the read may be made there instead, from `remote_blocks` under the load's lease:
+    then no `ReceivePosted` comes, and whatever the end is, it needs no peer. A lease that is followed is published
+    under its id and secret alone.
 
     The rest is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
     awaits nothing more of it. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no more than the data
@@ -139,15 +140,12 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     """
 
     read_id: int
-    request_id: str
-    engine: RemoteEngine
+    load: Load
     worker: RemoteWorker
     link: LinkId
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
-    transfer: TransferKey
     remote_blocks: tuple[GroupBlocks, ...]
-    is_followed: bool
     is_stopped: bool = False
     is_asked: bool = False
     is_peer_over: bool = False

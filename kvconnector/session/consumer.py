@@ -185,15 +185,15 @@ class ConsumerSession:
         read = self._reads[event.read_id]
         if read.is_stopped:  # the peer will never know of this read
             return [cmd.DrainReceive(event.read_id, None if read.is_peer_over else 0)]
-        load = self._loads[read.request_id]
+        load = read.load
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
         self._give_until(load, now + self._timeout_s)
         return [cmd.SendMessage(read.link, read_message(read, event))]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        load = self._loads.get(self._reads[event.read_id].request_id)
-        if load is not None and load.state is LoadState.READING:
+        load = self._reads[event.read_id].load
+        if load.state is LoadState.READING:
             load.trace.advanced(event)
             self._give_until(load, now + self._timeout_s)
         return []
@@ -206,7 +206,7 @@ class ConsumerSession:
             lost = PeerLostError("this worker was silent too long")
             commands += self._lose(read.link, lost, now)
             commands += self._fail_if_lost(read, now)
-        load = self._loads[self._reads.close(event.read_id).request_id]
+        load = self._reads.close(event.read_id).load
         load.accept(event, now)
         load.trace.finished(event, read.link)
         del load.reads[event.read_id]
@@ -217,7 +217,7 @@ class ConsumerSession:
     ) -> list[Command]:
         """The data plane writes nothing more for a read that is incomplete."""
         read = self._reads[event.read_id]
-        load = self._loads[read.request_id]
+        load = read.load
         load.accept(event, now)
         commands = self._reads.stop(read, now)
         del load.reads[event.read_id]
@@ -248,10 +248,9 @@ class ConsumerSession:
         sent_chunks = ended.sent_chunks if isinstance(ended, m.ReadEnded) else 0
         commands = self._reads.peer_over(read, sent_chunks, now)
         if not read.is_stopped:
-            load = self._loads[read.request_id]
-            load.accept(event, now)
+            read.load.accept(event, now)
             error = refusal_error(ended.refusal, ended.text, rank=str(read.source.source))
-            commands += self._fail(load, error, now)
+            commands += self._fail(read.load, error, now)
         return commands
 
     def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> list[Command]:
@@ -273,12 +272,11 @@ class ConsumerSession:
 
     def _fail_if_lost(self, read: cmd.StartReceive, now: float) -> list[Command]:
         """Fail a load before its turn whose engine was lost, since something happens to its read."""
-        lost = read.engine.loss
+        lost = read.load.engine.loss
         if lost is None or not read.is_peer_over or read.is_stopped:
             return []
-        load = self._loads[read.request_id]
-        load.accept(lost, now)
-        return self._fail(load, lost.error, now)
+        read.load.accept(lost, now)
+        return self._fail(read.load, lost.error, now)
 
     def _work_off(self, now: float) -> list[Command]:
         """Begin or fail some of the loads whose engine is ready, or lost: there may be thousands of them."""
@@ -342,7 +340,7 @@ class ConsumerSession:
 
     def _load_due(self, load: Load, event: ev.Tick, now: float) -> list[Command]:
         """Give a load up whose deadline has passed."""
-        is_asking = any(self._reads[read_id].is_asked for read_id in load.reads)
+        is_asking = any(read.is_asked for read in load.reads.values())
         is_waiting = load.state is LoadState.READING and load.deadline <= now and not is_asking
         if is_waiting:  # other reads have all slots: no failure while any of them makes progress
             load.deadline = self._progress_at + self._timeout_s
@@ -361,8 +359,7 @@ class ConsumerSession:
         load.engine.loads.give_up(load)
         if load.asked is None:
             return self._notify_prefill_started(load)
-        reads = [self._reads[read_id] for read_id in load.reads]
-        commands = [command for read in reads for command in self._reads.stop(read, now)]
+        commands = [c for read in load.reads.values() for c in self._reads.stop(read, now)]
         if not load.reads:
             return commands + self._close(load, error, now)
         load.move(LoadState.DRAINING)

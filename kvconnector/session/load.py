@@ -13,11 +13,10 @@ from kvconnector.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
-from kvconnector.ids import Rank
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, FinishLoad, LinkId
+from kvconnector.session.commands import NEVER, FinishLoad, LinkId, StartReceive
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
@@ -126,7 +125,7 @@ class Load(Tracked[LoadState]):
         self.filled_tokens: int | None = None
         self.begun: Piece | None = None
         self.progress: dict[LinkId, m.Progress] = {}
-        self.reads: dict[int, Rank] = {}
+        self.reads: dict[int, StartReceive] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
         self.trace = LoadTrace(wanted.engine.engine_id, wanted.is_followed, now)
@@ -250,7 +249,7 @@ class Load(Tracked[LoadState]):
         """The error of a load whose deadline passed: it names what the load waited for."""
         context: dict[str, object] = {"state": self.state.value}
         if self.reads:
-            context["waiting_for"] = [str(rank) for rank in self.reads.values()]
+            context["waiting_for"] = [str(read.source.source) for read in self.reads.values()]
         elif self.is_followed:
             context["reported_tokens"] = [
                 each.watermark.num_tokens for each in self.progress.values()

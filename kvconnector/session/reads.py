@@ -29,26 +29,23 @@ class OpenReads(dict[int, StartReceive]):
         worker = load.engine.workers[source.route.peer]
         read = StartReceive(
             next(self._numbers),
-            load.request_id,
-            load.engine,
+            load,
             worker,
             worker.link,
             source,
             load.asked.local_blocks,
-            load.key,
             load.progress[worker.link].blocks if load.is_followed else load.asked.remote_blocks,
-            load.is_followed,
         )
-        load.reads[read.read_id] = source.route.peer
         load.trace.began(read.read_id, source.total_bytes, now)
-        self[read.read_id] = load.engine.reads[read.read_id] = read
+        for book in (self, load.reads, load.engine.reads):
+            book[read.read_id] = read
         return read
 
     def close(self, read_id: int) -> StartReceive:
         """Nothing more of this read is awaited."""
         read = self.pop(read_id)
         self._agenda.forget(read)
-        del read.engine.reads[read_id]
+        del read.load.engine.reads[read_id]
         return read
 
     def at_peer(self, link: LinkId, read_id: int) -> StartReceive | None:
@@ -85,17 +82,17 @@ class OpenReads(dict[int, StartReceive]):
 
 def read_message(read: StartReceive, posted: ev.ReceivePosted) -> m.Read:
     """The request to a producer rank, once its chunks have slots. Blocks of a followed prompt it knows itself."""
-    source = read.source
+    source, key = read.source, read.load.key
     return m.Read(
-        transfer_id=read.transfer.transfer_id,
-        secret=read.transfer.secret,
+        transfer_id=key.transfer_id,
+        secret=key.secret,
         read_id=read.read_id,
         incarnation=read.worker.incarnation,
         token_ranges=tuple([(tokens.start, tokens.stop) for tokens in source.token_ranges]),
         layers=(source.layers.start, source.layers.stop),
         chunk_bytes=source.chunk_bytes,
         num_chunks=source.num_chunks,
-        blocks=() if read.is_followed else read.remote_blocks,
+        blocks=() if read.load.is_followed else read.remote_blocks,
         window=posted.window,
         first_tag=posted.first_tag,
     )

@@ -82,9 +82,7 @@ class Side(Caches):
 
 def receive_of(read_id, half, *, remote_blocks=()):
     """What asks the consumer for its half of a read."""
-    return StartReceive(
-        read_id, "", None, None, TO_P, half.source, half.blocks, (), remote_blocks, False
-    )
+    return StartReceive(read_id, None, None, TO_P, half.source, half.blocks, remote_blocks)
 
 
 class Pair:

@@ -8,9 +8,10 @@ from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
+from kvconnector.session.load import Load
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import read_message
-from kvconnector.session.remote_engine import RemoteWorker
+from kvconnector.session.remote_engine import RemoteEngine, RemoteWorker
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -143,7 +144,8 @@ def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
 def read(read_id=1, key=KEY, tokens=range(12), **changes):
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
-    asked = cmd.StartReceive(read_id, "w", None, WORKER, 1, source, BLOCKS, key, BLOCKS, False)
+    load = Load(wanted(key=key), RemoteEngine(ADDRESS), 0.0)
+    asked = cmd.StartReceive(read_id, load, WORKER, 1, source, BLOCKS, BLOCKS)
     message = read_message(asked, ev.ReceivePosted(read_id, 2, 1 << 20))
     return structs.replace(message, **changes)
 

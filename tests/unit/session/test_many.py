@@ -125,7 +125,7 @@ def _the_last_is_read(side, link, *, is_followed):
     begun = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
     side.tell(ev.FromPeer(link, begun))
     *_, read = harness.of(_asked_for(side, names), cmd.StartReceive)
-    assert read.request_id == names[-1]
+    assert read.load.request_id == names[-1]
     return names[-1], read.read_id
 
 
@@ -177,7 +177,7 @@ def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
     ended = side.tell(ev.FromPeer(opened.link, complete), ev.FromPeer(opened.link, refused))
     assert harness.finished(ended) == [(names[-2], TransferAbortedError)]
     started = [c for piece in _until_it_rests(side) for c in harness.of(piece, cmd.StartReceive)]
-    assert [each.request_id for each in started] == [names[-1]]
+    assert [each.load.request_id for each in started] == [names[-1]]
 
 
 def test_a_request_that_is_over_is_not_kept_until_its_deadline():
@@ -211,7 +211,9 @@ def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_pi
     assert not _asked_for(side, names)
     pieces = [side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")))]
     pieces += [side.tell(ev.WarmedUp(opened.link)), *_until_it_rests(side)]
-    started = [each.request_id for piece in pieces for each in harness.of(piece, cmd.StartReceive)]
+    started = [
+        each.load.request_id for piece in pieces for each in harness.of(piece, cmd.StartReceive)
+    ]
     assert sorted(started) == sorted(names)
     assert max(len(harness.of(piece, cmd.StartReceive)) for piece in pieces) <= MAX_AT_ONCE
 
