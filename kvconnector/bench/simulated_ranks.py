@@ -195,7 +195,7 @@ class ProducerRank(SessionThread):
         start = max(self.free_at, self.interface_free_at, consumer.interface_free_at)
         end = start + consumer.nbytes_of(read_id) / costs.bytes_per_s
         self.interface_free_at = consumer.interface_free_at = end
-        self.world.at(end, partial(self.take, ev.SendFinished(link, read_id)))
+        self.world.at(end, partial(self.take, ev.SendOver(link, read_id)))
         self.world.at(end + costs.latency_s, partial(consumer.received, read_id))
 
 
@@ -272,7 +272,7 @@ class ConsumerRank(SessionThread):
                 self.connect(command.link, world.listening[command.address])
             case cmd.ExpectWarmUp(link, segments):
                 self.send(link, self._hello(segments))
-            case cmd.ConnectBack():
+            case cmd.TakeReply():
                 self.spend(world.costs.endpoint_s)
             case cmd.StartReceive():
                 self._waiting.append(command)

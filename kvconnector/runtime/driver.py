@@ -313,5 +313,5 @@ def _is_cuda(share: PoolExporter | None) -> bool:
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})
 """Commands that report a request to the engine."""
 _PRODUCER_ORDERS = frozenset({GrowRequest, HoldRequest, WithdrawRequest})
-_SLOW = frozenset({cmd.OpenExport, cmd.OpenEndpoint, cmd.ConnectBack})
+_SLOW = frozenset({cmd.OpenEndpoint, cmd.TakeReply})
 """Commands that map a peer's memory, compile kernels for it, or open an endpoint to it."""

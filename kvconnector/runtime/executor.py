@@ -14,7 +14,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import Security, check_server
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import Incarnation, Rank
-from kvconnector.runtime.links import Links
+from kvconnector.runtime.links import Link, Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.traces import ended_lease, finished_load
 from kvconnector.session import commands as cmd
@@ -25,6 +25,7 @@ from kvconnector.session.lease import lease_key
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import messages as m
+from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
 from kvconnector.wire.packed_geometry import PackedGeometry
 
@@ -105,8 +106,7 @@ class Executor:
             cmd.OpenLink: self._open_link,
             cmd.CloseLink: self._close_link,
             cmd.OpenEndpoint: _of_fields(datapath.sends.open_endpoint),
-            cmd.ConnectBack: self._connect_back,
-            cmd.CloseEndpoint: self._close_endpoint,
+            cmd.TakeReply: self._take_reply,
             cmd.ExpectWarmUp: self._expect_warm_up,
             cmd.StartSend: datapath.sends.submit,
             cmd.ExpectReads: _of_fields(datapath.sends.expect),
@@ -118,7 +118,6 @@ class Executor:
             cmd.LogEngine: _of_fields(
                 partial(logger.info, "engine %s is met; here over there: %s")
             ),
-            cmd.OpenExport: self._open_export,
             cmd.PublishLease: _of_fields(publish),
             cmd.RetractLease: _of_fields(retract),
             cmd.ReleaseBlocks: self._release,
@@ -138,6 +137,8 @@ class Executor:
             # to a consumer that was just connected to: the way for its further messages
             inbox = self._links.answer(link, self._datapath.sends.endpoints.get(link.number))
             message = msgspec.structs.replace(message, control=inbox)
+        elif isinstance(message, m.Bye):
+            self._links.change_back(link)  # over ZMQ, which outlives what was lost
         elif isinstance(message, m.Heartbeat) and link.export is not None:
             message = msgspec.structs.replace(message, maps_pools=True)
         self._links.send(link, message)
@@ -149,20 +150,25 @@ class Executor:
         except KVConnectorError as error:
             self._report(ev.LinkLost(command.link, error))
 
-    def _connect_back(self, command: cmd.ConnectBack) -> None:
-        link = self._links.get(command.link)
+    def _take_reply(self, command: cmd.TakeReply) -> None:
+        link, reply = self._links.get(command.link), command.reply
         if link is None:
             return
-        try:
-            endpoint = self._transport.connect(command.transport_address)
-        except KVConnectorError as error:
-            self._links.lose(link, error)
-            return
-        link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
-        self._links.change_over(link, endpoint)
+        if reply.transport_address:
+            try:
+                endpoint = self._transport.connect(reply.transport_address)
+            except KVConnectorError as error:
+                self._links.lose(link, error)
+                return
+            link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
+            self._links.change_over(link, endpoint)
+        if reply.export is not None:
+            self._open_export(link, command, reply.export)
 
     def _close_link(self, command: cmd.CloseLink) -> None:
         link = self._links.get(command.link)
+        if command.link < 0:
+            self._datapath.sends.close_endpoint(command.link)
         if link is None:
             return  # it could not be opened, or the peer has left
         if link.number > 0:
@@ -174,11 +180,6 @@ class Executor:
             # last: a producer that closes frees its pools once we have disconnected
             link.export = None
             self._datapath.reads.close(link.number, partial(self._links.close, link))
-
-    def _close_endpoint(self, command: cmd.CloseEndpoint) -> None:
-        if (link := self._links.get(command.link)) is not None:
-            self._links.change_back(link)
-        self._datapath.sends.close_endpoint(command.link)
 
     def _expect_warm_up(self, command: cmd.ExpectWarmUp) -> None:
         link = self._links.get(command.link)
@@ -207,14 +208,11 @@ class Executor:
             key = lease_key(load.key.transfer_id, load.key.secret, known_blocks)
             self._datapath.reads.submit(command, key)
 
-    def _open_export(self, command: cmd.OpenExport) -> None:
+    def _open_export(self, link: Link, command: cmd.TakeReply, export: PoolExport) -> None:
         producer = (command.engine_id, command.theirs.rank)
-        link = self._links.get(command.link)
-        if link is None:
-            return
         try:
-            check_export(command.export, command.theirs)
-            how = self._datapath.reads.open(command.link, command.export)
+            check_export(export, command.theirs)
+            how = self._datapath.reads.open(command.link, export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             self._outbox.read_packed(error.message)

@@ -12,8 +12,7 @@ from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Segment, SourceRead
 from kvconnector.session.trace import HoldTrace, LoadTrace
 from kvconnector.topology import RankGeometry
-from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Message, Probe, Read
+from kvconnector.wire.messages import HelloReply, Message, Probe, Read
 
 if TYPE_CHECKING:
     from kvconnector.session.load import Load
@@ -47,13 +46,15 @@ class OpenLink(Command, msgspec.Struct, frozen=True):
 
 
 class CloseLink(Command, msgspec.Struct, frozen=True):
-    """Close `link` after what was sent on it, with all that lasts as long as it; no event follows."""
+    """Close `link` after what was sent on it, with all that lasts as long as it, sends to a consumer worker among it;
+    no event follows.
+    """
 
     link: LinkId
 
 
 class OpenEndpoint(Command, msgspec.Struct, frozen=True):
-    """Reach a consumer worker and send it the warm-up message; `EndpointOpened` or `EndpointFailed` follows."""
+    """Reach a consumer worker and send it the warm-up message; `EndpointOpened` or `LinkLost` follows."""
 
     link: LinkId
     transport_address: bytes
@@ -68,15 +69,6 @@ class SendProbe(Command, msgspec.Struct, frozen=True):
     probe: Probe
 
 
-class ConnectBack(Command, msgspec.Struct, frozen=True):
-    """Open the data plane's way to a producer worker, although nothing is sent there: a transport then knows whom it
-    receives from, and can report the loss of that worker. It lasts as long as `link`.
-    """
-
-    link: LinkId
-    transport_address: bytes
-
-
 class LogEngine(Command, msgspec.Struct, frozen=True):
     """Log that a producer engine is met, and how its caches differ from ours."""
 
@@ -84,21 +76,18 @@ class LogEngine(Command, msgspec.Struct, frozen=True):
     summary: str
 
 
-class CloseEndpoint(Command, msgspec.Struct, frozen=True):
-    """Close the data plane's endpoint of `link`; sends to it end."""
+class TakeReply(Command, msgspec.Struct, frozen=True, eq=False):
+    """Use what a producer worker offers in its `reply` to our greeting, for as long as `link` lasts; no event follows.
 
-    link: LinkId
-
-
-class OpenExport(Command, msgspec.Struct, frozen=True, eq=False):
-    """Try to reach the pools of the producer worker at `link` without its help; `theirs` is what it holds. It lasts as
-    long as `link`, no event follows, and where it fails reads go the packed way.
+    Open the data plane's way to its `transport_address`, although nothing is sent there: a transport then knows whom it
+    receives from, and can report the loss of that worker. Try to reach the pools of its `export` without its help,
+    `theirs` is what it holds: where that fails reads go the packed way.
     """
 
     link: LinkId
     engine_id: EngineId
-    export: PoolExport
     theirs: RankGeometry
+    reply: HelloReply
 
 
 class ExpectWarmUp(Command, msgspec.Struct, frozen=True):
@@ -111,7 +100,7 @@ class ExpectWarmUp(Command, msgspec.Struct, frozen=True):
 
 
 class StartSend(Command, msgspec.Struct, frozen=True, eq=False):
-    """Stream the chunks of `source` from these blocks, as `read` asks. `SendFinished` or `SendStopped` follows."""
+    """Stream the chunks of `source` from these blocks, as `read` asks. `SendOver` follows."""
 
     link: LinkId
     read: Read
@@ -120,7 +109,7 @@ class StartSend(Command, msgspec.Struct, frozen=True, eq=False):
 
 
 class StopSend(Command, msgspec.Struct, frozen=True):
-    """Send no further chunk of this read; `SendStopped` follows once the blocks are not read any more."""
+    """Send no further chunk of this read; `SendOver` follows once the blocks are not read any more."""
 
     link: LinkId
     read_id: int

@@ -227,11 +227,8 @@ class RemoteEngines:
             if reply.refusal is not None:
                 return self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
             worker.greeted_by(reply, now)
-            if reply.transport_address:
-                commands.append(cmd.ConnectBack(worker.link, reply.transport_address))
-            if reply.export is not None:
-                name, theirs = engine.name.engine_id, worker.geometry
-                commands.append(cmd.OpenExport(worker.link, name, reply.export, theirs))
+            name = engine.name.engine_id
+            commands.append(cmd.TakeReply(worker.link, name, worker.geometry, reply))
         elif event.error is not None:
             return self._lose(engine, event, event.error, now)
         else:

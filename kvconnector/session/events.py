@@ -25,7 +25,7 @@ class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False, gc=F
 
 
 class LinkLost(msgspec.Struct, frozen=True):
-    """A control connection ended, or could not be made."""
+    """A control connection ended or could not be made, or the data plane cannot reach the consumer worker there."""
 
     link: LinkId
     error: KVConnectorError
@@ -44,27 +44,14 @@ class EndpointOpened(msgspec.Struct, frozen=True):
     link: LinkId
 
 
-class EndpointFailed(msgspec.Struct, frozen=True):
-    """The data plane cannot reach the consumer worker, or lost it."""
-
-    link: LinkId
-    error: KVConnectorError
-
-
-class SendFinished(msgspec.Struct, frozen=True):
-    """All chunks of a read were sent; its blocks are not read any more. `phases` are by the clock of the data path."""
+class SendOver(msgspec.Struct, frozen=True):
+    """The blocks of a read are not read any more. All of its chunks were sent, or it ended early: then exactly
+    `sent_chunks` were or are being sent. `phases` are by the clock of the data path.
+    """
 
     link: LinkId
     read_id: int
-    phases: tuple[Phase, ...] = ()
-
-
-class SendStopped(msgspec.Struct, frozen=True):
-    """A read ended early: exactly `sent_chunks` were or are being sent, its blocks are not read any more."""
-
-    link: LinkId
-    read_id: int
-    sent_chunks: int
+    sent_chunks: int | None = None
     error: KVConnectorError | None = None
     phases: tuple[Phase, ...] = ()
 

@@ -12,7 +12,7 @@ exactly once, whatever happens: all consumer ranks that the topology names have 
 (`expired`), or either side gave the request up (`aborted`). Heartbeats and reads extend the time, never shorten it.
 
 *DRAINING.* The outcome is known, and sends still read the blocks. They are stopped, nobody else may begin, and the last
-`SendFinished` or `SendStopped` gives the blocks back.
+`SendOver` gives the blocks back.
 
 *Consumers on this host* read without asking, from what is published under the lease's keys. `RetractLease` comes before
 `ReleaseBlocks` in the same list of commands: what they read after it does not count for them. A key is never published
@@ -70,7 +70,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
             m.Done: frozenset({_S.FILLING, _S.RELEASED, _S.DRAINING}),
             m.Abort: frozenset({_S.ABORTED, _S.DRAINING}),
             WithdrawRequest: frozenset({_S.ABORTED, _S.DRAINING}),
-            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendFinished, ev.SendStopped),
+            **staying(_S.FILLING, m.Follow, m.Read, m.Heartbeat, ev.SendOver),
         },
         _S.HELD: {
             m.Read: frozenset({_S.HELD, _S.READING}),
@@ -82,16 +82,14 @@ LEASE_TABLE: Table[LeaseState] = Table(
         },
         _S.READING: {
             m.Done: frozenset({_S.READING, _S.DRAINING}),
-            ev.SendFinished: frozenset({_S.READING, _S.HELD}),
-            ev.SendStopped: frozenset({_S.READING, _S.HELD}),
+            ev.SendOver: frozenset({_S.READING, _S.HELD}),
             m.Abort: frozenset({_S.DRAINING}),
             WithdrawRequest: frozenset({_S.DRAINING}),
             ev.Tick: frozenset({_S.DRAINING}),
             **staying(_S.READING, m.Follow, m.Read, m.Heartbeat),
         },
         _S.DRAINING: {
-            ev.SendFinished: _ENDED | {_S.DRAINING},
-            ev.SendStopped: _ENDED | {_S.DRAINING},
+            ev.SendOver: _ENDED | {_S.DRAINING},
             **staying(
                 _S.DRAINING,
                 GrowRequest,

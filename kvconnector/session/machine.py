@@ -27,8 +27,8 @@ sent on a lost link counts for nothing on the next one: a new link begins with a
 transfers again. Messages may come late, twice (from a producer's earlier link) or about what is over: they change
 nothing then.
 
-*What breaks if this is changed.* Releasing blocks before `ReceiveStopped`, or before the last `SendFinished` or
-`SendStopped`, lets a copy write or read memory that is another request's. Reporting a load twice kills an engine.
+*What breaks if this is changed.* Releasing blocks before `ReceiveStopped`, or before the last `SendOver`, lets
+a copy write or read memory that is another request's. Reporting a load twice kills an engine.
 Forgetting a read before `ReceiveDrained` leaves its slots taken for good.
 """
 

@@ -43,13 +43,11 @@ PEER_TABLE: Table[PeerState] = Table(
         _S.HELLO: {
             m.Hello: frozenset({_S.HELLO, _S.LOST}),
             ev.EndpointOpened: frozenset({_S.READY}),
-            ev.EndpointFailed: frozenset({_S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
         },
         _S.READY: {
             m.Hello: frozenset({_S.READY, _S.LOST}),
-            ev.EndpointFailed: frozenset({_S.LOST}),
             ev.LinkLost: frozenset({_S.LOST}),
             ev.Tick: frozenset({_S.LOST}),
         },
@@ -140,7 +138,7 @@ class Peers:
             peer.accept(event, now)
             peer.move(PeerState.READY)
             return [cmd.SendMessage(peer.link, self._reply)]
-        assert isinstance(event, ev.EndpointFailed | ev.LinkLost)  # see `ProducerSession.handle`
+        assert isinstance(event, ev.LinkLost)  # see `ProducerSession.handle`
         return self._lose(peer, event, event.error, now)
 
     def tick(self, peer: Peer, event: ev.Tick, now: float) -> list[Command]:
@@ -216,7 +214,6 @@ class Peers:
         return [
             *answer,
             *[cmd.StopSend(peer.link, read_id) for read_id in peer.sends],
-            cmd.CloseEndpoint(peer.link),
             cmd.SendMessage(peer.link, m.Bye(text=text)),
             cmd.CloseLink(peer.link),
         ]

@@ -203,11 +203,11 @@ class ProducerSession:
         )
         return [cmd.SendMessage(event.link, ended)]
 
-    def _send_over(self, event: ev.SendFinished | ev.SendStopped, now: float) -> list[Command]:
+    def _send_over(self, event: ev.SendOver, now: float) -> list[Command]:
         lease = self._peers.end_send(event.link, event.read_id)
         lease.accept(event, now)
         commands: list[Command] = []
-        if isinstance(event, ev.SendStopped) and self._peers.ready(event.link) is not None:
+        if event.sent_chunks is not None and self._peers.ready(event.link) is not None:
             refusal, text = REFUSAL_OF[lease.outcome or _ABORTED]
             if event.error is not None:
                 refusal, text = Refusal.INTERNAL, event.error.statement
@@ -325,8 +325,7 @@ class ProducerSession:
         m.Follow: _followed,
         m.Read: _read_asked,
         m.CancelRead: _read_cancelled,
-        ev.SendFinished: _send_over,
-        ev.SendStopped: _send_over,
+        ev.SendOver: _send_over,
         m.Done: _over_for_peer,
         m.Abort: _over_for_peer,
         m.Heartbeat: _heartbeat,
@@ -336,7 +335,7 @@ class ProducerSession:
 
 
 _ABORTED = LeaseState.ABORTED
-_PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.EndpointFailed, ev.LinkLost})
+_PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.LinkLost})
 _UNKNOWN = "no such transfer"
 """The same text where a transfer of this name has another secret."""
 

@@ -106,7 +106,7 @@ class Leases(RuleBasedStateMachine):
         if self.sends:
             key = sorted(self.sends)[pick % len(self.sends)]
             del self.sends[key]
-            self._tell(ev.SendFinished(*key) if is_whole else ev.SendStopped(*key, 1))
+            self._tell(ev.SendOver(*key) if is_whole else ev.SendOver(*key, 1))
 
     @rule(link=LINKS)
     def a_link_is_lost(self, link):

@@ -12,8 +12,8 @@ all else is the owner's.
 then calls `step` until that adds nothing to `events`. In between it calls what the sessions command, in `sends`,
 `receives` and `reads`. An engine's thread commands, calls `poll_once` and `step`, and releases.
 
-*Who owns what.* The blocks of a read belong to it from `submit` on until the one event that ends it: `SendFinished`,
-`SendStopped`, `ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or
+*Who owns what.* The blocks of a read belong to it from `submit` on until the one event that ends it: `SendOver`,
+`ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or
 `ReceiveDrained` follows. Memory that UCX or a GPU may still touch is kept, by a quarantine or for as long as the
 process lives, and never handed out.
 

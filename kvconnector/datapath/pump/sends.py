@@ -83,14 +83,14 @@ class Sends:
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
     ) -> None:
-        """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `EndpointFailed`."""
+        """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `LinkLost`."""
         self._machine.is_handshaking = True
         warm_up = self._slots.pool.scratch(warm_up_bytes)  # its bytes mean nothing
         try:
             endpoint = self.endpoints[link] = self._transport.connect(transport_address)
             self.warm_ups[self._transport.send(endpoint, warm_up_tag, warm_up)] = link
         except KVConnectorError as error:
-            self._events.append(ev.EndpointFailed(link, error))
+            self._events.append(ev.LinkLost(link, error))
             return
         self._events.append(ev.EndpointOpened(link))
 
@@ -116,7 +116,7 @@ class Sends:
             self._machine.copies.expect(blocks)
 
     def submit(self, command: StartSend) -> None:
-        """Stream a read to a consumer worker: ends in `SendFinished` or `SendStopped`."""
+        """Stream a read to a consumer worker: ends in `SendOver`."""
         link, read, machine = command.link, command.read, self._machine
         machine.stay_awake()
         self._has_sent = True
@@ -126,7 +126,7 @@ class Sends:
                 raise PeerLostError("the consumer's endpoint was closed")
             jobs = machine.copies.make_jobs(command.source, command.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
-            self._events.append(ev.SendStopped(link, read.read_id, 0, as_connector_error(error)))
+            self._events.append(ev.SendOver(link, read.read_id, 0, as_connector_error(error)))
             return
         row = machine.sends.add(
             first_tag=read.first_tag,
@@ -155,7 +155,7 @@ class Sends:
         if completion.error is None:
             self._log_lanes(self.endpoints[link])
         else:
-            self._events.append(ev.EndpointFailed(link, completion.error))
+            self._events.append(ev.LinkLost(link, completion.error))
         return True
 
     def _log_lanes(self, endpoint: int) -> None:
@@ -203,7 +203,7 @@ class Sends:
     def _fail(self, link: LinkId, error: KVConnectorError) -> None:
         self._give_up(link, error)
         if link in self.endpoints:  # else we closed it ourselves
-            self._events.append(ev.EndpointFailed(link, error))
+            self._events.append(ev.LinkLost(link, error))
 
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
@@ -245,13 +245,13 @@ class Sends:
         if error is None and row["error_kind"] != r.NO_ERROR:
             error = error_of(row, self._network)
         if posted == row["num_chunks"] and error is None:
-            self._events.append(ev.SendFinished(link, read_id, phases))
+            self._events.append(ev.SendOver(link, read_id, phases=phases))
         else:
             self._take_failed()
             self.may_hold_slots = True
             if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
                 self._fail(link, error)
-            self._events.append(ev.SendStopped(link, read_id, posted, error, phases))
+            self._events.append(ev.SendOver(link, read_id, posted, error, phases))
         self._machine.copies.ids.give_back(send.jobs[1])
         del self._sends[index], self._rows[link, read_id]
         self._machine.sends.remove(index)

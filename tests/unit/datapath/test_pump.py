@@ -68,7 +68,7 @@ def test_any_geometry_arrives_byte_for_byte(data):
     try:
         receive = d.program(list(destination), tokens, **cut)
         pair.serve(pair.ask(1, receive), p.program(list(source), tokens, **cut))
-        pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendFinished)))
+        pair.until(lambda: bool(pair.find(ev.ReceiveFinished) and pair.find(ev.SendOver)))
         pair.check_arrived(list(source), list(destination), tokens, window)
         assert slots_are_free(pair)
     finally:

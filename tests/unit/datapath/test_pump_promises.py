@@ -40,7 +40,7 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
         pair.d.path.receives.drain(1, 0)
     else:
         pair.serve(posted, send)
-        pair.until(lambda: pair.find(ev.SendFinished, 1) is not None)
+        pair.until(lambda: pair.find(ev.SendOver, 1) is not None)
         assert ends_of(pair, 1)[0] is ev.ReceiveStopped
         pair.d.path.receives.drain(1, len(send.chunks))
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
@@ -61,10 +61,10 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(ma
     assert "row 5 of 4" in str(failed.error)
     # the session stops its producer, who may have sent any number by then
     pair.p.path.sends.stop(TO_D, 1)
-    pair.until(lambda: bool(pair.find(ev.SendFinished, 1) or pair.find(ev.SendStopped, 1)))
-    stopped = pair.find(ev.SendStopped, 1)
+    pair.until(lambda: pair.find(ev.SendOver, 1) is not None)
+    sent_chunks = pair.find(ev.SendOver, 1).sent_chunks
     pair.d.path.reads.stop(1)
-    pair.d.path.receives.drain(1, stopped.sent_chunks if stopped else len(send.chunks))
+    pair.d.path.receives.drain(1, len(send.chunks) if sent_chunks is None else sent_chunks)
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()

@@ -81,7 +81,7 @@ def test_a_repeated_greeting_is_not_connected_to_again(side):
     (worker,) = harness.resolve(side)
     reply = m.HelloReply(incarnation="one", transport_address=b"p", export=harness.EXPORT)
     answers = [side.tell(ev.FromPeer(worker.link, reply)) for _ in range(2)]
-    assert [type(each) for each in answers[0]] == [cmd.ConnectBack, cmd.OpenExport]
+    assert [type(each) for each in answers[0]] == [cmd.TakeReply]
     assert not answers[1]
 
 
@@ -108,13 +108,6 @@ def test_workers_are_greeted_in_the_version_that_the_directory_names(side, monke
     named = replace(harness.directory(), wire_version=4)
     (worker,) = harness.of(side.tell(ev.FromPeer(asked.link, named)), cmd.OpenLink)
     assert worker.version == 4
-
-
-def test_a_version_that_is_not_spoken_here_loses_the_engine(side):
-    (asked,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), cmd.OpenLink)
-    named = replace(harness.directory(), wire_version=versions.SPOKEN.newest + 1)
-    failed = harness.finished(side.tell(ev.FromPeer(asked.link, named)))
-    assert failed == harness.failed(IncompatiblePeerError)
 
 
 def _beat(side, *links, seconds=harness.SOON_IDLE.idle_timeout_s):
@@ -164,6 +157,7 @@ def test_a_warm_up_that_fails_fails_the_load_with_its_reason(side):
     "answer, error",
     [
         (harness.directory(harness.engine("q")), IncompatiblePeerError),
+        (replace(harness.directory(), wire_version=99), IncompatiblePeerError),
         (
             harness.directory(harness.engine(model=attention_model(item_size_bytes=4))),
             IncompatiblePeerError,

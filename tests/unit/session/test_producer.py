@@ -47,7 +47,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
     side.tell(
         harness.heartbeat(), harness.done(), harness.given_up(), WithdrawRequest("r")
     )  # all too late
-    stopped = side.tell(ev.SendStopped(-1, 1, 1))
+    stopped = side.tell(ev.SendOver(-1, 1, 1))
     assert harness.released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in harness.messages(stopped, m.ReadEnded)] == [1]
     late = harness.messages(side.tell(ev.FromPeer(-1, harness.read(3))), m.ReadRefused)
@@ -89,7 +89,7 @@ def test_reads_of_strangers_and_of_a_former_start_are_refused(side):
 def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed():
     side = _reading()
     assert side.tell(harness.cancel(-1, 1)) == [cmd.StopSend(-1, 1)]
-    side.tell(ev.SendStopped(-1, 1, 1))
+    side.tell(ev.SendOver(-1, 1, 1))
     assert side.tell(harness.cancel(-1, 1)) == []
     side.now = 29.0
     side.tell(harness.heartbeat())
@@ -100,7 +100,7 @@ def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed(
 def test_a_failing_data_plane_is_told_to_the_consumer():
     side = _reading()
     ended = harness.messages(
-        side.tell(ev.SendStopped(-1, 1, 1, TransportError("broken"))), m.ReadEnded
+        side.tell(ev.SendOver(-1, 1, 1, TransportError("broken"))), m.ReadEnded
     )
     assert [(reply.refusal, reply.text) for reply in ended] == [(Refusal.INTERNAL, "broken")]
 
@@ -131,7 +131,7 @@ def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
-@pytest.mark.parametrize("loss", ["link", "endpoint", "silence", "second hello"])
+@pytest.mark.parametrize("loss", ["link", "silence", "second hello"])
 def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading):
     """Also in the middle of its greeting."""
     side = _reading() if is_reading else harness.producer()
@@ -140,18 +140,16 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
     error = PeerLostError("gone")
     commands = {
         "link": lambda: side.tell(ev.LinkLost(-1, error)),
-        "endpoint": lambda: side.tell(ev.EndpointFailed(-1, error)),
         "silence": lambda: side.tick(harness.PEER_S),
         "second hello": lambda: side.tell(ev.FromPeer(-1, harness.hello(harness.engine("e")))),
     }[loss]()
     assert harness.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)] * is_reading
-    assert harness.of(commands, cmd.CloseEndpoint) == [cmd.CloseEndpoint(-1)]
     assert len(harness.messages(commands, m.Bye)) == 1
     assert commands[-1] == cmd.CloseLink(-1)
     refusals = [reply.refusal for reply in harness.messages(commands, m.HelloReply)]
     assert refusals == [Refusal.INTERNAL] * (not is_reading)
     if is_reading:
-        assert not harness.messages(side.tell(ev.SendStopped(-1, 1, 0)), m.ReadEnded)
+        assert not harness.messages(side.tell(ev.SendOver(-1, 1, 0)), m.ReadEnded)
         assert side.num_leases == 1
     else:
         assert side.tell(ev.EndpointOpened(-1)) == []
