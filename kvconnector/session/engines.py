@@ -19,7 +19,7 @@ from kvconnector.planning import plan_routes
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
-from kvconnector.session.commands import NEVER, Command, LinkId
+from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.orders import WantRequest
 from kvconnector.session.remote_engine import (
     EngineState,
@@ -88,8 +88,6 @@ class RemoteEngines:
         engine = self.engine_of(event.engine)
         engine.accept(event, now)
         commands: list[Command] = []
-        if engine.is_ready and event.is_followed:
-            engine.ask_at = now
         if engine.state is EngineState.UNKNOWN:
             commands = self._resolve(engine, now)
         elif engine.state is EngineState.RESOLVING:
@@ -195,7 +193,6 @@ class RemoteEngines:
         engine.move(EngineState.HELLO)
         # greeting all of them may take longer than a lease lasts
         engine.heartbeat_at = now + QUICK_GREETING_S
-        engine.loads.start_over()
         segments = {route.peer: route.segments for route in engine.routes}
         for rank in holders:
             entry, link = entries[rank], LinkId(next(self._link_numbers))
@@ -241,8 +238,8 @@ class RemoteEngines:
         engine.move(EngineState.READY)
         self._met.add(engine.name)
         engine.attempts = 0
-        engine.heartbeat_at = engine.ask_at = engine.idle_since = now
-        engine.loads.start_over()
+        engine.heartbeat_at = engine.idle_since = now
+        engine.loads.num_unnamed = len(engine.loads.turns)  # it knows none of them yet
         ready = self._on_change(ev.EngineReady(engine), now)
         return [*self._send_endings(engine), *ready]
 
@@ -285,21 +282,18 @@ class RemoteEngines:
 
     def _heartbeats(self, engine: RemoteEngine, now: float) -> list[Command]:
         """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
-        loads, limit = engine.loads, 0
-        if engine.ask_at <= now:
-            limit = min(m.MAX_NAMED, loads.num_unnamed)
+        loads = engine.loads
+        limit = min(m.MAX_NAMED, loads.num_unnamed)
         if engine.heartbeat_at <= now:
             limit = m.MAX_NAMED
             interval_s = engine.heartbeat_interval_s(self._settings.heartbeat_interval_s)
             num_heartbeats = ceil(len(loads.turns) / m.MAX_NAMED)
             engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
         if not limit:
-            engine.ask_at = NEVER
             return []
         # only a worker that has greeted us answers
         links = [w.link for w in engine.workers.values()] if engine.is_ready else []
         transfers, followed = loads.take_turn(limit, links)
-        engine.ask_at = now if loads.num_unnamed else NEVER
         return [
             cmd.SendMessage(
                 worker.link,

@@ -51,10 +51,6 @@ class EngineLoads:
         """The loads that follow one transfer."""
         return [*self._followed.get(transfer_id, ())]
 
-    def start_over(self) -> None:
-        """The engine knows none of them yet."""
-        self.num_unnamed = len(self.turns)
-
     def take_turn(
         self, limit: int, links: Collection[LinkId]
     ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:

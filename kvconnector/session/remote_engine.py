@@ -11,6 +11,7 @@ from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import AT_ONCE
 from kvconnector.session.commands import NEVER, Command, LinkId, SendMessage, StartReceive
 from kvconnector.session.loads import EngineLoads
 from kvconnector.session.machine import Table, Tracked, staying
@@ -165,8 +166,8 @@ class RemoteEngine(Tracked[EngineState]):
     """A producer engine: its address, its workers, and the `routes` on which we read from them.
 
     While no load wants it, none has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that
-    we need. At `heartbeat_at` the next transfers are named, at `ask_at` those that were never named. Its workers do not
-    know yet of `unsent_endings`. `reads` are those whose receive slots are still awaited. `loss` is the latest one.
+    we need. At `heartbeat_at` the next transfers are named. Its workers do not know yet of `unsent_endings`. `reads`
+    are those whose receive slots are still awaited. `loss` is the latest one.
     """
 
     def __init__(self, name: EngineAddress) -> None:
@@ -175,7 +176,6 @@ class RemoteEngine(Tracked[EngineState]):
         self.attempts = 0
         self.until = 0.0
         self.heartbeat_at = 0.0
-        self.ask_at = NEVER
         self.idle_since = 0.0
         self.directory_link: LinkId | None = None
         self.has_named_ranks = False
@@ -195,18 +195,12 @@ class RemoteEngine(Tracked[EngineState]):
     def deadline(self) -> float:
         """When time alone changes something: a heartbeat is due, a worker or an attempt is given up, a pause ends."""
         if self.state is _S.HELLO:
-            return min(self.until, self.heartbeat_at, self.ask_at)
+            return min(self.until, self.heartbeat_at)
         if self.state is not _S.READY:
             return self.until if self.state is not _S.UNKNOWN else NEVER
-        if self.unsent_endings:
-            return 0.0  # more of them are sent at once
-        return min(
-            [
-                self.heartbeat_at,
-                self.ask_at,
-                *[worker.silent_at for worker in self.workers.values()],
-            ]
-        )
+        if self.unsent_endings or self.loads.num_unnamed:
+            return AT_ONCE  # more of them are sent, or named
+        return min([self.heartbeat_at, *[worker.silent_at for worker in self.workers.values()]])
 
     def chunk_bytes(self, ours: int) -> int:
         """The longest chunk that both we and all of its workers take."""
