@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from vllm import SamplingParams
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
@@ -26,6 +27,11 @@ from tests.vllm.cache_world import SIZE as BLOCK_SIZE
 NUM_BLOCKS = 64
 LAYERS = 4
 SECRET = "5" * 32
+REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+TRANSFER = {"transfer_id": "t", "transfer_secret": SECRET}
+ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
+FOLLOWED = {"do_remote_prefill": True, **ADDRESS, **TRANSFER}
+"""What a router that has named a transfer tells a decode engine while the prompt is computed."""
 
 
 def offer(num_tokens, **changes):
@@ -33,11 +39,9 @@ def offer(num_tokens, **changes):
     blocks = -(-num_tokens // BLOCK_SIZE)
     return {
         "do_remote_prefill": True,
-        "remote_engine_id": "p",
         "remote_request_id": "there",
         "remote_block_ids": [list(range(1, blocks + 1))],
-        "remote_host": "127.0.0.1",
-        "remote_port": 9,
+        **ADDRESS,
         "remote_num_tokens": num_tokens,
         "transfer_secret": SECRET,
         **changes,
@@ -265,3 +269,20 @@ class World:
 
     def close(self):
         self.connector.shutdown()
+
+
+class TierStep:
+    """A step of an engine beside vLLM's `OffloadingConnector`, whose workers do what they are ordered. `news`: our orders;
+    `tier`: its loads; `extra`: the children that a worker waits for before the last one; `outputs`: the requests'.
+    """
+
+    def __init__(self, engine, report=None, **finished):
+        planned = engine.scheduler.schedule()
+        metadata = planned.kv_connector_metadata
+        tier = metadata.metadata[0]
+        jobs = OffloadingWorkerMetadata(dict.fromkeys([*tier.store_jobs, *tier.load_jobs], 1))
+        done = multi_connector.MultiKVConnectorWorkerMetadata((jobs, report))
+        self.news, self.tier = engine.news(planned), list(tier.load_jobs.values())
+        self.extra = getattr(metadata, "extra_async_loads", {})
+        self.computed = planned.num_scheduled_tokens
+        self.outputs = engine.complete(planned, kv_connector_worker_meta=done, **finished)

@@ -1,28 +1,31 @@
-"""The prefill engine's token is the decode engine's first one: vLLM's schedulers on both sides."""
+"""The prefill engine's token is the decode engine's first one: vLLM's schedulers on both sides.
+
+It comes with the offer, or of a streamed prompt with the end of its load.
+"""
 
 import logging
+from functools import partial
 
+import msgspec
 import pytest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.sched.utils import check_stop
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm import first_token
 from kvconnector.integrations.vllm.first_token import FIRST_TOKEN
 from kvconnector.integrations.vllm.messages import WorkerReport
+from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention
 
 pytestmark = pytest.mark.vllm
 
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 TOKEN = 41
-WINDOW = 48
-
-
-class OtherScheduler(Scheduler):  # type: ignore[misc]  # vLLM's are not typed here
-    """An operator's own."""
+BOTH_WAYS = pytest.mark.parametrize("is_streamed", [False, True])
+WINDOWED = attention(SlidingWindowSpec, sliding_window=48)
 
 
 @pytest.fixture(autouse=True)
@@ -31,37 +34,88 @@ def vllm_is_left_as_it_was(monkeypatch):
 
 
 def sampled(world, num_tokens, sampling=None, **options):
-    """What a prefill engine offers of a prompt, with the token that it sampled."""
+    """What a prefill engine offers of a prompt: with `TOKEN`, if it sends the one that it sampled."""
     producer = world(role="kv_producer", **options)
-    producer.add(num_tokens, dict(REMOTE_DECODE), prompt=1, **{"max_tokens": 1, **(sampling or {})})
+    producer.add(
+        num_tokens, dict(w.REMOTE_DECODE), prompt=1, **{"max_tokens": 1, **(sampling or {})}
+    )
     while not (outputs := producer.step()[1])[0].finished:
         pass
-    return outputs[0].kv_transfer_params
-
-
-def seeded(world, engine, sampling=None, num_tokens=100, **changes):
-    """A request that waits for its load, whose producer sampled `TOKEN`."""
-    of_router = {"max_tokens": 1} | ({"min_tokens": 1} if "min_tokens" in (sampling or {}) else {})
-    params = sampled(world, num_tokens, {**(sampling or {}), **of_router})
+    params = outputs[0].kv_transfer_params
     if FIRST_TOKEN in params:
         params[FIRST_TOKEN][0] = TOKEN
-    request = engine.add(num_tokens, params | changes, prompt=1, **(sampling or {}))
-    news, outputs = engine.step()
-    assert outputs == []
-    return request, news
+    return params
+
+
+def reported(world, num_tokens, sampling=None, **options):
+    """What the workers of a prefill engine report with the end of a prompt that it streams."""
+    producer = world(role="kv_producer", **options)
+    asked = {"max_tokens": 1, **(sampling or {})}
+    producer.add(num_tokens, w.REMOTE_DECODE | w.TRANSFER, prompt=1, **asked)
+    orders = [each for _ in range(3) for each in producer.step()[0].holds]
+    (hold,) = [each for each in orders if isinstance(each, HoldRequest)]
+    return hold.extra
+
+
+def of_token(extra, **changes):
+    _, digest, num_tokens = msgspec.msgpack.decode(extra)
+    named = {"token": TOKEN, "digest": digest, "num_tokens": num_tokens, **changes}
+    return msgspec.msgpack.encode([*named.values()])
+
+
+def followed(engine, num_tokens=100, **sampling):
+    """A request for a streamed prompt that begins to load, and that step's orders and outputs."""
+    request = engine.add(num_tokens, dict(w.FOLLOWED), prompt=1, **sampling)
+    engine.step()
+    engine.step(kv_connector_worker_meta=WorkerReport({request.request_id}))
+    return request, *engine.step()
+
+
+class Seeded:
+    """A request that waits for its load, whose producer sampled `TOKEN`. `news`: what was ordered."""
+
+    def __init__(self, world, engine, sampling=None, num_tokens=100, *, is_streamed=False):
+        sampling = sampling or {}
+        of_router = {"max_tokens": 1} | ({"min_tokens": 1} if "min_tokens" in sampling else {})
+        asked = world, num_tokens, sampling | of_router
+        self.engine, self.extra = engine, None
+        if is_streamed:
+            self.extra = of_token(reported(*asked))
+            self.request, self.news, _ = followed(engine, num_tokens, **sampling)
+            return
+        self.request = engine.add(num_tokens, sampled(*asked), prompt=1, **sampling)
+        self.news, outputs = engine.step()
+        assert outputs == []
+
+    def end(self, **report):
+        """The load ends, as the workers say it did: the requests' outputs."""
+        if self.extra is not None:
+            said = report.setdefault("kv_connector_worker_meta", WorkerReport())
+            said.extras["r1"] = self.extra
+        return self.engine.step(finished_recving={"r1"}, **report)[1]
+
+    def check_computed(self, num_tokens):
+        """The engine computes so many tokens of the prompt, and the first one itself."""
+        planned = self.engine.scheduler.schedule()
+        assert planned.num_scheduled_tokens == {"r1": num_tokens}
+        assert [output.new_token_ids for output in self.engine.complete(planned)] == [[7]]
+        assert self.request.num_prompt_tokens == 100
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("beside", ["", "KeepingConnector"])
+@pytest.mark.parametrize("way", ["offered", "beside another", "streamed", "streamed to several"])
 def test_the_token_is_emitted_when_the_load_has_ended_and_is_all_that_is_computed(
-    world, is_async, beside
+    world, is_async, way
 ):
-    engine = world(is_async=is_async, beside=beside)
-    request, news = seeded(world, engine)
-    prompt = list(request.prompt_token_ids)
-    assert [load.token_ranges for load in news.loads] == [((0, 100),)]
-    _, outputs = engine.step(finished_recving={"r1"})
-    (first,) = outputs
+    engine = world(is_async=is_async, beside="KeepingConnector" if way == "beside another" else "")
+    load = Seeded(world, engine, is_streamed="streamed" in way)
+    prompt = list(load.request.prompt_token_ids)
+    assert [each.token_ranges for each in load.news.loads] == [((0, 100),)]
+    if way == "streamed to several":  # one worker was done before the others
+        report = WorkerReport(extras={"r1": load.extra})
+        assert engine.step(kv_connector_worker_meta=report)[1] == []
+        load.extra = None
+    (first,) = load.end()
     assert (first.new_token_ids, first.finished) == ([TOKEN], False)
     assert first.prefill_stats.num_computed_tokens == 0
     assert first.prefill_stats.num_external_cached_tokens == 100
@@ -78,6 +132,7 @@ def test_the_token_is_emitted_when_the_load_has_ended_and_is_all_that_is_compute
     assert outputs[1].prefill_stats is None
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize(
     "sampling, reason",
     [
@@ -88,14 +143,14 @@ def test_the_token_is_emitted_when_the_load_has_ended_and_is_all_that_is_compute
         ({"min_tokens": 3, "stop_token_ids": [7]}, None),
     ],
 )
-def test_the_first_token_may_end_the_request(world, sampling, reason):
+def test_the_first_token_may_end_the_request(world, sampling, reason, is_streamed):
     engine = world()
-    request, _ = seeded(world, engine, sampling)
-    _, (output,) = engine.step(finished_recving={"r1"})
+    load = Seeded(world, engine, sampling, is_streamed=is_streamed)
+    (output,) = load.end()
     assert output.new_token_ids == [TOKEN]
     assert str(output.finish_reason) == str(reason)
     if reason is None:
-        assert request.sampling_params.min_tokens == max(0, sampling.get("min_tokens", 0) - 1)
+        assert load.request.sampling_params.min_tokens == max(0, sampling.get("min_tokens", 0) - 1)
         return
     assert output.stop_reason == (TOKEN if reason == "stop" else None)
     _, outputs = engine.step()
@@ -104,26 +159,24 @@ def test_the_first_token_may_end_the_request(world, sampling, reason):
 
 
 def test_a_prompt_as_long_as_the_model_allows_ends_with_its_first_token(world):
-    engine = world()
-    seeded(world, engine, num_tokens=1023)
-    _, (output,) = engine.step(finished_recving={"r1"})
+    (output,) = Seeded(world, world(), num_tokens=1023).end()
     assert (output.new_token_ids, str(output.finish_reason)) == ([TOKEN], "length")
 
 
-OBSTACLES = [
-    ({"logprobs": 0}, "logprobs"),
-    ({"prompt_logprobs": 1}, "prompt_logprobs"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"temperature": 1.0, "seed": 3}, "a seed"),
-    ({"thinking_token_budget": 3}, "thinking_token_budget"),
-    ({"bad_words": ["one"]}, "bad_words"),
-    ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured_outputs"),
-    ({"extra_args": {"mine": 1}}, "mine"),
-]
-
-
-@pytest.mark.parametrize("sampling, obstacle", OBSTACLES)
+@pytest.mark.parametrize(
+    "sampling, obstacle",
+    [
+        ({"logprobs": 0}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"temperature": 1.0, "seed": 3}, "a seed"),
+        ({"thinking_token_budget": 3}, "thinking_token_budget"),
+        ({"bad_words": ["one"]}, "bad_words"),
+        ({"structured_outputs": StructuredOutputsParams(regex="a+")}, "structured_outputs"),
+        ({"extra_args": {"mine": 1}}, "mine"),
+    ],
+)
 def test_a_request_that_must_know_what_was_sampled_has_an_obstacle(world, sampling, obstacle):
     request = world().add(10, **sampling)
     assert first_token.request_obstacle(request) == obstacle
@@ -131,8 +184,31 @@ def test_a_request_that_must_know_what_was_sampled_has_an_obstacle(world, sampli
     assert first_token.request_obstacle(greedy) == ""
 
 
-def _computed_here(engine, params, caplog, reason, **sampling):
+@pytest.mark.parametrize(
+    "sampling, changes, reason",
+    [
+        ({"logprobs": 1}, {}, "logprobs"),
+        ({"temperature": 0.5}, {}, "sampling parameters"),
+        ({"min_tokens": 2}, {}, "sampling parameters"),
+        ({"repetition_penalty": 1.5}, {}, "sampling parameters"),
+        ({}, {FIRST_TOKEN: None}, "a producer"),
+        ({}, {FIRST_TOKEN: "5"}, "a malformed"),
+        ({}, {FIRST_TOKEN: [-1, ""]}, "a malformed"),
+        ({}, {FIRST_TOKEN: [1 << 40, ""]}, "a malformed"),
+        ({}, {FIRST_TOKEN: [5]}, "a malformed"),
+        ({}, {FIRST_TOKEN: [5, "0"]}, "sampling parameters"),
+        (
+            {},
+            {"remote_num_tokens": 101, "remote_block_ids": [[1, 2, 3, 4]]},
+            "prompts of another",
+        ),
+    ],
+)
+def test_a_token_that_was_drawn_otherwise_or_came_wrong_is_not_taken(
+    world, caplog, sampling, changes, reason
+):
     caplog.set_level(logging.INFO, "kvconnector")
+    engine, params = world(), sampled(world, 100) | changes
     for number in range(2):
         name = params["remote_request_id"].replace("r1|", f"x{number}|")
         request = engine.add(100, {**params, "remote_request_id": name}, **sampling)
@@ -140,7 +216,7 @@ def _computed_here(engine, params, caplog, reason, **sampling):
         assert [load.token_ranges for load in news.loads] == [((0, 99),)]
         _, outputs = engine.step(finished_recving={request.request_id})
         assert request.request_id not in [output.request_id for output in outputs]
-        _, outputs = engine.step()
+        engine.step()
         assert request.num_prompt_tokens == 100
         assert request.output_token_ids[0] == 7
     # once, however many requests there are
@@ -148,81 +224,90 @@ def _computed_here(engine, params, caplog, reason, **sampling):
 
 
 @pytest.mark.parametrize(
-    "sampling, reason",
+    "came, reason",
     [
-        ({"logprobs": 1}, "logprobs"),
-        ({"temperature": 0.5}, "sampling parameters"),
-        ({"min_tokens": 2}, "sampling parameters"),
-        ({"repetition_penalty": 1.5}, "sampling parameters"),
+        (None, "a producer that sends none"),
+        (b"", "a malformed"),
+        (b"\xc1", "a malformed"),
+        (b"\xa1\xff", "a malformed"),
+        (b"\x90", "a malformed"),
+        (b"\x92\x05\x64", "a malformed"),
+        ({"token": 1 << 40}, "a malformed"),
+        ({"digest": "0"}, "sampling parameters"),
+        ({"num_tokens": 101}, "prompts of another"),
     ],
 )
-def test_a_token_that_was_drawn_otherwise_is_not_taken(world, caplog, sampling, reason):
-    _computed_here(world(), sampled(world, 100), caplog, reason, **sampling)
-
-
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({FIRST_TOKEN: None}, "a producer"),
-        ({FIRST_TOKEN: "5"}, "a malformed"),
-        ({FIRST_TOKEN: [-1, ""]}, "a malformed"),
-        ({FIRST_TOKEN: [1 << 40, ""]}, "a malformed"),
-        ({FIRST_TOKEN: [5]}, "a malformed"),
-        ({FIRST_TOKEN: [5, "0"]}, "sampling parameters"),
-        ({"remote_num_tokens": 101, "remote_block_ids": [[1, 2, 3, 4]]}, "prompts of another"),
-    ],
-)
-def test_a_token_that_came_wrong_is_not_taken(world, caplog, changes, reason):
-    _computed_here(world(), sampled(world, 100) | changes, caplog, reason)
+def test_without_a_token_at_the_end_of_a_stream_the_last_one_of_the_prompt_is_computed(
+    world, caplog, came, reason
+):
+    caplog.set_level(logging.INFO, "kvconnector")
+    load = Seeded(world, world(), is_streamed=True)
+    load.extra = of_token(load.extra, **came) if isinstance(came, dict) else came
+    assert load.end() == []
+    load.check_computed(1)
+    assert caplog.text.count(f"compute first tokens for requests with {reason}") == 1
 
 
 @pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"temperature": 1.0, "seed": 1}])
-def test_a_producer_sends_no_token_that_nobody_can_take(world, sampling):
+def test_no_token_is_sent_or_awaited_that_nobody_can_take(world, sampling):
     assert FIRST_TOKEN not in sampled(world, 100, sampling)
     assert FIRST_TOKEN not in sampled(world, 100, {"max_tokens": 2}, bidirectional_kv_xfer=True)
     assert FIRST_TOKEN not in sampled(world, 100, first_token="never")
+    assert reported(world, 100, sampling) == b""
+    _, news, _ = followed(world(), **sampling)
+    assert [load.token_ranges for load in news.loads] == [((0, 99),)]
 
 
+@BOTH_WAYS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("is_partly_filled", [False, True])
-def test_after_a_failed_load_the_token_is_computed_here(world, policy, is_partly_filled):
+def test_after_a_failed_load_the_token_is_computed_here(
+    world, policy, is_partly_filled, is_streamed
+):
     engine = world(policy=policy)
-    request, _ = seeded(world, engine)
+    load = Seeded(world, engine, is_streamed=is_streamed)
     (ids,) = engine.scheduler.kv_cache_manager.get_block_ids("r1")
     failure = {"failed_recving": {"r1"}}
     if is_partly_filled:
         report = WorkerReport(failed={"r1": "PeerLostError: gone"})
         failure = {"invalid_block_ids": {ids[2]}, "kv_connector_worker_meta": report}
-    _, outputs = engine.step(finished_recving={"r1"}, **failure)
+    outputs = load.end(**failure)
     if policy == "fail":
         assert [str(output.finish_reason) for output in outputs] == ["error"]
         return
     assert outputs == []
-    planned = engine.scheduler.schedule()
-    assert planned.num_scheduled_tokens == {"r1": 36 if is_partly_filled else 100}
-    assert [output.new_token_ids for output in engine.complete(planned)] == [[7]]
-    assert request.num_prompt_tokens == 100
+    load.check_computed(36 if is_partly_filled else 100)
 
 
-def test_an_aborted_request_emits_nothing(world):
+@BOTH_WAYS
+def test_an_aborted_request_emits_nothing(world, is_streamed):
     engine = world()
-    seeded(world, engine)
+    load = Seeded(world, engine, is_streamed=is_streamed)
     engine.abort("r1")
-    _, outputs = engine.step(finished_recving={"r1"})
-    assert (outputs, engine.used_blocks, engine.scheduler.requests) == ([], 0, {})
+    assert load.end() == []
+    assert (engine.used_blocks, engine.scheduler.requests) == (0, {})
+    assert repr(engine.connector._scheduler.first_tokens) == "<FirstTokens [], 0 loaded>"
 
 
 def test_a_preempted_request_goes_on_where_it_was(world):
     engine = world()
-    request, _ = seeded(world, engine)
-    engine.step(finished_recving={"r1"})
+    load = Seeded(world, engine)
+    load.end()
     engine.step()
-    before = list(request.all_token_ids)
+    before = list(load.request.all_token_ids)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     news, (output,) = engine.step()
     assert (news.loads, output.new_token_ids) == ([], [7])
-    assert list(request.all_token_ids) == [*before, 7]
-    assert request.num_computed_tokens == 102
+    assert list(load.request.all_token_ids) == [*before, 7]
+    assert load.request.num_computed_tokens == 102
+
+
+def test_a_decode_engine_that_lacks_only_the_last_token_does_not_wait_for_it(world):
+    engine = world()
+    engine.add(64, max_tokens=1, prompt=1)
+    engine.step()
+    _, news, (output,) = followed(engine, 65)
+    assert (news.loads, news.dropped, output.new_token_ids) == ([], ["r2"], [7])
 
 
 @pytest.mark.parametrize("is_hit", [False, True])
@@ -231,7 +316,6 @@ def test_a_prefix_of_the_decode_engine_is_not_loaded(world, is_hit):
     engine.add(64, max_tokens=1, prompt=1)
     engine.step()
     params = sampled(world, 64 + 33 * (not is_hit))
-    params[FIRST_TOKEN][0] = TOKEN
     engine.add(params["remote_num_tokens"], params, prompt=1)
     news, _ = engine.step()
     assert [load.token_ranges for load in news.loads] == [((32, 64) if is_hit else (64, 97),)]
@@ -244,7 +328,6 @@ def test_a_prefix_of_the_decode_engine_is_not_loaded(world, is_hit):
 def test_of_several_completions_one_takes_the_token_and_the_others_draw_their_own(world):
     engine = world()
     params = sampled(world, 100)
-    params[FIRST_TOKEN][0] = TOKEN
     requests = [engine.add(100, params, prompt=1) for _ in range(3)]
     engine.step()
     engine.step(finished_recving={"r1"})
@@ -253,28 +336,34 @@ def test_of_several_completions_one_takes_the_token_and_the_others_draw_their_ow
     assert tokens == [[TOKEN, 7], [7], [7]]
 
 
-def _hybrid(world, role, specs, **options):
-    uncached = {"engine": {"enable_prefix_caching": False}}
-    return world(role=role, specs=[attention(), specs], first_token="always", **uncached, **options)
+def test_of_a_streamed_prompt_models_that_forget_and_engines_that_never_take_tokens_leave_the_last(
+    world,
+):
+    specs = [attention(), WINDOWED]
+    for options in ({"specs": specs, "first_token": "always"}, {"first_token": "never"}):
+        assert reported(world, 100, **options) == b""
+        (load,) = followed(world(**options))[1].loads
+        assert load.token_ranges[0] == (0, 99)
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])
 def test_a_model_that_forgets_hands_over_whole_prompts_where_both_engines_always_take_tokens(
     world, kind
 ):
-    spec = attention(SlidingWindowSpec, sliding_window=WINDOW) if kind == "window" else None
-    spec = spec or w.state_spec()
-    producer = _hybrid(world, "kv_producer", spec)
-    producer.add(200, dict(REMOTE_DECODE), max_tokens=1, prompt=1)
-    producer.add(200, dict(REMOTE_DECODE), max_tokens=1, logprobs=1)
+    specs = [attention(), WINDOWED if kind == "window" else w.state_spec()]
+    uncached = {"engine": {"enable_prefix_caching": False}}
+    hybrid = partial(world, specs=specs, first_token="always", **uncached)
+    producer = hybrid(role="kv_producer")
+    producer.add(200, dict(w.REMOTE_DECODE), max_tokens=1, prompt=1)
+    producer.add(200, dict(w.REMOTE_DECODE), max_tokens=1, logprobs=1)
     _, outputs = producer.step()
     whole, shortened = (output.kv_transfer_params for output in outputs)
     assert (whole["remote_num_tokens"], shortened["remote_num_tokens"]) == (200, 199)
     assert (whole[FIRST_TOKEN][0], FIRST_TOKEN in shortened) == (7, False)
-    consumer = _hybrid(world, "kv_consumer", spec)
+    consumer = hybrid()
     request = consumer.add(200, whole, prompt=1)
     (load,) = consumer.step()[0].loads
-    first = 200 - WINDOW + 1 if kind == "window" else 199
+    first = 200 - WINDOWED.sliding_window + 1 if kind == "window" else 199
     assert load.token_ranges == ((0, 200), (first, 200))
     _, (output,) = consumer.step(finished_recving={"r1"})
     assert output.new_token_ids == [7]
@@ -285,24 +374,21 @@ def test_a_model_that_forgets_hands_over_whole_prompts_where_both_engines_always
 
 
 @pytest.mark.parametrize(
-    "break_it, reason",
+    "engine, used, plugins, reason",
     [
-        ({"scheduler_cls": OtherScheduler}, "the scheduler OtherScheduler"),
-        ({"source": "x"}, "another check_stop"),
-        ({"plugins": ["mine"]}, "custom logits processors"),
+        ({"scheduler_cls": type("Own", (Scheduler,), {})}, {}, [], "the scheduler Own"),
+        ({}, {check_stop: ("x",)}, [], "another check_stop"),
+        ({}, {}, ["mine"], "custom logits processors"),
     ],
 )
 def test_an_engine_that_is_not_the_one_known_computes_first_tokens(
-    world, monkeypatch, caplog, break_it, reason
+    *, world, monkeypatch, caplog, engine, used, plugins, reason
 ):
-    engine = {key: value for key, value in break_it.items() if key == "scheduler_cls"}
     unwrapped = getattr(Scheduler.update_from_output, "__wrapped__", Scheduler.update_from_output)
     monkeypatch.setattr(Scheduler, "update_from_output", unwrapped)
     params = sampled(world, 100)
-    if "source" in break_it:
-        monkeypatch.setitem(first_token._USED, first_token.check_stop, ("x",))
-    if "plugins" in break_it:
-        monkeypatch.setattr("importlib.metadata.entry_points", lambda group: ["mine"])
+    monkeypatch.setattr(first_token, "_USED", first_token._USED | used)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: plugins)
     with pytest.raises(ConfigError, match=reason):
         world(engine=engine, first_token="always")
     consumer = world(engine=engine)

@@ -3,8 +3,7 @@
 import random
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1 import base, multi_connector
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import ConfigError
@@ -31,30 +30,14 @@ def fake(monkeypatch):
     return set_
 
 
-class Step:
-    """A step in which the tier's workers do what they are ordered. `news`: our orders; `tier`: its loads; `extra`: the
-    children that a worker waits for before the last one; `outputs`: the requests'.
-    """
-
-    def __init__(self, engine, report=None, **finished):
-        planned = engine.scheduler.schedule()
-        metadata = planned.kv_connector_metadata
-        tier = metadata.metadata[0]
-        jobs = OffloadingWorkerMetadata(dict.fromkeys([*tier.store_jobs, *tier.load_jobs], 1))
-        done = multi_connector.MultiKVConnectorWorkerMetadata((jobs, report))
-        self.news, self.tier = engine.news(planned), list(tier.load_jobs.values())
-        self.extra, self.computed = metadata.extra_async_loads, planned.num_scheduled_tokens
-        self.outputs = engine.complete(planned, kv_connector_worker_meta=done, **finished)
-
-
 def _loading(engine, stored=SPLIT, num_tokens=200, **changes):
     """The tier has `stored` tokens of a prompt, and the prefix cache none: a request for it, and its first step."""
     engine.add(stored, max_tokens=1, prompt=1)
     for _ in range(3):
-        Step(engine)
+        w.TierStep(engine)
     assert engine.scheduler.reset_prefix_cache()
     request = engine.add(num_tokens, w.offer(num_tokens, **changes), prompt=1)
-    return request, {"finished_recving": {request.request_id}}, Step(engine)
+    return request, {"finished_recving": {request.request_id}}, w.TierStep(engine)
 
 
 @pytest.mark.parametrize("stored,split", [(31, 0), (32, 32), (64, 64), (95, 64), (200, 192)])
@@ -67,8 +50,8 @@ def test_a_prefix_comes_from_the_tier_and_the_rest_from_the_producer(world, stor
     assert [job.dst_spec.block_ids.tolist() for job in step.tier] == of_tier
     assert step.extra == ({request.request_id: 1} if split else {})
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    assert Step(engine, **ended).extra == {}
-    (output,) = Step(engine).outputs
+    assert w.TierStep(engine, **ended).extra == {}
+    (output,) = w.TierStep(engine).outputs
     assert output.new_token_ids == [7]
     found = output.prefill_stats
     assert (found.num_local_cached_tokens, found.num_external_cached_tokens) == (0, 199)
@@ -78,9 +61,9 @@ def test_what_the_prefix_cache_has_is_loaded_from_nowhere(world):
     engine = world(**TIER)
     _, ended, _ = _loading(engine, stored=128, num_tokens=40)
     for finished in (ended, {}, {}, {}):
-        Step(engine, **finished)
+        w.TierStep(engine, **finished)
     engine.add(200, w.offer(200, remote_request_id="other"), prompt=1)
-    step = Step(engine)
+    step = w.TierStep(engine)
     assert [load.token_ranges for load in step.news.loads] == [((128, 199),)]
     assert len(step.tier[0].dst_spec.block_ids) == 128 // SIZE - 1
 
@@ -90,8 +73,8 @@ def test_a_whole_prompt_in_the_tier_frees_the_producer(world):
     request, ended, step = _loading(engine, SPLIT + 1, SPLIT + 1)
     assert (step.news.loads, step.news.dropped) == ([], [request.request_id])
     assert (len(step.tier), step.extra) == (1, {})
-    Step(engine, **ended)
-    assert len(Step(engine).outputs) == 1
+    w.TierStep(engine, **ended)
+    assert len(w.TierStep(engine).outputs) == 1
 
 
 def test_the_tier_loads_nothing_before_the_producer_has_begun(world):
@@ -99,8 +82,8 @@ def test_the_tier_loads_nothing_before_the_producer_has_begun(world):
     follows = {"transfer_id": "t", "remote_block_ids": None, "remote_request_id": None}
     request, _, step = _loading(engine, **follows)
     assert (step.news.loads, step.tier, engine.used_blocks) == ([], [], 0)
-    Step(engine, WorkerReport({request.request_id}))
-    step = Step(engine)
+    w.TierStep(engine, WorkerReport({request.request_id}))
+    step = w.TierStep(engine)
     assert [load.token_ranges for load in step.news.loads] == [((SPLIT, 200),)]
     assert len(step.tier) == 1
 
@@ -179,20 +162,20 @@ def test_a_range_that_is_lost_fails_the_request_once(world, policy, lost):
     steps = []
     if lost == "ours":  # whose blocks are known while the tier still loads
         report = WorkerReport(failed={name: "PeerLostError: gone"})
-        steps.append(Step(engine, report, invalid_block_ids=set(ids[SPLIT // SIZE :])))
+        steps.append(w.TierStep(engine, report, invalid_block_ids=set(ids[SPLIT // SIZE :])))
     failed = set() if lost == "ours" else {name}
-    steps.append(Step(engine, failed_recving=failed, **ended))
+    steps.append(w.TierStep(engine, failed_recving=failed, **ended))
     outputs = [output for step in steps for output in step.outputs]
     reasons = [str(output.finish_reason) for output in outputs if output.finished]
     assert reasons == ["error"] * (policy == "fail")
     if policy == "fail":
         assert (engine.used_blocks, engine.scheduler.requests) == (0, {})
         return
-    step = Step(engine)
+    step = w.TierStep(engine)
     if lost != "ours":
         assert (step.news.loads, len(step.tier)) == ([], 1)
-        Step(engine, **ended)
-        step = Step(engine)
+        w.TierStep(engine, **ended)
+        step = w.TierStep(engine)
     assert step.computed == {name: 200 - SPLIT}
 
 
@@ -200,9 +183,9 @@ def test_an_aborted_request_keeps_its_blocks_until_both_have_ended(world):
     engine = world(**TIER)
     request, ended, _ = _loading(engine)
     engine.abort(request.request_id)
-    assert Step(engine).news.dropped == [request.request_id]
+    assert w.TierStep(engine).news.dropped == [request.request_id]
     assert engine.used_blocks > 0
-    Step(engine, failed_recving={request.request_id}, **ended)
+    w.TierStep(engine, failed_recving={request.request_id}, **ended)
     assert (engine.used_blocks, engine.scheduler.requests) == (0, {})
     assert engine.connector._shares == {}
 
@@ -210,20 +193,20 @@ def test_an_aborted_request_keeps_its_blocks_until_both_have_ended(world):
 def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch):
     engine = world(**TIER)
     request, ended, _ = _loading(engine)
-    Step(engine, **ended)
+    w.TierStep(engine, **ended)
     while request.num_output_tokens < 2:
-        Step(engine)
+        w.TierStep(engine)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     with monkeypatch.context() as patch:  # vLLM's connector does not take both in one step
         patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
-        Step(engine)
-    step = Step(engine)
+        w.TierStep(engine)
+    step = w.TierStep(engine)
     # also what came from the producer
     (job,) = step.tier
     assert (step.news.loads, len(job.dst_spec.block_ids)) == ([], 200 // SIZE)
-    Step(engine, **ended)
+    w.TierStep(engine, **ended)
     while request.num_output_tokens < 4:
-        Step(engine)
+        w.TierStep(engine)
 
 
 @pytest.mark.parametrize("is_first", [False, True])

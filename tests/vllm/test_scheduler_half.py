@@ -1,7 +1,5 @@
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1 import multi_connector
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import LocalError
@@ -12,7 +10,6 @@ from tests.vllm.cache_world import attention
 
 pytestmark = pytest.mark.vllm
 
-REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 WINDOW = 48
 
 
@@ -95,7 +92,7 @@ def test_a_request_that_is_aborted_before_it_is_scheduled_releases_the_producer(
 def test_another_connectors_reports_reach_vllm(world):
     engine = world(role="kv_producer", beside="KeepingConnector")
     engine.add(40, max_tokens=1)
-    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    engine.add(100, dict(w.REMOTE_DECODE), max_tokens=1)
     engine.step()
     assert engine.used_blocks == 6
     # the first is kept by the other connector alone, the second by both, whose workers report it when both are done
@@ -123,27 +120,16 @@ def test_a_request_that_we_loaded_is_resumed_through_another_connector(world, mo
     request, news = _load(engine)
     assert len(news.loads) == 1
     for finished in ({"r1"}, set(), set()):
-        _offloading_step(engine, finished_recving=finished)
+        w.TierStep(engine, finished_recving=finished)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     with monkeypatch.context() as patch:  # vLLM's connector does not take both in one step
         patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
-        _offloading_step(engine)
-    _offloading_step(engine)
+        w.TierStep(engine)
+    w.TierStep(engine)
     assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    _offloading_step(engine, finished_recving={"r1"})
-    _offloading_step(engine)
+    w.TierStep(engine, finished_recving={"r1"})
+    w.TierStep(engine)
     assert request.status.name == "RUNNING"
-
-
-def _offloading_step(engine, **finished):
-    """A step in which the other connector's workers do what they are ordered."""
-    planned = engine.scheduler.schedule()
-    orders, _ = planned.kv_connector_metadata.metadata
-    jobs = dict.fromkeys([*orders.store_jobs, *orders.load_jobs], 1)
-    done = multi_connector.MultiKVConnectorWorkerMetadata(
-        (OffloadingWorkerMetadata(completed_jobs=jobs), None)
-    )
-    return engine.complete(planned, kv_connector_worker_meta=done, **finished)
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
@@ -224,7 +210,7 @@ def test_a_preempted_request_is_not_loaded_again(world):
 
 def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
     engine = world(role="kv_producer")
-    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    engine.add(100, dict(w.REMOTE_DECODE), max_tokens=1)
     _, (output,) = engine.step()
     params = output.kv_transfer_params
     assert params["do_remote_prefill"] is True
@@ -243,14 +229,14 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
 
 def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine = world(role="kv_producer")
-    engine.add(100, dict(REMOTE_DECODE), max_tokens=4)
+    engine.add(100, dict(w.REMOTE_DECODE), max_tokens=4)
     engine.add(40, max_tokens=1)
     _, outputs = engine.step()
     engine.abort("r1")
     assert engine.step()[0].holds == []
     assert engine.used_blocks == 0
     consumer = world()  # which is not asked to hand over
-    consumer.add(40, dict(REMOTE_DECODE), max_tokens=1)
+    consumer.add(40, dict(w.REMOTE_DECODE), max_tokens=1)
     outputs += consumer.step()[1]
     assert [output.kv_transfer_params for output in outputs] == [None] * 3
 
@@ -269,14 +255,14 @@ def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
     (hold,) = decode.step()[0].holds
     assert hold.lease_duration_s == 99
     prefill = world(role="kv_producer", bidirectional_kv_xfer=True)
-    prefill.add(200, {**params, **REMOTE_DECODE})
+    prefill.add(200, {**params, **w.REMOTE_DECODE})
     (load,) = prefill.step()[0].loads
     assert load.token_ranges == ((0, 103),)
 
 
 def test_a_prefill_engine_computes_what_is_too_little_to_read(world):
     prefill = world(role="kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=64)
-    prefill.add(200, w.offer(63, **REMOTE_DECODE))
+    prefill.add(200, w.offer(63, **w.REMOTE_DECODE))
     news, outputs = prefill.step()
     assert news.loads == []
     assert len(outputs) == 1
@@ -284,7 +270,7 @@ def test_a_prefill_engine_computes_what_is_too_little_to_read(world):
 
 def test_a_step_that_is_planned_ahead_changes_no_offer(world):
     engine = world(role="kv_both", is_async=True, bidirectional_kv_xfer=True)
-    engine.add(100, dict(REMOTE_DECODE), max_tokens=1)
+    engine.add(100, dict(w.REMOTE_DECODE), max_tokens=1)
     chat = engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=3)
     finished, news = {}, []
     ahead = engine.scheduler.schedule()
@@ -357,7 +343,7 @@ def _hybrid(world, role):
 
 def test_of_a_sliding_window_only_the_end_is_offered_and_loaded(world):
     producer = _hybrid(world, "kv_producer")
-    producer.add(200, dict(REMOTE_DECODE), max_tokens=1)
+    producer.add(200, dict(w.REMOTE_DECODE), max_tokens=1)
     _, (output,) = producer.step()
     params = output.kv_transfer_params
     # one token less: the decode engine computes the last one, and must see its whole window

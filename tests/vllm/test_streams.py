@@ -13,9 +13,7 @@ from tests.vllm.shared_tokens import Shape, SharedEngine, engines, prefilled, un
 
 pytestmark = pytest.mark.vllm
 
-NAMES = {"transfer_id": "t", "transfer_secret": w.SECRET}
-DECODE = {"do_remote_decode": True, "do_remote_prefill": False, **NAMES}
-ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
+DECODE = w.REMOTE_DECODE | w.TRANSFER
 CHUNKS = {"max_num_batched_tokens": 48}
 
 
@@ -91,7 +89,7 @@ def test_without_names_that_can_be_used_or_streams_a_prompt_is_offered_at_the_en
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
     engine = world()
-    request = engine.add(100, {"do_remote_prefill": True, **ADDRESS, **NAMES})
+    request = engine.add(100, dict(w.FOLLOWED))
     engine.step()
     engine.abort(request.request_id)
     assert engine.step()[0].dropped == ["r1"]
@@ -113,11 +111,11 @@ def acquainted(model, prefill=None, decode=None, policy="fail", **options):
         _, params = prefilled(producer, 9, 40)
         request = consumer.world.add(40, params, max_tokens=1, prompt=9)
         until(request.is_finished, consumer, producer)
-        yield producer, consumer, {key: params[key] for key in ADDRESS}
+        yield producer, consumer, {key: params[key] for key in w.ADDRESS}
 
 
 def begin(producer, consumer, address, number=1):
-    names = {**NAMES, "transfer_id": f"t{number}"}
+    names = {**w.TRANSFER, "transfer_id": f"t{number}"}
     ours = {**DECODE, **names}
     theirs = {"do_remote_prefill": True, **address, **names}
     prompt = producer.world.add(LENGTH, ours, max_tokens=1, prompt=number)
@@ -212,10 +210,10 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
         closing(SharedEngine(model, "kv_consumer", Shape(), stream=stream[1])) as consumer,
     ):
         _, params = prefilled(producer, 9, 40)
-        address = {key: params[key] for key in ADDRESS}
-        ours = {**DECODE, **NAMES}
+        address = {key: params[key] for key in w.ADDRESS}
+        ours = {**DECODE, **w.TRANSFER}
         prompt = producer.world.add(LENGTH, ours, max_tokens=1, prompt=1)
-        theirs = {"do_remote_prefill": True, **address, **NAMES}
+        theirs = {"do_remote_prefill": True, **address, **w.TRANSFER}
         if not stream[0]:
             outputs = []
             while not outputs:
@@ -291,7 +289,7 @@ def test_a_decode_engine_that_hears_late_reads_all_at_once(model):
 def test_what_waits_for_a_prefill_engine_that_is_not_there_ends(model):
     with acquainted(model, policy="recompute") as (producer, consumer, address):
         producer.close()
-        theirs = {"do_remote_prefill": True, **address, **NAMES}
+        theirs = {"do_remote_prefill": True, **address, **w.TRANSFER}
         consumer.may_fail = True
         request = consumer.world.add(LENGTH, theirs, max_tokens=4, prompt=1)
         until(request.is_finished, consumer)
