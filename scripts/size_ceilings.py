@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(3001),
     "kvconnector/control": Size(1327, target=1330),
     "kvconnector/datapath": Size(4584, target=4050),
-    "kvconnector/integrations": Size(3416, target=3510),
+    "kvconnector/integrations": Size(3377, target=3510),
     "kvconnector/integrations/sglang": Size(1473, target=900),
     "kvconnector/layout": Size(634, target=520),
     "kvconnector/planning": Size(557, target=560),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1502),
     "tests/sglang": Size(724),
     "tests/sglang/harness": Size(1317),
-    "tests/vllm": Size(7170),
+    "tests/vllm": Size(7077),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

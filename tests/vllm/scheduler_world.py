@@ -272,8 +272,9 @@ class World:
 
 
 class TierStep:
-    """A step of an engine beside vLLM's `OffloadingConnector`, whose workers do what they are ordered. `news`: our orders;
-    `tier`: its loads; `extra`: the children that a worker waits for before the last one; `outputs`: the requests'.
+    """A step of an engine beside vLLM's `OffloadingConnector`, whose workers do what they are ordered. `news`: our
+    orders; `tier`: its loads; `extra`: the children that a worker waits for before the last one; `outputs`: the
+    requests'.
     """
 
     def __init__(self, engine, report=None, **finished):

@@ -9,7 +9,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from kvconnector.errors import GeometryError
 from kvconnector.integrations.vllm.blocks import retention_of
 from kvconnector.integrations.vllm.caches import layer_number, register_groups
-from kvconnector.integrations.vllm.parts import LayerCache, TpSplit, state_parts, state_pieces
+from kvconnector.integrations.vllm.parts import LayerCache, TpSplit, state_parts
 from tests.vllm.cache_world import (
     BLOCKS,
     DIM,
@@ -283,9 +283,7 @@ def test_a_recurrent_state_reads_the_same_in_both_channel_orders(kind):
         nbytes = CHANNELS[kind] * WIDTH * 2
         page[:, 0, 0, :nbytes] = stored.reshape(BLOCKS, -1).view(torch.int8)
         page[:, 0, 0, nbytes : spec.state_content_size_bytes] = 3
-        cut = TpSplit(0, 1)
-        pieces = state_pieces(spec, cut, is_dim_first=is_dim_first)
-        parts = state_parts(LayerCache("l", spec, page), cut, pieces)
+        parts = state_parts(LayerCache("l", spec, page), TpSplit(0, 1), is_dim_first=is_dim_first)
         found[is_dim_first] = {g.name: (g, read(view).copy()) for g, view in parts}
     first, last = found[True], found[False]
     assert list(first) == list(last)
@@ -305,5 +303,6 @@ def test_other_states_need_equal_engines():
         dtypes=spec.dtypes,
         mamba_type=MambaAttentionBackendEnum.LINEAR,
     )
-    names = [state_pieces(other, TpSplit(0, tp), is_dim_first=True)[0].name for tp in (1, 2)]
-    assert len(set(names)) == 2
+    cache = LayerCache("l", other, torch.zeros(BLOCKS, 1, 1, spec.state_content_size_bytes))
+    parts = [state_parts(cache, TpSplit(0, size), is_dim_first=True) for size in (1, 2)]
+    assert parts[0][0][0].name != parts[1][0][0].name

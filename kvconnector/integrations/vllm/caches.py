@@ -18,7 +18,6 @@ from kvconnector.integrations.vllm.parts import (
     TpSplit,
     attention_parts,
     state_parts,
-    state_pieces,
 )
 from kvconnector.integrations.vllm.placement import Placement
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
@@ -246,9 +245,7 @@ def _parts(cache: LayerCache, cut: TpSplit, block_size: int, is_state: bool) -> 
         return attention_parts(cache, cut, block_size)
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    return state_parts(
-        cache, cut, state_pieces(cache.spec, cut, is_dim_first=is_conv_state_dim_first())
-    )
+    return state_parts(cache, cut, is_dim_first=is_conv_state_dim_first())
 
 
 def _common_geometry(

@@ -7,8 +7,8 @@ heads. Both are cut by tensor parallelism, and are called heads in the rest of k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -179,94 +179,73 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
     return parts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StatePiece:
-    """`units` channels or state heads of one rank, `dim` elements each, at these bytes of a page.
+def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[Part]:
+    """The parts of a recurrent layer. `is_dim_first`: the convolution's channels are outermost.
 
-    The engine has `units * tp_size` of them, the ranks' shares in order; or, if `is_replicated`, these on every rank.
+    A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each cut on its own;
+    so any two tensor-parallel sizes and both orders of the channels fit. States of other kinds are one opaque part a
+    rank, for engines of equal size.
+
+    Raises:
+        GeometryError: the parts do not fill the state.
     """
-
-    name: str
-    units: int
-    dim: int
-    item_size_bytes: int
-    offset_bytes: int
-    unit_stride_bytes: int
-    dim_stride_bytes: int
-    is_replicated: bool = False
-
-
-def state_parts(cache: LayerCache, cut: TpSplit, pieces: Sequence[StatePiece]) -> list[Part]:
-    """The parts of a recurrent layer. Raises GeometryError: the pieces do not fill the state."""
-    spec, expected = cache.spec, _state_bytes(cache.spec)
-    found = sum(piece.units * piece.dim * piece.item_size_bytes for piece in pieces)
-    if found != expected:
+    spec: MambaSpec = cache.spec
+    kind, state_bytes = spec.mamba_type.name, _state_bytes(spec)
+    part = partial(_state_part, cache.tensor)
+    if spec.tp_replicated or kind not in CUT_STATES or len(spec.shapes) != 2:
+        # another size gives the part another name, so such engines refuse each other
+        name = "state" if spec.tp_replicated else f"state-tp{cut.tp_size}"
+        ranks = TpSplit(0, 1) if spec.tp_replicated else cut
+        return [part(name, ranks, (1, state_bytes), (state_bytes, 1), offset=0, item=1)]
+    (rows, columns), temporal = spec.shapes
+    channels, width = (rows, columns) if is_dim_first else (columns, rows)
+    item = spec.dtypes[0].itemsize
+    strides = (width * item, item) if is_dim_first else (item, channels * item)
+    parts, first = [], 0
+    for name, count in _channels(kind, channels, temporal):
+        shape, offset = (count, width), first * strides[0]
+        parts.append(part(f"conv-{name}", cut, shape, strides, offset=offset, item=item))
+        first += count
+    offset, item, dim = channels * width * item, spec.dtypes[1].itemsize, prod(temporal[1:])
+    shape, strides = (temporal[0], dim), (dim * item, item)
+    parts.append(part("temporal", cut, shape, strides, offset=offset, item=item))
+    found = sum(view.num_heads * view.head_dim * view.item_size_bytes for _, view in parts)
+    if found != state_bytes:
         raise GeometryError(
             "a recurrent state is not made of the pieces that it should be",
             layer=cache.name,
-            kind=spec.mamba_type.name,
+            kind=kind,
             shapes=spec.shapes,
             pieces_bytes=found,
-            state_bytes=expected,
+            state_bytes=state_bytes,
         )
-    return [_state_part(piece, cut, cache.tensor) for piece in pieces]
+    return parts
 
 
-def _state_part(piece: StatePiece, cut: TpSplit, tensor: torch.Tensor) -> Part:
+def _state_part(
+    tensor: torch.Tensor,
+    name: str,
+    cut: TpSplit,
+    shape: tuple[int, int],
+    strides: tuple[int, int],
+    *,
+    offset: int,
+    item: int,
+) -> Part:
+    """Channels or state heads of one rank: their number and size, at bytes of a page from `offset` on. The engine has
+    as many on each of its ranks, the ranks' shares in order.
+    """
+    (units, dim), (unit_stride, dim_stride) = shape, strides
     block_stride = tensor.stride(0) * tensor.element_size()
     view = KVView(
-        tensor.data_ptr() + piece.offset_bytes,
-        (tensor.shape[0], piece.units, 1, piece.dim),
-        (block_stride, piece.unit_stride_bytes, 0, piece.dim_stride_bytes),
-        piece.item_size_bytes,
+        tensor.data_ptr() + offset,
+        (tensor.shape[0], units, 1, dim),
+        (block_stride, unit_stride, 0, dim_stride),
+        item,
     )
-    ranks, rank = (1, 0) if piece.is_replicated else (cut.tp_size, cut.tp_rank)
-    total = piece.units * ranks
-    heads = TpKVTopology.heads_of(total, tp_rank=rank, tp_size=ranks)
-    return _part(piece.name, view, total, heads)
-
-
-def state_pieces(spec: MambaSpec, cut: TpSplit, *, is_dim_first: bool) -> list[StatePiece]:
-    """Return the pieces of a recurrent layer's state. `is_dim_first`: the convolution's channels are outermost.
-
-    A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each cut on its own;
-    so any two tensor-parallel sizes and both orders of the channels fit. States of other kinds are one opaque piece a
-    rank, for engines of equal size.
-    """
-    kind = spec.mamba_type.name
-    if spec.tp_replicated or kind not in CUT_STATES or len(spec.shapes) != 2:
-        return [_opaque(spec, cut)]
-    temporal = spec.shapes[1]
-    rows, columns = spec.shapes[0]
-    channels, width = (rows, columns) if is_dim_first else (columns, rows)
-    item = spec.dtypes[0].itemsize
-    pieces, first = [], 0
-    for name, count in _channels(kind, channels, temporal):
-        pieces.append(
-            StatePiece(
-                name=f"conv-{name}",
-                units=count,
-                dim=width,
-                item_size_bytes=item,
-                offset_bytes=first * item * (width if is_dim_first else 1),
-                unit_stride_bytes=item * (width if is_dim_first else 1),
-                dim_stride_bytes=item * (1 if is_dim_first else channels),
-            )
-        )
-        first += count
-    item, dim = spec.dtypes[1].itemsize, prod(temporal[1:])
-    pieces.append(
-        StatePiece(
-            name="temporal",
-            units=temporal[0],
-            dim=dim,
-            item_size_bytes=item,
-            offset_bytes=channels * width * spec.dtypes[0].itemsize,
-            unit_stride_bytes=dim * item,
-            dim_stride_bytes=item,
-        )
-    )
-    return pieces
+    total = units * cut.tp_size
+    heads = TpKVTopology.heads_of(total, tp_rank=cut.tp_rank, tp_size=cut.tp_size)
+    return _part(name, view, total, heads)
 
 
 def _channels(kind: str, channels: int, temporal: tuple[int, ...]) -> list[tuple[str, int]]:
@@ -283,18 +262,3 @@ def _channels(kind: str, channels: int, temporal: tuple[int, ...]) -> list[tuple
 def _state_bytes(spec: MambaSpec) -> int:
     sizes = zip(spec.shapes, spec.dtypes, strict=True)
     return sum(prod(shape) * dtype.itemsize for shape, dtype in sizes)
-
-
-def _opaque(spec: MambaSpec, cut: TpSplit) -> StatePiece:
-    nbytes = _state_bytes(spec)
-    return StatePiece(
-        # another size gives the part another name, so such engines refuse each other
-        name="state" if spec.tp_replicated else f"state-tp{cut.tp_size}",
-        units=1,
-        dim=nbytes,
-        item_size_bytes=1,
-        offset_bytes=0,
-        unit_stride_bytes=nbytes,
-        dim_stride_bytes=1,
-        is_replicated=spec.tp_replicated,
-    )
