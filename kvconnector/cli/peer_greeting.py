@@ -28,9 +28,9 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
-from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport, security_of
 from kvconnector.runtime.cuda_context import CudaContext
+from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.links import Link
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession
@@ -222,7 +222,7 @@ class PeerGreeting(ExitStack):
         network = UcxNetwork(self._transport)
         self._datapath = open_datapath(config, pools, self._transport, network)
         self.callback(self._datapath.close)
-        self._driver = build_driver(
+        self._driver = Driver(
             config,
             engine=ours,
             rank=RANK,

@@ -34,18 +34,28 @@ one that a session relies on; a session's exception must leave its state as it w
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
+from kvconnector.config import ConnectorConfig
+from kvconnector.control.base import ControlChannel
+from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
+from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.executor import Executor
+from kvconnector.runtime.greetings import hello_of, hello_reply
 from kvconnector.runtime.links import Link, Links
+from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
 from kvconnector.session.trace import HoldTrace
+from kvconnector.topology import EngineGeometry
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import decode_batch
 from kvconnector.wire import messages as m
 
@@ -71,35 +81,59 @@ MAX_SLEEP_S = 0.5
 class Driver:
     """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
 
-    `actions` carry out each kind of command; what follows of it they and the data path put into `events`. `producer` or
-    `consumer` is None where the worker has only the other role. `intake` is called in every turn, once the wait is
-    over: it submits what the engine's thread has left.
+    `producer` or `consumer` is None where the worker has only the other role. `intake` is called in every turn, once
+    the wait is over: it submits what the engine's thread has left.
     """
 
     def __init__(
         self,
+        config: ConnectorConfig,
         *,
-        links: Links,
+        engine: EngineGeometry,
+        rank: Rank,
+        incarnation: Incarnation,
+        pools: Pools,
+        control: ControlChannel,
+        transport: UcxTransport,
         datapath: DataPath,
-        actions: Mapping[type, Callable[[Any], None]],
-        events: deque[object],
-        producer: ProducerSession | None,
-        consumer: ConsumerSession | None,
-        intake: Callable[[Driver], None],
-        clock: Callable[[], float],
+        outbox: Outbox,
+        intake: Callable[[Driver], None] = lambda driver: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.links = links
         self.datapath = datapath
-        self.producer = producer
-        self.consumer = consumer
         self.clock = clock
-        self._events = events
+        self.producer: ProducerSession | None = None
+        self.consumer: ConsumerSession | None = None
+        if config.role != "consumer":
+            reply = hello_reply(config, pools, transport, datapath, incarnation)
+            self.producer = ProducerSession(
+                engine, rank, reply, config.lease, config.peer.timeout_s
+            )
+        if config.role != "producer":
+            self.consumer = ConsumerSession(
+                engine,
+                rank,
+                config.peer,
+                chunk_bytes=config.chunk_bytes(pools.device),
+                orders=pools.orders(),
+                stream=config.stream,
+            )
+        self._events = datapath.events  # what follows from a command comes here, too
+        self.links = Links(control, transport, config.control, report=self._events.append)
+        self._actions = Executor(
+            config,
+            self.links,
+            datapath,
+            outbox=outbox,
+            hello=hello_of(engine, rank, incarnation, config, transport),
+            transport=transport,
+            clock=clock,
+        ).actions()
         self._commands: deque[cmd.Command] = deque()
         self._is_enough: Callable[[], bool] = _never
         self._late_at = 0.0
         self._deadline: float | None = None
         self._is_ticking = False
-        self._actions = actions
         self._intake = intake
 
     def __repr__(self) -> str:

@@ -57,7 +57,6 @@ from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
-from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
@@ -132,7 +131,7 @@ class DriverThread:
             transport.close()
             raise
         self._build = partial(
-            build_driver,
+            Driver,
             config,
             rank=rank,
             pools=pools,

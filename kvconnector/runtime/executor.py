@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.security import Security, check_server
+from kvconnector.control.security import check_server
 from kvconnector.errors import KVConnectorError, PeerLostError
-from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Link, Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.traces import ended_lease, finished_load
@@ -22,38 +21,15 @@ from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import lease_key
-from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
-from kvconnector.wire.packed_geometry import PackedGeometry
 
 if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
-
-
-def hello_of(
-    engine: EngineGeometry,
-    rank: Rank,
-    incarnation: Incarnation,
-    config: ConnectorConfig,
-    transport: UcxTransport,
-) -> m.Hello:
-    """Return the greeting of a consumer worker to each producer worker; the warm-up message and the inbox differ."""
-    return m.Hello(
-        geometry=PackedGeometry.of(engine),
-        pp_rank=rank.pp_rank,
-        tp_rank=rank.tp_rank,
-        incarnation=incarnation,
-        transport_address=transport.address,
-        warm_up_tag=0,
-        warm_up_bytes=0,
-        library_version=__version__,
-        timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
-    )
 
 
 def _of_fields(act: Callable[..., object]) -> Callable[[Any], None]:
@@ -70,19 +46,17 @@ def _ignore(*fields: object) -> None:
 
 
 class Executor:
-    """Carries commands out on a worker's links and data path. What follows at once goes to `report`."""
+    """Carries commands out on a worker's links and data path. What follows at once goes to the data path's events."""
 
     def __init__(
         self,
+        config: ConnectorConfig,
         links: Links,
         datapath: DataPath,
         *,
         outbox: Outbox,
         hello: m.Hello,
         transport: UcxTransport,
-        security: Security,
-        slow_load_s: float,
-        report: Callable[[object], None],
         clock: Callable[[], float],
     ) -> None:
         self._links = links
@@ -90,9 +64,8 @@ class Executor:
         self._outbox = outbox
         self._hello = hello
         self._transport = transport
-        self._security = security
-        self._slow_load_s = slow_load_s
-        self._report = report
+        self._security = security_of(config)
+        self._slow_load_s = config.slow_load_s
         self._clock = clock
 
     def actions(self) -> Mapping[type, Callable[[Any], None]]:
@@ -148,7 +121,7 @@ class Executor:
             check_server(self._security, command.address, command.public_key)
             self._links.open(command.link, command.address, command.public_key, command.version)
         except KVConnectorError as error:
-            self._report(ev.LinkLost(command.link, error))
+            self._datapath.events.append(ev.LinkLost(command.link, error))
 
     def _take_reply(self, command: cmd.TakeReply) -> None:
         link, reply = self._links.get(command.link), command.reply

@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
+from kvconnector.config import ControlConfig
 from kvconnector.control.base import (
     ControlChannel,
     Disconnected,
@@ -96,23 +97,21 @@ class Link:
 class Links:
     """All links of one worker. One thread at a time, the transport's owner, calls it.
 
-    `report` takes the `LinkLost` of each link that ended. Without `over_ucx` it offers the transport to nobody, and
-    only drops what comes there all the same.
+    `report` takes the `LinkLost` of each link that ended. Without `config.over_ucx` it offers the transport to nobody,
+    and only drops what comes there all the same.
     """
 
     def __init__(
         self,
         control: ControlChannel,
         transport: UcxTransport,
-        *,
-        max_message_bytes: int,
-        over_ucx: bool,
+        config: ControlConfig,
         report: Callable[[ev.LinkLost], None],
     ) -> None:
         self.control = control
         self._transport = transport
-        self._max_message_bytes = max_message_bytes
-        self._over_ucx = over_ucx
+        self._max_message_bytes = config.max_message_bytes
+        self._over_ucx = config.over_ucx
         self._report = report
         self._by_number: dict[LinkId, Link] = {}
         self._by_handle: dict[PeerHandle, Link] = {}

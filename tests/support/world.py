@@ -17,8 +17,8 @@ from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.ids import EngineAddress, new_incarnation, new_secret
 from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.runtime.assembly import build_driver
 from kvconnector.runtime.directory import DirectoryService
+from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.engine import WorkerMetadata, directory_of
 from kvconnector.runtime.intake import checked_orders
 from kvconnector.runtime.layers import StepLayers
@@ -64,7 +64,7 @@ class WorldWorker:
         self.control = world.hub.open()
         self.transport = world.network.transport()
         self.datapath = world.make_datapath(config, self.pools, self.transport)
-        self.driver = build_driver(
+        self.driver = Driver(
             config,
             engine=geometry,
             rank=rank,

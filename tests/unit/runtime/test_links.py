@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from kvconnector.config import ControlConfig
 from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
 from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
@@ -29,8 +30,7 @@ class Side:
         self.links = Links(
             self.control,
             self.transport,
-            max_message_bytes=max_message_bytes,
-            over_ucx=over_ucx,
+            ControlConfig(max_message_bytes=max_message_bytes, over_ucx=over_ucx),
             report=self.lost.append,
         )
 
