@@ -4,22 +4,85 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import numpy as np
+from msgspec.structs import replace
 
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
-from kvconnector.runtime.doorbell import Doorbell
 from kvconnector.session import RequestTrace, TransferStats, WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
     HoldRequest,
+    LeaseOrder,
     LoadRequest,
     Order,
     WantRequest,
     WithdrawRequest,
 )
 
+if TYPE_CHECKING:
+    from kvconnector_kernels.pump.flag import FlagWait
+
 logger = logging.getLogger(__name__)
+
+MIN_SPIN_S = 1e-3
+"""A shorter look is not worth compiling it."""
+
+
+class Doorbell:
+    """Notifies a waiting thread without the time that waking it takes. Any thread rings it; the one that waits looks on
+    for `spin_s`, without the GIL, and then sleeps.
+    """
+
+    def __init__(self, spin_s: float) -> None:
+        self.is_rung = False
+        """`wait` would return at once."""
+        self._event = threading.Event()
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+        self._flag = np.zeros(1, np.int32)
+        self._spin_s = spin_s
+        self._spin: FlagWait | None = None
+        if spin_s >= MIN_SPIN_S:
+            from kvconnector_kernels.pump.flag import FlagWait
+
+            self._spin = FlagWait()
+
+    def ring(self) -> None:
+        """Let `wait` return, now or when it is called, until `clear`."""
+        self.is_rung = True
+        self._flag[0] = 1
+        if self._num_waiting:
+            self._event.set()
+
+    def clear(self) -> None:
+        """Forget the rings so far."""
+        self.is_rung = False
+        self._flag[0] = 0
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it is rung. Returns False if `timeout_s` passed before."""
+        if self.is_rung:
+            return True
+        until_s = time.monotonic() + timeout_s
+        if self._spin is not None:
+            if self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s)):
+                return True
+            timeout_s = max(0.0, until_s - time.monotonic())
+        with self._lock:
+            if not self._num_waiting:
+                self._event.clear()
+            self._num_waiting += 1
+        try:
+            # a thread that rings sees that somebody waits, or rang before this look
+            return self.is_rung or self._event.wait(timeout_s)
+        finally:
+            with self._lock:
+                self._num_waiting -= 1
 
 
 class Outbox:
@@ -30,14 +93,12 @@ class Outbox:
 
     def __init__(self, spin_s: float = 0.0) -> None:
         self._lock = threading.Lock()
-        self._open_loads: dict[str, bool] = {}
-        """True if the load was asked for; before that the engine waits until it may."""
-        self._open_holds: set[str] = set()
+        self._loads: dict[str, bool] = {}
+        """Awaited. True if the load was asked for; before that the engine waits until it may."""
+        self._leases: dict[str, LeaseOrder] = {}
+        """Not ended, as last ordered. The end is reported of one that is complete, and not of one that grows."""
         self._failure: KVConnectorError | None = None
         self._filled = Doorbell(spin_s)
-        self._refused_holds: dict[str, KVConnectorError] = {}
-        self._filling: dict[str, GrowRequest] = {}
-        """Leases on prompts that the engine still computes, whose end is not reported."""
         self._given_up: set[str] = set()
         self._stuck: set[str] = set()
         """Requests whose copies the driver could not end. They never end."""
@@ -46,7 +107,7 @@ class Outbox:
 
     def __repr__(self) -> str:
         state = ", broken" if self._failure else ""
-        waits = f"{len(self._open_loads)} loads, {len(self._open_holds)} leases awaited"
+        waits = f"{len(self._loads)} loads, {len(self._leases)} leases awaited"
         filled = "filled" if self.is_filled() else "empty"
         return f"<Outbox {filled}, {waits}{state}>"
 
@@ -57,17 +118,11 @@ class Outbox:
                 if isinstance(event, DropRequest):  # first: an engine may abort thousands at once
                     self._forget_unasked(event.request_id)
                 elif isinstance(event, LoadRequest):
-                    self._open_loads[event.request_id] = True
+                    self._loads[event.request_id] = True
                 elif isinstance(event, WantRequest) and event.is_followed:
-                    self._open_loads[event.request_id] = False
-                elif isinstance(event, GrowRequest):
-                    self._filling[event.request_id] = event
-                elif isinstance(event, HoldRequest | WithdrawRequest):
-                    self._filling.pop(event.request_id, None)
-                    if isinstance(event, HoldRequest):
-                        self._open_holds.add(event.request_id)
-                        if event.error is not None:
-                            self._refused_holds[event.request_id] = event.error
+                    self._loads[event.request_id] = False
+                elif isinstance(event, GrowRequest | HoldRequest | WithdrawRequest):
+                    self._expect_lease(event)
             failure = self._failure
         if failure is not None:
             self.break_off(failure)
@@ -75,7 +130,7 @@ class Outbox:
     @property
     def is_waiting(self) -> bool:
         """Returns True while a load has not ended, or may not be asked for yet."""
-        return bool(self._open_loads)
+        return bool(self._loads)
 
     def refuse(self, orders: Iterable[object], error: KVConnectorError) -> None:
         """End the requests of orders that nobody carries out, as far as the engine waits for them."""
@@ -84,7 +139,7 @@ class Outbox:
                 self.load_ended(order.request_id, error)
             elif isinstance(order, HoldRequest):
                 with self._lock:
-                    self._refused_holds[order.request_id] = error
+                    self._leases[order.request_id] = replace(order, error=error)
                 self.released(order.request_id, "aborted")
             elif isinstance(order, WantRequest) and order.is_followed:
                 self.begun(order.request_id)
@@ -92,24 +147,24 @@ class Outbox:
     def give_up(self) -> list[Order]:
         """Return the orders that end every load and lease. What loads bring meanwhile does not count."""
         with self._lock:
-            loads = [request_id for request_id, is_asked in self._open_loads.items() if is_asked]
+            loads = self._asked()
+            self._given_up |= {*loads}
             orders: list[Order] = [DropRequest(request_id) for request_id in loads]
-            orders += [WithdrawRequest(request_id) for request_id in self._open_holds]
-            for request_id, grown in self._filling.items():
-                # only the end of a complete lease is reported, once nothing reads its blocks any more
-                names = request_id, grown.transfer_id, grown.secret
-                orders.append(HoldRequest(*names, grown.blocks, grown.watermark.num_tokens))
+            for request_id, lease in self._leases.items():
+                if isinstance(lease, GrowRequest):
+                    # only the end of a complete lease is reported, once nothing reads its blocks any more
+                    names = request_id, lease.transfer_id, lease.secret
+                    complete = HoldRequest(*names, lease.blocks, lease.watermark.num_tokens)
+                    self._leases[request_id] = complete
+                    self._given_up.add(request_id)
+                    orders.append(complete)
                 orders.append(WithdrawRequest(request_id))
-            self._given_up |= {*loads, *self._filling}
-            self._open_holds |= self._filling.keys()
-            self._filling.clear()
         return orders
 
     def awaited(self) -> list[str]:
         """Requests whose blocks may still be read or written."""
         with self._lock:
-            loads = [request_id for request_id, is_asked in self._open_loads.items() if is_asked]
-            return sorted({*loads, *self._open_holds, *self._stuck})
+            return sorted({*self._asked(), *self._leases, *self._stuck})
 
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on.
@@ -120,14 +175,14 @@ class Outbox:
         with self._lock:
             self._failure = failure
             if may_write:
-                asked = [
-                    request_id for request_id, is_asked in self._open_loads.items() if is_asked
-                ]
-                self._stuck |= {*asked, *self._open_holds, *self._filling}
-                self._open_loads = dict.fromkeys(self._open_loads.keys() - asked, False)
-            self._filling.clear()  # nobody else would end them if they were given up
-            self._open_holds -= self._stuck
-            loads, holds = list(self._open_loads.items()), list(self._open_holds)
+                self._stuck |= {*self._asked(), *self._leases}
+                self._loads = {
+                    name: False for name, is_asked in self._loads.items() if not is_asked
+                }
+            # what grows goes, too: nobody else would end it if it were given up
+            holds = {r for r in self._leases if self._is_complete(r)} - self._stuck
+            self._leases = {request_id: self._leases[request_id] for request_id in holds}
+            loads = list(self._loads.items())
         if may_write and self._stuck:
             logger.error(
                 "the blocks of these requests may still be read and written, so they never end: %s",
@@ -144,21 +199,20 @@ class Outbox:
     def released(self, request_id: str, outcome: str, trace: RequestTrace | None = None) -> None:
         """The producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`."""
         with self._lock:
-            self._open_holds.discard(request_id)
-            error = self._refused_holds.pop(request_id, None)
+            lease = self._leases.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
                 return  # the engine still computes it
             ended = self._unreported
-            if error is not None:
-                _count(ended.stats.failures, type(error).__name__)
             if outcome == "expired":
                 ended.stats.leases_expired += 1
                 error = LeaseExpiredError(
                     "the lease ended before every consumer had confirmed its read"
                 )
-            if error is not None:
                 ended.failed_sending[request_id] = _text(error)
+            elif lease is not None and lease.error is not None:
+                ended.failed_sending[request_id] = _text(lease.error)
+                _count(ended.stats.failures, type(lease.error).__name__)
             if trace is not None:
                 ended.stats.traces.append(trace)
             ended.finished_sending.add(request_id)
@@ -190,7 +244,7 @@ class Outbox:
         first `filled_tokens` tokens are in them then, if that is known. `extra`: see `Progress`.
         """
         with self._lock:
-            self._open_loads.pop(request_id, None)
+            self._loads.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
                 error = error or TransferAbortedError("the engine gave up its loads")
@@ -227,9 +281,23 @@ class Outbox:
             ended, self._unreported = self._unreported, WorkerOutput()
         return ended
 
+    def _expect_lease(self, event: LeaseOrder | WithdrawRequest) -> None:
+        # one that is complete goes on until its end is reported
+        if isinstance(event, HoldRequest) or not self._is_complete(event.request_id):
+            if isinstance(event, WithdrawRequest):
+                self._leases.pop(event.request_id, None)
+            else:
+                self._leases[event.request_id] = event
+
+    def _asked(self) -> list[str]:
+        return [request_id for request_id, is_asked in self._loads.items() if is_asked]
+
+    def _is_complete(self, request_id: str) -> bool:
+        return isinstance(self._leases.get(request_id), HoldRequest)
+
     def _forget_unasked(self, request_id: str) -> None:
-        if not self._open_loads.get(request_id, True):
-            del self._open_loads[request_id]
+        if not self._loads.get(request_id, True):
+            del self._loads[request_id]
 
 
 def _count(times: dict[str, int], reason: str) -> None:

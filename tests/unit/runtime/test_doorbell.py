@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from kvconnector.runtime.doorbell import Doorbell
+from kvconnector.runtime.outbox import Doorbell
 
 LONG_S = 30.0
 
