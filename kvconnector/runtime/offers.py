@@ -1,20 +1,73 @@
-"""Checks offers: an engine's pools have the blocks, and these hold the tokens."""
+"""Requests of a producer engine: those that consumers read while they are computed, and those held for them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvconnector.errors import BlockIdError, LocalError, require_at_least
-from kvconnector.layout import GroupBlocks
-from kvconnector.planning import KeepsState, Retention
+import msgspec
+
+from kvconnector.errors import BlockIdError, LocalError, RemoteProtocolError, require_at_least
+from kvconnector.ids import new_secret
+from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
+from kvconnector.planning import KeepsAll, KeepsState, Retention
 from kvconnector.runtime.engine import WorkerMetadata
-from kvconnector.runtime.remote_request import tokens_to_load
+from kvconnector.runtime.params import StreamRequest
+from kvconnector.runtime.remote_request import block_lists, tokens_to_load
+from kvconnector.session.orders import GrowRequest, HoldRequest, Order, WithdrawRequest
 from kvconnector.topology import EngineGeometry
 from kvconnector.wire.messages import MAX_EXTRA_BYTES
 
 
-class OfferCheck:
-    """The pools of one engine and what its cache groups keep, against which offers are checked."""
+class Stream(msgspec.Struct, eq=False, gc=False):
+    """`has_begun`: the engine gave the request blocks. `is_void`: it took them back.
+
+    `known` are the blocks of each cache group, as ids and as they travel; there are none before the engine gave some.
+    """
+
+    transfer_id: str
+    secret: str
+    watermark: Watermark = NO_TOKENS
+    has_begun: bool = False
+    is_void: bool = False
+    known: tuple[tuple[list[int], GroupBlocks], ...] = ()
+
+    def blocks(
+        self, ids_by_group: Sequence[Sequence[int]], first_blocks: Sequence[int]
+    ) -> tuple[GroupBlocks, ...]:
+        """The request's blocks by now. Only ids are converted that it had not before: long prompts have thousands, and
+        grow in every step.
+
+        Raises:
+            BlockIdError: block ids that no pool has.
+        """
+        before = self.known or (_NOTHING,) * len(ids_by_group)
+        groups = zip(before, map(list, ids_by_group), first_blocks, strict=True)
+        self.known = tuple([_continued(*group) for group in groups])
+        return tuple([blocks for _, blocks in self.known])
+
+    def order(self, request_id: str, blocks: tuple[GroupBlocks, ...]) -> GrowRequest:
+        """Return the order that lets consumers read these blocks up to the watermark."""
+        return GrowRequest(request_id, self.transfer_id, self.secret, blocks, self.watermark)
+
+
+def _continued(
+    before: tuple[list[int], GroupBlocks], ids: list[int], first_block: int
+) -> tuple[list[int], GroupBlocks]:
+    """Return a group's blocks, converted as far as they are others than `before`."""
+    known, blocks = before
+    if ids[: len(known)] == known and blocks.first_block == first_block:
+        return ids, blocks.extended(ids[len(known) :])
+    return ids, GroupBlocks.of(ids, first_block)
+
+
+_NO_BLOCKS = GroupBlocks.of(())
+_NOTHING = list[int](), _NO_BLOCKS
+
+
+class Offers:
+    """All requests of an engine that consumers may read, until their blocks are free. Methods return orders for the
+    workers, whose pools are those of `workers`.
+    """
 
     def __init__(
         self,
@@ -26,28 +79,119 @@ class OfferCheck:
         num_blocks = [min(found) for found in zip(*(w.num_blocks for w in workers), strict=True)]
         sizes = [group.virtual_block_tokens for group in engine.ranks[0].groups]
         self._groups = list(zip(sizes, retentions, num_blocks, strict=True))
+        self._streams: dict[str, Stream] = {}
+        self.held: dict[str, str] = {}
+        """By request that is held the name of its transfer."""
+        self._names: set[str] = set()
 
-    def check(
+    def __repr__(self) -> str:
+        return f"<Offers {len(self.held)} held, streams {sorted(self._streams)}>"
+
+    def open(self, request_id: str, asked: StreamRequest) -> GrowRequest:
+        """A request was queued that its consumer follows. `asked` has the router's name for its transfer.
+
+        Raises:
+            RemoteProtocolError: another request has the transfer's name.
+        """
+        if asked.transfer_id in self._names:
+            raise RemoteProtocolError(
+                "the name of a transfer is in use", request=request_id, transfer=asked.transfer_id
+            )
+        self.close(request_id)
+        stream = self._streams[request_id] = Stream(asked.transfer_id, asked.transfer_secret)
+        self._names.add(asked.transfer_id)
+        return stream.order(request_id, (_NO_BLOCKS,) * len(self._groups))
+
+    def grow(
+        self, request_id: str, blocks: Sequence[Sequence[int]], num_tokens: int, ahead_tokens: int
+    ) -> list[Order]:
+        """See `Scheduler.grow`."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_void:
+            return []
+        if num_tokens < stream.watermark.num_tokens:
+            return self.withdraw(request_id)
+        watermark = Watermark(num_tokens, ahead_tokens)
+        if stream.has_begun and watermark == stream.watermark:
+            return []
+        stream.watermark, stream.has_begun = watermark, True
+        # consumers take a block without tokens for the beginning
+        stop = max(1, watermark.step_stop)
+        # only blocks of groups that keep every token stay the same while more tokens are computed
+        known = [
+            ids[: -(-stop // size)] if isinstance(retention, KeepsAll) else ()
+            for (size, retention, _), ids in zip(self._groups, blocks, strict=True)
+        ]
+        return [stream.order(request_id, stream.blocks(known, [0] * len(known)))]
+
+    def withdraw(self, request_id: str) -> list[Order]:
+        """See `Scheduler.withdraw`."""
+        stream = self._streams.get(request_id)
+        if stream is None or stream.is_void:
+            return []
+        stream.is_void = True
+        return [WithdrawRequest(request_id)]
+
+    def close(self, request_id: str) -> None:
+        """Forget a stream whose request is over."""
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            self._names.discard(stream.transfer_id)
+
+    def hold(
         self,
         request_id: str,
-        blocks: Sequence[GroupBlocks],
+        *,
+        blocks: Sequence[Sequence[int]],
+        first_blocks: Sequence[int] | None,
         num_tokens: int,
         num_encoder_tokens: int,
-        extra: bytes = b"",
-    ) -> None:
-        """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens. LocalError: the engine's
-        `extra` is too long, or not bytes.
-        """
+        lease_duration_s: float,
+        extra: bytes,
+    ) -> HoldRequest:
+        """See `Scheduler.offer`, whose arguments and errors these are."""
+        if request_id in self.held:
+            raise LocalError(
+                "the request is offered already: its blocks are held until finished_sending names it",
+                request=request_id,
+            )
+        ids, firsts = block_lists(request_id, blocks, first_blocks, len(self._groups))
+        stream = self._streams.get(request_id) or Stream(request_id, new_secret())
+        held = stream.blocks(ids, firsts)
+        self._check_blocks(
+            f"the blocks of request {request_id}", held, num_tokens, num_encoder_tokens
+        )
         if not isinstance(extra, bytes) or len(extra) > MAX_EXTRA_BYTES:
             raise LocalError(
                 f"an offer's extra is at most {MAX_EXTRA_BYTES} bytes", request=request_id
             )
+        self._streams.pop(request_id, None)
+        self.held[request_id] = stream.transfer_id
+        self._names.add(stream.transfer_id)
+        return HoldRequest(
+            request_id=request_id,
+            transfer_id=stream.transfer_id,
+            secret=stream.secret,
+            blocks=held,
+            # a consumer may read so far into the blocks of each group
+            num_tokens=max(num_tokens, num_encoder_tokens),
+            lease_duration_s=lease_duration_s,
+            extra=extra,
+        )
+
+    def released(self, request_id: str) -> None:
+        """The blocks of a request are free."""
+        self._names.discard(self.held.pop(request_id, ""))
+
+    def _check_blocks(
+        self, what: str, held: Sequence[GroupBlocks], num_tokens: int, num_encoder_tokens: int
+    ) -> None:
+        """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens."""
         require_at_least(
             0, BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens
         )
-        what = f"the blocks of request {request_id}"
         for index, (group, (size, retention, limit)) in enumerate(
-            zip(blocks, self._groups, strict=True)
+            zip(held, self._groups, strict=True)
         ):
             if group.num_blocks and (highest := int(group.block_ids.max())) >= limit:
                 raise BlockIdError(

@@ -27,14 +27,12 @@ from kvconnector.runtime.engine import (
     joined_geometry,
 )
 from kvconnector.runtime.failures import FailureLog
-from kvconnector.runtime.offers import OfferCheck
+from kvconnector.runtime.offers import Offers
 from kvconnector.runtime.params import StreamRequest, TransferParams, wants_remote_prefill
-from kvconnector.runtime.remote_request import RemoteRequest, block_lists
-from kvconnector.runtime.streams import Streams
+from kvconnector.runtime.remote_request import RemoteRequest
 from kvconnector.session import WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
-    HoldRequest,
     Order,
     StepMetadata,
     WantRequest,
@@ -72,12 +70,9 @@ class Scheduler:
         check_workers(config, workers)
         self._engine = joined_geometry(workers, config.verify)
         self._retentions = checked_retentions(self._engine, retentions)
-        self._offers = OfferCheck(self._engine, self._retentions, workers)
+        self._offers = Offers(self._engine, self._retentions, workers)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"
         self._orders: list[Order] = []
-        self._held: dict[str, str] = {}
-        self._transfers: set[str] = set()
-        self._streams = Streams(self._engine, self._retentions)
         self._requests: dict[str, RemoteRequest] = {}
         self._failures = FailureLog(config.engine_id)
         self._is_closed = False
@@ -90,7 +85,7 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return (
-            f"<Scheduler {self._config.engine_id} {self._config.role}: {len(self._held)} held,"
+            f"<Scheduler {self._config.engine_id} {self._config.role}: {len(self._offers.held)} held,"
             f" {len(self._requests)} remote, {len(self._orders)} orders{', closed' * self._is_closed}>"
         )
 
@@ -133,28 +128,15 @@ class Scheduler:
             raise LocalError("a consumer holds no requests", request=request_id)
         if self._is_closed:
             raise LocalError("the scheduler is closed: nobody can find this engine any more")
-        if request_id in self._held:
-            raise LocalError(
-                "the request is offered already: its blocks are held until finished_sending names it",
-                request=request_id,
-            )
-        ids, firsts = block_lists(request_id, blocks, first_blocks, self._engine.num_groups)
-        stream = self._streams.of(request_id)
-        held = stream.blocks(ids, firsts)
-        self._offers.check(request_id, held, num_tokens, num_encoder_tokens, extra)
-        self._streams.close(request_id)
-        hold = HoldRequest(
-            request_id=request_id,
-            transfer_id=stream.transfer_id,
-            secret=stream.secret,
-            blocks=held,
-            # a consumer may read so far into the blocks of each group
-            num_tokens=max(num_tokens, num_encoder_tokens),
+        hold = self._offers.hold(
+            request_id,
+            blocks=blocks,
+            first_blocks=first_blocks,
+            num_tokens=num_tokens,
+            num_encoder_tokens=num_encoder_tokens,
             lease_duration_s=lease_duration_s,
             extra=extra,
         )
-        self._held[request_id] = stream.transfer_id
-        self._transfers.add(stream.transfer_id)
         self._orders.append(hold)
         params = TransferParams.of(
             hold, num_tokens, self._engine, self._service.address, self._service.server_key
@@ -184,18 +166,18 @@ class Scheduler:
         Raises:
             BlockIdError: block ids that no pool has.
         """
-        self._orders += self._streams.grow(request_id, blocks, num_tokens, ahead_tokens)
+        self._orders += self._offers.grow(request_id, blocks, num_tokens, ahead_tokens)
 
     def withdraw(self, request_id: str) -> None:
         """Take back the blocks of a request that is still computed, as preemption does. Its consumer is notified, and
         computes the prompt itself. No effect on requests that are not streamed.
         """
-        self._orders += self._streams.withdraw(request_id)
+        self._orders += self._offers.withdraw(request_id)
 
     @property
     def held(self) -> frozenset[str]:
         """Requests whose blocks must be kept for a consumer."""
-        return frozenset(self._held)
+        return frozenset(self._offers.held)
 
     @property
     def num_loading(self) -> int:
@@ -225,7 +207,7 @@ class Scheduler:
             )
         asked = StreamRequest.from_mapping(kv_transfer_params)
         if asked is not None and self._config.stream and self._service is not None:
-            self._orders.append(self._streams.open(request_id, asked, self._transfers))
+            self._orders.append(self._offers.open(request_id, asked))
         if not wants_remote_prefill(kv_transfer_params):
             return
         if self._config.role == "producer":
@@ -342,7 +324,7 @@ class Scheduler:
         that stream a request which was never offered are notified. Unknown requests are ignored.
         """
         self.withdraw(request_id)
-        self._streams.close(request_id)
+        self._offers.close(request_id)
         remote = self._requests.get(request_id)
         if remote is None:
             return
@@ -355,7 +337,7 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """The same, and an offer is taken back: `finished_sending` names the request once nothing reads its blocks."""
         self.finish(request_id)
-        if request_id in self._held:
+        if request_id in self._offers.held:
             self._orders.append(WithdrawRequest(request_id))
 
     def build_step(self) -> StepMetadata:
@@ -382,7 +364,7 @@ class Scheduler:
         if output.finished_sending or output.finished_recving - set(output.failed_recving):
             self._announced = "acknowledged"
         for request_id in output.finished_sending:
-            self._transfers.discard(self._held.pop(request_id, ""))
+            self._offers.released(request_id)
         for request_id in output.begun & self._requests.keys():
             self._requests[request_id].has_begun = True
         for request_id in output.finished_recving & self._requests.keys():
