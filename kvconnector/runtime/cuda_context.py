@@ -1,12 +1,19 @@
-"""The CUDA context that is current in a thread, by the driver's own calls: torch's take tens of microseconds."""
+"""The CUDA context that torch has on a device, and marks in an engine's streams after which blocks may be copied.
+
+Both by the driver's own calls: torch's take tens of microseconds.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
 from kvconnector.errors import TransportError
+
+if TYPE_CHECKING:
+    import torch
 
 _CAPTURE_MODE_RELAXED = 2
 
@@ -14,19 +21,30 @@ _CAPTURE_MODE_RELAXED = 2
 class CudaContext:
     """The context that torch has on `device` ("cpu" or "cuda:N"). On the CPU it is always current.
 
+    The engine's thread makes marks, any thread gives them back: making an event takes longer than using one again.
+
     Raises:
         TransportError: the CUDA driver is missing, or torch has no context on the device.
     """
 
     def __init__(self, device: str) -> None:
-        self._cuda: Any = None
+        self.takes_marks = device != "cpu"
+        """`make_mark` may return one."""
         self._handle: int | None = None
-        if device == "cpu":
+        self._unused: list[torch.cuda.Event] = []
+        if not self.takes_marks:
             return
         import torch
 
-        self._cuda = load_libcuda(
-            "cuCtxGetCurrent", "cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"
+        self._index = int(device.partition(":")[2] or 0)
+        # not public, but what Triton's launcher asks
+        self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
+        self._cuda: Any = load_libcuda(
+            "cuCtxGetCurrent",
+            "cuCtxSetCurrent",
+            "cuThreadExchangeStreamCaptureMode",
+            "cuEventRecord",
+            "cuStreamQuery",
         )
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes a context where there is none
@@ -37,21 +55,20 @@ class CudaContext:
     @property
     def is_current(self) -> bool:
         """Returns True if it is the calling thread's."""
-        return self._cuda is None or self._current() == self._handle
+        return self._handle is None or self._current() == self._handle
 
     def allow_captures(self) -> None:
         """Let other threads capture CUDA graphs whatever the calling thread does, for the rest of its life: it captures
         none itself, and its queries and allocations would otherwise end theirs.
         """
-        if self._cuda is not None:
+        if self._handle is not None:
             mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
             status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-            if status:
-                raise TransportError("cuThreadExchangeStreamCaptureMode failed", status=status)
+            _check("cuThreadExchangeStreamCaptureMode", status)
 
     def enter(self) -> int | None:
         """Make it the calling thread's. Returns the one before, for `leave`."""
-        if self._cuda is None:
+        if self._handle is None:
             return None
         previous = self._current()
         self._set(previous, self._handle)
@@ -62,15 +79,45 @@ class CudaContext:
         if previous != self._handle:
             self._set(self._current(), previous)
 
+    def make_mark(self) -> torch.cuda.Event | None:
+        """Return an event after the work queued on the current stream; None if there is none, and on the CPU.
+
+        Raises:
+            TransportError: the GPU has failed.
+        """
+        if not self.takes_marks:
+            return None
+        if self.is_current:
+            stream = ctypes.c_void_p(self._stream(self._index))
+            if self._cuda.cuStreamQuery(stream) == 0:
+                return None  # asking takes less time than a mark and those who wait for it
+            if self._unused:
+                event = self._unused.pop()
+                status = self._cuda.cuEventRecord(ctypes.c_void_p(event.cuda_event), stream)
+                _check("cuEventRecord", status)
+                return event
+        import torch
+
+        # torch goes to the other device and comes back
+        event = self._unused.pop() if self._unused else torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._index))
+        return event
+
+    def give_back(self, mark: torch.cuda.Event) -> None:
+        """Nothing will wait for the mark any more."""
+        self._unused.append(mark)
+
     def _current(self) -> int | None:
         found = ctypes.c_void_p()
         status = self._cuda.cuCtxGetCurrent(ctypes.byref(found))
-        if status:
-            raise TransportError("cuCtxGetCurrent failed", status=status)
+        _check("cuCtxGetCurrent", status)
         return found.value
 
     def _set(self, present: int | None, wanted: int | None) -> None:
         if present != wanted:
-            status = self._cuda.cuCtxSetCurrent(ctypes.c_void_p(wanted))
-            if status:
-                raise TransportError("cuCtxSetCurrent failed", status=status)
+            _check("cuCtxSetCurrent", self._cuda.cuCtxSetCurrent(ctypes.c_void_p(wanted)))
+
+
+def _check(name: str, status: int) -> None:
+    if status:
+        raise TransportError(f"{name} failed", status=status)

@@ -61,7 +61,6 @@ from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.intake import Blocks, blocks_of
-from kvconnector.runtime.marks import StreamMarks
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import LoadInFlight
 from kvconnector.topology import EngineGeometry
@@ -121,7 +120,6 @@ class DriverThread:
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
         self._context = CudaContext(pools.device)
-        self._marks = StreamMarks(pools.device, self._context)
         transport = open_transport(config, pools.device)
         try:
             network = UcxNetwork(transport)
@@ -159,8 +157,8 @@ class DriverThread:
         """Take what the engine's thread has for the driver. Above 0, work on it here for `inline_s` at most, if that is
         quick.
         """
-        blocks = blocks_of(events) if self._marks.are_needed else []
-        self._inbox.append((events, blocks, self._marks.make() if blocks else None))
+        blocks = blocks_of(events) if self._context.takes_marks else []
+        self._inbox.append((events, blocks, self._context.make_mark() if blocks else None))
         is_inline = inline_s > 0.0 and not self._datapath.machine.is_handshaking
         if is_inline and self._poll_inline(inline_s, orders_only=True):
             return
@@ -343,7 +341,7 @@ class DriverThread:
             events, blocks, mark = self._inbox.popleft()
             if mark is not None:
                 driver.datapath.copies.order_after(mark, blocks)
-                self._marks.give_back(mark)
+                self._context.give_back(mark)
             driver.submit(*events)
 
     def _release(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,10 +16,10 @@ from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Link, Links
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.runtime.traces import ended_lease, finished_load
+from kvconnector.session import Phase, RequestTrace, TransferStats
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.events import DIRECT_PATH
 from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import lease_key
 from kvconnector.transport.ucx import UcxTransport
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
+
+TCP_FALLBACK = "-tcp-fallback"
+"""Ends the path of what came by TCP although RDMA ports are active on this host."""
 
 
 def _of_fields(act: Callable[..., object]) -> Callable[[Any], None]:
@@ -196,22 +200,63 @@ class Executor:
         )
 
     def _release(self, command: cmd.ReleaseBlocks) -> None:
-        trace = ended_lease(command, self._clock())
+        trace = RequestTrace(
+            request_id=command.request_id,
+            kind="hold",
+            outcome=command.outcome,
+            phases=_dated(command.trace.phases(self._clock())),
+        )
         self._outbox.released(command.request_id, command.outcome, trace)
 
     def _finish_load(self, command: cmd.FinishLoad) -> None:
-        ended = finished_load(command, self._clock(), self._slow_load_s, self._is_tcp_fallback)
         if command.error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", command.request_id, command.error)
+        trace = self._trace_of(command)
+        moved = None
+        if trace is not None and command.trace is not None and trace.path:
+            moved = TransferStats(
+                request_id=command.request_id,
+                nbytes=trace.nbytes,
+                seconds=command.trace.seconds,
+                path=trace.path,
+            )
         self._outbox.load_ended(
             command.request_id,
             command.error,
-            *ended,
+            trace,
+            moved,
             filled_tokens=command.filled_tokens,
             extra=command.extra,
         )
 
-    def _is_tcp_fallback(self, number: LinkId) -> bool:
-        link = self._links.get(number)
-        return link is not None and link.is_tcp_fallback
+    def _trace_of(self, command: cmd.FinishLoad) -> RequestTrace | None:
+        """Return when the parts of a load happened. Log it if its blocks waited for long."""
+        load, now = command.trace, self._clock()
+        if load is None:
+            return None
+        paths = set()
+        for path, number in load.paths:
+            link = self._links.get(cmd.LinkId(number))
+            is_fallback = path != DIRECT_PATH and link is not None and link.is_tcp_fallback
+            paths.add(path + TCP_FALLBACK * is_fallback)
+        waited_s = load.waited_s(now)
+        trace = RequestTrace(
+            request_id=command.request_id,
+            kind="load",
+            peer=load.peer,
+            nbytes=load.nbytes,
+            path="+".join(sorted(paths)),
+            outcome="done" if command.error is None else type(command.error).__name__,
+            phases=_dated(load.phases(now)),
+            waited_s=waited_s,
+        )
+        if 0.0 < self._slow_load_s < waited_s:
+            logger.warning("a load took %.3f s: %s", waited_s, trace)
+        return trace
+
+
+def _dated(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
+    """Return the phases in seconds since 1970, which the hosts of an engine share."""
+    offset_s = time.time() - time.monotonic()
+    return tuple([Phase(p.name, p.start_s + offset_s, p.end_s + offset_s) for p in phases])

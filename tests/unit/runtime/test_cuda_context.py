@@ -1,4 +1,4 @@
-"""Whoever drives transfers works on the cache's device, and leaves the engine on its own."""
+"""Whoever drives transfers works on the cache's device, and leaves the engine on its own; marks in its streams."""
 
 import pytest
 
@@ -34,3 +34,39 @@ def test_a_context_that_is_current_already_stays_so():
     assert context.is_current
     context.leave(previous)
     assert context.is_current
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
+    import torch
+
+    marks = CudaContext("cuda:0")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1 << 28)
+        if is_used_again:
+            marks.give_back(marks.make_mark())
+        mark = marks.make_mark()
+        assert not mark.query()
+        stream.synchronize()
+        assert mark.query()
+        assert marks.make_mark() is None
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("is_used_again", [False, True])
+def test_a_mark_is_on_its_device_whatever_is_current(is_used_again):
+    import torch
+
+    marks = CudaContext("cuda:1")
+    with torch.cuda.device(1):
+        if is_used_again:
+            marks.give_back(marks.make_mark())
+        torch.cuda._sleep(1 << 28)
+    with torch.cuda.device(0):
+        mark = marks.make_mark()
+        assert torch.cuda.current_device() == 0
+    assert not mark.query()
+    torch.cuda.synchronize(1)
+    assert mark.query()

@@ -37,7 +37,7 @@ def test_engines_trace_what_a_request_waited_for(caplog):
     with (
         closing(engine("p", "producer")) as p,
         closing(engine("d", "consumer")) as d,
-        caplog.at_level(logging.WARNING, "kvconnector.runtime.traces"),
+        caplog.at_level(logging.WARNING, "kvconnector.runtime.executor"),
     ):
         d.load("w", p.offer("r", [1, 2], 30), [3, 4], 31)
         until(lambda: "w" in d.received and "r" in p.sent, p, d)
