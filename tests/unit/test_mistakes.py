@@ -45,8 +45,14 @@ CONSTRUCTION = [
     (lambda: kvc.Config.from_mapping(None), ConfigError, "settings are a mapping"),
     (lambda: kvc.Config.from_env({"KVCONNECTOR_LEASE_DURATION": "3"}), ConfigError, "DURATION_S"),
     (lambda: worker(config={"engine_id": "e"}), ConfigError, "Config.from_mapping"),
-    (lambda: worker(rank=0), ConfigError, "(pp_rank, tp_rank)"),
-    (lambda: worker(rank=(-1, 0)), ConfigError, "(-1, 0)"),
+    *(
+        (
+            lambda rank=rank: worker(rank=rank),
+            ConfigError,
+            f"(pp_rank, tp_rank), such as (0, 0) [rank={rank!r}]",
+        )
+        for rank in (0, (0,), (0, "1"), (-1, 0), None)
+    ),
     (lambda: worker(model=None), ConfigError, "a model is a name"),
     (lambda: worker().handshake(), LocalError, "register comes first"),
     (lambda: kvc.Scheduler(config(), []), GeometryError, "at least one worker"),
@@ -59,6 +65,7 @@ CONSTRUCTION = [
 CACHES = [
     (cache(), "{0: (k, v)}"),
     ([cache()], "{0: (k, v)}"),
+    ([], "{0: (k, v)}"),
     ({0: cache()}, "tuple of tensors"),
     ({0: (np.zeros((4, 2, 8, 4)),)}, "torch.from_numpy"),
     ({}, "one or two tensors a layer"),
@@ -66,17 +73,6 @@ CACHES = [
     ({0: (cache(),), 1: (cache(4, 2, 16, 4),)}, "alike in all layers"),
     ({"model.layers.0": (cache(),)}, "layers are numbered"),
     ({0: (cache(1, 2, 8, 4).expand(4, 2, 8, 4),)}, "overlap"),
-]
-OFFERS = [
-    ({"blocks": [1]}, "a list of block ids for each cache group"),
-    ({"blocks": None}, "a list of block ids for each cache group"),
-    ({"blocks": [[9]]}, "outside the pool [group=0, highest=9, num_blocks=4]"),
-    ({"blocks": [[1]], "num_tokens": 40}, "do not hold these tokens"),
-    ({"blocks": [[1, 1]], "num_tokens": 16}, "name one twice"),
-    ({"blocks": [[1], [2]]}, "each cache group"),
-    ({"num_tokens": "4"}, "num_tokens must be an integer"),
-    ({"request_id": None}, "a request's id is a text"),
-    ({"request_id": "held"}, "offered already"),
 ]
 ORDERS = [
     (lambda w, s: w.register({0: (cache(),)}), LocalError, "registered once"),
@@ -86,6 +82,11 @@ ORDERS = [
     (lambda w, s: s.on_new_request("q", {"do_remote_prefill": True}), RemoteProtocolError, "field"),
     (lambda w, s: s.load("nobody", blocks=[[1]], num_tokens=4), UnknownRequestError, "nobody"),
     (lambda w, s: s.load("wanted", blocks=[1], num_tokens=10), BlockIdError, "a list of block ids"),
+    (
+        lambda w, s: s.offer(None, blocks=[[1]], num_tokens=4),
+        LocalError,
+        "a request's id is a text",
+    ),
 ]
 
 
@@ -120,18 +121,6 @@ def test_caches_that_are_none_are_refused_and_others_may_be_registered(caches, w
         with pytest.raises(GeometryError, match="total_heads must be an integer"):
             refused.register({0: (cache(),)}, total_heads="8")
         assert "not registered" in repr(refused)
-
-
-@pytest.mark.ucx
-@pytest.mark.parametrize("changes, words", OFFERS)
-def test_an_offer_that_cannot_be_is_refused_and_holds_nothing(engine, changes, words):
-    _, scheduler = engine
-    held = scheduler.held
-    arguments = {"request_id": "r", "blocks": [[1]], "num_tokens": 4, **changes}
-    with pytest.raises(LocalError) as raised:
-        scheduler.offer(arguments.pop("request_id"), **arguments)
-    assert words in str(raised.value)
-    assert scheduler.held == held
 
 
 @pytest.mark.ucx

@@ -57,7 +57,9 @@ def test_a_last_rank_that_is_missing_is_noticed_by_its_heads():
         ({"blocks": [[1, 2], [3, 4]]}, "of each cache group"),
         ({"first_blocks": [0, 0]}, "of each cache group"),
         ({"blocks": [1]}, "a list of block ids for each cache group"),
+        ({"blocks": None}, "a list of block ids for each cache group"),
         ({"num_tokens": -1}, "num_tokens must be an integer"),
+        ({"num_tokens": "4"}, "num_tokens must be an integer"),
     ],
 )
 def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, change, text):

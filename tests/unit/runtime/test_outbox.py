@@ -1,9 +1,11 @@
+import threading
+
 import pytest
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
 from kvconnector.layout import Watermark
-from kvconnector.runtime.outbox import Outbox
+from kvconnector.runtime.outbox import Doorbell, Outbox
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -142,3 +144,21 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     assert (output.finished_recving, output.failed_recving) == ({"a"}, {})
     assert output.extras == {"a": b"token"}
     assert output.finished_sending == {"g"}
+
+
+LONG_S = 30.0
+
+
+@pytest.mark.parametrize("spin_s", [0.0, 0.05], ids=["sleeps", "spins"])
+@pytest.mark.parametrize("delay_s", [0.0, 0.2], ids=["while it looks", "while it sleeps"])
+def test_a_ring_is_heard_until_it_is_cleared(spin_s, delay_s):
+    bell = Doorbell(spin_s)
+    assert not bell.wait(0.0)
+    assert not bell.wait(0.1)
+    timer = threading.Timer(delay_s, bell.ring)
+    timer.start()
+    assert bell.wait(LONG_S)
+    assert bell.wait(0.0)
+    bell.clear()
+    assert not bell.wait(0.0)
+    timer.join()

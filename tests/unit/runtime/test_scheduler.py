@@ -4,7 +4,6 @@ from msgspec import structs
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import (
     BlockIdError,
-    ConfigError,
     GeometryError,
     LocalError,
     RemoteProtocolError,
@@ -173,13 +172,6 @@ def test_retentions_fit_the_groups():
     ):
         with pytest.raises(GeometryError, match=text):
             Scheduler(CONFIG, metadata_of(), retentions=retentions)
-
-
-def test_settings_and_parameters_of_the_wrong_kind_are_named(scheduler):
-    with pytest.raises(ConfigError, match=r"Config.from_mapping makes one .*got='dict'"):
-        Scheduler({"engine_id": "d"}, metadata_of())
-    with pytest.raises(RemoteProtocolError, match=r"must be a mapping .*got='str'"):
-        scheduler.on_new_request("w", "parameters")
 
 
 def test_ranks_share_the_tokens_of_full_attention_alone():
