@@ -60,7 +60,6 @@ from kvconnector.wire import decode_batch
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
-    from kvconnector.datapath.direct.export import PoolExporter
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
@@ -246,7 +245,7 @@ class Driver:
                 self._actions[type(command)](command)
                 if type(command) in _ENDINGS and self._is_enough():
                     is_all = False
-                    if not self.num_queued:
+                    if not (commands or events):
                         # the loop reports an ending once: once queued, the driver's thread takes it at once
                         self.datapath.step()
         self.links.flush()
@@ -271,7 +270,12 @@ class Driver:
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.set_peer_inbox(link, message.control)
-            if isinstance(message, m.Hello) and _is_cuda(self.datapath.share):
+            share = self.datapath.share
+            if (
+                isinstance(message, m.Hello)
+                and share is not None
+                and share.message.device == "cuda"
+            ):
                 rank = f"({message.pp_rank}, {message.tp_rank})"
                 link.consumer = f"{message.geometry.engine_id} rank {rank}"
 
@@ -322,26 +326,17 @@ class Driver:
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
             self._commands.append(cmd.FinishLoad(event.request_id, error))
-        elif isinstance(event, HoldRequest):
-            self._release_refused(event)
-
-    def _release_refused(self, hold: HoldRequest) -> None:
-        """A lease that was not granted never ends, so its engine gets the blocks back now; not those of a lease that
-        it has under the same name, whose end answers for both.
-        """
-        if self.producer is None or not self.producer.holds(hold.request_id):
-            now = self.clock()
-            self._commands.append(
-                cmd.ReleaseBlocks(hold.request_id, "aborted", HoldTrace(now, now))
-            )
+        elif isinstance(event, HoldRequest) and not (
+            self.producer is not None and self.producer.holds(event.request_id)
+        ):
+            # a lease that was not granted never ends, so its engine gets the blocks back now; not those of a lease that
+            # it has under the same name, whose end answers for both
+            trace = HoldTrace(self.clock(), self.clock())
+            self._commands.append(cmd.ReleaseBlocks(event.request_id, "aborted", trace))
 
 
 def _never() -> bool:
     return False
-
-
-def _is_cuda(share: PoolExporter | None) -> bool:
-    return share is not None and share.message.device == "cuda"
 
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})

@@ -50,14 +50,15 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
         LocalError: an order for a role that this worker does not have.
     """
     not_taken = _NOT_TAKEN.get(role, frozenset())
+    orders: list[Order] = []
     for order in step.orders:
         if type(order) in not_taken:
             raise LocalError(
                 f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
             )
-    return [
-        _checked(order, pools) if type(order) in _WITH_BLOCKS else order for order in step.orders
-    ]
+        error = _error_of(order, pools) if type(order) in _WITH_BLOCKS else None
+        orders.append(order if error is None else replace(order, error=error))
+    return orders
 
 
 def blocks_of(orders: Sequence[object]) -> list[Blocks]:
@@ -69,18 +70,17 @@ def blocks_of(orders: Sequence[object]) -> list[Blocks]:
     return leases + loads
 
 
-def _checked(order: Order, pools: Pools) -> Order:
+def _error_of(order: Order, pools: Pools) -> KVConnectorError | None:
     what = f"the blocks of request {order.request_id}"
     try:
-        if isinstance(order, LeaseOrder):
-            pools.check_blocks(order.blocks, what)
-        elif isinstance(order, LoadRequest):
+        if isinstance(order, LoadRequest):
             _check_load(order, pools, what)
+        elif isinstance(order, LeaseOrder):
+            pools.check_blocks(order.blocks, what)
     except KVConnectorError as error:
-        if isinstance(order, LeaseOrder):
-            logger.debug("the lease of request %s is refused: %s", order.request_id, error)
-        return replace(order, error=error)
-    return order
+        logger.debug("request %s is refused: %s", order.request_id, error)
+        return error
+    return None
 
 
 def _check_load(load: LoadRequest, pools: Pools, what: str) -> None:

@@ -282,10 +282,19 @@ class Links:
             return  # the sessions know that it is lost, or will
         batch = encode_batch(unsent, link.version)
         try:
-            if link.uses_transport:
-                self._seal_and_send(link, batch)
-            else:
+            if not link.uses_transport:
                 self.control.send(link.handle, batch)
+                return
+            assert link.peer is not None and link.sealer is not None  # noqa: PT018  # it uses the transport
+            limit_bytes = min(self._max_message_bytes, link.peer.max_message_bytes)
+            if len(batch) > limit_bytes:
+                raise MessageTooLargeError(
+                    "message is too long for the control channel",
+                    message_bytes=len(batch),
+                    max_message_bytes=limit_bytes,
+                )
+            tag = CONTROL_TAG_BIT | link.peer.inbox_id
+            self._transport.send_control(link.endpoint, tag, link.sealer.seal(batch))
         except KVConnectorError as error:
             self.lose(link, error)
 
@@ -355,15 +364,3 @@ class Links:
         except PeerLostError as error:
             self.lose(link, error)
         return None
-
-    def _seal_and_send(self, link: Link, payload: bytes) -> None:
-        assert link.peer is not None and link.sealer is not None  # noqa: PT018  # it uses the transport
-        limit_bytes = min(self._max_message_bytes, link.peer.max_message_bytes)
-        if len(payload) > limit_bytes:
-            raise MessageTooLargeError(
-                "message is too long for the control channel",
-                message_bytes=len(payload),
-                max_message_bytes=limit_bytes,
-            )
-        tag = CONTROL_TAG_BIT | link.peer.inbox_id
-        self._transport.send_control(link.endpoint, tag, link.sealer.seal(payload))

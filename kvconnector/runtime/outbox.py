@@ -111,18 +111,19 @@ class Outbox:
         filled = "filled" if self.is_filled() else "empty"
         return f"<Outbox {filled}, {waits}{state}>"
 
-    def expect(self, events: Iterable[object]) -> None:
+    def expect(self, orders: Iterable[Order]) -> None:
         """The engine waits for these from now on. A refused lease is reported with its reason."""
         with self._lock:
-            for event in events:
-                if isinstance(event, DropRequest):  # first: an engine may abort thousands at once
-                    self._forget_unasked(event.request_id)
-                elif isinstance(event, LoadRequest):
-                    self._loads[event.request_id] = True
-                elif isinstance(event, WantRequest) and event.is_followed:
-                    self._loads[event.request_id] = False
-                elif isinstance(event, GrowRequest | HoldRequest | WithdrawRequest):
-                    self._expect_lease(event)
+            for order in orders:
+                if isinstance(order, DropRequest):  # first: an engine may abort thousands at once
+                    self._forget_unasked(order.request_id)
+                elif isinstance(order, LoadRequest):
+                    self._loads[order.request_id] = True
+                elif isinstance(order, WantRequest):
+                    if order.is_followed:
+                        self._loads[order.request_id] = False
+                else:
+                    self._expect_lease(order)
             failure = self._failure
         if failure is not None:
             self.break_off(failure)
@@ -281,13 +282,13 @@ class Outbox:
             ended, self._unreported = self._unreported, WorkerOutput()
         return ended
 
-    def _expect_lease(self, event: LeaseOrder | WithdrawRequest) -> None:
+    def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> None:
         # one that is complete goes on until its end is reported
-        if isinstance(event, HoldRequest) or not self._is_complete(event.request_id):
-            if isinstance(event, WithdrawRequest):
-                self._leases.pop(event.request_id, None)
+        if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
+            if isinstance(order, WithdrawRequest):
+                self._leases.pop(order.request_id, None)
             else:
-                self._leases[event.request_id] = event
+                self._leases[order.request_id] = order
 
     def _asked(self) -> list[str]:
         return [request_id for request_id, is_asked in self._loads.items() if is_asked]
