@@ -76,7 +76,7 @@ class ConnectorTransfer(SchedulerTransfer):
         self._started = Scheduler(self._config, workers, retentions=self._retentions)
         self._aggregator = KVOutputAggregator.from_connector(self._started, len(workers))
         self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
-        for line in cache_forms(TpKVTopology(joined_geometry(workers, self._config.verify), FIRST)):
+        for line in cache_forms(TpKVTopology(joined_geometry(self._config, workers), FIRST)):
             logger.info(line)
 
     @property

@@ -35,63 +35,60 @@ class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: tuple[int, ...]
 
 
-def check_workers(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -> None:
-    """Refuse workers that were not made with an engine's settings.
-
-    Raises:
-        ConfigError: a worker has another engine id or role.
-    """
-    for worker in metadata:
-        if not isinstance(worker, WorkerMetadata):
-            raise ConfigError(
-                "a scheduler is made with what each worker's handshake() returned",
-                got=type(worker).__name__,
-            )
-        theirs, ours = (worker.engine_id, worker.role), (config.engine_id, config.role)
-        if theirs != ours:
-            raise ConfigError(
-                "a worker belongs to another engine, or has another role in it",
-                rank=str(Rank(worker.pp_rank, worker.tp_rank)),
-                worker=theirs,
-                scheduler=ours,
-            )
-
-
-def joined_geometry(metadata: Sequence[WorkerMetadata], verify: str = "none") -> EngineGeometry:
-    """The whole engine, from the metadata of all its workers in any order, and its setting `verify`.
+def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
+    """The whole engine, from the metadata of all its workers in any order.
 
     A model that names no number of layers has as many as the workers registered.
 
     Raises:
-        GeometryError: a worker is missing or twice there, or they belong to different engines or models.
+        ConfigError: a worker has another engine id or role than these settings.
+        GeometryError: a worker is missing or twice there, or they belong to different models.
     """
-    ordered = sorted(metadata, key=lambda worker: (worker.pp_rank, worker.tp_rank))
-    if not ordered:
+    if not metadata:
         raise GeometryError("an engine has at least one worker")
-    first = ordered[0]
-    for worker in ordered:
-        if (worker.engine_id, worker.model) != (first.engine_id, first.model):
-            raise GeometryError(
-                "workers belong to different engines or models",
-                first=(first.engine_id, first.model),
-                rank=str(Rank(worker.pp_rank, worker.tp_rank)),
-                other=(worker.engine_id, worker.model),
-            )
+    for worker in metadata:
+        _check_worker(worker, config, metadata[0])
+    ordered = sorted(metadata, key=_rank_of)
+    model = ordered[0].model
     layers = {
         layer for worker in ordered for group in worker.geometry.groups for layer in group.layers
     }
-    model = first.model
     engine = EngineGeometry(
-        engine_id=first.engine_id,
+        engine_id=config.engine_id,
         tp_size=max(worker.tp_rank for worker in ordered) + 1,
         pp_size=ordered[-1].pp_rank + 1,
         model=structs.replace(model, num_layers=model.num_layers or len(layers)),
         ranks=tuple(worker.geometry for worker in ordered),
-        verify=verify,
+        verify=config.verify,
     )
     for pp_rank in range(engine.pp_size):
         _check_heads(engine, pp_rank)
     return engine
+
+
+def _rank_of(worker: WorkerMetadata) -> Rank:
+    return worker.geometry.rank
+
+
+def _check_worker(worker: object, config: ConnectorConfig, first: WorkerMetadata) -> None:
+    if not isinstance(worker, WorkerMetadata):
+        raise ConfigError(
+            "a scheduler is made with what each worker's handshake() returned",
+            got=type(worker).__name__,
+        )
+    rank = str(worker.geometry.rank)
+    theirs, ours = (worker.engine_id, worker.role), (config.engine_id, config.role)
+    if theirs != ours:
+        raise ConfigError(
+            "a worker belongs to another engine, or has another role in it",
+            rank=rank,
+            worker=theirs,
+            scheduler=ours,
+        )
+    if worker.model != first.model:
+        raise GeometryError(
+            "workers belong to different models", first=first.model, rank=rank, other=worker.model
+        )
 
 
 def _check_heads(engine: EngineGeometry, pp_rank: int) -> None:
@@ -116,7 +113,6 @@ def directory_of(
     geometry: EngineGeometry, metadata: Sequence[WorkerMetadata], *, stream: bool = True
 ) -> m.Directory:
     """Return what the directory service answers."""
-    ordered = sorted(metadata, key=lambda worker: (worker.pp_rank, worker.tp_rank))
     entries = tuple(
         m.WorkerEntry(
             pp_rank=worker.pp_rank,
@@ -125,7 +121,7 @@ def directory_of(
             public_key=worker.public_key,
             incarnation=worker.incarnation,
         )
-        for worker in ordered
+        for worker in sorted(metadata, key=_rank_of)
     )
     return m.Directory(
         geometry=PackedGeometry.of(geometry),

@@ -21,7 +21,6 @@ from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
 from kvconnector.runtime.engine import (
     WorkerMetadata,
-    check_workers,
     checked_retentions,
     directory_of,
     joined_geometry,
@@ -67,8 +66,7 @@ class Scheduler:
         retentions: Sequence[Retention] | None = None,
     ) -> None:
         self._config = checked_config(config)
-        check_workers(config, workers)
-        self._engine = joined_geometry(workers, config.verify)
+        self._engine = joined_geometry(config, workers)
         self._retentions = checked_retentions(self._engine, retentions)
         self._offers = Offers(self._engine, self._retentions, workers)
         self._announced: Literal["no", "sent", "acknowledged"] = "no"

@@ -8,8 +8,6 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
@@ -276,13 +274,10 @@ class Worker:
         if self._thread is not None and not self._outbox.is_filled():
             self._thread.progress_inline()
         output = self._outbox.take()
-        if self._thread is None or time.monotonic() < self._look_at_s:
-            return output
-        self._look_at_s = time.monotonic() + LOOK_S
-        loading = self._thread.in_flight()
-        return (
-            output if not loading else replace(output, stats=replace(output.stats, loading=loading))
-        )
+        if self._thread is not None and (now_s := time.monotonic()) >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_S
+            output.stats.loading = self._thread.in_flight()
+        return output
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until `poll` has something to return. Any thread may call it: it drives the transfers meanwhile, where

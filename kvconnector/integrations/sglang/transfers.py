@@ -273,7 +273,7 @@ class RankTransfers:
             self.worker.register(list(groups))
             own = msgspec.msgpack.encode(self.worker.handshake())
             workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
-            geometry = joined_geometry(workers, config.verify)
+            geometry = joined_geometry(config, workers)
             self._step = StepMetadata(engine=geometry)
             self.order()  # peers may greet it before it has a request
             if config.role == "producer" and rank == Rank(0, 0):
