@@ -40,7 +40,7 @@ class DirectoryService:
     """Answers `DirectoryRequest`s on `control`: turn by turn or, once it is started, in a thread until `close`."""
 
     def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
-        self._control = control
+        self.control = control
         self._engine_id = directory.geometry.engine_id
         self._directory = directory
         self._refusals = Refusals(logger)
@@ -50,7 +50,7 @@ class DirectoryService:
 
     def __repr__(self) -> str:
         state = "stopping" if self._stopping.is_set() else "answering"
-        return f"<DirectoryService {self._engine_id} at {self.address}, {state}>"
+        return f"<DirectoryService {self._engine_id} at {self.control.address}, {state}>"
 
     def start(self) -> DirectoryService:
         """Begin to answer."""
@@ -60,18 +60,18 @@ class DirectoryService:
     def turn(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for requests, and answer them."""
         dropped: set[PeerHandle] = set()
-        for event in self._control.poll(timeout_s):
+        for event in self.control.poll(timeout_s):
             if isinstance(event, Received) and event.handle not in dropped:
                 try:
                     reply = self._reply_to(decode(event.payload))
                     version = version_of(event.payload)
                     if isinstance(reply, m.Directory):
                         version = reply.wire_version
-                    self._control.send(event.handle, encode(reply, version))
+                    self.control.send(event.handle, encode(reply, version))
                 except KVConnectorError as error:
-                    peer = self._control.peer_of(event.handle)
+                    peer = self.control.peer_of(event.handle)
                     self._refusals.note(f"a request of {peer}", type(error).__name__, error)
-                    self._control.disconnect(event.handle)
+                    self.control.disconnect(event.handle)
                     dropped.add(event.handle)
 
     def _reply_to(self, message: m.Message) -> m.Directory | m.DirectoryRefused:
@@ -95,16 +95,6 @@ class DirectoryService:
         directory = msgspec.structs.replace(self._directory, wire_version=agreed)
         return answer_to(message, directory)
 
-    @property
-    def address(self) -> str:
-        """Where it listens, as `tcp://host:port`."""
-        return self._control.address
-
-    @property
-    def server_key(self) -> str:
-        """Its CURVE public key; empty without keys."""
-        return self._control.server_key
-
     def close(self) -> None:
         """Stop answering and free the port. Idempotent."""
         self._stop()
@@ -123,7 +113,7 @@ class DirectoryService:
 
     def _stop(self) -> None:
         self._stopping.set()
-        self._control.wake()
+        self.control.wake()
 
     def _run(self) -> None:
         try:
@@ -132,4 +122,4 @@ class DirectoryService:
         except Exception:
             logger.exception("the directory service failed; no new consumer can find this engine")
         finally:
-            self._control.close()
+            self.control.close()

@@ -24,8 +24,6 @@ class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     engine_id: str
-    pp_rank: int
-    tp_rank: int
     geometry: RankGeometry
     model: ModelDescription
     control_address: str
@@ -55,8 +53,8 @@ def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata])
     }
     engine = EngineGeometry(
         engine_id=config.engine_id,
-        tp_size=max(worker.tp_rank for worker in ordered) + 1,
-        pp_size=ordered[-1].pp_rank + 1,
+        tp_size=max(worker.geometry.tp_rank for worker in ordered) + 1,
+        pp_size=ordered[-1].geometry.pp_rank + 1,
         model=structs.replace(model, num_layers=model.num_layers or len(layers)),
         ranks=tuple(worker.geometry for worker in ordered),
         verify=config.verify,
@@ -115,8 +113,8 @@ def directory_of(
     """Return what the directory service answers."""
     entries = tuple(
         m.WorkerEntry(
-            pp_rank=worker.pp_rank,
-            tp_rank=worker.tp_rank,
+            pp_rank=worker.geometry.pp_rank,
+            tp_rank=worker.geometry.tp_rank,
             control_address=worker.control_address,
             public_key=worker.public_key,
             incarnation=worker.incarnation,

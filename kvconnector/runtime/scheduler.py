@@ -136,8 +136,9 @@ class Scheduler:
             extra=extra,
         )
         self._orders.append(hold)
+        control = self._service.control
         params = TransferParams.of(
-            hold, num_tokens, self._engine, self._service.address, self._service.server_key
+            hold, num_tokens, self._engine, control.address, control.server_key
         )
         return params.to_mapping()
 

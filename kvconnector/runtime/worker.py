@@ -147,8 +147,6 @@ class Worker:
             model = ModelDescription(model=model, dtype=pools.groups[0].dtype, num_layers=0)
         return WorkerMetadata(
             engine_id=self._config.engine_id,
-            pp_rank=self._rank.pp_rank,
-            tp_rank=self._rank.tp_rank,
             geometry=RankGeometry(
                 pp_rank=self._rank.pp_rank,
                 tp_rank=self._rank.tp_rank,

@@ -28,7 +28,7 @@ def p():
 
 
 def _address(engine):
-    return engine.scheduler._service.address.removeprefix("tcp://")
+    return engine.scheduler._service.control.address.removeprefix("tcp://")
 
 
 @pytest.fixture

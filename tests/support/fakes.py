@@ -177,8 +177,6 @@ def metadata_of(shape=None, role="consumer"):
     return [
         WorkerMetadata(
             engine_id=shape.engine_id,
-            pp_rank=rank.pp_rank,
-            tp_rank=rank.tp_rank,
             geometry=rank,
             model=geometry.model,
             control_address="tcp://127.0.0.1:1",

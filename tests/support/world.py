@@ -78,8 +78,6 @@ class WorldWorker:
         )
         self.metadata = WorkerMetadata(
             engine_id=geometry.engine_id,
-            pp_rank=rank.pp_rank,
-            tp_rank=rank.tp_rank,
             geometry=self.caches.rank,
             model=geometry.model,
             control_address=self.control.address,

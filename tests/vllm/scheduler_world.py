@@ -129,8 +129,6 @@ def handshake(infos, pp_rank=0, tp_rank=0, role="kv_consumer"):
         Handshake(
             worker=WorkerMetadata(
                 engine_id="e",
-                pp_rank=pp_rank,
-                tp_rank=tp_rank,
                 geometry=RankGeometry(pp_rank=pp_rank, tp_rank=tp_rank, groups=groups),
                 model=ModelDescription(model="m", dtype="float32", num_layers=LAYERS * len(infos)),
                 control_address="tcp://127.0.0.1:7",
