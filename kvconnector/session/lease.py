@@ -18,7 +18,7 @@ exactly once, whatever happens: all consumer ranks that the topology names have 
 `ReleaseBlocks` in the same list of commands: what they read after it does not count for them. A key is never published
 again once it was retracted.
 
-*Before and after.* Messages about a transfer that is not granted yet are kept for a while (`early.py`): a router
+*Before and after.* Messages about a transfer that is not granted yet are kept for a while (`EarlyEvents`): a router
 can be faster than the engine's next step. How a lease ended is remembered (`EndedLeases`), so that who comes late knows
 why. A secret is compared in constant time, and a wrong one is answered like an unknown name.
 

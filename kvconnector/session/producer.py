@@ -17,10 +17,9 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.completion import Phase
-from kvconnector.session.early import EarlyEvent, EarlyEvents
 from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
-from kvconnector.session.peers import Peer, Peers
+from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers
 from kvconnector.session.read_check import check_read
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology

@@ -13,9 +13,9 @@ from kvconnector.errors import (
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.early import EVENT_BYTES, MAX_EARLY_BYTES
 from kvconnector.session.lease import lease_key
 from kvconnector.session.orders import GrowRequest, HoldRequest, WithdrawRequest
+from kvconnector.session.peers import EVENT_BYTES, MAX_EARLY_BYTES
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.unit.session import harness
