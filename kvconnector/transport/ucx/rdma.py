@@ -68,6 +68,7 @@ class RdmaChoice:
         self._device = device
         self._staging_bytes = staging_bytes if device == "cpu" else 0
         self.offers = offers or partial(offered, library)
+        self._warned: set[str] = set()
 
     def settle(self, options: Mapping[str, str]) -> dict[str, str]:
         """Return `options` with "auto" for NET_DEVICES replaced by what it means.
@@ -160,34 +161,23 @@ class RdmaChoice:
             hint = "it brings a libibverbs that knows NVIDIA's NICs (mlx5) alone: set ucx.library=system"
         return f"UCX can open none of {ports}: {hint}"
 
-
-class RdmaWatch:
-    """Warns, once for each set of lanes, where UCX takes TCP to another host. `require`: that is refused."""
-
-    def __init__(self, choice: RdmaChoice, options: Mapping[str, str], *, require: bool) -> None:
-        self._choice, self._options, self._require = choice, options, require
-        self._warned: set[str] = set()
-
-    def check(self, lanes: str) -> bool:
-        """Returns True if RDMA ports are active here, and none of the lanes to a peer on another host is RDMA's. Raises
-        IncompatiblePeerError: none of them is RDMA's, and that is required.
+    def check(self, lanes: str, options: Mapping[str, str], *, require_rdma: bool) -> bool:
+        """Returns True if RDMA ports are active here, and none of the lanes to a peer on another host is RDMA's; that
+        is logged once for each set of lanes. Raises IncompatiblePeerError: none is RDMA's, and that is required.
         """
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
             return False
+        if require_rdma:
+            why = f"ucx.require_rdma is set, and UCX has no RDMA lane here: {self.explain(options)}"
+            raise IncompatiblePeerError(why, lanes=lanes)
         ports = sorted(active_rdma_ports())
-        if self._require:
-            raise IncompatiblePeerError(
-                f"ucx.require_rdma is set, and UCX has no RDMA lane here:"
-                f" {self._choice.explain(self._options)}",
-                lanes=lanes,
-            )
         if ports and lanes not in self._warned:
             self._warned.add(lanes)
             logger.warning(
                 "KV caches travel between hosts by %s, although RDMA ports are active here (%s): %s",
                 lanes,
                 ", ".join(ports),
-                self._choice.explain(self._options),
+                self.explain(options),
             )
         return bool(ports)
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from kvconnector.errors import (
     KVConnectorError,
+    LocalError,
     OperationCancelledError,
     PeerLostError,
     TransportError,
@@ -89,13 +90,12 @@ class RequestTable:
     def __init__(self, libucp: Libucp, may_have_lost_a_peer: Callable[[], bool]) -> None:
         self._libucp = libucp
         self._may_have_lost_a_peer = may_have_lost_a_peer
-        self._operations: dict[int, _Operation] = {}
+        self.operations: dict[int, _Operation] = {}
+        """By ticket, for as long as UCX may use their memory."""
         self.finished: list[Completion] = []
         self.failed_control: list[ControlFailed] = []
         """Both are for the transport to take."""
         self._num_tickets = 0
-        self.others_move = False
-        """Operations that are not booked here are under way, too."""
 
     def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
         """Post a message; its ticket."""
@@ -128,12 +128,8 @@ class RequestTable:
     ) -> int:
         """Own a request that someone else posted, and its memory, until UCX lets go of it; its ticket."""
         ticket = self._new_ticket()
-        self._operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
+        self.operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
         return ticket
-
-    def holds(self, ticket: int) -> bool:
-        """Returns True if UCX may still use this operation's memory."""
-        return ticket in self._operations
 
     def send_control(self, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes) -> None:
         """Post a control message, whose ticket nobody gets. Raises what UCX says at once."""
@@ -150,18 +146,18 @@ class RequestTable:
         buffer = buffer_of_bytes(payload)
         operation = _Operation(posted.request, tag, buffer, endpoint, end, len(payload))
         if posted.status == IN_PROGRESS:
-            self._operations[self._new_ticket()] = operation
+            self.operations[self._new_ticket()] = operation
             endpoint.unsent_control_bytes += len(payload)
         elif (error := self._error(operation, posted.status, 0)) is not None:
             raise error
 
-    def issued(self, ticket: int) -> bool:
-        """Returns True if this ticket was ever given."""
-        return 0 < ticket <= self._num_tickets
-
     def cancel(self, ticket: int) -> None:
-        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned."""
-        operation = self._operations.get(ticket)
+        """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned. Raises
+        LocalError: no such ticket was given.
+        """
+        if not 0 < ticket <= self._num_tickets:
+            raise LocalError("no operation has this ticket", ticket=ticket)
+        operation = self.operations.get(ticket)
         if operation is None or operation.end is None:
             return
         if operation.endpoint is not None:
@@ -176,18 +172,18 @@ class RequestTable:
         """End the wait for all sends through an endpoint, or for everything; the memory stays owned until UCX lets go
         of it.
         """
-        for operation in self._operations.values():
+        for operation in self.operations.values():
             if endpoint is None or operation.endpoint is endpoint:
                 _end(operation, make_error())
 
     def is_sending(self, endpoint: Endpoint) -> bool:
         """Returns True if UCX holds a send through this endpoint."""
-        return any(operation.endpoint is endpoint for operation in self._operations.values())
+        return any(operation.endpoint is endpoint for operation in self.operations.values())
 
     def collect(self) -> None:
         """Look at every operation under way and end those that UCX has finished."""
         finished = []
-        for ticket, operation in self._operations.items():
+        for ticket, operation in self.operations.items():
             if operation.endpoint is not None:
                 status, length = self._libucp.send_status(operation.request), 0
             else:
@@ -195,34 +191,25 @@ class RequestTable:
             if status != IN_PROGRESS:
                 finished.append((ticket, status, length))
         for ticket, status, length in finished:
-            operation = self._operations.pop(ticket)
+            operation = self.operations.pop(ticket)
             self._libucp.request_free(operation.request)
             if operation.endpoint is not None:
                 operation.endpoint.unsent_control_bytes -= operation.control_bytes
             _end(operation, self._error(operation, status, length))
 
-    def busy(self) -> bool:
-        """Returns True if UCX holds any operation, reported or not."""
-        return bool(self._operations)
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of all operations that UCX holds."""
-        return sum(operation.buffer.nbytes for operation in self._operations.values())
+        return sum(operation.buffer.nbytes for operation in self.operations.values())
 
-    def num_receives(self) -> int:
-        """Returns the number of receives that UCX still holds."""
-        return sum(operation.endpoint is None for operation in self._operations.values())
+    def has_receives(self) -> bool:
+        """Returns True if UCX still holds a receive."""
+        return any(operation.endpoint is None for operation in self.operations.values())
 
     def cancel_all(self) -> None:
         """As `cancel`, of all but control messages."""
-        for ticket, operation in self._operations.items():
+        for ticket, operation in self.operations.items():
             if not operation.control_bytes:
                 self.cancel(ticket)
-
-    def forget(self) -> None:
-        """Let go of all memory: the worker that used it is gone, and its requests with it."""
-        self._operations.clear()
 
     def _new_ticket(self) -> int:
         self._num_tickets += 1
@@ -231,7 +218,7 @@ class RequestTable:
     def _book(self, ticket: int, posted: Posted, operation: _Operation) -> None:
         operation.end = lambda error: self.finished.append(Completion(ticket, error))
         if posted.status == IN_PROGRESS:
-            self._operations[ticket] = operation
+            self.operations[ticket] = operation
         else:
             _end(operation, self._error(operation, posted.status, posted.message_bytes))
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType
 
 from kvconnector.errors import (
@@ -49,7 +50,7 @@ from kvconnector.transport.ucx.library import UcxLibrary
 from kvconnector.transport.ucx.libucp import Context, Libucp
 from kvconnector.transport.ucx.listeners import LISTENERS
 from kvconnector.transport.ucx.log import LOG_GUARD
-from kvconnector.transport.ucx.rdma import RdmaChoice, RdmaWatch, rdma_devices
+from kvconnector.transport.ucx.rdma import RdmaChoice, rdma_devices
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64
@@ -115,14 +116,15 @@ class UcxTransport:
         self._requests = RequestTable(self._libucp, self.may_have_lost_a_peer)
         self._control = ControlReceives(self._libucp, self._requests)
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
-        choice = rdma or RdmaChoice(library)
-        self._rdma = RdmaWatch(choice, options, require=require_rdma)
-        self._event_fd = self._libucp.worker_event_fd()
+        self._falls_back = partial(
+            (rdma or RdmaChoice(library)).check, options=options, require_rdma=require_rdma
+        )
         self._liveness_interval_s = liveness_interval_s
         self._close_timeout_s = close_timeout_s
         self._clock = clock
         self._next_look_s = clock()
         self._closed = False
+        self._others_move = False
         LOG_GUARD.acquire(library)
 
     @property
@@ -146,7 +148,7 @@ class UcxTransport:
         if not peer.same_host(self._local):
             try:
                 opened = self._endpoints.get(endpoint)
-                opened.falls_back = self._rdma.check(opened.lanes)
+                opened.falls_back = self._falls_back(opened.lanes)
             except IncompatiblePeerError:
                 self.disconnect(endpoint)
                 raise
@@ -178,15 +180,13 @@ class UcxTransport:
         memory holds then: never reuse its tag. `LocalError`: no such ticket was given.
         """
         self._check_open()
-        if not self._requests.issued(ticket):
-            raise LocalError("no operation has this ticket", ticket=ticket)
         self._requests.cancel(ticket)
 
     def progress(self, *, others_move: bool = False) -> list[Completion]:
         """Drive UCX until nothing moves, without blocking, and return what ended: every ticket once. After `close`, one
         call returns what `close` cancelled. `others_move`: operations that were posted on `libucp` are under way, too.
         """
-        self._requests.others_move = others_move
+        self._others_move = others_move
         if not self._closed:
             self._drive()
             now_s = self._clock()
@@ -258,7 +258,7 @@ class UcxTransport:
     def fileno(self) -> int:
         """UCX's descriptor, readable when `progress()` has work: wait for it, do not read it."""
         self._check_open()
-        return self._event_fd
+        return self._libucp.worker_event_fd()
 
     def close(self) -> None:
         """Cancel what is outstanding and release everything, in order. Control messages still go out. Takes at most
@@ -269,18 +269,18 @@ class UcxTransport:
         self._closed = True
         deadline_s = self._clock() + self._close_timeout_s
         self._requests.cancel_all()
-        self._drive_until(lambda: not self._requests.num_receives(), deadline_s)
+        self._drive_until(lambda: not self._requests.has_receives(), deadline_s)
         self._requests.fail(lambda: OperationCancelledError("the transport was closed"))
         self._endpoints.flush_all()
         self._drive_until(self._endpoints.all_closed, deadline_s)
         self._endpoints.close_all()
         self._drive_until(self._endpoints.all_closed, deadline_s)
         self._discard_unexpected(deadline_s)
-        with LOG_GUARD.leaks_expected() if self._requests.busy() else nullcontext():
+        with LOG_GUARD.leaks_expected() if self._requests.operations else nullcontext():
             self._libucp.close()
             self._context.close()
         LOG_GUARD.release()
-        self._requests.forget()
+        self._requests.operations.clear()  # with the worker, which used their memory
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else repr(self._endpoints)
@@ -323,7 +323,7 @@ class UcxTransport:
 
     def holds(self, ticket: int) -> bool:
         """Returns True if UCX may still use the memory of an operation, as of the last `progress`."""
-        return self._requests.holds(ticket)
+        return ticket in self._requests.operations
 
     def _check_open(self) -> None:
         if self._closed:
@@ -342,17 +342,14 @@ class UcxTransport:
         self._libucp.worker_signal()
 
     def _step(self) -> None:
-        keeps_gil = not self._closed and self._is_light()
+        is_light = not self._others_move and self._requests.num_bytes() <= MAX_HELD_BYTES
+        keeps_gil = is_light and not self._closed
         for _ in range(_MAX_STEPS_PER_ROUND):
             if not self._libucp.worker_progress(keeps_gil=keeps_gil):
                 break
         self._endpoints.book_failures()
         self._requests.collect()
         self._endpoints.collect_closing()
-
-    def _is_light(self) -> bool:
-        """Returns True if whatever moves now copies little."""
-        return not (self._requests.others_move or self._requests.num_bytes > MAX_HELD_BYTES)
 
     def _drive_until(self, condition: Callable[[], bool], deadline_s: float) -> None:
         self._step()
