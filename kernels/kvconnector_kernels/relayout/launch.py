@@ -6,7 +6,8 @@ the chunk's address and the addresses of block ids may be replaced by the caller
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES, BlockIdsAt
@@ -32,9 +33,13 @@ _WARP_THREADS = 32
 _PARAM_BYTES = {"i32": 4, "i64": 8}
 
 
-class _Kernel(NamedTuple):
-    """A kernel, loaded for as long as `compiled` lives; the names of its parameters but the scratch ones, and their
-    sizes.
+_SCRATCH_BYTES = (8, 8)
+"""Of the null pointers after the parameters that a kernel was written with."""
+
+
+class Kernel(NamedTuple):
+    """A kernel, loaded for as long as `compiled` lives: its CUfunction, the names of its parameters but for scratch
+    memory, and the sizes of all.
     """
 
     compiled: Any
@@ -45,13 +50,11 @@ class _Kernel(NamedTuple):
     param_bytes: tuple[int, ...]
 
 
-_kernels: dict[tuple[object, ...], _Kernel] = {}
+_kernels: dict[tuple[object, ...], Kernel] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedLaunch:
-    """`function` is the CUfunction. `values` are its parameters but the trailing `num_scratch_params` null pointers,
-    with their `names` and `param_bytes`, their sizes.
+class PreparedLaunch(NamedTuple):
+    """A kernel and the `values` of its parameters but for scratch memory, which are null.
 
     To be replaced at will are, for `src` and `dst`, a chunk's `src_address`, a pool's first part `src_part_start`, and
     its block ids' address `src_ids`, by one of the same alignment to 16 bytes; and `num_tiles`, the number of parts
@@ -60,19 +63,14 @@ class PreparedLaunch:
     have other `src_origin`, `num_tokens` and `num_token_tiles`, and other strides of a chunk.
     """
 
-    function: int
-    num_threads: int
-    shared_bytes: int
+    kernel: Kernel
     tiles_per_part: int
     tile_tokens: int
     values: tuple[int, ...]
-    names: tuple[str, ...]
-    param_bytes: tuple[int, ...]
-    num_scratch_params: int = 2
 
     def index(self, name: str) -> int:
         """Which of the values has this name."""
-        return self.names.index(name)
+        return self.kernel.names.index(name)
 
 
 def prepare_launch(
@@ -95,40 +93,21 @@ def prepare_launch(
     is_packed = isinstance(src, PackedSide), isinstance(dst, PackedSide)
     if all(is_packed) or src.device == "cpu":
         raise RelayoutError("a prepared launch has a paged side, and is one on a GPU")
-    geometry = check_copy(
-        src,
-        dst,
-        num_parts=num_parts,
-        num_heads=num_heads,
-        num_tokens=num_tokens,
-    )
+    counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
+    geometry = check_copy(src, dst, **counts)
     tiling = plan_tiles(src, dst, geometry)
-    counts = tiling.counts(geometry)
-    tiles_per_part = counts[0] * counts[1] * counts[2]
-    pointers = _pointers(src), _pointers(dst)
-    tail = (num_heads, num_tokens, tiling.lead_tokens, num_parts * tiles_per_part, *counts)
+    pointers, tail = (_pointers(src), _pointers(dst)), tiling.numbers(geometry)
     # where the first tile begins is the kernel's business at run time, all else of the tiling at compile time
     aligned = tuple([address % ALIGN_BYTES for side in pointers for address in side])
-    key = (src.device, *is_packed, *aligned, _without_starts(tiling))
+    compiled_for = (tiling.tile, tiling.is_even, tiling.src[2:], tiling.dst[2:])
+    key = (src.device, *is_packed, *aligned, *compiled_for)
     kernel = _kernels.get(key)
     if kernel is None:
         kernel = _kernels[key] = _compile(src, dst, tiling, geometry, tail)
-    return PreparedLaunch(
-        function=kernel.function,
-        num_threads=kernel.num_threads,
-        shared_bytes=kernel.shared_bytes,
-        tiles_per_part=tiles_per_part,
-        tile_tokens=tiling.tile_tokens,
-        values=(
-            *pointers[0],
-            *side_numbers(src, tiling.src, geometry),
-            *pointers[1],
-            *side_numbers(dst, tiling.dst, geometry),
-            *tail,
-        ),
-        names=kernel.names,
-        param_bytes=kernel.param_bytes,
-    )
+    first = (*pointers[0], *side_numbers(src, tiling.src, geometry))
+    second = (*pointers[1], *side_numbers(dst, tiling.dst, geometry))
+    per_part = math.prod(tiling.counts(geometry))
+    return PreparedLaunch(kernel, per_part, tiling.tile.tokens, (*first, *second, *tail))
 
 
 def _pointers(side: Side) -> tuple[int, ...]:
@@ -139,15 +118,9 @@ def _pointers(side: Side) -> tuple[int, ...]:
     return side.table.rows_address, ids.address if isinstance(ids, BlockIdsAt) else ids.data_ptr()
 
 
-def _without_starts(tiling: Tiling) -> tuple[object, ...]:
-    """What a kernel is compiled for."""
-    word_bytes, num_words, words, heads, tokens, _, is_even, src, dst = tiling
-    return (word_bytes, num_words, words, heads, tokens, is_even, *src[2:], *dst[2:])
-
-
 def _compile(
     src: Side, dst: Side, tiling: Tiling, geometry: CopyGeometry, tail: tuple[int, ...]
-) -> _Kernel:
+) -> Kernel:
     """The loaded kernel for these sides, and for the alignment of their tables and block ids."""
     arguments = (
         *side_arguments(_with_tensor(src), tiling.src, geometry),
@@ -167,13 +140,16 @@ def _compile(
     given = (name for name, value in zip(all_names, arguments, strict=False) if value is not None)
     if names != tuple(given):
         raise RelayoutError(f"the compiled kernel takes other parameters: {names}")
-    return _Kernel(
+    return Kernel(
         compiled=compiled,
         function=compiled.function,
         num_threads=compiled.metadata.num_warps * _WARP_THREADS,
         shared_bytes=compiled.metadata.shared,
         names=names,
-        param_bytes=tuple(_PARAM_BYTES.get(signature[name], 8) for name in names),
+        param_bytes=(
+            *(_PARAM_BYTES.get(signature[name], 8) for name in names),
+            *_SCRATCH_BYTES,
+        ),
     )
 
 

@@ -140,10 +140,9 @@ class PagedSide:
     runs: TokenRuns = ADJACENT
 
     def __post_init__(self) -> None:
-        if self.part_start < 0:
-            raise RelayoutError(f"part_start must not be negative: {self.part_start}")
-        if self.head_start < 0:
-            raise RelayoutError(f"head_start must not be negative: {self.head_start}")
+        for name, start in (("part_start", self.part_start), ("head_start", self.head_start)):
+            if start < 0:
+                raise RelayoutError(f"{name} must not be negative: {start}")
         # the first run may begin before the first block, if the tokens there are skipped
         if self.token_start + self.runs.skip_tokens < 0:
             raise RelayoutError(f"token_start must not be negative: {self.token_start}")
@@ -252,23 +251,18 @@ def check_copy(
         BlockIdsError: too few block ids for the tokens, or ids outside the pool.
         GeometryMismatchError: the sides differ in device, item size or head dim, or neither tells the latter two.
     """
-    if num_parts < 0 or num_heads < 0 or num_tokens < 0:
-        counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
-        name = next(name for name, count in counts.items() if count < 0)
-        raise RelayoutError(f"{name} must not be negative: {counts[name]}")
+    counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
+    for name, count in counts.items():
+        if count < 0:
+            raise RelayoutError(f"{name} must not be negative: {count}")
     if src.device != dst.device:
         raise GeometryMismatchError(
             f"source is on {src.device}, destination on {dst.device}; name the device that reaches both"
         )
     tables = [side.table for side in (src, dst) if isinstance(side, PagedSide)]
-    asked = {(table.head_dim, table.item_size_bytes) for table in tables}
-    if len(asked) == 1 and head_dim is None and item_size_bytes is None:
-        # what a table has was checked when it was made
-        head_dim, item_size_bytes = asked.pop()
-    else:
-        head_dim = _agreed("head_dim", head_dim, [table.head_dim for table in tables])
-        sizes = [table.item_size_bytes for table in tables]
-        item_size_bytes = _agreed("item_size_bytes", item_size_bytes, sizes)
+    head_dim = _agreed("head_dim", head_dim, [table.head_dim for table in tables])
+    sizes = [table.item_size_bytes for table in tables]
+    item_size_bytes = _agreed("item_size_bytes", item_size_bytes, sizes)
     geometry = CopyGeometry(num_parts, num_heads, num_tokens, head_dim, item_size_bytes)
     for what, side in (("source", src), ("destination", dst)):
         if isinstance(side, PagedSide):
@@ -282,10 +276,13 @@ def check_copy(
 
 def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
     table, runs = side.table, side.runs
-    if side.part_start + geometry.num_parts > table.num_parts:
-        raise RelayoutError(_beyond(what, "parts", side.part_start, geometry.num_parts, table))
-    if side.head_start + geometry.num_heads > table.num_heads:
-        raise RelayoutError(_beyond(what, "heads", side.head_start, geometry.num_heads, table))
+    for axis, start, count, limit in (
+        ("parts", side.part_start, geometry.num_parts, table.num_parts),
+        ("heads", side.head_start, geometry.num_heads, table.num_heads),
+    ):
+        if start + count > limit:
+            wanted = f"{start} to {start + count}"
+            raise RelayoutError(f"the {what} has {limit} {axis}, the copy wants {wanted}")
     if not geometry.num_tokens:
         return
     first, last = side.token_start, side.token_start + geometry.num_tokens - 1
@@ -302,11 +299,6 @@ def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
         check_ids_in_pool(
             f"the {what}'s", side.block_ids[first_block:needed_blocks], table.num_blocks
         )
-
-
-def _beyond(what: str, axis: str, start: int, count: int, table: PartTable) -> str:
-    limit = table.num_parts if axis == "parts" else table.num_heads
-    return f"the {what} has {limit} {axis}, the copy wants {start} to {start + count}"
 
 
 def _agreed(name: str, asked: int | None, found: list[int]) -> int:

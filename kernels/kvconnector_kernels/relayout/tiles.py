@@ -43,18 +43,22 @@ class SideTiling(NamedTuple):
     align_bytes: int
 
 
-class Tiling(NamedTuple):
-    """The plan of one launch. A tile covers `tile_heads` x `tile_tokens` x `tile_words`, all powers of two.
-
-    Tile `i` along the tokens starts at token `i * tile_tokens - lead_tokens` of the copy, so the first may begin
-    before it.
-    """
+class Tile(NamedTuple):
+    """What a tile covers: `heads` x `tokens` x `words`, all powers of two, of heads with `num_words` words."""
 
     word_bytes: int
     num_words: int
-    tile_words: int
-    tile_heads: int
-    tile_tokens: int
+    words: int
+    heads: int
+    tokens: int
+
+
+class Tiling(NamedTuple):
+    """The plan of one launch. Tile `i` along the tokens starts at token `i * tile.tokens - lead_tokens` of the copy, so
+    the first may begin before it.
+    """
+
+    tile: Tile
     lead_tokens: int
     is_even: bool
     src: SideTiling
@@ -63,20 +67,26 @@ class Tiling(NamedTuple):
     def counts(self, geometry: CopyGeometry) -> tuple[int, int, int]:
         """Tiles along tokens, heads and words."""
         return (
-            -(-(geometry.num_tokens + self.lead_tokens) // self.tile_tokens),
-            -(-geometry.num_heads // self.tile_heads),
-            -(-self.num_words // self.tile_words),
+            -(-(geometry.num_tokens + self.lead_tokens) // self.tile.tokens),
+            -(-geometry.num_heads // self.tile.heads),
+            -(-self.tile.num_words // self.tile.words),
         )
+
+    def numbers(self, geometry: CopyGeometry) -> tuple[int, ...]:
+        """The kernel's arguments from `num_heads` on."""
+        counts = self.counts(geometry)
+        num_tiles = geometry.num_parts * math.prod(counts)
+        return (geometry.num_heads, geometry.num_tokens, self.lead_tokens, num_tiles, *counts)
 
 
 class _SideFacts(NamedTuple):
     """What the plan needs to know of a side; `bits` are unions of set bits, whose lowest bit is an alignment.
 
     From token `base_tokens` on, token `first_token` is the copy's first; tokens are adjacent from each multiple of
-    `whole_tokens` to the next, which is the block size where there are no runs. None: all of them are.
+    `whole_tokens` to the next, which is the block size where there are no runs. 0: all of them are.
     """
 
-    whole_tokens: int | None
+    whole_tokens: int
     base_tokens: int
     first_token: int
     is_dim_contiguous: bool
@@ -104,15 +114,11 @@ def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
         geometry.num_heads,
         is_row_copy,
         bits % _MAX_ACCESS_BYTES,
-        math.gcd(ours.whole_tokens or 0, theirs.whole_tokens or 0),
+        math.gcd(ours.whole_tokens, theirs.whole_tokens),
     )
     lead_tokens = _lead_tokens(facts, tile.tokens)
     return Tiling(
-        tile.word_bytes,
-        tile.num_words,
-        tile.words,
-        tile.heads,
-        tile.tokens,
+        tile,
         lead_tokens,
         # Rows are vectorised along their words whatever the tokens' mask; only a transposed tile profits from knowing.
         not is_row_copy and lead_tokens == 0 and geometry.num_tokens % tile.tokens == 0,
@@ -121,20 +127,10 @@ def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
     )
 
 
-class _Tile(NamedTuple):
-    """A tile's words, and how many of what it covers."""
-
-    word_bytes: int
-    num_words: int
-    words: int
-    heads: int
-    tokens: int
-
-
 @lru_cache(maxsize=1024)
 def _tile(
     head_dim: int, item_size_bytes: int, num_heads: int, is_row_copy: bool, bits: int, whole: int
-) -> _Tile:
+) -> Tile:
     """What does not depend on which tokens are copied. `bits` are the union of all that must be aligned, as far as it
     matters; tokens are adjacent on both sides from each multiple of `whole` to the next, or all of them where it is 0.
     """
@@ -156,7 +152,7 @@ def _tile(
     room = max(1, tile_bytes // (tile_words * word_bytes))
     tile_tokens = _tile_tokens(whole, room, max_tokens, num_heads)
     tile_heads = min(_next_power_of_two(num_heads), max(1, room // tile_tokens))
-    return _Tile(word_bytes, num_words, tile_words, tile_heads, tile_tokens)
+    return Tile(word_bytes, num_words, tile_words, tile_heads, tile_tokens)
 
 
 def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
@@ -180,7 +176,7 @@ def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
         )
     part, head, token, dim = side.strides_bytes(geometry)
     return _SideFacts(
-        None,
+        0,
         0,
         0,
         dim == item or geometry.head_dim == 1,
@@ -214,15 +210,15 @@ def _tile_tokens(whole: int, room: int, max_tokens: int, num_heads: int) -> int:
 def _lead_tokens(facts: tuple[_SideFacts, _SideFacts], tile_tokens: int) -> int:
     """How far the first tile reaches before the copy, so that tiles start where blocks do, first of all for writes."""
     for side in reversed(facts):
-        if side.whole_tokens is not None and side.whole_tokens % tile_tokens == 0:
+        if side.whole_tokens and side.whole_tokens % tile_tokens == 0:
             return side.first_token % tile_tokens
     return 0
 
 
-def _tile_side(side: _SideFacts, tile: _Tile, lead_tokens: int) -> SideTiling:
+def _tile_side(side: _SideFacts, tile: Tile, lead_tokens: int) -> SideTiling:
     origin = side.first_token - lead_tokens
     starts_aligned = origin % tile.tokens == 0
-    is_one_block = side.whole_tokens is None or (
+    is_one_block = not side.whole_tokens or (
         starts_aligned and side.whole_tokens % tile.tokens == 0
     )
     axis, bits = 0, tile.word_bytes

@@ -26,6 +26,10 @@ from kvconnector_kernels.relayout.tiles import SideTiling, Tiling, plan_tiles
 
 NUM_WARPS = 4
 _WORD_TYPES = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+_SIDE_NUMBERS = (
+    *("address", "part_stride", "head_stride", "token_stride", "dim_stride", "part_start"),
+    *("head_start", "origin", "block_size", "base", "run", "step"),
+)
 
 
 # fmt: off
@@ -95,12 +99,7 @@ def _tile_pointers(
 # fmt: off
 @triton.jit(
     do_not_specialize=[
-        *("src_address", "src_part_stride", "src_head_stride", "src_token_stride"),
-        *("src_dim_stride", "src_part_start", "src_head_start", "src_origin", "src_block_size"),
-        *("src_base", "src_run", "src_step"),
-        *("dst_address", "dst_part_stride", "dst_head_stride", "dst_token_stride"),
-        *("dst_dim_stride", "dst_part_start", "dst_head_start", "dst_origin", "dst_block_size"),
-        *("dst_base", "dst_run", "dst_step"),
+        *(f"{side}_{name}" for side in ("src", "dst") for name in _SIDE_NUMBERS),
         *("num_heads", "num_tokens", "lead_tokens", "num_tiles"),
         *("num_token_tiles", "num_head_tiles", "num_word_tiles"),
     ]
@@ -176,18 +175,14 @@ def relayout_triton(
     if geometry.nbytes == 0:
         return
     tiling = plan_tiles(src, dst, geometry)
-    tiles = tiling.counts(geometry)
-    num_tiles = geometry.num_parts * math.prod(tiles)
-    num_programs = num_tiles if max_programs is None else min(num_tiles, max_programs)
+    num_programs = geometry.num_parts * math.prod(tiling.counts(geometry))
+    if max_programs is not None:
+        num_programs = min(num_programs, max_programs)
     with on_device(src.device):
         relayout_kernel[(num_programs,)](
             *side_arguments(src, tiling.src, geometry),
             *side_arguments(dst, tiling.dst, geometry),
-            geometry.num_heads,
-            geometry.num_tokens,
-            tiling.lead_tokens,
-            num_tiles,
-            *tiles,
+            *tiling.numbers(geometry),
             **kernel_constants(tiling),
             num_warps=NUM_WARPS,
         )
@@ -221,12 +216,12 @@ def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tupl
 def kernel_constants(tiling: Tiling) -> dict[str, Any]:
     """The kernel's compile-time arguments."""
     return {
-        "WORD": _WORD_TYPES[tiling.word_bytes],
-        "WORD_BYTES": tiling.word_bytes,
-        "NUM_WORDS": tiling.num_words,
-        "HEADS": tiling.tile_heads,
-        "TOKENS": tiling.tile_tokens,
-        "WORDS": tiling.tile_words,
+        "WORD": _WORD_TYPES[tiling.tile.word_bytes],
+        "WORD_BYTES": tiling.tile.word_bytes,
+        "NUM_WORDS": tiling.tile.num_words,
+        "HEADS": tiling.tile.heads,
+        "TOKENS": tiling.tile.tokens,
+        "WORDS": tiling.tile.words,
         "EVEN_TOKENS": tiling.is_even,
         "SRC_ONE_BLOCK": tiling.src.is_one_block,
         "SRC_AXIS": tiling.src.contiguous_axis,

@@ -43,7 +43,7 @@ from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import BlockIdsAt, PagedSide, PartTable, RelayoutError, Side
 
 if TYPE_CHECKING:
-    from kvconnector_kernels.relayout.launch import PreparedLaunch
+    from kvconnector_kernels.relayout.launch import Kernel, PreparedLaunch
 
 NUM_STREAMS = 4
 _NON_BLOCKING = 1
@@ -267,22 +267,22 @@ class CudaCopies(Copies):
         from kvconnector_kernels.relayout.launch import prepare_launch
 
         launch = prepare_launch(src, dst, num_heads=num_heads, num_tokens=num_tokens)
-        if launch.function not in self._checked:
-            self._check_parameters(launch)
-            self._checked.add(launch.function)
+        if launch.kernel.function not in self._checked:
+            self._check_parameters(launch.kernel)
+            self._checked.add(launch.kernel.function)
         return launch
 
-    def _check_parameters(self, launch: PreparedLaunch) -> None:
+    def _check_parameters(self, kernel: Kernel) -> None:
         """Compare what a kernel takes with what it will be given: the wrong number would crash the GPU's context."""
-        expected = [*launch.param_bytes, *[8] * launch.num_scratch_params]
         found: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
-        function = ctypes.c_void_p(launch.function)
+        function = ctypes.c_void_p(kernel.function)
         while len(found) <= MAX_PARAMS and not self._cuda.cuFuncGetParamInfo(
             function, ctypes.c_size_t(len(found)), ctypes.byref(offset), ctypes.byref(size)
         ):
             found.append(size.value)
-        if found != expected or len(found) > MAX_PARAMS:
+        if found != list(kernel.param_bytes) or len(found) > MAX_PARAMS:
+            expected = kernel.param_bytes
             raise RelayoutError(f"the kernel takes parameters of {found} bytes, not {expected}")
 
 

@@ -105,8 +105,13 @@ def _side(end: Window | PackedSide, tokens: Tokens) -> Side:
 
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
+    kernel, job = launch.kernel, np.zeros(1, JOB)
+    job["function"], job["num_threads"] = kernel.function, kernel.num_threads
+    job["shared_bytes"] = kernel.shared_bytes
+    job["num_params"] = len(kernel.param_bytes)
+    job["params"][0, : len(launch.values)] = launch.values
     terms = np.zeros((4, JOB.itemsize // 8), np.int64)
-    terms[0] = words_of(gpu_job_of(launch))[0]
+    terms[0] = words_of(job)[0]
     terms[3, _word(launch, "num_tokens")] = 1
     ids, parts = [-1, -1], [-1, -1]
     for side, (name, end) in enumerate((("src", span.lane.src), ("dst", span.lane.dst))):
@@ -153,15 +158,3 @@ def windows_of(block_size: int) -> list[tuple[int, int]]:
 def shares_of(table: PartTable) -> list[int]:
     """All heads of a table, and the shares of them that a peer with more ranks has."""
     return sorted({table.num_heads >> shift for shift in range(table.num_heads.bit_length())})
-
-
-def gpu_job_of(launch: PreparedLaunch) -> npt.NDArray[np.void]:
-    """A launch as one job: all parts, one program for each tile, and 0 bytes."""
-    job = np.zeros(1, JOB)
-    job["function"] = launch.function
-    job["num_programs"] = launch.values[launch.index("num_tiles")]
-    job["num_threads"] = launch.num_threads
-    job["shared_bytes"] = launch.shared_bytes
-    job["num_params"] = len(launch.values) + launch.num_scratch_params
-    job["params"][0, : len(launch.values)] = launch.values
-    return job

@@ -142,12 +142,12 @@ def test_numbers_are_those_of_a_launch_by_triton(src, dst, swapped, sizes):
     arguments += tiling.counts(geometry)
     named = dict(zip(relayout_kernel.arg_names, arguments, strict=False))
     expected = {name: value for name, value in named.items() if value is not None}
-    assert dict(zip(prepared.names, prepared.values, strict=True)) == expected
+    assert dict(zip(prepared.kernel.names, prepared.values, strict=True)) == expected
     assert prepared.tiles_per_part == per_part
     # and they go to the kernel that is compiled for them
     alignment = [None if address is None else address % 16 for address in pointers]
     constants = kernel_constants(tiling).values()
-    assert prepared.function == hash((*alignment, *map(str, constants)))
+    assert prepared.kernel.function == hash((*alignment, *map(str, constants)))
 
 
 pools = st.builds(
@@ -254,10 +254,10 @@ def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(ask
             is_capped = nbytes > MAX_UNCAPPED_BYTES
             expected = {
                 "nbytes": nbytes,
-                "function": own.function,
+                "function": own.kernel.function,
                 "num_programs": min(num_tiles, MAX_PROGRAMS) if is_capped else num_tiles,
-                "num_threads": own.num_threads,
-                "num_params": len(own.values) + own.num_scratch_params,
+                "num_threads": own.kernel.num_threads,
+                "num_params": len(own.values) + 2,
                 "slot_param": own.index(slot) if slot else 0,
                 "stream": STREAM,
             }

@@ -28,8 +28,8 @@ PAIRS = [
 def test_a_tile_moves_enough_bytes_to_hide_latency(num_heads, head_dim):
     pool = Pool("HND", 64, 2, num_heads, head_dim, num_parts=1)
     geometry = CopyGeometry(1, num_heads, 512, head_dim, 2)
-    plan = plan_tiles(Window(pool).side(), Window(pool).side(), geometry)
-    tile_bytes = plan.tile_heads * plan.tile_tokens * plan.tile_words * plan.word_bytes
+    tile = plan_tiles(Window(pool).side(), Window(pool).side(), geometry).tile
+    tile_bytes = tile.heads * tile.tokens * tile.words * tile.word_bytes
     assert 8192 <= tile_bytes <= 16384
 
 
@@ -39,7 +39,7 @@ def test_accesses_are_no_wider_than_the_alignment():
     geometry = CopyGeometry(1, 2, 16, 8, 2)
     for address, word_bytes, align_bytes in ((4096, 8, 16), (4104, 8, 8), (4098, 2, 2)):
         plan = plan_tiles(side, PackedSide(address, 1 << 20, "HND", "cpu"), geometry)
-        assert plan.word_bytes == word_bytes
+        assert plan.tile.word_bytes == word_bytes
         assert plan.dst.align_bytes == align_bytes
 
 
