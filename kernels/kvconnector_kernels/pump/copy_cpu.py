@@ -14,12 +14,12 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from kvconnector_kernels.pump import helpers
-from kvconnector_kernels.pump.native import add_flag, record_at, store_flag
+from kvconnector_kernels.pump.native import add_flag, end_stream, record_at, store_flag
 from kvconnector_kernels.pump.records import ALL, MORE, PAGED_SIDE, offset_of, record_of
 from kvconnector_kernels.pump.sources import SOURCES_HASH, compiling_alone
-from kvconnector_kernels.pump.steps import helper, window_of
+from kvconnector_kernels.pump.steps import helper
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
-from kvconnector_kernels.relayout.cpu_kernel import copy_part, end_stream
+from kvconnector_kernels.relayout.cpu_kernel import copy_part
 from kvconnector_kernels.relayout.runs import MAX_RUN_TOKENS
 from kvconnector_kernels.relayout.sides import ROW_COLUMNS, CopyGeometry, PackedSide, Side
 
@@ -59,8 +59,11 @@ def _rows_of(address, job, side, slot, part):
 
 @helper
 def _window_of(address, job, side):
+    """As `copy_part` takes it."""
     if side.rows:
-        return window_of(side)
+        ids = (side.block_ids, side.block_size)
+        tokens = (side.token_start, side.run_tokens, side.step_tokens, side.skip_tokens)
+        return (*ids, side.head_start, *tokens)
     return (address + _BLOCK, job.num_tokens, 0, 0, MAX_RUN_TOKENS, MAX_RUN_TOKENS, 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from llvmlite import ir
@@ -10,6 +12,28 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
+
+
+def operation(result: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic on int64 of a function that emits it, and takes the builder and the values of its arguments."""
+
+    def define(emit: Callable[..., Any]) -> Any:
+        @wraps(emit)
+        def typed(typingctx: Any, *arguments: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                found = emit(builder, *values)
+                return context.get_dummy_value() if result is types.void else found
+
+            return result(*[types.int64] * len(arguments)), codegen
+
+        return intrinsic(typed)
+
+    return define
+
+
+def pointer_to(kind: Any, builder: Any, address: Any) -> Any:
+    """The address as a pointer of LLVM's."""
+    return builder.inttoptr(address, kind.as_pointer())
 
 
 @intrinsic
@@ -38,12 +62,9 @@ def record_at(typingctx: Any, address: Any, dtype: Any) -> Any:
     return dtype.dtype(types.int64, dtype), codegen
 
 
-@intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], _I8.as_pointer())
-
-    return types.voidptr(types.int64), codegen
+@operation(types.voidptr)
+def _pointer(builder: Any, address: Any) -> Any:
+    return pointer_to(_I8, builder, address)
 
 
 @njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
@@ -52,107 +73,66 @@ def array_at(address: Any, count: Any, dtype: Any) -> Any:
     return carray(_pointer(address), (count,), dtype)
 
 
-@intrinsic
-def two_words(typingctx: Any) -> Any:
+@operation(types.int64)
+def two_words(builder: Any) -> Any:
     """The address of two int64 on the caller's stack, which no other thread writes; valid until the caller returns."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        words = cgutils.alloca_once(builder, ir.ArrayType(_I64, 2))
-        return builder.ptrtoint(words, _I64)
-
-    return types.int64(), codegen
+    return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_I64, 2)), _I64)
 
 
-@intrinsic
-def load(typingctx: Any, address: Any) -> Any:
+@operation(types.int64)
+def load(builder: Any, address: Any) -> Any:
     """The int64 at an address, aligned or not."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _I64.as_pointer()), align=1)
-
-    return types.int64(types.int64), codegen
+    return builder.load(pointer_to(_I64, builder, address), align=1)
 
 
-@intrinsic
-def store(typingctx: Any, address: Any, value: Any) -> Any:
+@operation(types.void)
+def store(builder: Any, address: Any, value: Any) -> None:
     """Write an int64 at an address, aligned or not."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], _I64.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    builder.store(value, pointer_to(_I64, builder, address), align=1)
 
 
-@intrinsic
-def swap_bytes(typingctx: Any, value: Any) -> Any:
+@operation(types.int64)
+def swap_bytes(builder: Any, value: Any) -> Any:
     """An int64 with its bytes in the reverse order."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bswap(args[0])
-
-    return types.int64(types.int64), codegen
+    return builder.bswap(value)
 
 
-@intrinsic
-def load_flag(typingctx: Any, address: Any) -> Any:
+@operation(types.int64)
+def load_flag(builder: Any, address: Any) -> Any:
     """The 32-bit flag at an address, written by another device or thread; nothing after it is read before it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I32.as_pointer())
-        return builder.zext(builder.load_atomic(pointer, "acquire", 4), _I64)
-
-    return types.int64(types.int64), codegen
+    return builder.zext(builder.load_atomic(pointer_to(_I32, builder, address), "acquire", 4), _I64)
 
 
-@intrinsic
-def store_flag(typingctx: Any, address: Any, value: Any) -> Any:
+@operation(types.void)
+def store_flag(builder: Any, address: Any, value: Any) -> None:
     """Write a 32-bit flag; everything before it is visible to who reads it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I32.as_pointer())
-        builder.store_atomic(builder.trunc(args[1], _I32), pointer, "release", 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    flag = pointer_to(_I32, builder, address)
+    builder.store_atomic(builder.trunc(value, _I32), flag, "release", 4)
 
 
-@intrinsic
-def exchange_flag(typingctx: Any, address: Any, expected: Any, value: Any) -> Any:
+@operation(types.boolean)
+def exchange_flag(builder: Any, address: Any, expected: Any, value: Any) -> Any:
     """Write a 32-bit flag if it has the expected value. Returns True if it had. What came before is ordered."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I32.as_pointer())
-        result = builder.cmpxchg(
-            pointer,
-            builder.trunc(args[1], _I32),
-            builder.trunc(args[2], _I32),
-            "seq_cst",
-            "seq_cst",
-        )
-        return builder.extract_value(result, 1)
-
-    return types.boolean(types.int64, types.int64, types.int64), codegen
+    flag, words = pointer_to(_I32, builder, address), (expected, value)
+    orders = "seq_cst", "seq_cst"
+    found = builder.cmpxchg(flag, *(builder.trunc(word, _I32) for word in words), *orders)
+    return builder.extract_value(found, 1)
 
 
-@intrinsic
-def add_flag(typingctx: Any, address: Any, value: Any) -> Any:
+@operation(types.int64)
+def add_flag(builder: Any, address: Any, value: Any) -> Any:
     """Add to a 32-bit flag at once. Returns what it was. What came before and what comes after is ordered."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], _I32.as_pointer())
-        old = builder.atomic_rmw("add", pointer, builder.trunc(args[1], _I32), "seq_cst")
-        return builder.zext(old, _I64)
-
-    return types.int64(types.int64, types.int64), codegen
+    flag, added = pointer_to(_I32, builder, address), builder.trunc(value, _I32)
+    return builder.zext(builder.atomic_rmw("add", flag, added, "seq_cst"), _I64)
 
 
-@intrinsic
-def fence(typingctx: Any) -> Any:
+@operation(types.void)
+def fence(builder: Any) -> None:
     """No load or store moves over it, in either direction. On x86 this keeps the compiler alone from moving them."""
+    builder.fence("acq_rel")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("acq_rel")
-        return context.get_dummy_value()
 
-    return types.void(), codegen
+@operation(types.void)
+def end_stream(builder: Any) -> None:
+    """Streamed lines are ordered by a fence only: without it another thread might not see them after a flag."""
+    builder.fence("seq_cst")

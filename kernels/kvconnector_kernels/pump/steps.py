@@ -31,14 +31,6 @@ recv_slots_of = helper(lambda state: array_at(state.recv_slots, state.num_recv_s
 
 
 @helper
-def window_of(side):
-    """The window of a side in host memory, a record with the fields of `PAGED_SIDE`, as `copy_part` takes it."""
-    ids = (side.block_ids, side.block_size)
-    tokens = (side.token_start, side.run_tokens, side.step_tokens, side.skip_tokens)
-    return (*ids, side.head_start, *tokens)
-
-
-@helper
 def status_of(register):
     """What a register that returned a `ucs_status_t`, which is one byte, says."""
     return ((register & 0xFF) ^ 0x80) - 0x80

@@ -1,7 +1,4 @@
-"""The compiled copy loops for host memory. All arguments are plain int64, so there is one compiled version of each.
-
-Everything lives in this one file because numba's on-disk cache notices changes in the file of the cached function only.
-"""
+"""The compiled copy loops for host memory. All arguments are plain int64, so there is one compiled version of each."""
 
 from __future__ import annotations
 
@@ -9,9 +6,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from kvconnector_kernels.pump.native import load, operation, pointer_to
+from kvconnector_kernels.pump.steps import helper
 
 # One witness value per item width: the strided loops are compiled once for each of these types.
 _U8, _U16, _U32, _U64 = np.uint8(0), np.uint16(0), np.uint32(0), np.uint64(0)
@@ -22,18 +22,11 @@ _LINE_BYTES = 64
 _MIN_STREAMED_BYTES = 128
 
 
-@intrinsic
-def _copy_bytes(typingctx: Any, dst: Any, src: Any, nbytes: Any) -> Any:
+@operation(types.void)
+def _copy_bytes(builder: Any, dst: Any, src: Any, nbytes: Any) -> None:
     """memcpy between two addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte_pointer = cgutils.voidptr_t
-        dst_pointer = builder.inttoptr(args[0], byte_pointer)
-        src_pointer = builder.inttoptr(args[1], byte_pointer)
-        cgutils.raw_memcpy(builder, dst_pointer, src_pointer, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pointers = [pointer_to(ir.IntType(8), builder, address) for address in (dst, src)]
+    cgutils.raw_memcpy(builder, *pointers, nbytes, 1)
 
 
 @intrinsic
@@ -59,35 +52,17 @@ def _store(typingctx: Any, address: Any, value: Any) -> Any:
     return types.void(types.int64, value), codegen
 
 
-@intrinsic
-def _stream_line(typingctx: Any, dst: Any, src: Any) -> Any:
+@operation(types.void)
+def _stream_line(builder: Any, dst: Any, src: Any) -> None:
     """Copy 64 bytes to an address that is a multiple of 64, past the caches."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        line = ir.VectorType(ir.IntType(64), 8)
-        value = builder.load(builder.inttoptr(args[1], line.as_pointer()), align=1)
-        store = builder.store(
-            value, builder.inttoptr(args[0], line.as_pointer()), align=_LINE_BYTES
-        )
-        one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-        store.set_metadata("nontemporal", one)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    line = ir.VectorType(ir.IntType(64), 8)
+    value = builder.load(pointer_to(line, builder, src), align=1)
+    stored = builder.store(value, pointer_to(line, builder, dst), align=_LINE_BYTES)
+    one = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
+    stored.set_metadata("nontemporal", one)
 
 
-@intrinsic
-def end_stream(typingctx: Any) -> Any:
-    """Streamed lines are ordered by a fence only: without it another thread might not see them after a flag."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
-
-
-@njit(nogil=True, cache=True)
+@helper
 def _copy_run(dst, src, nbytes, is_streamed):
     """One contiguous run. Streaming saves reading the destination's lines first: a third of the memory traffic."""
     if not is_streamed or nbytes < _MIN_STREAMED_BYTES:
@@ -103,7 +78,7 @@ def _copy_run(dst, src, nbytes, is_streamed):
         _copy_bytes(dst + end, src + end, nbytes - end)
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _copy_strided(witness, dst, dst_strides, src, src_strides, counts):
     """An `[outer, inner]` matrix item by item, in tiles that stay in the first-level cache on both sides."""
     for outer_tile in range(0, counts[0], _TILE_ITEMS):
@@ -119,7 +94,7 @@ def _copy_strided(witness, dst, dst_strides, src, src_strides, counts):
                     at += src_strides[1]
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _copy_matrix(dst, dst_strides, src, src_strides, counts, item_bytes, is_streamed):
     """One head's `[token, dim]` matrix whose dim is not contiguous on both sides."""
     if dst_strides[0] < dst_strides[1]:
@@ -140,7 +115,7 @@ def _copy_matrix(dst, dst_strides, src, src_strides, counts, item_bytes, is_stre
         _copy_strided(_U64, dst, dst_strides, src, src_strides, counts)
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _copy_rows(dst, dst_strides, src, src_strides, counts, row_bytes, is_streamed):
     """A `[head, token]` matrix of contiguous rows, joined along an axis that is contiguous on both sides."""
     if dst_strides[0] < dst_strides[1]:
@@ -159,7 +134,7 @@ def _copy_rows(dst, dst_strides, src, src_strides, counts, row_bytes, is_streame
                 at += src_strides[1]
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
     """The order in which `[head, token, dim]` lies without gaps: 1 HND, 2 NHD, 3 HDN, 0 if none."""
     head, token, dim = strides
@@ -176,7 +151,7 @@ def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
     return 0
 
 
-@njit(nogil=True, cache=True)
+@helper
 def next_box(base, block_stride, token_stride, window, token):
     """The address of a token, how many tokens follow it evenly in its block, itself included, and their stride."""
     ids, block_size, _, token_start, run, step, skip = window
@@ -192,7 +167,7 @@ def next_box(base, block_stride, token_stride, window, token):
     return address, min(block_size - offset, run - place), token_stride
 
 
-@njit(nogil=True, cache=True)
+@helper
 def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, is_streamed):
     """`[head, token, dim]` within one block on each side; `item` is (head dim, bytes)."""
     is_dim_joined = dst_strides[2] == item[1] and src_strides[2] == item[1]
@@ -219,7 +194,7 @@ def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, i
         )
 
 
-@njit(nogil=True, cache=True)
+@helper
 def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
     """The tokens `span[0]` to `span[1]` of one part, all heads; nothing is checked. `end_stream` follows if streamed.
 
@@ -227,14 +202,13 @@ def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, i
     first head, first token, tokens of a run, tokens from one run's start to the next, tokens skipped at first), see
     `TokenRuns`; `item` is (head dim, item bytes).
     """
-    zero = np.int64(0)
-    dst_block = _load(dst_row + 8, zero)
-    src_block = _load(src_row + 8, zero)
-    dst_strides = (_load(dst_row + 16, zero), _load(dst_row + 24, zero), _load(dst_row + 32, zero))
-    src_strides = (_load(src_row + 16, zero), _load(src_row + 24, zero), _load(src_row + 32, zero))
-    dst_base = _load(dst_row, zero) + dst_window[2] * dst_strides[0]
-    src_base = _load(src_row, zero) + src_window[2] * src_strides[0]
+    dst_block, src_block = load(dst_row + 8), load(src_row + 8)
+    dst_strides = (load(dst_row + 16), load(dst_row + 24), load(dst_row + 32))
+    src_strides = (load(src_row + 16), load(src_row + 24), load(src_row + 32))
+    dst_base = load(dst_row) + dst_window[2] * dst_strides[0]
+    src_base = load(src_row) + src_window[2] * src_strides[0]
     # One run that still grows: boxes that follow each other on both sides become one copy.
+    zero = np.int64(0)
     run_dst, run_src, run_bytes = zero, zero, zero
     token = span[0]
     while token < span[1]:
