@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kvconnector.datapath.direct.mappings import Mappings
+from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
 from tests.integration.runtime_pair import DEADLINE_S, Engine, same, until
@@ -34,16 +34,16 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
 
 def _consume(pipe, params, unmaps):
     """A consumer in a process of its own, which goes on until it is asked to end."""
-    close, unmapped_at = Mappings.close, []
+    close, unmapped_at = RemotePools.close, []
 
-    def close_and_note(mappings):
+    def close_and_note(pools):
         if unmaps:
-            close(mappings)
+            close(pools)
             unmapped_at.append(time.monotonic())
         else:
             time.sleep(2 * driver_thread.UNMAP_TIMEOUT_S)
 
-    Mappings.close = close_and_note
+    RemotePools.close = close_and_note
     d = Engine("d", "consumer", device="cuda:1", paths={"direct": "always"})
     d.load("r", params, BLOCKS, NUM_TOKENS + 1)
     until(lambda: "r" in d.received, d)

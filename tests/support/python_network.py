@@ -18,13 +18,13 @@ _FIRST_STATUS, _NUM_STATUSES = -20, 70
 
 
 class PythonNetwork:
-    """`Network` over a `LoopbackTransport` for slots in host memory.
+    """`UcxNetwork` over a `LoopbackTransport` for slots in host memory.
 
     A request is a ticket, an endpoint's handle its id. The loop reads the test's `clock`, too. Who uses it keeps the
     slots until the transport is closed.
     """
 
-    fileno, worker, watched = -1, 0, ()
+    fileno, worker = -1, 0
 
     def __init__(self, transport, clock):
         self._transport, self._clock = transport, clock
@@ -56,7 +56,7 @@ class PythonNetwork:
         return round(self._clock() * _NS_PER_S)
 
     def handle(self, endpoint):
-        """See `Network`. Losses show where something is sent."""
+        """See `UcxNetwork`. Losses show where something is sent."""
         return endpoint
 
     def lanes(self, endpoint):
@@ -81,7 +81,7 @@ class PythonNetwork:
         return others
 
     def is_control_arriving(self):
-        """See `Network`: the loop asks `tag_probe`."""
+        """See `UcxNetwork`: the loop asks `tag_probe`."""
         return False
 
     def check(self):

@@ -7,7 +7,7 @@ the chunk's address and the addresses of block ids may be replaced by the caller
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES, BlockIdsAt
@@ -53,7 +53,8 @@ class Kernel(NamedTuple):
 _kernels: dict[tuple[object, ...], Kernel] = {}
 
 
-class PreparedLaunch(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PreparedLaunch:
     """A kernel and the `values` of its parameters but for scratch memory, which are null.
 
     To be replaced at will are, for `src` and `dst`, a chunk's `src_address`, a pool's first part `src_part_start`, and

@@ -24,11 +24,11 @@ from __future__ import annotations
 import logging
 import struct
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
 from kvconnector.datapath.device_memory import kept_unless_idle
+from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.shared_memory import SharedMemory
 from kvconnector.layout.watermark import ALL_LAYERS, MAX_AHEAD_LAYERS, Watermark
 from kvconnector.wire.export import BUCKET_BYTES
@@ -50,18 +50,6 @@ NUM_BUCKETS = 1024
 """Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
 
 _MAX_EXPECTED = (1 << 31) - 1
-
-
-class ReadyWriter(Protocol):
-    """Writes the words of an entry after whatever fills the blocks."""
-
-    def write(self, address: int, value: int) -> None:
-        """Set the aligned int32 at `address`, which is inside the board."""
-
-    def close(self) -> None:
-        """Let every write that is under way end, and release what `write` needed. Raises TransportError: the device has
-        failed, or a write does not end: the memory must stay.
-        """
 
 
 def bucket_offset(key: bytes, num_buckets: int) -> int:
@@ -92,7 +80,7 @@ class LeaseBoard:
 
     def __init__(
         self,
-        open_writer: Callable[[int, int], ReadyWriter] | None = None,
+        open_writer: Callable[[int, int], StreamWriter] | None = None,
         *,
         num_buckets: int = NUM_BUCKETS,
     ) -> None:

@@ -34,6 +34,7 @@ _HOST_REGISTER_PORTABLE_AND_MAPPED = 0x01 | 0x02
 _IPC_LAZY_ENABLE_PEER_ACCESS = 0x01
 _PEER_ACCESS_ALREADY_ENABLED = 704
 _NOT_READY = 600
+_UNUSABLE = "a GPU cannot be used"
 
 
 class IpcHandle(ctypes.Structure):
@@ -59,6 +60,10 @@ class CudaDriver:
     def __init__(self) -> None:
         self.library = load_libcuda(*_FUNCTIONS)
 
+    def call(self, what: str, name: str, *arguments: Any, **context: object) -> None:
+        """Call a function. Raises TransportError: it failed; `what` is the text."""
+        self.check(getattr(self.library, name)(*arguments), what, **context)
+
     def check(self, status: int, what: str, **context: object) -> None:
         """Raise `TransportError` unless a call succeeded."""
         if status:
@@ -73,12 +78,9 @@ class CudaDriver:
         """
         base, nbytes = self._range_of(address)
         handle = IpcHandle()
-        self.check(
-            self.library.cuIpcGetMemHandle(ctypes.byref(handle), ctypes.c_uint64(base)),
-            "memory of the caches cannot be shared; PyTorch's expandable segments cannot",
-            address=hex(address),
-            nbytes=nbytes,
-        )
+        what = "memory of the caches cannot be shared; PyTorch's expandable segments cannot"
+        place = {"address": hex(address), "nbytes": nbytes}
+        self.call(what, "cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(base), **place)
         return IpcAllocation(handle=bytes(handle), address=base, nbytes=nbytes)
 
     def open_ipc(self, handle: bytes) -> tuple[int, int]:
@@ -86,29 +88,22 @@ class CudaDriver:
         TransportError: the handle is stale, or the GPUs cannot reach each other's memory.
         """
         address = ctypes.c_uint64()
-        self.check(
-            self.library.cuIpcOpenMemHandle_v2(
-                ctypes.byref(address),
-                IpcHandle.from_buffer_copy(handle),
-                ctypes.c_uint(_IPC_LAZY_ENABLE_PEER_ACCESS),
-            ),
-            "the producer's GPU memory cannot be mapped",
-        )
+        how = IpcHandle.from_buffer_copy(handle), ctypes.c_uint(_IPC_LAZY_ENABLE_PEER_ACCESS)
+        what = "the producer's GPU memory cannot be mapped"
+        self.call(what, "cuIpcOpenMemHandle_v2", ctypes.byref(address), *how)
         return address.value, self._range_of(address.value)[1]
 
     def close_ipc(self, address: int) -> None:
         """Unmap what `open_ipc` mapped into the current context. Raises TransportError: the driver refuses."""
-        self.check(
-            self.library.cuIpcCloseMemHandle(ctypes.c_uint64(address)),
-            "the producer's GPU memory cannot be unmapped",
-        )
+        what = "the producer's GPU memory cannot be unmapped"
+        self.call(what, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def allocate(self, device_index: int, nbytes: int) -> CudaMemory:
         """Memory of a GPU from the driver itself, which any process may map, whatever PyTorch's allocator is set to.
         Raises TransportError: there is no such GPU, or it has no such memory.
         """
         context, address = self._context_of(device_index), ctypes.c_uint64()
-        self.check(self.library.cuCtxPushCurrent_v2(context), "a GPU cannot be used")
+        self.call(_UNUSABLE, "cuCtxPushCurrent_v2", context)
         try:
             status = self.library.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
         finally:
@@ -120,11 +115,8 @@ class CudaDriver:
 
     def enter(self, device_index: int) -> None:
         """Make a GPU's context the calling thread's. Raises TransportError: there is no such GPU, or it has failed."""
-        self.check(
-            self.library.cuCtxSetCurrent(self._context_of(device_index)),
-            "a GPU cannot be used",
-            device=device_index,
-        )
+        context = self._context_of(device_index)
+        self.call(_UNUSABLE, "cuCtxSetCurrent", context, device=device_index)
 
     def enable_peer_access(self, device_index: int) -> None:
         """Let kernels of the current context reach another GPU's memory. Raises TransportError: they cannot."""
@@ -137,29 +129,20 @@ class CudaDriver:
     def _range_of(self, address: int) -> tuple[int, int]:
         """The first address and the bytes of the allocation that an address is in."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
-        self.check(
-            self.library.cuMemGetAddressRange_v2(
-                ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address)
-            ),
-            "the GPU's driver does not know an address of the caches",
-            address=hex(address),
-        )
+        found = ctypes.byref(base), ctypes.byref(nbytes)
+        what = "the GPU's driver does not know an address of the caches"
+        asked = ctypes.c_uint64(address)
+        self.call(what, "cuMemGetAddressRange_v2", *found, asked, address=hex(address))
         return base.value, nbytes.value
 
     def _context_of(self, device_index: int) -> ctypes.c_void_p:
         """A GPU's primary context, the one that PyTorch uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
-        self.check(
-            self.library.cuDeviceGet(ctypes.byref(device), device_index),
-            "the GPU's driver does not know a GPU",
-            device=device_index,
-        )
+        which = {"device": device_index}
+        unknown = "the GPU's driver does not know a GPU"
+        self.call(unknown, "cuDeviceGet", ctypes.byref(device), device_index, **which)
         # never released: PyTorch needs it for as long as the process lives
-        self.check(
-            self.library.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-            "a GPU cannot be used",
-            device=device_index,
-        )
+        self.call(_UNUSABLE, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device, **which)
         return context
 
 
@@ -177,7 +160,7 @@ def _free(library: Any, context: ctypes.c_void_p, address: ctypes.c_uint64) -> N
 
 
 class StreamWriter:
-    """A board's `ReadyWriter` on a GPU: `ready` is written after all that a stream holds.
+    """Writes the words of a lease board's entries after all that a stream holds, which fills the blocks.
 
     `context` is the CUDA context of `stream`; the board is `nbytes` of host memory at `address`.
 
@@ -191,31 +174,26 @@ class StreamWriter:
         self._context = ctypes.c_void_p(context)
         self._address = ctypes.c_void_p(address)
         self._enter()
-        self._driver.check(
-            self._driver.library.cuMemHostRegister_v2(
-                self._address, ctypes.c_size_t(nbytes), _HOST_REGISTER_PORTABLE_AND_MAPPED
-            ),
-            "the lease board cannot be registered with the GPU",
-            nbytes=nbytes,
-        )
+        memory = self._address, ctypes.c_size_t(nbytes), _HOST_REGISTER_PORTABLE_AND_MAPPED
+        what = "the lease board cannot be registered with the GPU"
+        self._driver.call(what, "cuMemHostRegister_v2", *memory, nbytes=nbytes)
 
     def write(self, address: int, value: int) -> None:
+        """Set the aligned int32 at `address`, which is inside the board."""
         self._enter()
         # with unified addressing, registered host memory has one address
-        self._driver.check(
-            self._driver.library.cuStreamWriteValue32_v2(
-                self._stream, ctypes.c_uint64(address), ctypes.c_uint32(value), 0
-            ),
-            "the GPU does not take a write of the lease board",
-        )
+        written = ctypes.c_uint64(address), ctypes.c_uint32(value), 0
+        what = "the GPU does not take a write of the lease board"
+        self._driver.call(what, "cuStreamWriteValue32_v2", self._stream, *written)
 
     def close(self) -> None:
+        """Let every write that is under way end, and release what `write` needed. Raises TransportError: the device has
+        failed, or a write does not end: the memory must stay.
+        """
         self._enter()
         await_device(self._is_idle, "writes of the lease board do not end")
-        self._driver.check(
-            self._driver.library.cuMemHostUnregister(self._address),
-            "the lease board cannot be unregistered",
-        )
+        what = "the lease board cannot be unregistered"
+        self._driver.call(what, "cuMemHostUnregister", self._address)
 
     def _is_idle(self) -> bool:
         status: int = self._driver.library.cuStreamQuery(self._stream)
@@ -224,6 +202,4 @@ class StreamWriter:
         return status != _NOT_READY
 
     def _enter(self) -> None:
-        self._driver.check(
-            self._driver.library.cuCtxSetCurrent(self._context), "the GPU's context is gone"
-        )
+        self._driver.call("the GPU's context is gone", "cuCtxSetCurrent", self._context)

@@ -3,67 +3,55 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
+from kvconnector.datapath.direct.peer_memory import Place
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import PoolExport
 
 
-class Mappings:
-    """The allocations of an export in the address space of `device`. Those of this very process are there already.
-    Raises TransportError: the GPUs cannot reach each other's memory, or the driver refuses.
+def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[Place]:
+    """Map the allocations of an export for kernels on `device`, until `opened` is closed. Those of this very process
+    are there already. Raises TransportError: the GPUs cannot reach each other's memory, or the driver refuses.
     """
+    import torch
 
-    def __init__(self, export: PoolExport, device: str) -> None:
-        import torch
+    driver, places = CudaDriver(), []
+    with torch.cuda.device(device):
+        driver.enter(torch.device(device).index)
+        if export.pid == os.getpid():
+            _reach_own(driver, export, device, torch)
+            return [(each.address, each.nbytes, 0) for each in export.allocations]
+        for each in export.allocations:
+            here, nbytes = driver.open_ipc(each.handle)
+            opened.callback(_unmap, driver, device, here)
+            if each.nbytes > nbytes:
+                raise TransportError(
+                    "an exported allocation is smaller than it says",
+                    nbytes=nbytes,
+                    stated=each.nbytes,
+                )
+            places.append((each.address, each.nbytes, here - each.address))
+    return places
 
-        self._device = device
-        self._driver = CudaDriver()
-        self._opened: list[int] = []
-        self.places: list[tuple[int, int, int]] = []
-        """Address there, bytes, what to add for the address here."""
-        with torch.cuda.device(device):
-            self._driver.enter(torch.device(device).index)
-            if export.pid == os.getpid():
-                self._reach_own(export, torch)
-                self.places = [(a.address, a.nbytes, 0) for a in export.allocations]
-                return
-            try:
-                for allocation in export.allocations:
-                    here, nbytes = self._driver.open_ipc(allocation.handle)
-                    self._opened.append(here)
-                    if allocation.nbytes > nbytes:
-                        raise TransportError(
-                            "an exported allocation is smaller than it says",
-                            nbytes=nbytes,
-                            stated=allocation.nbytes,
-                        )
-                    there = allocation.address
-                    self.places.append((there, allocation.nbytes, here - there))
-            except TransportError:
-                self.close()
-                raise
 
-    def close(self) -> None:
-        """Unmap. Idempotent. Raises TransportError: the driver refuses."""
-        if not self._opened:
+def _unmap(driver: CudaDriver, device: str, address: int) -> None:
+    import torch
+
+    with torch.cuda.device(device):
+        driver.enter(torch.device(device).index)
+        driver.close_ipc(address)
+
+
+def _reach_own(driver: CudaDriver, export: PoolExport, device: str, torch: Any) -> None:
+    """Memory of another GPU in this process needs no mapping, but peer access."""
+    ours = str(torch.cuda.get_device_properties(device).uuid)
+    if export.gpu_uuid == ours:
+        return
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == export.gpu_uuid:
+            driver.enable_peer_access(index)
             return
-        import torch
-
-        opened, self._opened = self._opened, []
-        with torch.cuda.device(self._device):
-            self._driver.enter(torch.device(self._device).index)
-            for address in opened:
-                self._driver.close_ipc(address)
-
-    def _reach_own(self, export: PoolExport, torch: Any) -> None:
-        """Memory of another GPU in this process needs no mapping, but peer access."""
-        ours = str(torch.cuda.get_device_properties(self._device).uuid)
-        if export.gpu_uuid == ours:
-            return
-        for index in range(torch.cuda.device_count()):
-            if str(torch.cuda.get_device_properties(index).uuid) == export.gpu_uuid:
-                self._driver.enable_peer_access(index)
-                return
-        raise TransportError("the producer's GPU is not visible here", gpu_uuid=export.gpu_uuid)
+    raise TransportError("the producer's GPU is not visible here", gpu_uuid=export.gpu_uuid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,10 +19,13 @@ _OR_ELSEWHERE = (
 )
 _ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
 
+Place: TypeAlias = tuple[int, int, int]
+"""Memory of the producer: its address there, its bytes, and what to add to an address for the one that it has here."""
+
 
 class PeerMemory:
-    """The file that `export` names, as bytes in `array`; `places` are its ranges: address there, bytes, what to add for
-    the address here. That of a CPU is looked for in `shared_folder` alone, if one is named.
+    """The file that `export` names, as bytes in `array`, with its ranges in `places`. That of a CPU is looked for in
+    `shared_folder` alone, if one is named.
 
     Raises:
         TransportError: another host or container, no permission, or a file that is not what a producer shares.
@@ -50,7 +54,9 @@ class PeerMemory:
         if export.device == "cuda":
             self._statm = _open(export, "statm")
         here = self.array.ctypes.data
-        self.places = [(r.address, r.nbytes, here + r.offset - r.address) for r in export.ranges]
+        self.places: list[Place] = [
+            (r.address, r.nbytes, here + r.offset - r.address) for r in export.ranges
+        ]
 
     def check_alive(self) -> None:
         """Check that CUDA memory of the process is still there, which is freed after its other memory. What is mapped

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.direct import board
-from kvconnector.datapath.direct.mappings import Mappings
-from kvconnector.datapath.direct.peer_memory import PeerMemory
+from kvconnector.datapath.direct.mappings import map_allocations
+from kvconnector.datapath.direct.peer_memory import PeerMemory, Place
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import Route
 from kvconnector.session.export_check import rows_of
@@ -19,9 +20,6 @@ from kvconnector.wire.export import BOARD_OFFSET, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
 
 logger = logging.getLogger(__name__)
-
-Place = tuple[int, int, int]
-"""Memory of the producer: its address there, its bytes, and what to add to an address for the one that it has here."""
 
 
 class RemotePools:
@@ -34,21 +32,25 @@ class RemotePools:
     """
 
     def __init__(self, export: PoolExport, device: str, shared_folder: str = "") -> None:
-        kind = device.partition(":")[0]
-        if export.device != kind:
+        if export.device != device.partition(":")[0]:
             raise TransportError(
                 "pools of another kind of device", theirs=export.device, ours=device
             )
         self.lanes: dict[Route, Any] = {}
         """What reads of these pools have in common, by their route, for who makes them."""
+        self.num_reads = 0
+        """Those that are not over, for who begins them; none begins once there is a `then`."""
+        self.then: Callable[[], None] | None = None
+        """To be called after the pools are closed."""
         self._num_buckets = export.num_buckets
+        self._is_cuda = export.device == "cuda"
         self._memory = PeerMemory(export, shared_folder)
         self._board_address = self._memory.array.ctypes.data + BOARD_OFFSET
-        self._mappings: Mappings | None = None
+        self._mapped = ExitStack()
         try:
-            if kind == "cuda":
-                self._mappings = Mappings(export, device)
-            places = self._memory.places if self._mappings is None else self._mappings.places
+            places = self._memory.places
+            if self._is_cuda:
+                places = map_allocations(export, device, self._mapped)
             self.tables = tables_of(export, device, places)
         except BaseException:
             self.close()
@@ -58,7 +60,7 @@ class RemotePools:
         """Returns True if blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop`
         right now. Raises PeerLostError: the producer's process is gone, and so may be its CUDA memory.
         """
-        if self._mappings is not None:
+        if self._is_cuda:
             self._memory.check_alive()
         assert self._board_address  # it is open: another address would end this process
         bucket = self._board_address + board.bucket_offset(key, self._num_buckets)
@@ -68,24 +70,22 @@ class RemotePools:
         """Unmap whatever was mapped: no copy may be under way. Idempotent."""
         self._board_address = 0
         self._memory.close()
-        if self._mappings is not None:
-            try:
-                self._mappings.close()
-            except KVConnectorError as error:
-                logger.warning("memory of a producer stays mapped: %s", error)
+        try:
+            self._mapped.close()
+        except KVConnectorError as error:
+            logger.warning("memory of a producer stays mapped: %s", error)
 
 
 def tables_of(
-    export: PoolExport, device: str, places: Iterable[Place]
+    export: PoolExport, device: str, places: list[Place]
 ) -> dict[tuple[int, int], PartTable]:
     """Its part tables by group and family, at the addresses that they have here. Raises TransportError: they make no
     sense, or a part is in none of the places.
     """
-    known = list(places)
     try:
         return {
             (table.group, table.family): PartTable(
-                _to_here(rows_of(table), known),
+                _to_here(rows_of(table), places),
                 num_blocks=table.num_blocks,
                 block_size=table.block_size,
                 num_heads=table.num_heads,

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.direct.board import ReadyWriter
+from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
@@ -40,7 +40,7 @@ from kvconnector_kernels.relayout import (
 from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES
 from kvconnector_kernels.relayout.checks import check_ids_in_pool
 from kvconnector_kernels.relayout.runs import ADJACENT
-from kvconnector_kernels.relayout.sides import check_copy
+from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 Words: TypeAlias = npt.NDArray[np.int64]
 
@@ -108,18 +108,19 @@ class Copies:
     begin: tuple[int, int] = (0, 0)
     job: np.dtype[np.void]
     """Of a chunk's record in `Jobs`."""
+    on_gpu: ClassVar[bool] = False
     means: ClassVar[str]
     """How a peer's pools are reached, in words for the log."""
     ids: IdBuffers
     """The block ids of all reads."""
-    open_writer: Callable[[int, int], ReadyWriter] | None = None
+    open_writer: Callable[[int, int], StreamWriter] | None = None
     """What makes a lease board's writer, see `LeaseBoard`."""
     digests: Digests | None = None
     """Each chunk in a slot has its digest after it, which its job's bytes count."""
 
     def __init__(self, pools: Pools, slots: Mapping[str, PackedSide]) -> None:
         """`slots`: see `packed_sides`."""
-        self._pools = pools
+        self.pools = pools
         self._slots = slots
         self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
@@ -148,8 +149,8 @@ class Copies:
         copied. TransportError: the device takes no block ids.
         """
 
-    def template_of(self, src: Side, dst: Side, num_heads: int) -> Any:
-        """What a lane between these sides keeps for its jobs. They hold no tokens."""
+    def template_of(self, src: Side, dst: Side, geometry: CopyGeometry) -> Any:
+        """What a lane between these sides keeps for its jobs, from a copy that has no parts and no tokens."""
 
     def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
         """Jobs of a read that copies nothing, but awaits what its producer was allowed to send."""
@@ -234,7 +235,7 @@ class Copies:
     def _chunk_lanes(self, route: Route, packing: bool) -> tuple[Lane, ...]:
         lanes = []
         for segment in route.here:
-            window = Window(self._pools.tables[segment.group, segment.family], segment)
+            window = Window(self.pools.tables[segment.group, segment.family], segment)
             slot = self._slots[segment.order]
             src, dst = (window, slot) if packing else (slot, window)
             lanes.append(self._lane(src, dst, segment))
@@ -250,7 +251,7 @@ class Copies:
             if table is None:
                 where = f"group {theirs.group}, family {theirs.family}"
                 raise RelayoutError(f"no part table of {where}")
-            own = self._pools.tables[ours.group, ours.family]
+            own = self.pools.tables[ours.group, ours.family]
             lanes.append(self._lane(Window(table, theirs), Window(own, ours), ours))
         found = remote.lanes[route] = tuple(lanes)
         return found
@@ -260,8 +261,8 @@ class Copies:
     ) -> Lane:
         """Raises RelayoutError: the sides do not hold these heads, or differ in what a token of a head is."""
         source, target = (end if isinstance(end, PackedSide) else end.side() for end in (src, dst))
-        check_copy(source, target, num_parts=0, num_heads=segment.num_heads, num_tokens=0)
-        template = self.template_of(source, target, segment.num_heads)
+        counts = {"num_parts": 0, "num_heads": segment.num_heads, "num_tokens": 0}
+        template = self.template_of(source, target, check_copy(source, target, **counts))
         return Lane(src, dst, segment.num_heads, segment.part_token_bytes, template)
 
 

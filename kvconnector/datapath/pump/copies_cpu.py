@@ -35,7 +35,7 @@ from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.pump.records import PAGED_SIDE, index_of
 from kvconnector_kernels.relayout import Side
 from kvconnector_kernels.relayout.cpu import MIN_STREAMED_COPY_BYTES
-from kvconnector_kernels.relayout.sides import check_copy
+from kvconnector_kernels.relayout.sides import CopyGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +82,12 @@ class CpuCopies(Copies):
         self._threads: CopyThreads | None = None
 
     def template_of(
-        self, src: Side, dst: Side, num_heads: int
-    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        self, src: Side, dst: Side, geometry: CopyGeometry
+    ) -> tuple[list[int], list[int]]:
         """The words of a job of one part without tokens, and what a token more adds to each."""
-        counts = {"num_parts": 1, "num_heads": num_heads, "num_tokens": 0}
-        none = check_copy(src, dst, **counts)
-        words, more = (job_of(src, dst, none._replace(num_tokens=count)) for count in (0, 1))
-        return tuple(words), tuple(one - zero for zero, one in zip(words, more, strict=True))
+        empty, one = (geometry._replace(num_parts=1, num_tokens=count) for count in (0, 1))
+        words, more = job_of(src, dst, empty), job_of(src, dst, one)
+        return words, [after - before for before, after in zip(words, more, strict=True)]
 
     def make_jobs(
         self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool

@@ -74,6 +74,7 @@ class CudaCopies(Copies):
     """
 
     job = JOB
+    on_gpu = True
     means = "CUDA IPC"
 
     def __init__(
@@ -172,13 +173,13 @@ class CudaCopies(Copies):
         # the first read finds a buffer that is there already
         buffer, *_ = self.ids.lend([], FREE_STREAM)
         self.ids.give_back(buffer)
-        return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self._pools.device)
+        return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self.pools.device)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
         """See `Copies`: all heads of every part, and the shares that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
-        for table in self._pools.tables.values():
+        for table in self.pools.tables.values():
             orders = {"HND", "NHD"}
             if not table.is_dim_contiguous:
                 orders.add("HDN")
@@ -190,7 +191,7 @@ class CudaCopies(Copies):
 
     def warm_up_reads(self) -> None:
         """See `Copies`: with blocks as ours or of the usual size."""
-        for table in self._pools.tables.values():
+        for table in self.pools.tables.values():
             usual = PartTable(
                 table.rows,
                 num_blocks=table.num_blocks,
@@ -207,8 +208,8 @@ class CudaCopies(Copies):
     def prepare(self, remote: RemotePools) -> None:
         """See `Copies`: for all heads that both sides have."""
         try:
-            for key in remote.tables.keys() & self._pools.tables.keys():
-                src, dst = remote.tables[key], self._pools.tables[key]
+            for key in remote.tables.keys() & self.pools.tables.keys():
+                src, dst = remote.tables[key], self.pools.tables[key]
                 self._prepare_read(src, dst, min(src.num_heads, dst.num_heads))
         except (RelayoutError, RuntimeError) as exc:
             raise TransportError(f"the producer's pools cannot be read: {exc}") from exc
@@ -226,13 +227,13 @@ class CudaCopies(Copies):
             for stream in self.streams.copies:
                 await_device(stream.query, "copies on the GPU do not end")
         except RuntimeError as exc:
-            raise TransportError("the GPU failed", device=self._pools.device) from exc
+            raise TransportError("the GPU failed", device=self.pools.device) from exc
 
     def check_device(self) -> None:
         try:
             self.streams.copies[FREE_STREAM].query()
         except RuntimeError as exc:
-            raise TransportError("the GPU failed", device=self._pools.device) from exc
+            raise TransportError("the GPU failed", device=self.pools.device) from exc
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """See `Copies`: the block ids of the newest are on the GPU already."""

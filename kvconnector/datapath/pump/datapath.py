@@ -40,7 +40,7 @@ from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.machine import MAX_READS, Machine, Pace
-from kvconnector.datapath.pump.network import Network
+from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
@@ -69,13 +69,12 @@ class DataPath:
     def __init__(
         self,
         transport: UcxTransport,
-        network: Network,
+        network: UcxNetwork,
         copies: Copies,
         *,
         share: PoolExporter | None = None,
         reads_directly: bool = False,
         paths: PathsConfig,
-        device: str,
         send_slots: SlotPool | None,
         recv_slots: SlotPool | None,
         window: int,
@@ -89,39 +88,17 @@ class DataPath:
         self.events = EventQueue()
         self._clock = clock
         self.machine = Machine(
-            network,
-            copies,
-            device=device,
-            send_pool=send_slots,
-            recv_pool=recv_slots,
-            pace=pace,
+            network, copies, send_pool=send_slots, recv_pool=recv_slots, pace=pace
         )
-        self.sends = Sends(
-            transport,
-            self.machine,
-            self.events,
-            quarantine_s=quarantine_s,
-            on_gpu=device != "cpu",
-            clock=clock,
-        )
-        self.receives = Receives(
-            transport,
-            self.machine,
-            self.events,
-            window=window,
-            quarantine_s=quarantine_s,
-            clock=clock,
-        )
+        shared = self.machine, self.events, clock
+        self.sends = Sends(transport, *shared, quarantine_s=quarantine_s)
+        self.receives = Receives(transport, *shared, window=window, quarantine_s=quarantine_s)
         self.reads = DirectReads(
-            self.machine,
-            self.events,
+            *shared,
             is_enabled=reads_directly,
-            device=device,
             receives=self.receives,
             paths=paths,
-            clock=clock,
         )
-        self._on_gpu = device != "cpu"
         self._next_check_s = 0.0
         self._closed = False
 
@@ -133,11 +110,11 @@ class DataPath:
     def step(self) -> None:
         """Move what can move, and add what happened to `events`. Call it until nothing did."""
         machine, num_events = self.machine, len(self.events)
-        if machine.sends.num_active:
+        if machine.sends.active:
             self.sends.poll()
-        if machine.receives.num_active:
+        if machine.receives.active:
             self.receives.poll()
-        if machine.reads.num_active or self.reads.waiting:
+        if machine.reads.active or self.reads.waiting:
             self.reads.poll()
         # last: slots are free again, and reads are to be sent that were not before
         if self.receives.waiting:
@@ -162,7 +139,7 @@ class DataPath:
 
     def poll_once(self) -> bool:
         """Begin and notice what takes microseconds. Returns True if `step` may have something to add."""
-        if self._on_gpu and self.machine.is_looping:
+        if self.copies.on_gpu and self.machine.is_looping:
             return False
         self._prepared(0.0)
         return self.machine.run(-1.0, wants_slots=bool(self.receives.waiting)) != r.TIMEOUT
@@ -200,16 +177,16 @@ class DataPath:
         machine = self.machine
         if self.receives.promised:
             self.receives.begin()
-        if machine.sends.num_active:
+        if machine.sends.active:
             self.sends.refresh_endpoints()
         if timeout_s <= MAX_LEASE_RUN_S:
             return timeout_s
-        if self.reads.waiting and machine.reads.num_active < MAX_READS:
+        if self.reads.waiting and len(machine.reads.active) < MAX_READS:
             return MAX_LEASE_RUN_S
         is_greeted = machine.is_handshaking and self._is_handshaking()
         if is_greeted or machine.network.is_control_arriving():
             return min(timeout_s, MAX_AWAITED_RUN_S)
-        rows = machine.reads.num_active or machine.receives.num_active or machine.sends.num_active
+        rows = machine.reads.active or machine.receives.active or machine.sends.active
         return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s
 
     def _is_handshaking(self) -> bool:

@@ -6,13 +6,15 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import Copies, addresses_of
-from kvconnector.datapath.pump.network import Calls, Network
+from kvconnector.datapath.pump.copies import NO_JOBS, Copies, Jobs, addresses_of
+from kvconnector.datapath.pump.id_buffers import IdBuffers
+from kvconnector.datapath.pump.network import NS_PER_S, Calls, UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.driver_lock import (
@@ -29,7 +31,6 @@ Records = npt.NDArray[np.void]
 MAX_READS = 16
 """Direct reads under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 _FIRST_CAPACITY = 16
-_NS_PER_S = 1_000_000_000
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 _PATIENCE_NS = 2 * _NS_PER_MS
@@ -68,8 +69,7 @@ _ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEAVE, _LEFT, _TAKEN, _GRACE, _RE
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Pace:
+class Pace(NamedTuple):
     """How eagerly the loop looks: see `STATE` of the pump's records."""
 
     spin_s: float
@@ -77,17 +77,27 @@ class Pace:
     pause_s: float
 
 
-class Rows:
-    """One kind's rows in the arrays of a pump's `state`; grows as needed. A program's is taken by `add`."""
+class Program(msgspec.Struct, eq=False, kw_only=True):
+    """What a row does not say about a program."""
 
-    def __init__(self, state: Records, kind: str) -> None:
+    jobs: Jobs = NO_JOBS
+
+
+T = TypeVar("T", bound=Program)
+
+
+class Rows(Generic[T]):
+    """One kind's rows in the arrays of a pump's `state`; grows as needed. `active` are the programs that have one."""
+
+    def __init__(self, state: Records, kind: str, ids: IdBuffers) -> None:
         self._state = state
         self._kind = kind
+        self._ids = ids
         self._fields = r.ARRAYS[kind].names or ()
         self.vacant: list[int] = []
         """Those that no program has; `add` takes the last one."""
         self._set_rows(np.zeros(_FIRST_CAPACITY, r.ARRAYS[kind]))
-        self.num_active = 0
+        self.active: dict[int, T] = {}
 
     def _set_rows(self, rows: Records) -> None:
         self.vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
@@ -102,15 +112,16 @@ class Rows:
             zip(self._fields, self._numbers[first : first + len(self._fields)], strict=True)
         )
 
-    def add(self, **values: int) -> int:
-        """A running program with these fields, the others zero; its index."""
+    def add(self, program: T, **values: int) -> int:
+        """Run a program's jobs, with these fields and the others zero; the index of its row."""
         if not self.vacant:
             self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
         index = self.vacant.pop()
-        row = dict.fromkeys(self._fields, 0) | values | {"phase": r.RUNNING}
+        begun = {"phase": r.RUNNING, "jobs": program.jobs[0]}
+        row = dict.fromkeys(self._fields, 0) | values | begun
         first = index * len(row)
         self._numbers[first : first + len(row)] = array("l", row.values())
-        self.num_active += 1
+        self.active[index] = program
         return index
 
     def set(self, index: int, name: str, value: int) -> None:
@@ -121,7 +132,7 @@ class Rows:
         """Forget a program that is over."""
         self._numbers[index * len(self._fields)] = r.VACANT  # its phase is the first field
         self.vacant.append(index)
-        self.num_active -= 1
+        self._ids.give_back(self.active.pop(index).jobs[1])
 
 
 def set_array(state: Records, name: str, rows: Records) -> None:
@@ -195,10 +206,9 @@ class Machine:
 
     def __init__(
         self,
-        network: Network,
+        network: UcxNetwork,
         copies: Copies,
         *,
-        device: str,
         send_pool: SlotPool | None,
         recv_pool: SlotPool | None,
         pace: Pace,
@@ -213,9 +223,9 @@ class Machine:
         state = np.zeros((), r.STATE)
         self._address = state.ctypes.data
         self._numbers = r.numbers_of(state)
-        self.calls = Calls(state, network, device)
+        self.calls = Calls(state, network, on_gpu=copies.on_gpu)
         self.sends, self.receives, self.reads = (
-            Rows(state, kind) for kind in ("sends", "receives", "reads")
+            Rows[Any](state, kind, copies.ids) for kind in ("sends", "receives", "reads")
         )
         self.send_slots = Slots(state, "send_slots", send_pool, copies)
         self.recv_slots = Slots(state, "recv_slots", recv_pool, copies)
@@ -224,7 +234,7 @@ class Machine:
         state["begin"], state["begin_argument"] = copies.begin
         state["job_bytes"] = copies.job.itemsize
         state["spin_ns"], state["look_ns"], state["pause_ns"] = (
-            round(seconds * _NS_PER_S) for seconds in (pace.spin_s, pace.look_s, pace.pause_s)
+            round(seconds * NS_PER_S) for seconds in pace
         )
         state["grace_ns"], state["patience_ns"] = _GRACE_NS, _PATIENCE_NS
         if copies.digests is not None:
@@ -247,11 +257,7 @@ class Machine:
     @property
     def uses_network(self) -> bool:
         """Returns True if chunks are sent or received, or the network still holds a slot."""
-        return (
-            self.sends.num_active > 0
-            or self.receives.num_active > 0
-            or self.send_slots.num_busy > 0
-        )
+        return bool(self.sends.active or self.receives.active) or self.send_slots.num_busy > 0
 
     def stay_awake(self) -> None:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
@@ -270,7 +276,7 @@ class Machine:
             entered_ns = self.network.now_ns()
             has_worked_long = entered_ns - self._numbers[_TAKEN] >= _TENURE_NS
             self._numbers[_LEAVE] = _LEAVE_US * has_worked_long
-        calls.limits[owner] = round(limit_s * _NS_PER_S)
+        calls.limits[owner] = round(limit_s * NS_PER_S)
         self._numbers[_ENTERING] = owner
         self._numbers[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
@@ -346,12 +352,12 @@ class Machine:
     def try_acquire(self, limit_s: float) -> bool:
         """Make the calling thread the owner, if the driver releases the lock within microseconds: it keeps the GIL."""
         thread = threading.get_native_id()
-        return bool(try_acquire(self._address, r.INLINE, round(limit_s * _NS_PER_S), thread))
+        return bool(try_acquire(self._address, r.INLINE, round(limit_s * NS_PER_S), thread))
 
     def release(self, limit_s: float, *, wants_slots: bool) -> None:
         """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
         self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
         self._numbers[_WANTS_SLOTS] = wants_slots
         self._numbers[_NUM_INLINE] += 1
-        self._numbers[_RETURN_BY] = self.network.now_ns() + round(limit_s * _NS_PER_S)
+        self._numbers[_RETURN_BY] = self.network.now_ns() + round(limit_s * NS_PER_S)
         release_inline(self._address)

@@ -10,13 +10,13 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector.errors import CorruptionError, KVConnectorError, PeerLostError, TransportError
-from kvconnector.transport import Buffer, Completion, MessageSizeError
+from kvconnector.transport import Buffer, MessageSizeError
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.transport.ucx import UcxTransport, abi
 from kvconnector.transport.ucx.requests import LOSS_STATUSES, registration_error
@@ -40,50 +40,7 @@ _FUNCTIONS = {
 }
 
 
-class Network(Protocol):
-    """A transport as one worker's chunks use it. `requests` are what its send and receive functions return."""
-
-    fileno: int
-    """Readable when there is something to progress; -1: see `watched`."""
-    watched: tuple[int, ...]
-    """Descriptors whose readiness only the caller of the loop can handle."""
-
-    @property
-    def functions(self) -> Mapping[str, int]:
-        """Addresses by field of the pump's state: what libucp offers, and a clock."""
-
-    @property
-    def worker(self) -> int:
-        """What these functions take as their worker."""
-
-    def now_ns(self) -> int:
-        """The time that the loop reads."""
-
-    def handle(self, endpoint: int) -> int:
-        """A send's endpoint, valid until the transport is used otherwise. Raises KVConnectorError: it is lost."""
-
-    def lanes(self, endpoint: int) -> str:
-        """What messages travel by, as "transport/device" joined by "+"; empty if that is not known."""
-
-    def cancel(self, request: int) -> None:
-        """End a receive, if its message is not arriving."""
-
-    def adopt(
-        self, request: int, tag: int, buffer: Buffer, endpoint: int | None
-    ) -> Callable[[], bool]:
-        """Leave an operation and its memory to the transport. Returns what finds out if the memory is free again."""
-
-    def error_of(self, status: int, chunk: int) -> KVConnectorError:
-        """Why an operation failed."""
-
-    def progress(self, *, others_move: bool) -> list[Completion]:
-        """See `UcxTransport`: of operations that were not posted by the loop."""
-
-    def is_control_arriving(self) -> bool:
-        """Returns True if a control message is on its way that the caller has begun to take."""
-
-
-def error_of(program: Mapping[str, int], network: Network) -> KVConnectorError | None:
+def error_of(program: Mapping[str, int], network: UcxNetwork) -> KVConnectorError | None:
     """Why a send or a receive failed, or None."""
     kind, value, chunk = (program[f"error_{name}"] for name in ("kind", "value", "chunk"))
     if kind == r.NO_ERROR:
@@ -106,32 +63,42 @@ def function_address(library: Any, name: str) -> int:
 
 
 class UcxNetwork:
-    """`Network` whose functions are libucp's own, of a version that `transport.ucx` knows."""
-
-    watched: tuple[int, ...] = ()
+    """A transport as one worker's chunks use it, whose requests are what libucp's functions return."""
 
     def __init__(self, transport: UcxTransport) -> None:
         libucp = transport.libucp
         self._transport = transport
         self.fileno = transport.fileno()
+        """Readable when there is something to progress; -1: there is no such descriptor."""
         self.functions = {
             field: function_address(libucp.library.keeping, name)
             for field, name in _FUNCTIONS.items()
         }
+        """Addresses by field of the pump's state."""
         self.worker = libucp.worker_handle
+        """What these functions take as their worker."""
         self.now_ns = time.monotonic_ns
+        """The time that the loop reads."""
         self.handle = transport.endpoint_handle
+        """A send's endpoint, valid until the transport is used otherwise. Raises KVConnectorError: it is lost."""
         self.lanes = transport.lanes
+        """What messages to an endpoint travel by, as "transport/device" joined by "+"; empty if that is not known."""
         self.cancel = libucp.request_cancel
+        """End a receive, if its message is not arriving."""
+        self.progress = transport.progress
+        """See `UcxTransport`: of operations that were not posted by the loop."""
         self.is_control_arriving = transport.is_control_arriving
+        """Returns True if a control message is on its way that the caller has begun to take."""
 
     def adopt(
         self, request: int, tag: int, buffer: Buffer, endpoint: int | None
     ) -> Callable[[], bool]:
+        """Leave an operation and its memory to the transport. Returns what finds out if the memory is free again."""
         ticket = self._transport.adopt(request, tag, buffer, endpoint)
         return lambda: not self._transport.holds(ticket)
 
     def error_of(self, status: int, chunk: int) -> KVConnectorError:
+        """Why an operation failed."""
         text = self._transport.libucp.library.status_text(status)
         if status == abi.ERR_IO_ERROR and not self._transport.may_have_lost_a_peer():
             return registration_error(chunk=chunk, ucx_status=text)
@@ -139,14 +106,11 @@ class UcxNetwork:
             return PeerLostError("the peer was lost", chunk=chunk, ucx_status=text)
         return TransportError("UCX failed a chunk", chunk=chunk, ucx_status=text)
 
-    def progress(self, *, others_move: bool) -> list[Completion]:
-        return self._transport.progress(others_move=others_move)
-
 
 class Calls:
     """What a pump's `state` is to call: the functions of one network and of libc, and the memory that they take."""
 
-    def __init__(self, state: npt.NDArray[np.void], network: Network, device: str) -> None:
+    def __init__(self, state: npt.NDArray[np.void], network: UcxNetwork, *, on_gpu: bool) -> None:
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Wakes the driver, see `kvconnector_kernels.pump.driver_lock`."""
         self._close = weakref.finalize(self, os.close, self.wake_fd)
@@ -164,7 +128,7 @@ class Calls:
         """The caller's descriptors at whose readiness an owner's runs end."""
         self._poll_fds: dict[int, npt.NDArray[np.void]] = {}
         # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
-        known = abi.OP_FIELD_MEMORY_TYPE if device == "cpu" else 0
+        known = 0 if on_gpu else abi.OP_FIELD_MEMORY_TYPE
         self._params = [
             abi.RequestParam(
                 op_attr_mask=known | more,
@@ -196,7 +160,7 @@ class Calls:
         self.watched[owner] = fds
         # poll(2) passes over a negative descriptor: only the driver is woken
         wake_fd = int(self._wake_fds["fd"][0]) if owner == r.DRIVER else -1
-        watched = (self._network.fileno, wake_fd, *self._network.watched, *fds)
+        watched = (self._network.fileno, wake_fd, *fds)
         poll_fds = self._poll_fds[owner] = np.zeros(len(watched), _POLL_FD)
         poll_fds["fd"] = watched
         poll_fds["events"] = _POLLIN

@@ -19,7 +19,7 @@ from kvconnector.datapath.pump.copy_threads import default_threads
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.pump.machine import Pace
-from kvconnector.datapath.pump.network import Network
+from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
@@ -37,7 +37,7 @@ def open_datapath(
     config: ConnectorConfig,
     pools: Pools,
     transport: UcxTransport,
-    network: Network,
+    network: UcxNetwork,
     clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:
     """A worker's data path over `transport`, with as many slots as the staging budget pays for.
@@ -78,7 +78,6 @@ def open_datapath(
         else None,
         reads_directly=bool(is_direct and recv_slots) and _can_read(copies),
         paths=config.paths,
-        device=device,
         send_slots=send_slots,
         recv_slots=recv_slots,
         window=config.staging.window,

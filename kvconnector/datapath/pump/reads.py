@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import OrderedDict
 from collections.abc import Callable
-
-import msgspec
 
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.copies import Jobs, addresses_of
-from kvconnector.datapath.pump.machine import MAX_READS, Machine
+from kvconnector.datapath.pump.copies import addresses_of
+from kvconnector.datapath.pump.machine import MAX_READS, Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
@@ -30,23 +27,12 @@ MAX_PATIENCE_S = 20e-3
 producer is asked to send it, and waits itself."""
 
 
-class _Source(msgspec.Struct, eq=False):
-    """A producer's pools, and how many reads of them are not over. No further one begins once there is a `then`, which
-    is called after they are closed.
-    """
-
-    remote: RemotePools
-    num_reads: int = 0
-    then: Callable[[], None] | None = None
-
-
-class _Read(msgspec.Struct, eq=False):
-    """What the rows do not say about a direct read. Its lease is awaited until `until_s`."""
+class _Read(Program, eq=False):
+    """A direct read, whose lease is awaited until `until_s`."""
 
     asked: StartReceive
     lease_key: bytes
-    source: _Source
-    jobs: Jobs
+    remote: RemotePools
     until_s: float
     num_calls: int = 0
 
@@ -62,26 +48,24 @@ class DirectReads:
         self,
         machine: Machine,
         report: EventQueue,
+        clock: Callable[[], float],
         *,
         is_enabled: bool,
-        device: str,
         receives: Receives,
         paths: PathsConfig,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._machine = machine
+        self._rows: Rows[_Read] = machine.reads
         self._copies = machine.copies
         self._is_enabled = is_enabled
         self._report = report
-        self._device = device
+        self._clock = clock
         self._receives = receives
         self._paths = paths
-        self._clock = clock
         self.waiting: OrderedDict[int, _Read] = OrderedDict()
         """For their lease, or for their turn, the oldest first."""
-        self._sources: dict[LinkId, _Source] = {}
-        self._closing: list[_Source] = []
-        self._active: dict[int, _Read] = {}
+        self._sources: dict[LinkId, RemotePools] = {}
+        self._closing: list[RemotePools] = []
         # a flag for each, that its last copy sets
         self._fences = machine.copies.make_fences(MAX_READS)
         self._fence_addresses = addresses_of(self._fences).tolist()
@@ -95,7 +79,7 @@ class DirectReads:
         if not self._is_enabled:
             raise TransportError("this worker has no direct path")
         try:
-            self._sources[link] = _Source(self._open(export))
+            self._sources[link] = self._open(export)
         except KVConnectorError:
             if self._paths.direct == "always":
                 logger.warning("paths.direct is always, but a producer's pools cannot be read")
@@ -103,7 +87,7 @@ class DirectReads:
         return self._copies.means
 
     def _open(self, export: PoolExport) -> RemotePools:
-        remote = RemotePools(export, self._device, self._paths.shared_folder)
+        remote = RemotePools(export, self._copies.pools.device, self._paths.shared_folder)
         try:
             self._copies.prepare(remote)
         except BaseException:
@@ -113,13 +97,13 @@ class DirectReads:
 
     def close(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
         """Forget a producer worker's pools; unmap them once no read of them is under way, and then call `then`."""
-        source = self._sources.pop(link, None)
-        if source is None:
+        remote = self._sources.pop(link, None)
+        if remote is None:
             then()
             return
-        source.then = then
-        self._closing.append(source)
-        self._close_unread(source)
+        remote.then = then
+        self._closing.append(remote)
+        self._close_unread(remote)
 
     def submit(self, asked: StartReceive, lease_key: bytes) -> None:
         """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
@@ -128,52 +112,51 @@ class DirectReads:
         """
         machine = self._machine
         machine.stay_awake()
-        source = self._sources.get(asked.link)
-        if source is None:
+        remote = self._sources.get(asked.link)
+        if remote is None:
             self._receives.submit(asked)
             return
         try:
-            jobs = self._copies.make_read(asked, source.remote)
+            jobs = self._copies.make_read(asked, remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and reports it
             logger.debug("read %s is sent: %s", asked.read_id, error)
             self._receives.submit(asked)
             return
-        source.num_reads += 1
-        read = _Read(asked, lease_key, source, jobs, self._clock() + MAX_PATIENCE_S)
-        if machine.reads.num_active >= MAX_READS or not self._begin_or_send(read):
+        remote.num_reads += 1
+        read = _Read(asked, lease_key, remote, self._clock() + MAX_PATIENCE_S, jobs=jobs)
+        if len(self._rows.active) >= MAX_READS or not self._begin_or_send(read):
             self.waiting[asked.read_id] = read
-        if self._device != "cpu":
+        if self._copies.on_gpu:
             machine.begin(1)  # a GPU copies meanwhile
 
     def __repr__(self) -> str:
         waiting = list(self.waiting)
-        active = [read.asked.read_id for read in self._active.values()]
+        active = [read.asked.read_id for read in self._rows.active.values()]
         return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
 
     def _begin_or_send(self, read: _Read) -> bool:
         """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
-        asked, source = read.asked, read.source
-        is_late = source.then is not None or self._clock() >= read.until_s
+        asked, remote = read.asked, read.remote
+        is_late = remote.then is not None or self._clock() >= read.until_s
         try:
-            is_published = source.then is None and source.remote.is_published(
+            is_published = remote.then is None and remote.is_published(
                 read.lease_key, asked.source.token_stop, asked.source.layer_stop
             )
         except KVConnectorError as error:
             logger.debug("read %s is sent: %s", asked.read_id, error)
             is_published, is_late = False, True
         if is_published:
-            rows = self._machine.reads
-            self._fences[rows.vacant[-1]] = 0
-            index = rows.add(
-                jobs=read.jobs[0],
+            row = self._rows.vacant[-1]
+            self._fences[row] = 0
+            self._rows.add(
+                read,
                 function=self._copies.read_function,
                 context=self._copies.context,
-                fence=self._fence_addresses[rows.vacant[-1]],
+                fence=self._fence_addresses[row],
             )
-            self._active[index] = read
         elif is_late:
-            self._forget(read)
+            self._drop(read)
             self._receives.submit(asked)
         return is_published or is_late
 
@@ -181,31 +164,30 @@ class DirectReads:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
         if (read := self.waiting.pop(read_id, None)) is not None:
             self._report.stopped(read_id)
-            self._forget(read)
+            self._drop(read)
             return
-        for index, read in self._active.items():
+        for index, read in self._rows.active.items():
             if read.asked.read_id == read_id:
-                self._machine.reads.set(index, "stopped", 1)
+                self._rows.set(index, "stopped", 1)
                 return
         self._receives.stop(read_id)
 
     def poll(self) -> None:
         """See how far the reads came, and begin what may begin now, the oldest first."""
-        rows = self._machine.reads
-        for index, read in list(self._active.items()):
+        rows = self._rows
+        for index, read in list(rows.active.items()):
             row = rows.values(index)
             if row["phase"] == r.OVER:
                 self._end(read, row)
-                del self._active[index]
                 rows.remove(index)
-                self._forget(read)
+                self._leave(read.remote)
                 continue
             if row["num_calls"] > read.num_calls and not row["stopped"]:
                 self._report.append(ev.ReceiveAdvanced(read.asked.read_id))
             read.num_calls = row["num_calls"]
         begun: list[int] = []
         for read_id, read in self.waiting.items():
-            if rows.num_active >= MAX_READS:
+            if len(rows.active) >= MAX_READS:
                 break
             if self._begin_or_send(read):
                 begun.append(read_id)
@@ -216,8 +198,8 @@ class DirectReads:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
         if self._sources or self._closing:
             self._copies.finish()
-        for source in (*self._sources.values(), *self._closing):
-            source.remote.close()
+        for remote in (*self._sources.values(), *self._closing):
+            remote.close()
         self._sources.clear()
         self._closing.clear()
 
@@ -236,7 +218,7 @@ class DirectReads:
             return
         try:
             # how far it is filled was seen before: now it may just be written again
-            is_published = read.source.remote.is_published(read.lease_key, 0, 0)
+            is_published = read.remote.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
             self._report.failed(read_id, error)
             return
@@ -247,14 +229,17 @@ class DirectReads:
         seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
         self._report.append(ev.ReceiveFinished(read_id, seconds, ev.DIRECT_PATH))
 
-    def _forget(self, read: _Read) -> None:
+    def _drop(self, read: _Read) -> None:
+        """A read that has not begun will not."""
         self._copies.ids.give_back(read.jobs[1])
-        read.source.num_reads -= 1
-        if read.source.then is not None:
-            self._close_unread(read.source)
+        self._leave(read.remote)
 
-    def _close_unread(self, source: _Source) -> None:
-        if source.then is not None and source.num_reads == 0:
-            self._closing.remove(source)
-            source.remote.close()
-            source.then()
+    def _leave(self, remote: RemotePools) -> None:
+        remote.num_reads -= 1
+        self._close_unread(remote)
+
+    def _close_unread(self, remote: RemotePools) -> None:
+        if remote.then is not None and remote.num_reads == 0:
+            self._closing.remove(remote)
+            remote.close()
+            remote.then()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Callable, Iterator
 
 from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.pump.copies import NO_JOBS, Jobs
-from kvconnector.datapath.pump.machine import Machine
+from kvconnector.datapath.pump.machine import Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.datapath.warm_ups import WarmUps, new_tags
@@ -27,9 +24,8 @@ from kvconnector_kernels.relayout import RelayoutError
 logger = logging.getLogger(__name__)
 
 
-class _Receive(msgspec.Struct, eq=False):
-    """What the rows do not say about a receive that is not over. Its `window` is 0 until it is promised slots, its
-    `row` -1 until the machine has it.
+class _Receive(Program, eq=False):
+    """A receive that is not over. Its `window` is 0 until it is promised slots, its `row` -1 until the machine has it.
 
     `limit`: chunks that the producer sends. `error`: why its copies could not be made. `cancelled_s`: when the network
     was first asked to end what is awaited for it.
@@ -40,7 +36,6 @@ class _Receive(msgspec.Struct, eq=False):
     limit: int
     window: int = 0
     row: int = -1
-    jobs: Jobs = NO_JOBS
     error: KVConnectorError | None = None
     is_stopped: bool = False
     unpacked: int = 0
@@ -66,22 +61,21 @@ class Receives:
         transport: UcxTransport,
         machine: Machine,
         report: EventQueue,
+        clock: Callable[[], float],
         *,
         window: int,
         quarantine_s: float,
-        clock: Callable[[], float],
     ) -> None:
         self._transport = transport
         self._network = machine.network
         self._machine = machine
+        self._rows: Rows[_Receive] = machine.receives
         self._slots = machine.recv_slots
         self._quarantine_s = quarantine_s
         self._clock = clock
         self._report = report
         self._window = window
         self.warm_ups = WarmUps(transport, report)
-        # no more than there are slots, unlike those that wait
-        self._receives: dict[int, _Receive] = {}
         self.waiting: OrderedDict[int, _Receive] = OrderedDict()
         """For their first slots, the oldest first."""
         self.promised: list[_Receive] = []
@@ -89,7 +83,7 @@ class Receives:
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
-        active, waiting = list(self._receives), list(self.waiting)
+        active, waiting = [each.read.read_id for each in self._with_slots()], list(self.waiting)
         return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
@@ -114,38 +108,44 @@ class Receives:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
         if self.waiting.pop(read_id, None) is not None:
             self._report.stopped(read_id)
-        elif receive := self._receives.get(read_id):
+        elif receive := self._find(read_id):
             receive.is_stopped = True
             if receive.row >= 0:
-                self._machine.receives.set(receive.row, "stopped", 1)
+                self._rows.set(receive.row, "stopped", 1)
 
     def drain(self, read_id: int, sent_chunks: int | None) -> None:
         """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
         the slots accordingly.
         """
-        receive = self._receives.get(read_id)
+        receive = self._find(read_id)
         if receive is None:
             return
         receive.limit = min(receive.limit, sent_chunks or 0)
         if receive.row < 0:
             return
-        row = self._machine.receives.rows[receive.row]
+        row = self._rows.rows[receive.row]
         row["limit"] = min(int(row["limit"]), receive.limit)
         for slot in self._posted(receive):
             if receive.cancelled_s is None:
                 receive.cancelled_s = self._clock()
             self._network.cancel(int(self._slots.rows[slot]["request"]))
 
+    def _with_slots(self) -> Iterator[_Receive]:
+        """Those that have slots or are promised some: no more than there are slots, unlike those that wait."""
+        yield from self._rows.active.values()
+        yield from self.promised
+
+    def _find(self, read_id: int) -> _Receive | None:
+        return next((each for each in self._with_slots() if each.read.read_id == read_id), None)
+
     def admit(self) -> None:
         """Promise free slots to those that wait, in order. A receive before its first run has none yet."""
-        rows = self._machine.receives.rows
         num_free = self._slots.num_free
-        for receive in self._receives.values():
-            if receive.row < 0 or not rows[receive.row]["started_ns"]:
+        for receive in self._with_slots():
+            if receive.row < 0 or not self._rows.rows[receive.row]["started_ns"]:
                 num_free -= receive.window
         while self.waiting and num_free:
             read_id, receive = self.waiting.popitem(last=False)
-            self._receives[read_id] = receive
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
             self.promised.append(receive)
@@ -167,9 +167,9 @@ class Receives:
                     receive.error, is_stopped = as_connector_error(error), True
             if is_stopped:
                 receive.jobs = copies.unread_jobs_of(source, slots.pool.slot_bytes)
-            receive.row = self._machine.receives.add(
+            receive.row = self._rows.add(
+                receive,
                 first_tag=receive.first_tag,
-                jobs=receive.jobs[0],
                 num_chunks=source.num_chunks,
                 window=receive.window,
                 limit=receive.limit,
@@ -178,10 +178,8 @@ class Receives:
 
     def poll(self) -> None:
         """See how far the receives came."""
-        for read_id, receive in list(self._receives.items()):
-            if receive.row < 0:
-                continue
-            row = self._machine.receives.values(receive.row)
+        for index, receive in list(self._rows.active.items()):
+            row, read_id = self._rows.values(index), receive.read.read_id
             unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
             if receive.unpacked < unpacked < num_chunks and not row["stopped"]:
                 self._report.append(ev.ReceiveAdvanced(read_id, unpacked / num_chunks))
@@ -192,32 +190,30 @@ class Receives:
             if phase == r.OVER:
                 if unpacked < num_chunks:
                     self._report.append(ev.ReceiveDrained(read_id))
-                self._machine.copies.ids.give_back(receive.jobs[1])
-                del self._receives[read_id]
-                self._machine.receives.remove(receive.row)
+                self._rows.remove(index)
 
     def refresh(self) -> None:
         """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
         messages that belong to no read: UCX keeps them for a receive, however many a peer sends.
         """
-        reads = {receive.first_tag for receive in self._receives.values()}
+        reads = {receive.first_tag for receive in self._with_slots()}
         count = self._transport.discard_unexpected(reads, -MAX_CHUNKS)
         if count:
             details = f"{count} messages of no read, or late ones of a read that was given up"
             self.refusals.note("messages over UCX", "unknown tag", details, count)
         self._slots.end_quarantines()
         latest_s = self._clock() - self._quarantine_s
-        for receive in self._receives.values():
+        for receive in self._rows.active.values():
             if receive.cancelled_s is not None and receive.cancelled_s <= latest_s:
                 for slot in self._posted(receive):
-                    self._machine.receives.rows[receive.row]["num_posted"] -= 1
+                    self._rows.rows[receive.row]["num_posted"] -= 1
                     self._slots.quarantine(slot, self._adopt(slot, receive))
 
     def release(self) -> None:
         """Await nothing more, and leave what the network still holds to the transport."""
         self.warm_ups.forget_all()
         self.promised.clear()
-        for receive in self._receives.values():
+        for receive in self._rows.active.values():
             receive.limit = 0
             for slot in self._posted(receive):
                 self._network.cancel(int(self._slots.rows[slot]["request"]))
@@ -240,7 +236,7 @@ class Receives:
             & (slots["program"] == receive.row)
             & (slots["chunk"] >= receive.limit)
         )
-        found: list[int] = posted.nonzero()[0].tolist() if receive.row >= 0 else []
+        found: list[int] = posted.nonzero()[0].tolist()
         return found
 
     def _ended(self, receive: _Receive, row: dict[str, int]) -> object:

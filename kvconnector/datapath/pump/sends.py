@@ -5,11 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.pump.copies import Jobs
-from kvconnector.datapath.pump.machine import Machine
+from kvconnector.datapath.pump.machine import Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks
@@ -32,13 +29,10 @@ FIRST_PASSES = 4
 """On a GPU the first chunk is packed within as many, and is posted."""
 
 
-class _Send(msgspec.Struct, eq=False):
-    """What the rows do not say about a send."""
-
+class _Send(Program, eq=False):
     link: LinkId
     read_id: int
     endpoint: int
-    jobs: Jobs
     error: KVConnectorError | None = None
 
 
@@ -54,14 +48,13 @@ class Sends:
         transport: UcxTransport,
         machine: Machine,
         events: EventQueue,
+        clock: Callable[[], float],
         *,
         quarantine_s: float,
-        on_gpu: bool = False,
-        clock: Callable[[], float],
     ) -> None:
         self._network = machine.network
-        self._on_gpu = on_gpu
         self._machine = machine
+        self._rows: Rows[_Send] = machine.sends
         self._slots = machine.send_slots
         self._quarantine_s = quarantine_s
         self._clock = clock
@@ -71,14 +64,13 @@ class Sends:
         """The transport's, by consumer worker, while they are open."""
         self.warm_ups: dict[int, LinkId] = {}
         """Whom the transport's tickets of warm-up messages on their way are for."""
-        self._sends: dict[int, _Send] = {}
-        self._rows: dict[tuple[LinkId, int], int] = {}
         self._has_sent = False
         self.may_hold_slots = False
         """Sends that were stopped may have left slots in flight."""
 
     def __repr__(self) -> str:
-        return f"<Sends active {[send.read_id for send in self._sends.values()]}, {self._slots!r}>"
+        active = [send.read_id for send in self._rows.active.values()]
+        return f"<Sends active {active}, {self._slots!r}>"
 
     def open_endpoint(
         self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
@@ -128,24 +120,22 @@ class Sends:
         except (RelayoutError, KVConnectorError) as error:
             self._events.append(ev.SendOver(link, read.read_id, 0, as_connector_error(error)))
             return
-        row = machine.sends.add(
+        self._rows.add(
+            _Send(link, read.read_id, endpoint, jobs=jobs),
             first_tag=read.first_tag,
-            jobs=jobs[0],
             num_chunks=command.source.num_chunks,
             window=read.window,
             owner=endpoint,
         )
-        self._sends[row] = _Send(link, read.read_id, endpoint, jobs)
-        self._rows[link, read.read_id] = row
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
         self.refresh_endpoints()
-        machine.begin(FIRST_PASSES if self._on_gpu else 1)
+        machine.begin(FIRST_PASSES if machine.copies.on_gpu else 1)
 
     def stop(self, link: LinkId, read_id: int) -> None:
         """Send no further chunk of a read; no effect if it has ended."""
-        row = self._rows.get((link, read_id))
-        if row is not None:
-            self._machine.sends.set(row, "stopped", 1)
+        for row, send in self._rows.active.items():
+            if (send.link, send.read_id) == (link, read_id):
+                self._rows.set(row, "stopped", 1)
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
@@ -162,7 +152,11 @@ class Sends:
         """Say once how packed reads by a consumer will travel."""
         lanes = self._network.lanes(endpoint)
         names = [lane.partition("/")[0] for lane in lanes.split("+")]
-        if lanes and self._on_gpu and not any(name.startswith(GPU_LANES) for name in names):
+        if (
+            lanes
+            and self._machine.copies.on_gpu
+            and not any(name.startswith(GPU_LANES) for name in names)
+        ):
             logger.warning(
                 "packed reads by a consumer are copied through host memory, over %s: UCX has no lane between the GPUs"
                 " (cuda_ipc on one host, RDMA between hosts)",
@@ -180,20 +174,21 @@ class Sends:
 
     def refresh_endpoints(self) -> None:
         """Before every run: there are new sends, handles may have changed, and a lost peer's is none any more."""
-        for row, send in self._sends.items():
+        for row, send in self._rows.active.items():
             if send.error is None:
                 try:
                     handle = self._network.handle(send.endpoint)
-                    self._machine.sends.set(row, "endpoint", handle)
+                    self._rows.set(row, "endpoint", handle)
                 except KVConnectorError as error:
                     self._fail(send.link, error)
 
     def poll(self) -> None:
         """See what ended."""
-        for index in list(self._sends):
-            row = self._machine.sends.values(index)
+        for index, send in list(self._rows.active.items()):
+            row = self._rows.values(index)
             if row["phase"] == r.OVER:
-                self._end(index, row)
+                self._end(send, row)
+                self._rows.remove(index)
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
@@ -207,11 +202,11 @@ class Sends:
 
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
-        rows, slots = self._machine.sends.rows, self._slots.rows
-        for row, send in self._sends.items():
+        rows, slots = self._rows.rows, self._slots.rows
+        for row, send in self._rows.active.items():
             if send.link == link:
                 send.error = send.error or error
-                self._machine.sends.set(row, "stopped", 1)
+                self._rows.set(row, "stopped", 1)
         endpoint = self.endpoints.get(link)
         if endpoint is None:
             return
@@ -233,8 +228,7 @@ class Sends:
         until_s = self._clock() + delay_s
         return lambda: self._clock() >= until_s
 
-    def _end(self, index: int, row: dict[str, int]) -> None:
-        send = self._sends[index]
+    def _end(self, send: _Send, row: dict[str, int]) -> None:
         link, read_id, posted = send.link, send.read_id, row["num_posted"]
         phases = tuple(
             Phase(name, row[first] / NS_PER_S, row[last] / NS_PER_S)
@@ -252,6 +246,3 @@ class Sends:
             if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
                 self._fail(link, error)
             self._events.append(ev.SendOver(link, read_id, posted, error, phases))
-        self._machine.copies.ids.give_back(send.jobs[1])
-        del self._sends[index], self._rows[link, read_id]
-        self._machine.sends.remove(index)

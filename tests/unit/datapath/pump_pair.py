@@ -63,7 +63,6 @@ class Side(Caches):
             share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
             reads_directly=direct,
             paths=paths,
-            device="cpu",
             send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             window=4,

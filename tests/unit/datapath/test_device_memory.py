@@ -97,7 +97,7 @@ def _fails():
 def copies_over(query):
     copies = CudaCopies.__new__(CudaCopies)  # which is otherwise made on a GPU only
     copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=query)])
-    copies._pools = SimpleNamespace(device="cuda:0")
+    copies.pools = SimpleNamespace(device="cuda:0")
     return copies
 
 
