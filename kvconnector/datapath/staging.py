@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
-from kvconnector.errors import ConfigError, TransportError
+from kvconnector.errors import TransportError
 from kvconnector.transport import Buffer
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,10 @@ class SlotPool:
     that one lost peer does not starve the others.
 
     Raises:
-        ConfigError: no slot, or slots without bytes.
         TransportError: the device has no such memory.
     """
 
     def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
-        if num_slots < 1 or slot_bytes < 1:
-            raise ConfigError("staging needs slots", num_slots=num_slots, slot_bytes=slot_bytes)
         self.slot_bytes = slot_bytes
         self.device = device
         self.num_slots = num_slots

@@ -43,7 +43,6 @@ class CacheLayout:
     axes in physical order. `layers_axis` is set for cross-layer tensors, which hold all layers of a rank.
     """
 
-    num_axes: int
     block_axis: int
     token_axis: int
     dim_axis: int
@@ -68,12 +67,13 @@ class CacheLayout:
         """Views of one registered tensor: one tuple of parts a layer (a single one without a layers axis). Raises
         GeometryError: it has another number of axes, or a packed last axis of odd length.
         """
-        if len(shape) != self.num_axes or len(strides_bytes) != self.num_axes:
+        num_axes = len(self.stride_order)
+        if len(shape) != num_axes or len(strides_bytes) != num_axes:
             raise GeometryError(
                 "the tensor does not have the axes of its backend's shape",
                 shape=tuple(shape),
                 strides_bytes=tuple(strides_bytes),
-                expected_axes=self.num_axes,
+                expected_axes=num_axes,
             )
         axis = self.layers_axis
         layers, step = (1, 0) if axis is None else (shape[axis], strides_bytes[axis])
@@ -119,7 +119,6 @@ def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> Ca
     if not is_known or len(axis) != len(shape):
         raise GeometryError("cannot tell the axes of the backend's cache shape", shape=tuple(shape))
     return CacheLayout(
-        num_axes=len(shape),
         block_axis=axis[_PROBE_BLOCKS],
         token_axis=axis[_PROBE_TOKENS],
         dim_axis=axis[dim_size],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from numba import njit
 
@@ -35,19 +37,10 @@ def _gather_rows(source, source_lengths, target, target_lengths, rows):
 
 
 @njit(nogil=True, cache=True)
-def _map_slots(
-    table,
-    lengths,
-    query_start_loc,
-    positions,
-    slots,
-    block_size,
-    kernel_block_size,
-    world_size,
-    rank,
-    interleave_tokens,
-    pad_slot_id,
-):
+def _map_slots(table, lengths, query_start_loc, positions, slots, block_sizes, place):
+    """`block_sizes`: of the allocator and of kernels; `place`: the fields of `TableGeometry` from `world_size` on."""
+    block_size, kernel_block_size = block_sizes
+    world_size, rank, interleave_tokens = place
     virtual_block = block_size * world_size
     ratio = block_size // kernel_block_size
     num_reqs = query_start_loc.shape[0] - 1
@@ -56,43 +49,31 @@ def _map_slots(
         for token in range(query_start_loc[request], end):
             position = positions[token]
             block, offset = position // virtual_block, position % virtual_block
-            turn, place = offset // interleave_tokens, offset % interleave_tokens
-            local_offset = turn // world_size * interleave_tokens + place
+            turn, at = offset // interleave_tokens, offset % interleave_tokens
+            local_offset = turn // world_size * interleave_tokens + at
             column = block * ratio + local_offset // kernel_block_size
-            slot = pad_slot_id
+            slot = PAD_SLOT_ID
             if position >= 0 and turn % world_size == rank and column < lengths[request]:
                 slot = table[request, column] * kernel_block_size + local_offset % kernel_block_size
             slots[token] = slot
     for token in range(min(query_start_loc[num_reqs], positions.shape[0]), slots.shape[0]):
-        slots[token] = pad_slot_id
+        slots[token] = PAD_SLOT_ID
 
 
 def apply_writes(
     tables: TableSet, geometry: TableGeometry, records: torch.Tensor, ids: torch.Tensor
 ) -> None:
     """`BlockTableKernels.apply_writes`."""
+    staged = records.numpy(), ids.numpy()
     ratios = (geometry.block_sizes // geometry.kernel_block_sizes).tolist()
     for group, ratio in enumerate(ratios):
-        _apply_writes(
-            tables.tables[group].numpy(),
-            tables.lengths[group].numpy(),
-            records.numpy(),
-            ids.numpy(),
-            group,
-            ratio,
-        )
+        _apply_writes(*_arrays(tables, group), *staged, group, ratio)
 
 
 def gather_rows(source: TableSet, target: TableSet, rows: torch.Tensor) -> None:
     """`BlockTableKernels.gather_rows`."""
     for group in range(source.num_groups):
-        _gather_rows(
-            source.tables[group].numpy(),
-            source.lengths[group].numpy(),
-            target.tables[group].numpy(),
-            target.lengths[group].numpy(),
-            rows.numpy(),
-        )
+        _gather_rows(*_arrays(source, group), *_arrays(target, group), rows.numpy())
 
 
 def map_slots(
@@ -103,21 +84,13 @@ def map_slots(
     slots: torch.Tensor,
 ) -> None:
     """`BlockTableKernels.map_slots`."""
-    block_sizes, kernel_block_sizes = (
-        geometry.block_sizes.tolist(),
-        geometry.kernel_block_sizes.tolist(),
-    )
-    for group in range(batch.num_groups):
-        _map_slots(
-            batch.tables[group].numpy(),
-            batch.lengths[group].numpy(),
-            query_start_loc.numpy(),
-            positions.numpy(),
-            slots[group].numpy(),
-            block_sizes[group],
-            kernel_block_sizes[group],
-            geometry.world_size,
-            geometry.rank,
-            geometry.interleave_tokens,
-            PAD_SLOT_ID,
-        )
+    tokens = query_start_loc.numpy(), positions.numpy()
+    place = geometry.world_size, geometry.rank, geometry.interleave_tokens
+    sizes = zip(geometry.block_sizes.tolist(), geometry.kernel_block_sizes.tolist(), strict=True)
+    for group, block_sizes in enumerate(sizes):
+        _map_slots(*_arrays(batch, group), *tokens, slots[group].numpy(), block_sizes, place)
+
+
+def _arrays(tables: TableSet, group: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """A group's table and the lengths of its rows."""
+    return tables.tables[group].numpy(), tables.lengths[group].numpy()

@@ -11,25 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt, upload_block_ids
+from kvconnector_kernels.relayout.checks import BlockIdsError, GeometryMismatchError, RelayoutError
 from kvconnector_kernels.relayout.dispatch import relayout
-from kvconnector_kernels.relayout.errors import (
-    BlockIdsError,
-    GeometryMismatchError,
-    RelayoutError,
-)
 from kvconnector_kernels.relayout.receive import (
     receive_block_size,
     receive_block_size_and_layout,
     receive_layout,
 )
 from kvconnector_kernels.relayout.runs import TokenRuns
-from kvconnector_kernels.relayout.sides import (
-    Order,
-    PackedSide,
-    PagedSide,
-    PartTable,
-    Side,
-)
+from kvconnector_kernels.relayout.sides import Order, PackedSide, PagedSide, PartTable, Side
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.cpu import relayout_cpu

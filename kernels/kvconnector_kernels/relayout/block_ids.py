@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector_kernels.relayout.checks import check_device, check_ids_in_pool
-from kvconnector_kernels.relayout.errors import BlockIdsError
+from kvconnector_kernels.relayout.checks import BlockIdsError, check_device, check_ids_in_pool
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Checks that both sides of a re-layout share."""
+"""What a re-layout refuses, as `ValueError`s whose text names the values that disagree, and checks of both sides."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector_kernels.relayout.errors import BlockIdsError, RelayoutError
-
 ITEM_SIZES_BYTES = (1, 2, 4, 8)
 _DEVICE = re.compile(r"cpu|cuda:\d+")
+
+
+class RelayoutError(ValueError):
+    """A re-layout was asked for that does not describe memory: a bad count, range, buffer or device."""
+
+
+class BlockIdsError(RelayoutError):
+    """Block ids lie outside the pool, are too few for the tokens, or have the wrong type."""
+
+
+class GeometryMismatchError(RelayoutError):
+    """The two sides disagree in item size, head dim or device."""
 
 
 def check_ids_in_pool(what: str, ids: npt.NDArray[np.integer[Any]], num_blocks: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import numpy as np
 
 from kvconnector_kernels.pump.copy_cpu import compile_copy, job_of
-from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.checks import RelayoutError
 from kvconnector_kernels.relayout.sides import (
     ROW_COLUMNS,
     CopyCounts,

@@ -11,14 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvconnector_kernels.relayout.block_ids import ALIGN_BYTES, BlockIdsAt
-from kvconnector_kernels.relayout.errors import RelayoutError
-from kvconnector_kernels.relayout.sides import (
-    CopyGeometry,
-    PackedSide,
-    PagedSide,
-    Side,
-    check_copy,
-)
+from kvconnector_kernels.relayout.checks import RelayoutError
+from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, PagedSide, Side, check_copy
 from kvconnector_kernels.relayout.tiles import Tiling, plan_tiles
 from kvconnector_kernels.relayout.triton import (
     NUM_WARPS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.checks import RelayoutError
 from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 from kvconnector_kernels.relayout.sides import Order
 

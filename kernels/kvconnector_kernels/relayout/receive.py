@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Unpack
 
+from kvconnector_kernels.relayout.checks import GeometryMismatchError
 from kvconnector_kernels.relayout.dispatch import relayout
-from kvconnector_kernels.relayout.errors import GeometryMismatchError
 from kvconnector_kernels.relayout.sides import CopyCounts, PackedSide, PagedSide, Side
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.checks import RelayoutError
 
 MAX_RUN_TOKENS = 2**31 - 1
 

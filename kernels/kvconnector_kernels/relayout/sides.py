@@ -7,29 +7,19 @@ address and four byte strides. A *row* of a part table is `(address, block, head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import (
-    TYPE_CHECKING,
-    Literal,
-    NamedTuple,
-    NotRequired,
-    TypeAlias,
-    TypedDict,
-    get_args,
-)
+from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector_kernels.relayout.block_ids import BlockIds, BlockIdsAt, check_block_ids
 from kvconnector_kernels.relayout.checks import (
-    check_device,
-    check_ids_in_pool,
-    check_item_size,
-)
-from kvconnector_kernels.relayout.errors import (
     BlockIdsError,
     GeometryMismatchError,
     RelayoutError,
+    check_device,
+    check_ids_in_pool,
+    check_item_size,
 )
 from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 

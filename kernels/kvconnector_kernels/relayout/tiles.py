@@ -13,7 +13,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.checks import RelayoutError
 from kvconnector_kernels.relayout.runs import ADJACENT
 from kvconnector_kernels.relayout.sides import CopyGeometry, PackedSide, Side
 

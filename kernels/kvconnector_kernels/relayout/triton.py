@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from kvconnector_kernels.relayout.block_ids import BlockIdsAt
-from kvconnector_kernels.relayout.errors import RelayoutError
+from kvconnector_kernels.relayout.checks import RelayoutError
 from kvconnector_kernels.relayout.sides import (
     CopyCounts,
     CopyGeometry,

@@ -133,7 +133,7 @@ class DataPath:
         waits in the transport, or `timeout_s` is over.
         """
         timeout_s = self._prepared(timeout_s)
-        reason = self.machine.run(timeout_s, wants_slots=bool(self.receives.waiting), fds=fds)
+        reason = self.machine.run(timeout_s, fds)
         if reason == r.TIMEOUT:
             self.copies.check_device()
 
@@ -142,25 +142,21 @@ class DataPath:
         if self.copies.on_gpu and self.machine.is_looping:
             return False
         self._prepared(0.0)
-        return self.machine.run(-1.0, wants_slots=bool(self.receives.waiting)) != r.TIMEOUT
+        return self.machine.run(-1.0) != r.TIMEOUT
 
     def release(self, timeout_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
-        timeout_s = self._prepared(timeout_s)
-        self.machine.release(timeout_s, wants_slots=bool(self.receives.waiting))
+        self.machine.release(self._prepared(timeout_s))
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            with ExitStack() as stack:
-                stack.callback(self.machine.close)
-                stack.callback(self._transport.close)
-                stack.callback(self._release)
-
-    def _release(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         # in reverse, and all of it even where a device has failed
         with ExitStack() as stack:
+            stack.callback(self.machine.close)
+            stack.callback(self._transport.close)
             stack.callback(self.receives.release)
             stack.callback(self.sends.release)
             stack.callback(self.reads.release)
@@ -177,6 +173,7 @@ class DataPath:
         machine = self.machine
         if self.receives.promised:
             self.receives.begin()
+        machine.want_slots(bool(self.receives.waiting))
         if machine.sends.active:
             self.sends.refresh_endpoints()
         if timeout_s <= MAX_LEASE_RUN_S:

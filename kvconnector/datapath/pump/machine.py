@@ -54,17 +54,8 @@ _PENDING, _LOOPING, _INLINE_THREAD = (
 _ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEAVE, _LEFT, _TAKEN, _GRACE, _RETURN_BY = (
     r.index_of(r.STATE, name)
     for name in (
-        *(
-            "entering",
-            "wants_slots",
-            "num_inline",
-            "moved_ns",
-            "leave_us",
-            "left_ns",
-            "taken_ns",
-            "grace_ns",
-        ),
-        "return_by_ns",
+        *("entering", "wants_slots", "num_inline", "moved_ns", "leave_us"),
+        *("left_ns", "taken_ns", "grace_ns", "return_by_ns"),
     )
 )
 
@@ -263,7 +254,11 @@ class Machine:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
         self._numbers[_MOVED] = self.network.now_ns()
 
-    def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
+    def want_slots(self, wanted: bool) -> None:
+        """Let runs end once a receive slot is free, or no more."""
+        self._numbers[_WANTS_SLOTS] = wanted
+
+    def run(self, limit_s: float, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
         time is over; which of them. A limit below 0 is for one look at everything, which keeps the GIL.
 
@@ -278,7 +273,6 @@ class Machine:
             self._numbers[_LEAVE] = _LEAVE_US * has_worked_long
         calls.limits[owner] = round(limit_s * NS_PER_S)
         self._numbers[_ENTERING] = owner
-        self._numbers[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
             self._acquire_again(entered_ns)
@@ -354,10 +348,9 @@ class Machine:
         thread = threading.get_native_id()
         return bool(try_acquire(self._address, r.INLINE, round(limit_s * NS_PER_S), thread))
 
-    def release(self, limit_s: float, *, wants_slots: bool) -> None:
+    def release(self, limit_s: float) -> None:
         """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
         self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
-        self._numbers[_WANTS_SLOTS] = wants_slots
         self._numbers[_NUM_INLINE] += 1
         self._numbers[_RETURN_BY] = self.network.now_ns() + round(limit_s * NS_PER_S)
         release_inline(self._address)

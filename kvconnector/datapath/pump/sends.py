@@ -217,16 +217,16 @@ class Sends:
                 rows[row]["num_in_flight"] -= 1
             buffer = self._slots.pool.buffer(slot, self._slots.pool.slot_bytes)
             self._network.adopt(int(slots[slot]["request"]), 0, buffer, endpoint)
-            self._slots.quarantine(slot, self._after(self._quarantine_s))
+            self._quarantine(slot)
 
     def _take_failed(self) -> None:
         """Put the slots of failed operations into quarantine."""
         for slot in (self._slots.rows["state"] == r.FAILED).nonzero()[0].tolist():
-            self._slots.quarantine(slot, self._after(self._quarantine_s))
+            self._quarantine(slot)
 
-    def _after(self, delay_s: float) -> Callable[[], bool]:
-        until_s = self._clock() + delay_s
-        return lambda: self._clock() >= until_s
+    def _quarantine(self, slot: int) -> None:
+        until_s = self._clock() + self._quarantine_s
+        self._slots.quarantine(slot, lambda: self._clock() >= until_s)
 
     def _end(self, send: _Send, row: dict[str, int]) -> None:
         link, read_id, posted = send.link, send.read_id, row["num_posted"]
