@@ -6,6 +6,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from kvconnector.errors import TransportError
 
@@ -16,6 +20,17 @@ RELEASE_S = 2.0
 POLL_S = 1e-3
 
 _kept: list[object] = []
+
+Fences: TypeAlias = npt.NDArray[np.int32]
+"""Flags that copies set."""
+FENCE_WORDS = 16
+"""From one to the next: no two share a cache line."""
+
+
+def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
+    """Where each flag is."""
+    step = fences.strides[0]
+    return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
 def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:

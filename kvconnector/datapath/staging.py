@@ -10,10 +10,13 @@ import mmap
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
+from kvconnector.datapath.device_memory import Fences, addresses_of
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.errors import TransportError
 from kvconnector.transport import Buffer
+from kvconnector_kernels.pump import records as r
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +39,8 @@ def _scratch_bytes(slot_bytes: int) -> int:
 
 
 class SlotPool:
-    """Memory of `num_slots` slots of `slot_bytes` each on `device`, and scratch memory: warm-up messages, whose bytes
-    mean nothing, are sent from it and received into it. Not thread safe.
+    """Slots of `slot_bytes` each on `device`, and scratch memory: warm-up messages, whose bytes mean nothing, are sent
+    from it and received into it. The `rows` are the slots as a pump sees them. Not thread safe.
 
     Memory that the network may still read or write is quarantined: the slot gets other memory, allocated if need be, so
     that one lost peer does not starve the others.
@@ -49,42 +52,67 @@ class SlotPool:
     def __init__(self, num_slots: int, slot_bytes: int, device: str) -> None:
         self.slot_bytes = slot_bytes
         self.device = device
-        self.num_slots = num_slots
-        self._scratch_bytes = _scratch_bytes(slot_bytes)
+        self._scratch_bytes = _scratch_bytes(slot_bytes) if num_slots else 0
         arena, address = _allocate(num_slots * slot_bytes + self._scratch_bytes, device)
         self._memory = [(arena, address + slot * slot_bytes) for slot in range(num_slots + 1)]
         self._spare: list[tuple[object, int]] = []
         self._quarantined: list[tuple[Callable[[], bool], tuple[object, int]]] = []
+        self.rows: npt.NDArray[np.void] = np.zeros(num_slots, r.SLOT)
+        self._states = r.numbers_of(self.rows)[:: r.SLOT.itemsize // 8]
+        self.rows["program"] = -1
+        self.rows["address"] = [address for _, address in self._memory[:-1]]
 
-    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> bool:
-        """Keep a slot's memory until `is_over`, and give the slot other memory. False if there is none yet."""
+    def __repr__(self) -> str:
+        states = self._states.tolist()
+        detached = f", {states.count(r.DETACHED)} without memory" if r.DETACHED in states else ""
+        return f"<Slots {self.num_free} of {len(states)} free, {self.num_busy} busy{detached}>"
+
+    def attach(self, state: npt.NDArray[np.void], direction: str, fences: Fences) -> None:
+        """Let a pump's `state` use the slots, whose copies set these flags, in this direction."""
+        self._fences = fences
+        self.rows["fence"] = addresses_of(fences)
+        state[direction], state[f"num_{direction}"] = self.rows.ctypes.data, len(self.rows)
+
+    @property
+    def num_free(self) -> int:
+        """Slots that no program and no operation holds."""
+        return self._states.tolist().count(r.FREE)
+
+    @property
+    def num_busy(self) -> int:
+        """Slots that a program or an operation holds."""
+        states = self._states.tolist()
+        return len(states) - states.count(r.FREE) - states.count(r.DETACHED)
+
+    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
+        """Free a slot whose memory the network may use until `is_over`; it gets other memory once there is some."""
         self._quarantined.append((is_over, self._memory[slot]))
-        if self.refill(slot):
-            return True
+        self.rows["state"][slot], self.rows["program"][slot] = r.DETACHED, -1
+        if self._spare:
+            self._refill(slot, self._spare.pop())
+            return
         try:
-            self._memory[slot] = _allocate(self.slot_bytes, self.device)
+            self._refill(slot, _allocate(self.slot_bytes, self.device))
         except TransportError as error:
             logger.warning(
                 "a slot of staging memory less until a lost peer's is out of quarantine: %s", error
             )
-            return False
-        return True
 
-    def refill(self, slot: int) -> bool:
-        """Give a slot memory that is out of quarantine, if there is some. Returns True if there is."""
-        if self._spare:
-            self._memory[slot] = self._spare.pop()
-            return True
-        return False
+    def _refill(self, slot: int, memory: tuple[object, int]) -> None:
+        self._memory[slot] = memory
+        self.rows["address"][slot], self.rows["state"][slot] = memory[1], r.FREE
 
     def end_quarantines(self) -> None:
-        """Let memory whose quarantine is over be used again."""
+        """Let memory whose quarantine is over be used again, first of all by slots that have none."""
         quarantined, self._quarantined = self._quarantined, []
         for is_over, memory in quarantined:
             if is_over():
                 self._spare.append(memory)
             else:
                 self._quarantined.append((is_over, memory))
+        for slot in np.flatnonzero(self.rows["state"] == r.DETACHED).tolist():
+            if self._spare:
+                self._refill(slot, self._spare.pop())
 
     def address(self, slot: int) -> int:
         """Address of a slot's first byte."""
@@ -92,16 +120,19 @@ class SlotPool:
 
     def scratch(self, max_bytes: int) -> Buffer:
         """Memory for bytes without meaning, at most `WARM_UP_BYTES` and at most a slot's."""
-        return self.buffer(self.num_slots, min(max_bytes, self._scratch_bytes))
+        return self.buffer(-1, min(max_bytes, self._scratch_bytes))
 
-    def buffer(self, slot: int, nbytes: int) -> Buffer:
-        """The first `nbytes` of a slot, as the transport wants them."""
+    def buffer(self, slot: int, nbytes: int | None = None) -> Buffer:
+        """The first `nbytes` of a slot, or all, as the transport wants them."""
         owner, address = self._memory[slot]
+        nbytes = self.slot_bytes if nbytes is None else nbytes
         return Buffer(address=address, nbytes=nbytes, device=self.device, owner=owner)
 
 
 def _allocate(nbytes: int, device: str) -> tuple[object, int]:
     """Resident memory and its address; page aligned on the CPU. Raises TransportError: there is none."""
+    if not nbytes:
+        return None, 0
     try:
         if device.startswith("cuda"):
             # PyTorch's expandable segments cannot be mapped by a peer: UCX would copy through host memory

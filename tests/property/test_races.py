@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvconnector.datapath.pump.machine import Slots
+from kvconnector.datapath.staging import SlotPool
 from kvconnector.session.lease import Lease
 from kvconnector.session.load import Load
 from kvconnector.wire import messages
@@ -69,7 +69,11 @@ FAULTS = [
     ({"too_early": "d"}, (), ON_PACKED, ["aborted by the consumer"]),
     (
         {},
-        (Slots, "quarantine", lambda slots, slot, is_over: slots.free(slot)),
+        (
+            SlotPool,
+            "quarantine",
+            lambda pool, slot, is_over: pool._refill(slot, pool._memory[slot]),
+        ),
         ON_PACKED,
         ["given up without a word"],
     ),

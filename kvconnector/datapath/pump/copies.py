@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvconnector.datapath.device_memory import FENCE_WORDS, Fences
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
@@ -79,18 +80,6 @@ def program_cap(max_programs: int, device: str) -> int:
 
     count: int = torch.cuda.get_device_properties(device).multi_processor_count
     return max(1, count // SHARE_OF_MULTIPROCESSORS)
-
-
-Fences: TypeAlias = npt.NDArray[np.int32]
-"""Flags that copies set."""
-FENCE_WORDS = 16
-"""From one to the next: no two share a cache line."""
-
-
-def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
-    """Where each flag is."""
-    step = fences.strides[0]
-    return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
 class Copies:

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvconnector.datapath.device_memory import await_device
+from kvconnector.datapath.device_memory import FENCE_WORDS, Fences, addresses_of, await_device
 from kvconnector.datapath.direct.cuda_driver import StreamWriter, load_libcuda
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import (
-    FENCE_WORDS,
     Copies,
-    Fences,
     Jobs,
     address_of,
-    addresses_of,
     packed_sides,
 )
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers

@@ -75,8 +75,8 @@ class DataPath:
         share: PoolExporter | None = None,
         reads_directly: bool = False,
         paths: PathsConfig,
-        send_slots: SlotPool | None,
-        recv_slots: SlotPool | None,
+        send_slots: SlotPool,
+        recv_slots: SlotPool,
         window: int,
         quarantine_s: float,
         pace: Pace,
@@ -88,7 +88,7 @@ class DataPath:
         self.events = EventQueue()
         self._clock = clock
         self.machine = Machine(
-            network, copies, send_pool=send_slots, recv_pool=recv_slots, pace=pace
+            network, copies, send_slots=send_slots, recv_slots=recv_slots, pace=pace
         )
         shared = self.machine, self.events, clock
         self.sends = Sends(transport, *shared, quarantine_s=quarantine_s)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import NO_JOBS, Copies, Jobs, addresses_of
+from kvconnector.datapath.pump.copies import NO_JOBS, Copies, Jobs
 from kvconnector.datapath.pump.id_buffers import IdBuffers
 from kvconnector.datapath.pump.network import NS_PER_S, Calls, UcxNetwork
 from kvconnector.datapath.staging import SlotPool
@@ -94,7 +93,7 @@ class Rows(Generic[T]):
         self.vacant += np.flatnonzero(rows["phase"] == r.VACANT).tolist()
         self.rows = rows
         self._numbers = r.numbers_of(rows)
-        set_array(self._state, self._kind, rows)
+        self._state[self._kind], self._state[f"num_{self._kind}"] = rows.ctypes.data, len(rows)
 
     def values(self, index: int) -> dict[str, int]:
         """A program's fields by name."""
@@ -126,70 +125,6 @@ class Rows(Generic[T]):
         self._ids.give_back(self.active.pop(index).jobs[1])
 
 
-def set_array(state: Records, name: str, rows: Records) -> None:
-    """Tell a pump where an array is, which the caller keeps."""
-    state[name], state[f"num_{name}"] = rows.ctypes.data, len(rows)
-
-
-class Slots:
-    """One direction's slots in the arrays of a pump's `state`: those of a pool, or none."""
-
-    def __init__(
-        self, state: Records, direction: str, pool: SlotPool | None, copies: Copies
-    ) -> None:
-        self._pool = pool
-        num_slots = 0 if pool is None else pool.num_slots
-        self.rows: Records = np.zeros(num_slots, r.SLOT)
-        self._states = r.numbers_of(self.rows)[:: r.SLOT.itemsize // 8]
-        self._fences = copies.make_fences(num_slots)
-        self.rows["program"] = -1
-        self.rows["fence"] = addresses_of(self._fences)
-        self.rows["address"] = [self.pool.address(slot) for slot in range(num_slots)]
-        set_array(state, direction, self.rows)
-
-    def __repr__(self) -> str:
-        states = self._states.tolist()
-        detached = f", {states.count(r.DETACHED)} without memory" if r.DETACHED in states else ""
-        return f"<Slots {self.num_free} of {len(states)} free, {self.num_busy} busy{detached}>"
-
-    @property
-    def pool(self) -> SlotPool:
-        """The memory. Only a worker with this direction is asked for it."""
-        assert self._pool is not None
-        return self._pool
-
-    @property
-    def num_free(self) -> int:
-        """Slots that no program and no operation holds."""
-        return self._states.tolist().count(r.FREE)
-
-    @property
-    def num_busy(self) -> int:
-        """Slots that a program or an operation holds."""
-        states = self._states.tolist()
-        return len(states) - states.count(r.FREE) - states.count(r.DETACHED)
-
-    def free(self, slot: int, state: int = r.FREE) -> None:
-        """Free a slot whose memory nobody uses."""
-        self.rows["state"][slot] = state
-        self.rows["program"][slot] = -1
-
-    def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
-        """Free a slot whose memory the network may use until `is_over`; it gets other memory once there is some."""
-        self.free(slot, r.FREE if self.pool.quarantine(slot, is_over) else r.DETACHED)
-        self.rows["address"][slot] = self.pool.address(slot)
-
-    def end_quarantines(self) -> None:
-        """Let memory that the network no longer uses be used again."""
-        if self._pool is None:
-            return
-        self._pool.end_quarantines()
-        for slot in np.flatnonzero(self.rows["state"] == r.DETACHED).tolist():
-            if self._pool.refill(slot):
-                self.rows["address"][slot] = self._pool.address(slot)
-                self.free(slot)
-
-
 class Machine:
     """A pump's state, the compiled loop over it, and the driver lock, whose owner calls the loop. See
     `kvconnector_kernels.pump.driver_lock`.
@@ -200,8 +135,8 @@ class Machine:
         network: UcxNetwork,
         copies: Copies,
         *,
-        send_pool: SlotPool | None,
-        recv_pool: SlotPool | None,
+        send_slots: SlotPool,
+        recv_slots: SlotPool,
         pace: Pace,
     ) -> None:
         self.network = network
@@ -218,8 +153,9 @@ class Machine:
         self.sends, self.receives, self.reads = (
             Rows[Any](state, kind, copies.ids) for kind in ("sends", "receives", "reads")
         )
-        self.send_slots = Slots(state, "send_slots", send_pool, copies)
-        self.recv_slots = Slots(state, "recv_slots", recv_pool, copies)
+        self.send_slots, self.recv_slots = send_slots, recv_slots
+        send_slots.attach(state, "send_slots", copies.make_fences(len(send_slots.rows)))
+        recv_slots.attach(state, "recv_slots", copies.make_fences(len(recv_slots.rows)))
         state["lock"] = lock.ctypes.data
         state["copy"], state["copy_context"] = copies.function, copies.context
         state["begin"], state["begin_argument"] = copies.begin

@@ -60,10 +60,11 @@ def open_datapath(
     sends, receives = config.role != "consumer", config.role != "producer"
     num_slots = slots_within(config.staging.budget_bytes, slot_bytes, sends + receives)
     send_slots, recv_slots = (
-        SlotPool(num_slots, slot_bytes, device) if each else None for each in (sends, receives)
+        SlotPool(num_slots if each else 0, slot_bytes, device) for each in (sends, receives)
     )
-    copies = _open_copies(config, pools, send_slots or recv_slots, chunk_bytes)
-    copies.warm_up(packing=send_slots is not None, unpacking=recv_slots is not None)
+    slots = send_slots if sends else recv_slots
+    copies = _open_copies(config, pools, slots, chunk_bytes)
+    copies.warm_up(packing=sends, unpacking=receives)
     if is_checked:
         copies.digests = Digests(device, slot_bytes)
         logger.info("verify=checksum: all reads are packed, and each chunk is checked")
@@ -73,10 +74,8 @@ def open_datapath(
         transport,
         network,
         copies,
-        share=_share(pools, copies, config.paths.shared_folder)
-        if is_direct and send_slots
-        else None,
-        reads_directly=bool(is_direct and recv_slots) and _can_read(copies),
+        share=_share(pools, copies, config.paths.shared_folder) if is_direct and sends else None,
+        reads_directly=is_direct and receives and _can_read(copies),
         paths=config.paths,
         send_slots=send_slots,
         recv_slots=recv_slots,
@@ -103,13 +102,12 @@ def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:
 
 
 def _open_copies(
-    config: ConnectorConfig, pools: Pools, slots: SlotPool | None, chunk_bytes: int
+    config: ConnectorConfig, pools: Pools, slots: SlotPool, chunk_bytes: int
 ) -> Copies:
     """Copies between the pools and such slots."""
     if pools.device == "cpu":
         num_threads = config.paths.copy_threads or default_threads()
         return CpuCopies(pools, chunk_bytes, num_threads=num_threads)
-    assert slots is not None  # a worker has a role
     try:
         return CudaCopies(
             pools,

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.base import EventQueue
+from kvconnector.datapath.device_memory import addresses_of
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.copies import addresses_of
 from kvconnector.datapath.pump.machine import MAX_READS, Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.datapath.pump.receives import Receives

@@ -89,7 +89,7 @@ class Receives:
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
         self._machine.is_handshaking = True
-        return self.warm_ups.expect(link, self._slots.pool.scratch(WARM_UP_BYTES))
+        return self.warm_ups.expect(link, self._slots.scratch(WARM_UP_BYTES))
 
     def submit(self, read: StartReceive) -> None:
         """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
@@ -166,7 +166,7 @@ class Receives:
                 except (RelayoutError, KVConnectorError) as error:
                     receive.error, is_stopped = as_connector_error(error), True
             if is_stopped:
-                receive.jobs = copies.unread_jobs_of(source, slots.pool.slot_bytes)
+                receive.jobs = copies.unread_jobs_of(source, slots.slot_bytes)
             receive.row = self._rows.add(
                 receive,
                 first_tag=receive.first_tag,
@@ -224,9 +224,8 @@ class Receives:
         """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
         with it.
         """
-        buffer = self._slots.pool.buffer(slot, self._slots.pool.slot_bytes)
         request = int(self._slots.rows[slot]["request"])
-        return self._network.adopt(request, receive.first_tag, buffer, None)
+        return self._network.adopt(request, receive.first_tag, self._slots.buffer(slot), None)
 
     def _posted(self, receive: _Receive) -> list[int]:
         """The slots in which a receive awaits a chunk that is not sent."""

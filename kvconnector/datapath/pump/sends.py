@@ -77,7 +77,7 @@ class Sends:
     ) -> None:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `LinkLost`."""
         self._machine.is_handshaking = True
-        warm_up = self._slots.pool.scratch(warm_up_bytes)  # its bytes mean nothing
+        warm_up = self._slots.scratch(warm_up_bytes)  # its bytes mean nothing
         try:
             endpoint = self.endpoints[link] = self._transport.connect(transport_address)
             self.warm_ups[self._transport.send(endpoint, warm_up_tag, warm_up)] = link
@@ -92,7 +92,7 @@ class Sends:
         endpoint = self.endpoints.get(link)
         if endpoint is None:
             return
-        buffer = self._slots.pool.scratch(probe.nbytes)
+        buffer = self._slots.scratch(probe.nbytes)
         for index in range(probe.count):
             self.warm_ups[self._transport.send(endpoint, probe.first_tag + index, buffer)] = link
 
@@ -215,8 +215,8 @@ class Sends:
             row = int(slots[slot]["program"])
             if row >= 0:
                 rows[row]["num_in_flight"] -= 1
-            buffer = self._slots.pool.buffer(slot, self._slots.pool.slot_bytes)
-            self._network.adopt(int(slots[slot]["request"]), 0, buffer, endpoint)
+            request = int(slots[slot]["request"])
+            self._network.adopt(request, 0, self._slots.buffer(slot), endpoint)
             self._quarantine(slot)
 
     def _take_failed(self) -> None:

@@ -4,13 +4,10 @@ import numpy as np
 import pytest
 
 from kvconnector.datapath import CacheGroup, Pools, staging
-from kvconnector.datapath.pump.copies_cpu import CpuCopies
-from kvconnector.datapath.pump.machine import Slots
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import GeometryError, TransportError
 from kvconnector_kernels.pump import records as r
 from tests.support.fakes import FakeCaches, FakeEngine, attention_model
-from tests.unit.datapath.caches import Caches, Shape
 
 SLOT_BYTES = 4096
 
@@ -29,20 +26,17 @@ def pool(monkeypatch):
 
 def test_rows_of_slots_wait_for_memory(pool):
     over = []
-    shape = Shape()
-    copies = CpuCopies(Caches(shape, seed=1).pools, SLOT_BYTES)
-    slots = Slots(np.zeros((), r.STATE), "recv_slots", pool, copies)
-    addresses = set(slots.rows["address"].tolist())
-    slots.rows["state"][:2] = r.POSTED
+    addresses = set(pool.rows["address"].tolist())
+    pool.rows["state"][:2] = r.POSTED
     for slot in range(2):
-        slots.quarantine(slot, lambda: bool(over))
-    assert slots.num_free == 1
-    slots.end_quarantines()
-    assert slots.num_free == 1
+        pool.quarantine(slot, lambda: bool(over))
+    assert pool.num_free == 1
+    pool.end_quarantines()
+    assert pool.num_free == 1
     over.append(None)
-    slots.end_quarantines()
-    assert slots.num_free == 3
-    assert set(slots.rows["address"].tolist()) == addresses
+    pool.end_quarantines()
+    assert pool.num_free == 3
+    assert set(pool.rows["address"].tolist()) == addresses
 
 
 def test_staging_within_its_budget():
