@@ -133,7 +133,7 @@ class DataPath:
         waits in the transport, or `timeout_s` is over.
         """
         timeout_s = self._prepared(timeout_s)
-        reason = self.machine.run(timeout_s, fds)
+        reason = self.machine.run(timeout_s, wants_slots=bool(self.receives.waiting), fds=fds)
         if reason == r.TIMEOUT:
             self.copies.check_device()
 
@@ -142,11 +142,12 @@ class DataPath:
         if self.copies.on_gpu and self.machine.is_looping:
             return False
         self._prepared(0.0)
-        return self.machine.run(-1.0) != r.TIMEOUT
+        return self.machine.run(-1.0, wants_slots=bool(self.receives.waiting)) != r.TIMEOUT
 
     def release(self, timeout_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
-        self.machine.release(self._prepared(timeout_s))
+        timeout_s = self._prepared(timeout_s)
+        self.machine.release(timeout_s, wants_slots=bool(self.receives.waiting))
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -173,7 +174,6 @@ class DataPath:
         machine = self.machine
         if self.receives.promised:
             self.receives.begin()
-        machine.want_slots(bool(self.receives.waiting))
         if machine.sends.active:
             self.sends.refresh_endpoints()
         if timeout_s <= MAX_LEASE_RUN_S:

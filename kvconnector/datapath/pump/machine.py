@@ -190,11 +190,7 @@ class Machine:
         """There was something to do: soon there is more, and waking a thread costs more than the work."""
         self._numbers[_MOVED] = self.network.now_ns()
 
-    def want_slots(self, wanted: bool) -> None:
-        """Let runs end once a receive slot is free, or no more."""
-        self._numbers[_WANTS_SLOTS] = wanted
-
-    def run(self, limit_s: float, fds: tuple[int, ...] | None = None) -> int:
+    def run(self, limit_s: float, *, wants_slots: bool, fds: tuple[int, ...] | None = None) -> int:
         """Move chunks until a program ends, one of `fds` is readable, those of the run before if there are none, or the
         time is over; which of them. A limit below 0 is for one look at everything, which keeps the GIL.
 
@@ -209,6 +205,7 @@ class Machine:
             self._numbers[_LEAVE] = _LEAVE_US * has_worked_long
         calls.limits[owner] = round(limit_s * NS_PER_S)
         self._numbers[_ENTERING] = owner
+        self._numbers[_WANTS_SLOTS] = wants_slots
         reason = (look if limit_s < 0 else run)(self._address)
         if owner == r.DRIVER:
             self._acquire_again(entered_ns)
@@ -284,9 +281,10 @@ class Machine:
         thread = threading.get_native_id()
         return bool(try_acquire(self._address, r.INLINE, round(limit_s * NS_PER_S), thread))
 
-    def release(self, limit_s: float) -> None:
+    def release(self, limit_s: float, *, wants_slots: bool) -> None:
         """End inline progress. The driver's thread goes on with what is under way, for `limit_s` at most."""
         self._gil_wait_ns -= self._gil_wait_ns // _INLINE_TURNS
+        self._numbers[_WANTS_SLOTS] = wants_slots
         self._numbers[_NUM_INLINE] += 1
         self._numbers[_RETURN_BY] = self.network.now_ns() + round(limit_s * NS_PER_S)
         release_inline(self._address)

@@ -236,7 +236,8 @@ class DirectReads:
 
     def _leave(self, remote: RemotePools) -> None:
         remote.num_reads -= 1
-        self._close_unread(remote)
+        if remote.then is not None:
+            self._close_unread(remote)
 
     def _close_unread(self, remote: RemotePools) -> None:
         if remote.then is not None and remote.num_reads == 0:

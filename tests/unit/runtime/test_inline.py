@@ -61,7 +61,7 @@ def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_co
     failures, driven = [], []
     progress = Inline(worker, failures.append)
     # the driver's thread would be asleep in the loop
-    worker.datapath.machine.release(0.0)
+    worker.datapath.machine.release(0.0, wants_slots=False)
     for at in count(1):
         interrupt = Interrupt(at)
         try:
