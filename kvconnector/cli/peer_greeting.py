@@ -271,7 +271,7 @@ class PeerGreeting(ExitStack):
     def _probe(self, link: LinkId, nbytes: int) -> float:
         """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
         warm_ups = self._datapath.receives.warm_ups
-        slots = self._datapath.machine.recv_slots.pool
+        slots = self._datapath.machine.recv_slots
         tag, _ = warm_ups.expect(link, slots.scratch(nbytes), PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)

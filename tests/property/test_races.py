@@ -69,11 +69,7 @@ FAULTS = [
     ({"too_early": "d"}, (), ON_PACKED, ["aborted by the consumer"]),
     (
         {},
-        (
-            SlotPool,
-            "quarantine",
-            lambda pool, slot, is_over: pool._refill(slot, pool._memory[slot]),
-        ),
+        (SlotPool, "quarantine", lambda pool, slot, _: pool._refill(slot, pool._memory[slot])),
         ON_PACKED,
         ["given up without a word"],
     ),
