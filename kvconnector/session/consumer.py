@@ -27,7 +27,7 @@ from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import RemoteEngines
-from kvconnector.session.load import Load, LoadState, ending_of
+from kvconnector.session.load import Load, LoadState
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.reads import OpenReads, read_message
 from kvconnector.session.remote_engine import RemoteEngine
@@ -143,8 +143,7 @@ class ConsumerSession:
         if load is None:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event, now)
-        load.ask(event, now)
-        error = event.error or load.error or load.complaint_about(event)
+        error = load.ask(event, now)
         if error is not None:
             return self._close(load, error, now)
         self._asked[load.request_id] = load
@@ -367,7 +366,7 @@ class ConsumerSession:
 
     def _close(self, load: Load, error: KVConnectorError | None, now: float) -> list[Command]:
         """End the load: report it to the engine, if it asked for it, then to the producer's ranks, which can wait."""
-        load.move(ending_of(error))
+        ending = load.end(error)
         self._agenda.forget(load)
         load.engine.loads.give_up(load)
         self._asked.pop(load.request_id, None)
@@ -375,7 +374,7 @@ class ConsumerSession:
         commands: list[Command] = []
         if load.asked is not None:
             commands.append(load.finished(error))
-        return commands + self._engines.end_transfer(load.engine.name, load.ending(), now)
+        return commands + self._engines.end_transfer(load.engine.name, ending, now)
 
     _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
         WantRequest: _wanted,

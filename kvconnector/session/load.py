@@ -137,13 +137,6 @@ class Load(Tracked[LoadState]):
             f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
         )
 
-    def complaint_about(self, asked: LoadRequest) -> KVConnectorError | None:
-        """Returns an error for an order that names no blocks of the producer, unless the load is followed."""
-        is_empty = all(start >= stop for start, stop in asked.token_ranges)
-        if self.is_followed or asked.remote_blocks or is_empty:
-            return None
-        return BlockIdError("a load names no blocks of its producer", request=self.request_id)
-
     def record_progress(self, link: LinkId, reported: m.Progress, num_groups: int) -> bool:
         """Remember how far a producer worker is. Ignores stale messages.
 
@@ -233,12 +226,20 @@ class Load(Tracked[LoadState]):
             for tokens, limit in zip(self.left, stops, strict=True)
         )
 
-    def ask(self, asked: LoadRequest, now: float) -> None:
-        """Take what the engine asks for. Where its blocks are refused, nobody knows what is in them."""
+    def ask(self, asked: LoadRequest, now: float) -> KVConnectorError | None:
+        """Take what the engine asks for. Where its blocks are refused, nobody knows what is in them.
+
+        Returns:
+            Why it cannot be loaded, if that is known already.
+        """
         self.asked, self.trace.asked_s = asked, now
         self.left = tuple([range(*tokens) for tokens in asked.token_ranges])
-        if asked.error is None:
-            self.note_filled()
+        if asked.error is not None:
+            return asked.error
+        self.note_filled()
+        if self.error is None and any(self.left) and not (self.is_followed or asked.remote_blocks):
+            return BlockIdError("a load names no blocks of its producer", request=self.request_id)
+        return self.error
 
     def note_filled(self) -> None:
         """Take that no read is open: all that was read for is in the blocks, and nothing of what is left."""
@@ -261,9 +262,14 @@ class Load(Tracked[LoadState]):
             **context,
         )
 
-    def ending(self) -> m.Done | m.Abort:
-        """The message that ends the transfer at the producer's workers."""
-        kind = m.Done if self.state is _S.DONE else m.Abort
+    def end(self, error: KVConnectorError | None) -> m.Done | m.Abort:
+        """End with an error, or without. Returns the message that ends the transfer at the producer's workers."""
+        kind: type[m.Done | m.Abort] = m.Done
+        state = _S.DONE
+        if error is not None:
+            kind = m.Abort
+            state = _S.ABORTED if isinstance(error, TransferAbortedError) else _S.FAILED
+        self.move(state)
         return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
 
     def finished(self, error: KVConnectorError | None) -> FinishLoad:
@@ -283,13 +289,6 @@ class Load(Tracked[LoadState]):
         return not self.is_followed or all(
             self.progress.get(link, _NOTHING).is_complete for link in sources
         )
-
-
-def ending_of(error: KVConnectorError | None) -> LoadState:
-    """The state in which a load ends with this error, or without one."""
-    if error is None:
-        return _S.DONE
-    return _S.ABORTED if isinstance(error, TransferAbortedError) else _S.FAILED
 
 
 _NOTHING = m.Progress(transfer_id="none")

@@ -66,6 +66,10 @@ class Side:
             commands += self.session.handle(event, self.now)
         return commands
 
+    def receive(self, link, message):
+        """What the session commands after a peer's message."""
+        return self.tell(ev.FromPeer(link, message))
+
     def tick(self, after_s=0.0):
         self.now += after_s
         return self.tell(ev.Tick())
@@ -211,18 +215,22 @@ def directory(geometry=None):
     return m.Directory(geometry=PackedGeometry.of(geometry), workers=entries)
 
 
+def taken(link, **changes):
+    """A producer worker takes us as a consumer."""
+    return ev.FromPeer(link, m.HelloReply(incarnation="one", **changes)), ev.WarmedUp(link)
+
+
 def resolve(side, geometry=None, request_id="w", is_followed=False):
     """Want a request and answer the look-up; the links to the workers."""
     links = of(side.tell(wanted(request_id, is_followed=is_followed)), cmd.OpenLink)
-    return of(side.tell(ev.FromPeer(links[0].link, directory(geometry))), cmd.OpenLink)
+    return of(side.receive(links[0].link, directory(geometry)), cmd.OpenLink)
 
 
 def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
     """Make the engine of a wanted request ready; the links to its workers."""
     links = [command.link for command in resolve(side, geometry, request_id, is_followed)]
-    reply = m.HelloReply(incarnation="one", **changes)
     for link in links:
-        side.tell(ev.FromPeer(link, reply), ev.WarmedUp(link))
+        side.tell(*taken(link, **changes))
     return links
 
 

@@ -80,7 +80,7 @@ def test_an_engine_that_nobody_wants_any_more_is_not_looked_for(side):
 def test_a_repeated_greeting_is_not_connected_to_again(side):
     (worker,) = harness.resolve(side)
     reply = m.HelloReply(incarnation="one", transport_address=b"p", export=harness.EXPORT)
-    answers = [side.tell(ev.FromPeer(worker.link, reply)) for _ in range(2)]
+    answers = [side.receive(worker.link, reply) for _ in range(2)]
     assert [type(each) for each in answers[0]] == [cmd.TakeReply]
     assert not answers[1]
 
@@ -96,7 +96,7 @@ def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent(s
     assert cmd.CloseLink(first.link) in commands
     side.tell(ev.LinkLost(first.link, PeerLostError("gone")))
     side.tell(harness.load_asked("x"))
-    assert harness.of(side.tell(ev.FromPeer(again.link, harness.directory())), cmd.OpenLink)
+    assert harness.of(side.receive(again.link, harness.directory()), cmd.OpenLink)
 
 
 def test_workers_are_greeted_in_the_version_that_the_directory_names(side, monkeypatch):
@@ -106,7 +106,7 @@ def test_workers_are_greeted_in_the_version_that_the_directory_names(side, monke
     (request,) = harness.messages(commands, m.DirectoryRequest)
     assert (asked.version, request.oldest_version, request.newest_version) == (3, 3, 5)
     named = replace(harness.directory(), wire_version=4)
-    (worker,) = harness.of(side.tell(ev.FromPeer(asked.link, named)), cmd.OpenLink)
+    (worker,) = harness.of(side.receive(asked.link, named), cmd.OpenLink)
     assert worker.version == 4
 
 
@@ -173,7 +173,7 @@ def test_a_warm_up_that_fails_fails_the_load_with_its_reason(side):
 )
 def test_a_directory_of_something_else_fails_the_load(side, answer, error):
     (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), cmd.OpenLink)
-    assert harness.finished(side.tell(ev.FromPeer(opened.link, answer))) == harness.failed(error)
+    assert harness.finished(side.receive(opened.link, answer)) == harness.failed(error)
 
 
 def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
@@ -185,14 +185,14 @@ def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
 
 def test_an_engine_that_is_met_is_logged_with_how_it_differs(side):
     (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), cmd.OpenLink)
-    (met,) = harness.of(side.tell(ev.FromPeer(opened.link, harness.directory())), cmd.LogEngine)
+    (met,) = harness.of(side.receive(opened.link, harness.directory()), cmd.LogEngine)
     same = "tp 1, pp 1, block size 1; blocks are copied as they are"
     assert (met.engine_id, met.summary) == ("p", same)
 
 
 def test_a_worker_that_answers_like_a_directory_is_left(side):
     (link,) = harness.connect(side)
-    assert cmd.CloseLink(link) in side.tell(ev.FromPeer(link, harness.directory()))
+    assert cmd.CloseLink(link) in side.receive(link, harness.directory())
 
 
 def test_a_wrong_address_does_not_disturb_the_right_one(side):
@@ -234,7 +234,7 @@ def test_a_fresh_request_shortens_the_long_pause_after_many_losses(side):
 def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then(side):
     (link,) = [command.link for command in harness.resolve(side)]
     assert not harness.messages(side.tell(DropRequest("w")), m.Abort)
-    side.tell(ev.FromPeer(link, m.HelloReply(incarnation="one")))
+    side.receive(link, m.HelloReply(incarnation="one"))
     (abort,) = harness.messages(side.tell(ev.WarmedUp(link)), m.Abort)
     assert (abort.transfer_id, abort.secret) == (harness.KEY.transfer_id, harness.KEY.secret)
     assert side.num_loads == 0

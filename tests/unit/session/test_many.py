@@ -123,7 +123,7 @@ def _the_last_is_read(side, link, *, is_followed):
     """The last of many requests, and its read."""
     names = _want(side, MANY, is_followed=is_followed)
     begun = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
-    side.tell(ev.FromPeer(link, begun))
+    side.receive(link, begun)
     *_, read = harness.of(_asked_for(side, names), cmd.StartReceive)
     assert read.load.request_id == names[-1]
     return names[-1], read.read_id
@@ -209,7 +209,7 @@ def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_pi
     (opened,) = harness.resolve(side)
     names = _want(side, MANY)
     assert not _asked_for(side, names)
-    pieces = [side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")))]
+    pieces = [side.receive(opened.link, m.HelloReply(incarnation="one"))]
     pieces += [side.tell(ev.WarmedUp(opened.link)), *_until_it_rests(side)]
     started = [
         each.load.request_id for piece in pieces for each in harness.of(piece, cmd.StartReceive)
@@ -242,8 +242,7 @@ def test_ten_thousand_aborts_in_one_step_all_reach_the_producer(is_greeted):
     names = _want(side, 10_000, is_followed=True)
     commands = [c for name in names for c in side.tell(DropRequest(name))]
     if not is_greeted:
-        reply = m.HelloReply(incarnation="one")
-        commands += side.tell(ev.FromPeer(link, reply), ev.WarmedUp(link))
+        commands += side.tell(*harness.taken(link))
     commands += [c for piece in _until_it_rests(side) for c in piece]
     aborted = {each.transfer_id for each in harness.messages(commands, m.Abort)}
     assert aborted == {f"t{number}" for number in range(10_000)}
@@ -292,9 +291,8 @@ def test_leases_are_kept_alive_while_the_engine_is_still_being_greeted():
         numbers = [beat.number for beat in beats]
         assert len(numbers) == 2
         side.tell(*[harness.beat(link, numbers[0]) for link in (first, second)])
-    reply = m.HelloReply(incarnation="one")
     for link in (first, second):
-        side.tell(ev.FromPeer(link, reply), ev.WarmedUp(link))
+        side.tell(*harness.taken(link))
     assert not harness.of(side.tick(), cmd.CloseLink)
     assert harness.of(side.tell(harness.load_asked()), cmd.StartReceive)
 
@@ -304,7 +302,7 @@ def test_an_engine_whose_greeting_took_longer_than_its_timeout_is_not_lost_with_
     (opened,) = harness.resolve(side)
     for _ in range(4):
         side.tick(harness.HEARTBEAT_S)  # it is about to answer
-    side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")), ev.WarmedUp(opened.link))
+    side.tell(*harness.taken(opened.link))
     assert not harness.of(side.tick(), cmd.CloseLink)
     assert not harness.of(side.tick(harness.PEER_S - 0.1), cmd.CloseLink)
     assert harness.of(side.tick(0.1), cmd.CloseLink) == [cmd.CloseLink(opened.link)]
@@ -317,7 +315,7 @@ def test_requests_dropped_in_mid_greeting_are_no_errors():
     _asked_for(side, names)
     ended = [each for name in names for each in harness.finished(side.tell(DropRequest(name)))]
     assert ended == [(name, TransferAbortedError) for name in names]
-    side.tell(ev.FromPeer(opened.link, m.HelloReply(incarnation="one")))
+    side.receive(opened.link, m.HelloReply(incarnation="one"))
     assert not harness.of(side.tell(ev.WarmedUp(opened.link)), cmd.StartReceive)
 
 

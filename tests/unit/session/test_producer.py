@@ -23,7 +23,7 @@ def _reading():
     side = harness.producer()
     side.tell(harness.granted())
     harness.welcome(side)
-    started = side.tell(ev.FromPeer(-1, harness.read()))
+    started = side.receive(-1, harness.read())
     assert [command.read.read_id for command in harness.of(started, cmd.StartSend)] == [1]
     return side
 
@@ -41,7 +41,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
         commands = side.tell(harness.given_up() if ending == "consumer" else WithdrawRequest("r"))
     assert harness.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)]
     assert harness.released(commands) == []
-    refused = harness.messages(side.tell(ev.FromPeer(-1, harness.read(2))), m.ReadRefused)
+    refused = harness.messages(side.receive(-1, harness.read(2)), m.ReadRefused)
     expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
     assert [reply.refusal for reply in refused] == [expected]
     side.tell(
@@ -50,7 +50,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
     stopped = side.tell(ev.SendOver(-1, 1, 1))
     assert harness.released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in harness.messages(stopped, m.ReadEnded)] == [1]
-    late = harness.messages(side.tell(ev.FromPeer(-1, harness.read(3))), m.ReadRefused)
+    late = harness.messages(side.receive(-1, harness.read(3)), m.ReadRefused)
     assert [reply.refusal for reply in late] == [expected]
 
 
@@ -59,7 +59,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sid
     side.tell(harness.granted())
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=secret)
-    (refused,) = harness.messages(side.tell(ev.FromPeer(-1, harness.read(key=key))), m.ReadRefused)
+    (refused,) = harness.messages(side.receive(-1, harness.read(key=key)), m.ReadRefused)
     assert refused.refusal is Refusal.UNKNOWN_TRANSFER
     side.now = 20.0
     side.tell(harness.heartbeat(-1, key), harness.done(key=key), harness.given_up(key=key))
@@ -71,15 +71,15 @@ def test_a_new_request_under_an_old_name_may_be_read_early_as_well(side):
     side.tell(harness.granted(), WithdrawRequest("r"))
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
-    assert side.tell(ev.FromPeer(-1, harness.read(key=key))) == []
+    assert side.receive(-1, harness.read(key=key)) == []
     assert harness.of(side.tell(harness.granted(secret=harness.OTHER_SECRET)), cmd.StartSend)
 
 
 def test_reads_of_strangers_and_of_a_former_start_are_refused(side):
     side.tell(harness.granted())
-    (stranger,) = harness.messages(side.tell(ev.FromPeer(-1, harness.read())), m.ReadRefused)
+    (stranger,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
     harness.welcome(side)
-    stale = side.tell(ev.FromPeer(-1, harness.read(incarnation="zero")))
+    stale = side.receive(-1, harness.read(incarnation="zero"))
     assert stranger.refusal is Refusal.NOT_GREETED
     assert [r.refusal for r in harness.messages(stale, m.ReadRefused)] == [
         Refusal.STALE_INCARNATION
@@ -107,22 +107,22 @@ def test_a_failing_data_plane_is_told_to_the_consumer():
 
 def test_only_who_has_greeted_is_sent_something_to_measure_by(side):
     probe = m.Probe(first_tag=7, nbytes=100, count=3)
-    assert side.tell(ev.FromPeer(-1, probe)) == []
+    assert side.receive(-1, probe) == []
     harness.welcome(side)
-    assert side.tell(ev.FromPeer(-1, probe)) == [cmd.SendProbe(-1, probe)]
+    assert side.receive(-1, probe) == [cmd.SendProbe(-1, probe)]
 
 
 def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served(side):
     for link in (-1, -2, -3):
         harness.welcome(side, link)
-        side.tell(ev.FromPeer(link, harness.read(-link)))
+        side.receive(link, harness.read(-link))
     cancelled = harness.messages(side.tell(harness.cancel(-1, 1)), m.ReadEnded)
     assert [reply.sent_chunks for reply in cancelled] == [0]
     side.tell(ev.LinkLost(-2, PeerLostError("gone")))
     refused = harness.messages(side.tick(harness.EARLY_S), m.ReadRefused)
     assert [(reply.read_id, reply.refusal) for reply in refused] == [(3, Refusal.UNKNOWN_TRANSFER)]
     for link, read_id in ((-1, 5), (-3, 4)):
-        side.tell(ev.FromPeer(link, harness.read(read_id)))
+        side.receive(link, harness.read(read_id))
     side.tell(ev.LinkLost(-1, PeerLostError("gone")))
     commands = side.tell(harness.granted())
     sent = harness.of(commands, cmd.StartSend)
@@ -136,12 +136,12 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
     """Also in the middle of its greeting."""
     side = _reading() if is_reading else harness.producer()
     if not is_reading:
-        side.tell(ev.FromPeer(-1, harness.hello(harness.engine("d"))))
+        side.receive(-1, harness.hello(harness.engine("d")))
     error = PeerLostError("gone")
     commands = {
         "link": lambda: side.tell(ev.LinkLost(-1, error)),
         "silence": lambda: side.tick(harness.PEER_S),
-        "second hello": lambda: side.tell(ev.FromPeer(-1, harness.hello(harness.engine("e")))),
+        "second hello": lambda: side.receive(-1, harness.hello(harness.engine("e"))),
     }[loss]()
     assert harness.of(commands, cmd.StopSend) == [cmd.StopSend(-1, 1)] * is_reading
     assert len(harness.messages(commands, m.Bye)) == 1
@@ -163,9 +163,7 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
     ],
 )
 def test_a_consumer_that_does_not_fit_is_told_in_what(side, geometry, tp_rank, text):
-    (reply,) = harness.messages(
-        side.tell(ev.FromPeer(-1, harness.hello(geometry, tp_rank))), m.HelloReply
-    )
+    (reply,) = harness.messages(side.receive(-1, harness.hello(geometry, tp_rank)), m.HelloReply)
     assert reply.refusal is Refusal.INCOMPATIBLE
     assert text in reply.text
 

@@ -72,10 +72,8 @@ def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     side = _filling()
     side.tell(_granted(8))
-    assert harness.of(
-        side.tell(ev.FromPeer(-1, harness.read(1, tokens=range(8), blocks=()))), cmd.StartSend
-    )
-    beyond = side.tell(ev.FromPeer(-1, harness.read(2, tokens=range(9), blocks=())))
+    assert harness.of(side.receive(-1, harness.read(1, tokens=range(8), blocks=())), cmd.StartSend)
+    beyond = side.receive(-1, harness.read(2, tokens=range(9), blocks=()))
     assert [each.refusal for each in harness.messages(beyond, m.ReadRefused)] == [
         Refusal.INVALID_READ
     ]
@@ -219,7 +217,7 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
             side.tell(harness.beat(link))
             commands += side.tick(harness.HEARTBEAT_S)
     elif isinstance(event, m.Progress):
-        commands = side.tell(ev.FromPeer(link, event))
+        commands = side.receive(link, event)
     else:
         commands = side.tell(ev.LinkLost(link, event))
     if not is_asked:
@@ -249,9 +247,7 @@ def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
 
 def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     side, (link,) = _following()
-    (started,) = harness.of(
-        side.tell(ev.FromPeer(link, _said(8, is_complete=True))), cmd.StartReceive
-    )
+    (started,) = harness.of(side.receive(link, _said(8, is_complete=True)), cmd.StartReceive)
     (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
     assert isinstance(ended.error, RemoteProtocolError)
     assert ended.filled_tokens == 8
@@ -273,7 +269,7 @@ def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
     for _ in range(11):
         side.tell(harness.beat(link))
         commands += side.tick(harness.HEARTBEAT_S)
-    commands += side.tell(ev.FromPeer(link, _said(0)))
+    commands += side.receive(link, _said(0))
     for _ in range(11):
         side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
         commands += side.tick(harness.HEARTBEAT_S)
@@ -291,6 +287,6 @@ def test_a_prompt_is_asked_for_until_every_worker_has_answered():
     asked = harness.messages(side.tick(), m.Heartbeat)
     for link in links:
         assert [len(each.followed) for each in asked] == [1, 1]
-        side.tell(ev.FromPeer(link, _said(0)))
+        side.receive(link, _said(0))
         asked = harness.messages(side.tick(harness.HEARTBEAT_S), m.Heartbeat)
     assert [(len(each.followed), len(each.transfers)) for each in asked] == [(0, 1), (0, 1)]
