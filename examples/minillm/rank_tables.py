@@ -6,7 +6,7 @@ Legend: T tokens of a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -33,24 +33,6 @@ class StepTables(NamedTuple):
     slots_T: tuple[Tensor, ...]
 
 
-class RankTables(Protocol):
-    """A row per running request in every cache group."""
-
-    device: str
-
-    def warm_up(self) -> None:
-        """Compile and load what a step uses, before the first one."""
-        ...
-
-    def update(self, changes: TableChanges) -> None:
-        """Take a step's changes, whether or not it computes anything."""
-        ...
-
-    def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """Rows and slots of a step's sequences. `positions_T` are the tokens' positions, on the device."""
-        ...
-
-
 class HostTables:
     """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step.
 
@@ -74,7 +56,7 @@ class HostTables:
         self.tables.clear()
 
     def update(self, changes: TableChanges) -> None:
-        """The last row takes the place of one that is given up."""
+        """Take a step's changes, also if it computes nothing. The last row takes the place of one that is given up."""
         for name in changes.finished_req_ids:
             row, last = self._rows.index(name), len(self._rows) - 1
             if row == last:
@@ -99,7 +81,7 @@ class HostTables:
             write_one(block_ids[0], row)
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """Slots are computed from the inputs: the host has the positions too."""
+        """Rows and slots of a step's sequences. These are computed from the inputs: the host has the positions too."""
         rows = self._rows
         for row, item in enumerate(inputs):
             held = rows.index(item.request_id)
@@ -167,7 +149,7 @@ class DeviceTables:
         tables.dummy_slot_mappings()
 
     def update(self, changes: TableChanges) -> None:
-        """Stage what changes and apply it in one launch."""
+        """Take a step's changes, also if it computes nothing: stage them, and apply all in one launch."""
         for name in changes.finished_req_ids:
             self._free.append(self._rows.pop(name))
         for name, block_ids, is_table_whole in yield_req_data(changes, release=(0, 33)):
@@ -179,7 +161,7 @@ class DeviceTables:
         self.tables.apply_staged_writes()
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """One launch for the rows, one for the slots."""
+        """Rows and slots of a step's sequences, one launch each. The tokens' positions are on the device."""
         tables, device = self.tables, self.device
         held = [self._rows[item.request_id] for item in inputs]
         rows = torch.tensor(held, dtype=torch.int32, device=device)
@@ -212,6 +194,10 @@ class DeviceTables:
             places = torch.arange(len(item.encoder_token_ids), device=self.device)
             slots.append(row[places // size].long() * size + places % size)
         return torch.cat(slots)
+
+
+RankTables: TypeAlias = HostTables | DeviceTables
+"""A row per running request in every cache group."""
 
 
 def create_rank_tables(

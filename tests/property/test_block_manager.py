@@ -284,29 +284,14 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
             assert found == expected
 
 
-class CachingMachine(BlockManagerMachine):
-    is_caching = True
+def of(**settings):
+    """The machine's test case, of managers with these settings."""
+    return type("BlockManager", (BlockManagerMachine,), settings).TestCase
 
 
-class WindowMachine(BlockManagerMachine):
-    has_window = True
-
-
-class CachingWindowMachine(BlockManagerMachine):
-    is_caching = has_window = True
-
-
-class CachingChunksMachine(BlockManagerMachine):
-    is_caching = has_chunks = True
-
-
-class StateMachine(BlockManagerMachine):
-    is_caching = is_recurrent = True
-
-
-TestPlain = BlockManagerMachine.TestCase
-TestCaching = CachingMachine.TestCase
-TestWindow = WindowMachine.TestCase
-TestCachingWindow = CachingWindowMachine.TestCase
-TestCachingChunks = CachingChunksMachine.TestCase
-TestState = StateMachine.TestCase
+TestPlain = of()
+TestCaching = of(is_caching=True)
+TestWindow = of(has_window=True)
+TestCachingWindow = of(is_caching=True, has_window=True)
+TestCachingChunks = of(is_caching=True, has_chunks=True)
+TestState = of(is_caching=True, is_recurrent=True)

@@ -19,10 +19,6 @@ class Timed(Answer):
     def first_token_s(self):
         return self.first - self.asked
 
-    @property
-    def second_token_s(self):
-        return self.second - self.asked
-
 
 def serve(pipe, spec):
     """`run` of an engine; it takes "submit", "reset_cache" and "stats"."""
