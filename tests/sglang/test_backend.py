@@ -153,7 +153,7 @@ def backend(monkeypatch):
     monkeypatch.setattr(backend, "get_parallel", lambda: parallel)
     monkeypatch.setattr(backend, "get_disagg", lambda: disagg)
     monkeypatch.setattr(backend, "get_serving", lambda: SimpleNamespace(host="127.0.0.1"))
-    monkeypatch.setattr(backend, "gather", lambda payload, _: [payload])
+    monkeypatch.setattr(backend, "gather", lambda own, _: [own])
     monkeypatch.setattr(backend, "ModelConfig", config)
     return backend
 

@@ -19,8 +19,8 @@ SHAPE = Shape(
     pp_size=1,
     is_prefill=True,
     num_layers=4,
-    kv_heads=Heads(0, HEADS, HEADS),
-    window_heads=Heads(0, HEADS, HEADS),
+    kv_heads=HEADS,
+    window_heads=HEADS,
     kv_layers=range(4),
     window_layers=(),
     has_latent=False,
@@ -80,7 +80,7 @@ def test_latents():
     pool = MLATokenToKVPool(SIZE, PAGE, torch.float32, 16, 8, 4, "cpu", False)
     for tensor in pool.kv_buffer:
         _fill(tensor)
-    shape = replace(SHAPE, kv_heads=Heads(0, 1, 1), has_latent=True)
+    shape = replace(SHAPE, kv_heads=1, has_latent=True)
     (kv,), _ = registered_groups(listed(pool, PAGE), shape)
     assert all(_has(kv.views[layer][0], pool.kv_buffer[layer], 1) for layer in range(4))
 
@@ -129,13 +129,13 @@ def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_paralleli
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["groups", "one group"])
 def test_a_mamba_2_convolution_is_x_and_b_and_c_each_cut_by_itself(is_single):
-    group = Heads(0, 4, 4) if is_single else Heads(4, 4, 8)
+    group = Heads(4, range(4)) if is_single else Heads(8, range(4, 8))
     shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
-    shape = replace(shape, conv_heads=[Heads(8, 8, 16), group, group])
+    shape = replace(shape, conv_heads=[Heads(16, range(8, 16)), group, group])
     (_, states), _ = registered_groups(listed(_hybrid(None, 2), PAGE), shape)
     *conv, temporal = states.geometry.parts
     held = [(part.head_start, part.head_stop, part.total_heads) for part in conv]
-    group = (group.start, group.start + group.count, group.total)
+    group = (group.held.start, group.held.stop, group.total)
     assert held == [(8, 16, 16), group, group]
     assert (temporal.head_start, temporal.total_heads) == (2, 4)
     first, second, _, _ = states.views[0]

@@ -10,13 +10,14 @@ The decode side learns the prompt's length and the window by a hook, since `send
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from sglang.srt.configs.model_config import ModelConfig
@@ -31,6 +32,7 @@ from sglang.srt.disaggregation.base.conn import (
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
+from sglang.srt.utils.network import get_local_ip_auto
 
 from kvconnector.errors import GeometryError, KVConnectorError, LocalError
 from kvconnector.ids import Rank
@@ -40,7 +42,6 @@ from kvconnector.integrations.sglang.caches import (
     metadata_group,
     registered_groups,
 )
-from kvconnector.integrations.sglang.gather import gather
 from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import (
@@ -60,11 +61,14 @@ MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types of SGLang's `MambaMixer2`."""
 
 
-class PrefillInfo:
-    """What SGLang's decode side asks of a prefill engine."""
+T = TypeVar("T")
 
-    dp_size = 1
-    follow_bootstrap_room = True
+
+def gather(own: T, group: Any) -> list[T]:
+    """Hand what each rank of an engine has to all of them; the group's own timeout ends the wait."""
+    found: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(found, own, group=group)
+    return found
 
 
 class KVManager(BaseKVManager):
@@ -75,7 +79,7 @@ class KVManager(BaseKVManager):
     ) -> None:
         self.kv_args = args
         self.is_prefill = disaggregation_mode.value == "prefill"
-        self.prefill_info_table: dict[str, PrefillInfo] = {}
+        self.prefill_info_table: dict[str, Any] = {}
         try:
             self._open(server_args, has_latent=is_mla_backend)
         except KVConnectorError as error:
@@ -90,28 +94,28 @@ class KVManager(BaseKVManager):
             args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, shape.device
         )
         groups, names = registered_groups(args, shape)
-        self.layout = Layout(tuple(names), args.page_size)
-        rows = metadata_group(self.rows.address, self.rows.num_rows, self.rows.row_bytes, shape)
+        self.layout = Layout((*names, "row"), args.page_size)
         group = get_parallel().world_group.cpu_group
-        own = [secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port]
-        token, port = json.loads(gather(json.dumps(own).encode(), group)[0])
+        own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
+        token, port = gather(own, group)[0]
         config = connector_config(
             is_prefill=self.is_prefill,
             host=get_serving().host,
             bootstrap_port=port,
             unique_name=f"sglang-decode-{token}",
+            own_address=get_local_ip_auto(fallback="127.0.0.1"),
             environ=os.environ,
         )
         self.transfers = RankTransfers(
             config,
             rank=Rank(shape.pp_rank, shape.tp_rank),
-            groups=[*groups, rows],
+            groups=[*groups, metadata_group(self.rows, shape)],
             model=ModelDescription(
                 model=server_args.served_model_name or server_args.model_path,
                 dtype=shape.dtype,
                 num_layers=shape.num_layers,
             ),
-            gather=lambda payload: gather(payload, group),
+            gather=lambda metadata: gather(metadata, group),
         )
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         if not self.is_prefill:
@@ -144,7 +148,8 @@ class KVManager(BaseKVManager):
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whoever is there is met, and compared, when the first request is wanted."""
-        self.prefill_info_table.setdefault(bootstrap_addr, PrefillInfo())
+        info = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
+        self.prefill_info_table.setdefault(bootstrap_addr, info)
         return True
 
     def submit_prefill_recompute(self, *_: object) -> NoReturn:
@@ -340,42 +345,38 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
         windows = {*(model.swa_attention_layer_ids or ())}
     dtype = args.kv_cache_dtype_str
     dtype = str(model.dtype).removeprefix("torch.") if dtype == "auto" else dtype
-    heads = Heads.of(1 if has_latent else model.get_total_num_kv_heads(), tp_rank, tp_size)
+    kv_heads = 1 if has_latent else model.get_total_num_kv_heads()
     device = server_args.device
-    if device == "cpu" and is_prefill and not has_latent and tp_size > heads.total:
+    if device == "cpu" and is_prefill and not has_latent and tp_size > kv_heads:
         raise GeometryError(
             "on a CPU SGLang adds heads of zeros where there are fewer KV heads than ranks, and these are not read",
-            heads=heads.total,
+            heads=kv_heads,
             tp_size=tp_size,
         )
-    return Shape(
+    shape = Shape(
         tp_rank=tp_rank,
         tp_size=tp_size,
         pp_rank=pp_rank,
         pp_size=pp_size,
         is_prefill=is_prefill,
         num_layers=num_layers,
-        kv_heads=heads,
-        window_heads=Heads.of(model.get_swa_num_kv_heads(1), tp_rank, tp_size),
+        kv_heads=kv_heads,
+        window_heads=model.get_swa_num_kv_heads(1),
         kv_layers=[layer for layer in stage if layer not in windows],
         window_layers=[layer for layer in stage if layer in windows],
         has_latent=has_latent,
         device="cpu" if device == "cpu" else f"cuda:{torch.cuda.current_device()}",
         dtype=f"{dtype}/{args.kv_layout}" if args.kv_layout else dtype,
-        conv_heads=_conv_heads(model.hf_config, tp_rank, tp_size)
-        if "mamba" in args.state_types
-        else (),
     )
+    if "mamba" not in args.state_types or model.hf_config.model_type not in MAMBA_2:
+        return shape
+    return replace(shape, conv_heads=_conv_heads(model.hf_config, shape))
 
 
-def _conv_heads(config: Any, tp_rank: int, tp_size: int) -> list[Heads]:
+def _conv_heads(config: Any, shape: Shape) -> list[Heads]:
     """Of models with SGLang's `MambaMixer2`, which repeats the B and C of a single group in every rank."""
-    if config.model_type not in MAMBA_2:
-        return []
     groups = getattr(config, "mamba_n_groups", None) or config.n_groups
-    shape = config.mamba2_cache_params.shape
-    if groups == 1:
-        group = Heads(0, shape.state_size, shape.state_size)
-    else:
-        group = Heads.of(groups * shape.state_size, tp_rank, tp_size)
-    return [Heads.of(shape.intermediate_size, tp_rank, tp_size), group, group]
+    states = config.mamba2_cache_params.shape
+    whole = Heads(states.state_size, range(states.state_size))
+    group = whole if groups == 1 else shape.cut(groups * states.state_size)
+    return [shape.cut(states.intermediate_size), group, group]

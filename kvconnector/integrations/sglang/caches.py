@@ -18,37 +18,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvconnector.errors import GeometryError
+from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.layout import KVView
 from kvconnector.runtime import CacheGroup
-from kvconnector.topology import GroupGeometry, PartGeometry
+from kvconnector.topology import GroupGeometry, PartGeometry, TpKVTopology
 
 MOVED_STATES = ("swa", "mamba")
 MAX_STAGES = 8
 """Pipeline stages of a decode engine: the row of metadata has as many layers, one for each of them or more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """The KV heads of a pool that this rank holds: `[start, start + count)` of `total`."""
+class Heads(NamedTuple):
+    """The heads of a pool, and those of them that this rank holds."""
 
-    start: int
-    count: int
     total: int
-
-    @classmethod
-    def of(cls, total: int, tp_rank: int, tp_size: int) -> Heads:
-        """As SGLang cuts them. Raises GeometryError: neither number divides the other."""
-        if total % tp_size == 0:
-            return cls(tp_rank * (total // tp_size), total // tp_size, total)
-        if tp_size % total:
-            raise GeometryError("KV heads are not cut evenly", heads=total, tp_size=tp_size)
-        return cls(tp_rank // (tp_size // total), 1, total)
+    held: range
 
 
-@dataclass(frozen=True, slots=True)
+WHOLE = Heads(1, range(1))
+"""What every rank holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
     """What `KVArgs` does not say: this rank's place, the model's heads and the layers of this pipeline stage.
 
@@ -63,8 +57,8 @@ class Shape:
     pp_size: int
     is_prefill: bool
     num_layers: int
-    kv_heads: Heads
-    window_heads: Heads
+    kv_heads: int
+    window_heads: int
     kv_layers: Sequence[int]
     window_layers: Sequence[int]
     has_latent: bool
@@ -72,40 +66,25 @@ class Shape:
     dtype: str
     conv_heads: Sequence[Heads] = ()
 
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """A list of buffers of `KVArgs`, and the global layer of each."""
-
-    addresses: Sequence[int]
-    lengths: Sequence[int]
-    item_lengths: Sequence[int]
-    layers: Sequence[int]
-
-    def __post_init__(self) -> None:
-        counts = {len(column) for column in (self.addresses, self.lengths, self.item_lengths)}
-        if counts != {len(self.layers)}:
-            raise GeometryError(
-                "SGLang lists another number of buffers than this stage has layers and parts",
-                buffers=len(self.addresses),
-                layers=list(self.layers),
-            )
-
-    def slice(self, start: int, stop: int) -> Entries:
-        """Some of them."""
-        return Entries(
-            self.addresses[start:stop],
-            self.lengths[start:stop],
-            self.item_lengths[start:stop],
-            self.layers[start:stop],
+    def cut(self, total: int) -> Heads:
+        """As SGLang cuts this number of heads. Raises GeometryError: neither number divides the other."""
+        if total % self.tp_size and self.tp_size % total:
+            raise GeometryError("KV heads are not cut evenly", heads=total, tp_size=self.tp_size)
+        return Heads(
+            total, TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         )
 
-    def by_layer(self) -> dict[int, list[int]]:
-        """The numbers of each layer's entries, in their order: its parts."""
-        found: dict[int, list[int]] = {}
-        for number, layer in enumerate(self.layers):
-            found.setdefault(layer, []).append(number)
-        return dict(sorted(found.items()))
+
+class Listed(NamedTuple):
+    """A buffer of `KVArgs`, of one global layer: `nbytes` of pages or slots, each `item_bytes` long."""
+
+    layer: int
+    address: int
+    nbytes: int
+    item_bytes: int
+
+
+Views = list[tuple[KVView, Heads]]
 
 
 def registered_groups(args: Any, shape: Shape) -> tuple[list[CacheGroup], list[str]]:
@@ -122,122 +101,115 @@ def registered_groups(args: Any, shape: Shape) -> tuple[list[CacheGroup], list[s
     refused = sorted({*kinds} - {*MOVED_STATES})
     if refused:
         raise GeometryError("kvconnector does not move caches of these kinds", kinds=refused)
-    entries = _kv_entries(args, shape)
-    num_target = len(entries.layers) - args.num_draft_entries
-    target = entries.slice(0, num_target)
-    groups = [_pages(target, args.page_size, shape.kv_heads, shape)]
-    names = ["kv"]
-    if args.num_draft_entries:
-        draft = entries.slice(num_target, len(entries.layers))
-        is_alike = {*draft.item_lengths} == {*target.item_lengths}
-        own = Heads(shape.tp_rank, 1, shape.tp_size)
-        groups.append(_pages(draft, args.page_size, shape.kv_heads if is_alike else own, shape))
-        names.append("kv")
-    for index, kind in enumerate(kinds):
-        groups.append(_state_group(args, index, kind, shape))
-        names.append(kind)
+    parts = 1 if shape.has_latent else 2
+    drafted = range(shape.num_layers, shape.num_layers + args.num_draft_entries // parts)
+    layers = args.kv_layer_ids or [*shape.kv_layers] * parts + [*drafted] * parts
+    buffers = _buffers(layers, args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    num_own = len(buffers) - args.num_draft_entries
+    own, draft = buffers[:num_own], buffers[num_own:]
+    heads = shape.cut(shape.kv_heads)
+    groups = [_pages(own, args.page_size, heads, shape)]
+    if draft:
+        is_alike = {each.item_bytes for each in draft} == {each.item_bytes for each in own}
+        groups.append(
+            _pages(draft, args.page_size, heads if is_alike else shape.cut(shape.tp_size), shape)
+        )
+    names = ["kv"] * len(groups) + kinds
+    groups += [_state_group(args, index, kind, shape) for index, kind in enumerate(kinds)]
     return groups, names
 
 
-def _kv_entries(args: Any, shape: Shape) -> Entries:
-    columns = args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens
-    if args.kv_layer_ids:
-        return Entries(*columns, args.kv_layer_ids)
-    parts = 1 if shape.has_latent else 2
-    draft = range(shape.num_layers, shape.num_layers + args.num_draft_entries // parts)
-    return Entries(*columns, [*shape.kv_layers] * parts + [*draft] * parts)
+def _buffers(layers: Sequence[int], *columns: Sequence[int]) -> list[Listed]:
+    if {*map(len, columns)} != {len(layers)}:
+        raise GeometryError(
+            "SGLang lists another number of buffers than this stage has layers and parts",
+            buffers=len(columns[0]),
+            layers=list(layers),
+        )
+    return list(map(Listed, layers, *columns))
 
 
 def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
-    columns = (
+    is_window = kind == "swa"
+    buffers = _buffers(
+        [*shape.window_layers] * 2 if is_window else args.state_layer_ids[index],
         args.state_data_ptrs[index],
         args.state_data_lens[index],
         args.state_item_lens[index],
     )
-    if kind == "mamba":
-        entries = Entries(*columns, args.state_layer_ids[index])
+    if not is_window:
         # a block is one slot, and counts as one token
         return _group(
-            entries, 1, lambda number: _state_views(entries, number, args, index, shape), shape
+            buffers, 1, lambda at: _state_views(buffers[at], at, args, index, shape), shape
         )
     if args.swa_kv_cache_layout != "nhd":
         raise GeometryError(
             "windows are moved in pages of [token, head, dim] only", layout=args.swa_kv_cache_layout
         )
-    entries = Entries(*columns, [*shape.window_layers] * 2)
-    return _pages(entries, args.page_size, shape.window_heads, shape)
+    return _pages(buffers, args.page_size, shape.cut(shape.window_heads), shape)
 
 
-def _pages(entries: Entries, page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
+def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
     """A pool of pages `[token, head, dim]`."""
+    num_heads = len(heads.held)
 
-    def views_of(number: int) -> list[tuple[KVView, Heads]]:
-        item = entries.item_lengths[number]
-        row, rest = divmod(item, page_size * heads.count)
+    def views_of(at: int) -> Views:
+        layer, address, nbytes, item = buffers[at]
+        row, rest = divmod(item, page_size * num_heads)
         if rest or not row:
             raise GeometryError(
                 "a page is not as long as its tokens and heads",
-                layer=entries.layers[number],
+                layer=layer,
                 nbytes=item,
                 page_size=page_size,
-                heads=heads.count,
+                heads=num_heads,
             )
         dim, size = _elements(row)
-        counts = (entries.lengths[number] // item, heads.count, page_size, dim)
-        strides = (item, row, heads.count * row, size)
-        return [(KVView(entries.addresses[number], counts, strides, size), heads)]
+        counts = (nbytes // item, num_heads, page_size, dim)
+        return [(KVView(address, counts, (item, row, num_heads * row, size), size), heads)]
 
-    return _group(entries, page_size, views_of, shape)
+    return _group(buffers, page_size, views_of, shape)
 
 
-def _state_views(
-    entries: Entries, number: int, args: Any, index: int, shape: Shape
-) -> list[tuple[KVView, Heads]]:
+def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -> Views:
     """The parts of one state tensor `[slot, outer, cut, rest]`, each of whose cuts is a head."""
-    item = entries.item_lengths[number]
-    slots = entries.lengths[number] // item
-    address = entries.addresses[number]
-    cut = _listed(args.state_dim_per_tensor, index, number, 0)
-    outer = _listed(args.state_slice_outer_counts, index, number, 1)
-    groups = _listed(args.state_conv_shard_groups, index, number, None)
+    _, address, nbytes, item = buffer
+    slots = nbytes // item
+    cut = _listed(args.state_dim_per_tensor, index, at, 0)
+    outer = _listed(args.state_slice_outer_counts, index, at, 1)
+    groups = _listed(args.state_conv_shard_groups, index, at, None)
     if not cut or not (any(args.state_conv_shard_groups[index]) or shape.conv_heads):
-        dim, size = _elements(item)
-        view = KVView(address, (slots, 1, 1, dim), (item, item, item, size), size)
-        return [(view, Heads(shape.tp_rank, 1, shape.tp_size) if cut else Heads(0, 1, 1))]
+        view = _rows_view(address, slots, item)
+        return [(view, shape.cut(shape.tp_size) if cut else WHOLE)]
     row, rest = divmod(item, outer * cut)
     dim, size = _elements(row)
     if rest or not row or (outer > 1 and dim > 1):
         raise GeometryError(
             "a state is not as long as what it is cut into", nbytes=item, outer=outer, cut=cut
         )
-    joined: Sequence[Heads] = shape.conv_heads
-    if groups is not None:
-        joined = [Heads.of(total, shape.tp_rank, shape.tp_size) for total in groups]
-    if sum(heads.count for heads in joined) != cut:
-        joined = [Heads.of(cut * shape.tp_size, shape.tp_rank, shape.tp_size)]
+    joined = shape.conv_heads if groups is None else [shape.cut(total) for total in groups]
+    if sum(len(heads.held) for heads in joined) != cut:
+        joined = [shape.cut(cut * shape.tp_size)]
     found = []
     for heads in joined:
-        counts = (slots, heads.count, 1, max(outer, dim))
+        counts = (slots, len(heads.held), 1, max(outer, dim))
         strides = (item, row, item, cut * row if outer > 1 else size)
         found.append((KVView(address, counts, strides, size), heads))
-        address += heads.count * row
+        address += len(heads.held) * row
     return found
 
 
-def _listed(column: Sequence[Sequence[Any]], index: int, number: int, default: Any) -> Any:
+def _listed(column: Sequence[Sequence[Any]], index: int, at: int, default: Any) -> Any:
     """One value of `KVArgs`' lists by component and tensor, which are empty where there is nothing to say."""
     values = column[index] if index < len(column) else ()
-    return values[number] if number < len(values) else default
+    return values[at] if at < len(values) else default
 
 
-def metadata_group(address: int, num_rows: int, row_bytes: int, shape: Shape) -> CacheGroup:
+def metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
     """The rows of metadata: a block is one request's row, and counts as one token.
 
     The last prefill stage has the row, and every decode stage needs it; a layer belongs to one stage, so the row has
-    `MAX_STAGES` layers, all at one address.
-
-    Raises:
-        GeometryError: a decode engine of more stages.
+    `MAX_STAGES` layers, all at one address. Raises GeometryError: a decode engine of more stages.
     """
     layers: Sequence[int] = range(MAX_STAGES)
     if shape.is_prefill:
@@ -245,28 +217,31 @@ def metadata_group(address: int, num_rows: int, row_bytes: int, shape: Shape) ->
     elif shape.pp_size > MAX_STAGES:
         raise GeometryError("too many stages", pp_size=shape.pp_size, limit=MAX_STAGES)
     else:
-        layers = [layer for layer in layers if layer % shape.pp_size == shape.pp_rank]
-    dim, size = _elements(row_bytes)
-    view = KVView(address, (num_rows, 1, 1, dim), (row_bytes, row_bytes, row_bytes, size), size)
-    parts = (_part(0, view, Heads(0, 1, 1)),)
-    geometry = GroupGeometry(block_size=1, layers=tuple(layers), parts=parts)
+        layers = layers[shape.pp_rank :: shape.pp_size]
+    view = _rows_view(rows.address, rows.num_rows, rows.row_bytes)
+    geometry = GroupGeometry(block_size=1, layers=tuple(layers), parts=(_part(0, view, WHOLE),))
     return CacheGroup(geometry, dict.fromkeys(layers, (view,)), shape.device, shape.dtype)
 
 
+def _rows_view(address: int, num_rows: int, nbytes: int) -> KVView:
+    """Blocks that are one token of one head."""
+    dim, size = _elements(nbytes)
+    return KVView(address, (num_rows, 1, 1, dim), (nbytes, nbytes, nbytes, size), size)
+
+
 def _group(
-    entries: Entries,
-    block_size: int,
-    views_of: Callable[[int], list[tuple[KVView, Heads]]],
-    shape: Shape,
+    buffers: list[Listed], block_size: int, views_of: Callable[[int], Views], shape: Shape
 ) -> CacheGroup:
-    """A group of these entries, of each of which `views_of` makes the parts."""
-    views: dict[int, tuple[KVView, ...]] = {}
-    parts: tuple[PartGeometry, ...] = ()
-    for layer, numbers in entries.by_layer().items():
-        found = [each for number in numbers for each in views_of(number)]
-        views[layer] = tuple(view for view, _ in found)
-        parts = parts or tuple(_part(n, view, heads) for n, (view, heads) in enumerate(found))
-    geometry = GroupGeometry(block_size=block_size, layers=tuple(views), parts=parts)
+    """A group of these buffers, of each of which `views_of` makes the parts."""
+    by_layer: dict[int, Views] = {each.layer: [] for each in sorted(buffers)}
+    for at, buffer in enumerate(buffers):
+        by_layer[buffer.layer] += views_of(at)
+    parts = [
+        _part(number, view, heads)
+        for number, (view, heads) in enumerate(next(iter(by_layer.values()), []))
+    ]
+    geometry = GroupGeometry(block_size=block_size, layers=tuple(by_layer), parts=tuple(parts))
+    views = {layer: tuple(view for view, _ in found) for layer, found in by_layer.items()}
     return CacheGroup(geometry, views, shape.device, shape.dtype)
 
 
@@ -274,8 +249,8 @@ def _part(number: int, view: KVView, heads: Heads) -> PartGeometry:
     return PartGeometry(
         name=f"part{number}",
         total_heads=heads.total,
-        head_start=heads.start,
-        head_stop=heads.start + heads.count,
+        head_start=heads.held.start,
+        head_stop=heads.held.stop,
         head_dim=view.head_dim,
         item_size_bytes=view.item_size_bytes,
     )

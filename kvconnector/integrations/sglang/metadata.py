@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
@@ -43,44 +42,28 @@ class MetadataRows:
         if len(counts) != 1 or not min(counts):
             raise GeometryError("metadata tensors differ in their rows", rows=sorted(counts))
         self.num_rows = counts.pop()
+        self._widths = list(item_lengths)
         self._tensors = [
-            _tensor_at(address, self.num_rows, row)
-            for address, row in zip(addresses, item_lengths, strict=True)
+            _rows((ctypes.c_ubyte * nbytes).from_address(address), self.num_rows)
+            for address, nbytes in zip(addresses, lengths, strict=True)
         ]
-        stops = [0]
-        for row in item_lengths:
-            stops.append(stops[-1] + row)
-        self._spans = list(pairwise(stops))
-        self.row_bytes = stops[-1] + -stops[-1] % 8
-        self._mirror = _zeros(self.num_rows, self.row_bytes, device)
-
-    @property
-    def address(self) -> int:
-        """Of the mirror."""
-        return self._mirror.data_ptr()
+        self.row_bytes = sum(item_lengths) + -sum(item_lengths) % 8
+        # pages of its own: on a CPU they can become shared memory
+        mirror = _rows(mmap.mmap(-1, self.num_rows * self.row_bytes), self.num_rows)
+        self._mirror = mirror if device == "cpu" else mirror.to(device)
+        self.address = self._mirror.data_ptr()
 
     def fill(self, row: int) -> None:
         """Join a request's row in the mirror. On a GPU the copy is on the current stream."""
-        joined = torch.zeros(self.row_bytes, dtype=torch.uint8)
-        for tensor, (start, stop) in zip(self._tensors, self._spans, strict=True):
-            joined[start:stop] = tensor[row]
-        self._mirror[row].copy_(joined)
+        joined = torch.cat([tensor[row] for tensor in self._tensors])
+        self._mirror[row, : len(joined)].copy_(joined)
 
     def spread(self, row: int) -> None:
         """Copy a row that has arrived to SGLang's tensors. On a GPU this waits for the current stream."""
-        joined = self._mirror[row].cpu()
-        for tensor, (start, stop) in zip(self._tensors, self._spans, strict=True):
-            tensor[row] = joined[start:stop]
+        parts = self._mirror[row, : sum(self._widths)].cpu().split(self._widths)
+        for tensor, part in zip(self._tensors, parts, strict=True):
+            tensor[row] = part
 
 
-def _tensor_at(address: int, num_rows: int, row_bytes: int) -> torch.Tensor:
-    memory = (ctypes.c_ubyte * (num_rows * row_bytes)).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(num_rows, row_bytes)
-
-
-def _zeros(num_rows: int, row_bytes: int, device: str) -> torch.Tensor:
-    if device != "cpu":
-        return torch.zeros(num_rows, row_bytes, dtype=torch.uint8, device=device)
-    # pages of its own: they can become shared memory
-    memory = mmap.mmap(-1, num_rows * row_bytes)
-    return torch.frombuffer(memory, dtype=torch.uint8).view(num_rows, row_bytes)
+def _rows(memory: ctypes.Array[ctypes.c_ubyte] | mmap.mmap, num_rows: int) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=torch.uint8).view(num_rows, -1)

@@ -14,7 +14,7 @@ from kvconnector.layout import GroupBlocks
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The cache groups of an engine: "kv", "swa" or "mamba" each, and the rows of metadata as the last one.
+    """The cache groups of an engine: "kv", "swa" or "mamba" each, and the rows of metadata as the last one, "row".
 
     SGLang names what is read at the end by position, one entry for each group that is not "kv".
     """
@@ -30,7 +30,7 @@ class Layout:
     def last_blocks(
         self, states: Sequence[Any], row: int, num_tokens: int
     ) -> dict[int, GroupBlocks]:
-        """The blocks of the groups that are read at the end of a prompt.
+        """The blocks of the groups that are read at the end of a prompt, by the groups' numbers.
 
         Args:
             states: For each of SGLang's states the ids that it names, as numbers or arrays: pages of a window's
@@ -38,31 +38,31 @@ class Layout:
             row: The row of metadata.
             num_tokens: The prompt's length.
 
-        Returns:
-            By the groups' numbers.
-
         Raises:
             BlockIdError: not as many states as groups, or pages beyond the prompt's.
         """
+        named = [[int(each) for some in state for each in np.ravel(some)] for state in states]
+        named.append([row])
         others = [index for index, kind in enumerate(self.kinds) if kind != "kv"]
-        if len(states) != len(others) or num_tokens < 1:
+        slots = {
+            len(ids)
+            for index, ids in zip(others, named, strict=False)
+            if self.kinds[index] != "swa"
+        }
+        if len(named) != len(others) or slots != {1} or num_tokens < 1:
             raise BlockIdError(
-                "a request names its blocks of every state, and has a token",
-                states=len(states),
+                "a request names its pages of every window and its slot of every state, and has a token",
+                named=named,
                 groups=[self.kinds[index] for index in others],
                 num_tokens=num_tokens,
             )
-        blocks = {len(self.kinds): GroupBlocks.of([row], num_tokens - 1)}
-        for index, state in zip(others, states, strict=True):
-            ids = [int(each) for some in state for each in np.ravel(some)]
-            if self.kinds[index] == "swa":
-                first = -(-num_tokens // self.page_size) - len(ids)
-            else:
-                first = num_tokens - 1
-                if len(ids) != 1:
-                    raise BlockIdError("a request has one state", given=len(ids))
-            blocks[index] = GroupBlocks.of(ids, first)
-        return blocks
+        end = -(-num_tokens // self.page_size)
+        return {
+            index: GroupBlocks.of(
+                ids, end - len(ids) if self.kinds[index] == "swa" else num_tokens - 1
+            )
+            for index, ids in zip(others, named, strict=True)
+        }
 
     def to_load(
         self,
@@ -74,7 +74,7 @@ class Layout:
         num_tokens: int,
         window_tokens: int | None,
     ) -> tuple[list[range], list[GroupBlocks]]:
-        """The tokens that a decode engine reads, and where to.
+        """The tokens that a decode engine reads of each group, and the blocks that they go to.
 
         Args:
             pages: Of the tokens past its prefix.
@@ -84,9 +84,6 @@ class Layout:
             num_tokens: The prompt's length.
             window_tokens: Of these last tokens a window's pages are needed. Pages of two sizes begin at different
                 tokens before.
-
-        Returns:
-            Of each group the tokens and the blocks.
 
         Raises:
             BlockIdError: as `last_blocks`; also a prefix that ends within a page, and a window of unknown length.
@@ -98,16 +95,16 @@ class Layout:
                 page_size=self.page_size,
                 window_tokens=window_tokens,
             )
-        last = self.last_blocks(states, row, num_tokens)
         kv = GroupBlocks.of(list(pages), prefix_tokens // self.page_size)
-        ranges, blocks = [], []
-        for index in range(len(self.kinds) + 1):
-            own = last.get(index, kv)
+        blocks = dict.fromkeys(self.kv_groups, kv) | self.last_blocks(states, row, num_tokens)
+        ranges, found = [], []
+        for index, kind in enumerate(self.kinds):
             start = num_tokens - 1
-            if index not in last:
+            if kind == "kv":
                 start = prefix_tokens
-            elif index < len(self.kinds) and self.kinds[index] == "swa":
-                start = max(own.first_block * self.page_size, num_tokens - (window_tokens or 0))
+            elif kind == "swa":
+                kept = blocks[index].first_block * self.page_size
+                start = max(kept, num_tokens - (window_tokens or 0))
             ranges.append(range(min(start, num_tokens), num_tokens))
-            blocks.append(own)
-        return ranges, blocks
+            found.append(blocks[index])
+        return ranges, found

@@ -12,12 +12,12 @@ from kvconnector.errors import AuthenticationError, ConfigError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.channels import security_of
 
-WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - named to be replaced by an address
+WILDCARDS = ("0.0.0.0", "::")  # noqa: S104 - named to be replaced by an address
 KEY_FILES = ("CONTROL_SECRET_KEY_FILE", "CONTROL_AUTHORIZED_CLIENTS_FILE")
 
 
 def prefill_engine_id(bootstrap_port: int) -> str:
-    """The name of the prefill engine at this port: a decode engine knows no more of it than its host and port."""
+    """A decode engine knows no more of a prefill engine than its host and port."""
     return f"sglang-prefill-{bootstrap_port}"
 
 
@@ -27,6 +27,7 @@ def connector_config(
     host: str,
     bootstrap_port: int,
     unique_name: str,
+    own_address: str,
     environ: Mapping[str, str],
 ) -> ConnectorConfig:
     """The settings of one engine: `KVCONNECTOR_*` over what follows from SGLang's arguments.
@@ -36,6 +37,7 @@ def connector_config(
         host: `--host`; its address is bound unless `control.host` names another.
         bootstrap_port: `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
         unique_name: A decode engine's name, the same in all its ranks.
+        own_address: What peers are told where `host` is a wildcard.
         environ: The environment.
 
     Raises:
@@ -44,7 +46,7 @@ def connector_config(
     bound = environ.get(f"{ENV_PREFIX}CONTROL_HOST") or _address(host)
     control: dict[str, Any] = {"host": bound}
     if bound in WILDCARDS:
-        control["advertise_host"] = _own_address(bound)
+        control["advertise_host"] = own_address
     has_keys = any(environ.get(ENV_PREFIX + name) for name in KEY_FILES)
     if is_loopback(bound) and not has_keys:
         control["insecure"] = True
@@ -54,16 +56,16 @@ def connector_config(
     role = "producer" if is_prefill else "consumer"
     base = {"engine_id": name, "role": role, "control": control}
     config = ConnectorConfig.from_env(environ, base)
-    fixed: dict[str, tuple[object, object]] = {"role": (config.role, role)}
+    found: dict[str, object] = {"role": config.role}
     if is_prefill:
-        fixed["engine_id"] = (config.engine_id, name)
-        fixed["control.port"] = (config.control.port, bootstrap_port)
-    for setting, (found, wanted) in fixed.items():
-        if found != wanted:
+        found |= {"engine_id": config.engine_id, "control.port": config.control.port}
+    follows = base | {"control.port": bootstrap_port}
+    for setting, value in found.items():
+        if value != follows[setting]:
             raise ConfigError(
                 f"{setting} follows from SGLang's arguments: remove the variable that sets it",
-                found=found,
-                follows=wanted,
+                found=value,
+                follows=follows[setting],
             )
     return config
 
@@ -119,19 +121,6 @@ def _address(host: str) -> str:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise ConfigError("--host has no address", host=host, reason=str(error)) from error
-
-
-def _own_address(wildcard: str) -> str:
-    """The address that this host uses towards others; nothing is sent."""
-    family, remote = (
-        (socket.AF_INET6, "2001:db8::1") if ":" in wildcard else (socket.AF_INET, "192.0.2.1")
-    )
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((remote, 9))
-        except OSError:
-            return WILDCARDS[wildcard]
-        return str(probe.getsockname()[0])
 
 
 def refuse_unsupported(facts: Mapping[str, object]) -> None:

@@ -33,13 +33,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from itertools import count
-
-import msgspec
+from typing import ClassVar
 
 from kvconnector import errors
 from kvconnector.config import ConnectorConfig
@@ -83,8 +81,10 @@ class Stage(IntEnum):
     DONE = 4
 
 
-class RoomTransfer(ABC):
+class RoomTransfer:
     """One request of one rank. While its stage is `TRANSFERRING` the worker uses its blocks, and reports the end."""
+
+    gives_up: ClassVar[type[WithdrawRequest | DropRequest]]
 
     def __init__(self, rank: RankTransfers, room: int) -> None:
         self.rank = rank
@@ -105,10 +105,6 @@ class RoomTransfer(ABC):
             self.error = error_from(reason, self.room)
         self.stage = Stage.DONE if self.error is None else Stage.FAILED
 
-    @abstractmethod
-    def end(self) -> Sequence[Order]:
-        """The orders that end it early."""
-
     def abort(self) -> None:
         """Give the request up: it has failed once nothing uses its blocks. Idempotent."""
         self.fail(TransferAbortedError("the request was aborted here", room=self.room))
@@ -119,7 +115,7 @@ class RoomTransfer(ABC):
             return
         if self.error is None:
             self.error = error
-            self.rank.order(*self.end())
+            self.rank.order(self.gives_up(self.request_id))
         if self.stage is Stage.WAITING:
             self.ended(None)
 
@@ -152,6 +148,8 @@ class RoomTransfer(ABC):
 
 class SentPrompt(RoomTransfer):
     """A prompt that this rank computes and holds."""
+
+    gives_up = WithdrawRequest
 
     def __init__(self, rank: RankTransfers, room: int) -> None:
         super().__init__(rank, room)
@@ -204,42 +202,24 @@ class SentPrompt(RoomTransfer):
         super().ended(reason)
         self.rank.rooms.discard(self.room)
 
-    def end(self) -> Sequence[Order]:
-        return (WithdrawRequest(self.request_id),)
-
 
 class LoadedPrompt(RoomTransfer):
     """A prompt that this rank reads."""
 
+    gives_up = DropRequest
+
     def want(self, engine: EngineAddress) -> None:
         """Meet the producer, and keep its lease alive."""
-        name, secret = transfer_names(self.room)
-        self.rank.order(
-            WantRequest(
-                request_id=self.request_id,
-                transfer_id=name,
-                secret=secret,
-                engine=engine,
-                is_followed=True,
-            )
-        )
+        names = self.request_id, *transfer_names(self.room)
+        self.rank.order(WantRequest(*names, engine, is_followed=True))
 
     def load(self, ranges: Sequence[range], blocks: Sequence[GroupBlocks]) -> None:
         """Read these tokens of each cache group into these blocks, as far and as soon as they are computed."""
         if self.stage is not Stage.WAITING:
             return
         self.rank.transferring(self)
-        self.rank.order(
-            LoadRequest(
-                request_id=self.request_id,
-                token_ranges=tuple((tokens.start, tokens.stop) for tokens in ranges),
-                local_blocks=tuple(blocks),
-                remote_blocks=(),
-            )
-        )
-
-    def end(self) -> Sequence[Order]:
-        return (DropRequest(self.request_id),)
+        tokens = tuple((each.start, each.stop) for each in ranges)
+        self.rank.order(LoadRequest(self.request_id, tokens, tuple(blocks), remote_blocks=()))
 
 
 class RankTransfers:
@@ -250,7 +230,7 @@ class RankTransfers:
         rank: This rank's place.
         groups: Its caches.
         model: What both engines must agree on.
-        gather: Called once, in every rank: hands each rank's bytes to all of them, in any order.
+        gather: Called once, in every rank: hands what each rank has to all of them, in any order.
 
     Raises:
         KVConnectorError: what `Worker.register` and the directory service raise, or ranks that make up no engine.
@@ -263,7 +243,7 @@ class RankTransfers:
         rank: Rank,
         groups: Sequence[CacheGroup],
         model: ModelDescription,
-        gather: Callable[[bytes], Sequence[bytes]],
+        gather: Callable[[WorkerMetadata], Sequence[WorkerMetadata]],
     ) -> None:
         self.config = config
         self.num_groups = len(groups)
@@ -271,11 +251,9 @@ class RankTransfers:
         self._service: DirectoryService | None = None
         try:
             self.worker.register(list(groups))
-            own = msgspec.msgpack.encode(self.worker.handshake())
-            workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
+            workers = gather(self.worker.handshake())
             geometry = joined_geometry(config, workers)
-            self._step = StepMetadata(engine=geometry)
-            self.order()  # peers may greet it before it has a request
+            self.worker.start_step(StepMetadata(engine=geometry))
             if config.role == "producer" and rank == Rank(0, 0):
                 directory = directory_of(geometry, workers, stream=config.stream)
                 control = open_control(config, config.control.port)
@@ -293,9 +271,9 @@ class RankTransfers:
         """A name for a request of this worker: a router may use a room again."""
         return f"room-{room}.{next(self._numbers)}"
 
-    def order(self, *orders: Order) -> None:
+    def order(self, order: Order) -> None:
         """Have the worker do this; never blocks. On a GPU it is done after what the current stream holds."""
-        self.worker.start_step(msgspec.structs.replace(self._step, orders=orders))
+        self.worker.start_step(StepMetadata(orders=(order,)))
 
     def transferring(self, transfer: RoomTransfer) -> None:
         """The worker uses its blocks from its next order on: `ended` is called once it does not."""

@@ -27,7 +27,7 @@ class Gathered:
 
     def __init__(self, num_ranks):
         self._barrier = threading.Barrier(num_ranks, timeout=DEADLINE_S)
-        self._given = [b""] * num_ranks
+        self._given = [None] * num_ranks
 
     def of(self, index):
         def gather(payload):
@@ -48,6 +48,7 @@ class Engine:
             host="127.0.0.1",
             bootstrap_port=port,
             unique_name=f"decode-{time.monotonic_ns()}",
+            own_address="127.0.0.1",
             environ=environ or {},
         )
         shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size}

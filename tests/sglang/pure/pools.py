@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import torch
 
 from kvconnector.integrations.sglang.caches import (
-    Heads,
     Shape,
     metadata_group,
     registered_groups,
@@ -54,7 +53,6 @@ class Pools:
         pp_rank, tp_rank = rank
         per_stage = model.layers // pp_size
         stage = range(pp_rank * per_stage, (pp_rank + 1) * per_stage)
-        heads = Heads.of(model.heads, tp_rank, tp_size)
         self.shape = Shape(
             tp_rank=tp_rank,
             tp_size=tp_size,
@@ -62,14 +60,15 @@ class Pools:
             pp_size=pp_size,
             is_prefill=is_prefill,
             num_layers=model.layers,
-            kv_heads=heads,
-            window_heads=heads,
+            kv_heads=model.heads,
+            window_heads=model.heads,
             kv_layers=[each for each in stage if each not in {*model.windows, *model.states}],
             window_layers=[each for each in stage if each in model.windows],
             has_latent=model.latent,
             device="cpu",
             dtype="int32",
         )
+        self.heads = self.shape.cut(model.heads).held
         rows = num_pages * page_size
         parts = 1 if model.latent else 2
         self.kv = self._pages(self.shape.kv_layers, parts, rows)
@@ -86,12 +85,11 @@ class Pools:
             self.args.aux_data_ptrs, self.args.aux_data_lens, self.args.aux_item_lens, "cpu"
         )
         groups, kinds = registered_groups(self.args, self.shape)
-        group = metadata_group(self.rows.address, NUM_ROWS, self.rows.row_bytes, self.shape)
-        self.groups = [*groups, group]
-        self.layout = Layout(tuple(kinds), page_size)
+        self.groups = [*groups, metadata_group(self.rows, self.shape)]
+        self.layout = Layout((*kinds, "row"), page_size)
 
     def _pages(self, layers, parts, rows):
-        shape = (rows, self.shape.kv_heads.count, HEAD_DIM)
+        shape = (rows, len(self.heads), HEAD_DIM)
         return [{layer: torch.zeros(shape, dtype=DTYPE) for layer in layers} for _ in range(parts)]
 
     def _listed(self):
@@ -141,18 +139,17 @@ class Pools:
 
     def expected_pages(self, part, layer, tokens):
         """Of these tokens `[token, head, dim]` of this rank."""
-        first = self.shape.kv_heads.start
         values = [
             [
                 [
                     self.model.code(part, layer, token, head * HEAD_DIM + dim)
                     for dim in range(HEAD_DIM)
                 ]
-                for head in range(first, first + self.shape.kv_heads.count)
+                for head in self.heads
             ]
             for token in tokens
         ]
-        return torch.tensor(values, dtype=DTYPE).view(-1, self.shape.kv_heads.count, HEAD_DIM)
+        return torch.tensor(values, dtype=DTYPE).view(-1, len(self.heads), HEAD_DIM)
 
     def expected_conv(self, layer):
         """The channels of this rank, group after group."""
