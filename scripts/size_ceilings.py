@@ -68,7 +68,7 @@ ROOMS: dict[str, Size] = {
     "tests/property": Size(3156),
     "tests/sglang/pure": Size(895),
     "tests/support": Size(2767),
-    "tests/transport": Size(1470),
+    "tests/transport": Size(1469),
     "tests/unit": Size(1774),
     "tests/unit/bench": Size(929),
     "tests/unit/cache": Size(1075),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import shutil
 import socket
@@ -23,8 +24,6 @@ START_S = 10.0
 POLL_S = 0.05
 _SLEEPING = ["-E", "sleep"]
 """Waiting for events, as workers do: two programs that spin take the cores that the kernel needs for TCP."""
-_OVERALL_MIB_PER_S = 6
-"""The column of a result that has the bandwidth from the run's beginning to its end."""
 
 
 def find_perftest(library: str) -> list[str]:
@@ -92,7 +91,8 @@ def bandwidth(
             break
         time.sleep(POLL_S)
     try:
-        return float(done.stdout.splitlines()[-1].split(",")[_OVERALL_MIB_PER_S]) * 2**20
-    except (IndexError, ValueError) as error:
+        *_, last = csv.DictReader(done.stdout.splitlines())
+        return float(last["overall_bw"]) * 2**20  # from the run's beginning to its end
+    except (KeyError, ValueError) as error:
         text = (done.stdout + done.stderr).strip()[-500:]
         raise TransportError("ucx_perftest measured nothing", output=text) from error

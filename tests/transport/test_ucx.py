@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from kvconnector.bench.options import BenchOptions
+from kvconnector.bench.perftest import bandwidth
 from kvconnector.errors import IncompatiblePeerError, PeerLostError, TransportError
 from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport
 from kvconnector.transport.ucx.address import WorkerAddress
@@ -179,6 +181,12 @@ def judges_options():
         pytest.skip(f"libucx {version} warns of options without a use")
 
 
+def test_the_bandwidth_of_ucx_alone_is_found_by_its_column():
+    command = ["printf", "iterations,avg_bw,overall_bw,avg_mr\n 64,317.39,315.5,158\n"]
+    config = BenchOptions().config("bench", "consumer")
+    assert bandwidth(command, ("", 0), config, 1) == 315.5 * 2**20
+
+
 LANES = {
     "default": {},
     "tcp": {"options": TCP, "tcp_segment_bytes": SEGMENT_BYTES},
@@ -216,12 +224,8 @@ def test_nothing_is_written_to_stderr(lanes, capfd):
 
 
 @pytest.mark.usefixtures("judges_options")
-def test_options_of_tcp_are_no_trouble_without_tcp(capfd):
+def test_options_without_a_use_are_no_trouble_and_unknown_ones_are_refused(capfd):
     check_silent("no tcp", capfd)
-
-
-@pytest.mark.usefixtures("judges_options")
-def test_options_that_ucx_does_not_know_are_refused():
     with pytest.raises(TransportError, match="UCX refused its configuration"):
         open_ucx_transport(options={"NO_SUCH_OPTION": "1"})
 
