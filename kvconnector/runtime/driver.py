@@ -129,7 +129,8 @@ class Driver:
             clock=clock,
         ).actions()
         self._commands: deque[cmd.Command] = deque()
-        self._is_enough: Callable[[], bool] = _never
+        self._outbox = outbox
+        self._ends_when_filled = False
         self._late_at = 0.0
         self._deadline: float | None = None
         self._is_ticking = False
@@ -152,29 +153,26 @@ class Driver:
         """Events that no session has seen yet, and commands that are not carried out."""
         return len(self._events) + len(self._commands)
 
-    def turn(self, timeout_s: float, is_enough: Callable[[], bool] | None = None) -> None:
-        """Wait at most `timeout_s` for something to do, and do it. Once it `is_enough` for a thread that makes progress
-        inline, the rest is left for the next turn.
+    def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
+        """Wait at most `timeout_s` for something to do, and do it. `ends_when_filled`, for an engine's thread: once the
+        outbox has something, the rest is left for the next turn.
         """
-        self._is_enough = is_enough or _never
+        self._ends_when_filled = ends_when_filled
         self.datapath.pump(self._pump_s(timeout_s), self.links.control.filenos())
         self._late_at = self.clock() + MAX_WORK_S
         self._look()
 
-    def progress_inline(
-        self, is_enough: Callable[[], bool], limit_s: float, *, orders_only: bool = False
-    ) -> None:
+    def progress_inline(self, limit_s: float, *, orders_only: bool = False) -> None:
         """Do what there is to do, without waiting for more, in an engine's thread.
 
         Left to the driver's thread are the first command of `_SLOW` and all that comes after it, and what is not done
-        after `limit_s`.
+        after `limit_s` or once the outbox has something.
 
         Args:
-            is_enough: Once it returns True, the rest is left, too.
             limit_s: How long to handle events and commands, in seconds.
             orders_only: Handle only the engine's orders and what follows from them.
         """
-        self._is_enough = is_enough
+        self._ends_when_filled = True
         self._late_at = self.clock() + limit_s
         if orders_only:
             self._intake(self)
@@ -182,7 +180,7 @@ class Driver:
         else:
             self.datapath.poll_once()
             self._look(inline=True)
-        if not is_enough() and self.datapath.poll_once():
+        if not self._outbox.is_filled() and self.datapath.poll_once():
             self.work(inline=True)
 
     def end_inline(self) -> None:
@@ -243,7 +241,11 @@ class Driver:
             else:
                 command = commands.popleft()
                 self._actions[type(command)](command)
-                if type(command) in _ENDINGS and self._is_enough():
+                if (
+                    self._ends_when_filled
+                    and type(command) in _ENDINGS
+                    and self._outbox.is_filled()
+                ):
                     is_all = False
                     if not (commands or events):
                         # the loop reports an ending once: once queued, the driver's thread takes it at once
@@ -333,10 +335,6 @@ class Driver:
             # it has under the same name, whose end answers for both
             trace = HoldTrace(self.clock(), self.clock())
             self._commands.append(cmd.ReleaseBlocks(event.request_id, "aborted", trace))
-
-
-def _never() -> bool:
-    return False
 
 
 _ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})

@@ -175,12 +175,7 @@ class DriverThread:
             time.sleep(YIELD_S)
 
     def _poll_inline(self, work_s: float, *, orders_only: bool = False) -> bool:
-        progress = partial(
-            Driver.progress_inline,
-            is_enough=self._outbox.is_filled,
-            limit_s=work_s,
-            orders_only=orders_only,
-        )
+        progress = partial(Driver.progress_inline, limit_s=work_s, orders_only=orders_only)
         return self._run_inline(POLL_LIMIT_S, progress)
 
     def wait(self, timeout_s: float) -> bool:
@@ -246,7 +241,7 @@ class DriverThread:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
-            driver.turn(left_s, self._outbox.is_filled)
+            driver.turn(left_s, ends_when_filled=True)
 
     def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
         """Let the caller drive in place of the driver's thread. Returns False where that drives itself, and for longer

@@ -61,10 +61,10 @@ def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, 
 
     turn = Driver.turn
 
-    def fail_here(driver, *arguments):
+    def fail_here(driver, *arguments, **options):
         if threading.current_thread() is threading.main_thread():
             raise error
-        turn(driver, *arguments)
+        turn(driver, *arguments, **options)
 
     for name in ("progress_inline", "turn"):
         monkeypatch.setattr(Driver, name, fail_here)

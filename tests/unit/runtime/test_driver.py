@@ -35,7 +35,7 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     monkeypatch.setattr(driver.datapath, "step", step)
     # nobody has asked for it, so it fails at once
     driver.submit(LoadRequest("unknown", (), (), ()))
-    driver.progress_inline(worker.outbox.is_filled, MAX_WORK_S)
+    driver.progress_inline(MAX_WORK_S)
     assert worker.poll().failed_recving.keys() == {"unknown"}
     # the driver's thread does not sleep on it
     assert driver.num_queued
@@ -140,7 +140,7 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
         driver.clock = Slow()
         driver.submit(*[WantRequest(f"w{i}", f"w{i}", "5" * 32, address) for i in range(1000)])
         if is_inline:
-            driver.progress_inline(worker.outbox.is_filled, MAX_WORK_S)
+            driver.progress_inline(MAX_WORK_S)
         else:
             driver.turn(0.0)
         assert 900 < driver.num_queued < 1000
@@ -199,7 +199,7 @@ def test_a_turn_decodes_no_more_messages_than_fit_into_its_time_and_loses_none(
     while driver.links.has_more or driver.num_queued or not handled:
         before = driver.num_queued + len(handled)
         if is_inline:
-            driver.progress_inline(lambda: False, MAX_WORK_S)
+            driver.progress_inline(MAX_WORK_S)
         else:
             driver.turn(0.0)
         # a look at the clock before and after each message that came
