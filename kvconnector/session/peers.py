@@ -201,7 +201,7 @@ class Peers:
         return lease
 
     def keep_alive(self, link: LinkId, now: float) -> None:
-        """Any message came on `link`."""
+        """Any message came on `link`: the worker there lives."""
         peer = self._peers.get(link)
         if peer is not None:
             peer.last_message_at = now

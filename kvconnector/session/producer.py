@@ -15,7 +15,7 @@ from kvconnector.ids import Rank
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
-from kvconnector.session.commands import Command, LinkId
+from kvconnector.session.commands import Command
 from kvconnector.session.completion import Phase
 from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
@@ -57,6 +57,7 @@ class ProducerSession:
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyEvents(self._agenda)
         self._peers = Peers(self._topology, reply, timeout_s, self._agenda, self._early.drop)
+        self.keep_alive = self._peers.keep_alive
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
@@ -66,18 +67,14 @@ class ProducerSession:
         Raises:
             LocalError: the engine granted a request twice.
         """
-        kind = ev.kind_of(event)
-        if kind not in _PEER_EVENTS:
-            return self._HANDLERS[kind](self, event, now)
-        return self._peers.handle(event, now)
+        handler = self._HANDLERS.get(ev.kind_of(event))
+        if handler is None:  # it is about a link
+            return self._peers.handle(event, now)
+        return handler(self, event, now)
 
     def holds(self, request_id: str) -> bool:
         """Returns True if a lease on the request's blocks has not ended."""
         return request_id in self._by_request
-
-    def keep_alive(self, link: LinkId, now: float) -> None:
-        """Any message came on `link`: the worker there lives."""
-        self._peers.keep_alive(link, now)
 
     def _granted(self, event: LeaseOrder, now: float) -> list[Command]:
         lease = self._leases.get(event.transfer_id)
@@ -334,7 +331,6 @@ class ProducerSession:
 
 
 _ABORTED = LeaseState.ABORTED
-_PEER_EVENTS = frozenset({m.Hello, ev.EndpointOpened, ev.LinkLost})
 _UNKNOWN = "no such transfer"
 """The same text where a transfer of this name has another secret."""
 
