@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 
 import aiohttp
 
@@ -70,12 +69,7 @@ class Cluster:
         self.session = aiohttp.ClientSession(timeout=timeout)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self.session.close()
         await self.stop(list(self.servers))
         if self._owns_log_dir and (error is None or not isinstance(error, Exception)):

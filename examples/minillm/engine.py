@@ -7,7 +7,6 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from prometheus_client import CollectorRegistry
 
@@ -82,12 +81,7 @@ class Engine:
         self._loop_task = asyncio.create_task(self._run())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

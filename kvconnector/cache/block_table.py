@@ -120,33 +120,30 @@ class BlockTable:
         self._num_kernel_blocks = np.zeros(max_num_reqs, dtype=np.int32)
         self._num_slots = 0
         self._num_committed_slots = 0
-        self._staged = (0, 0, np.empty(0, np.int32))
 
     def append_row(self, block_ids: BlockIds, row: int) -> None:
         """Add allocation ids after those of a row. Raises BlockIdError: the row has no room, or one is no block id."""
-        self.stage(block_ids, row, overwrite=False)
-        self.write_staged()
+        self.write(row, *self.checked(block_ids, row, overwrite=False))
 
     def add_row(self, block_ids: BlockIds, row: int) -> None:
         """Put a new request's allocation ids into a row, in place of what it held. Raises BlockIdError as above."""
-        self.stage(block_ids, row, overwrite=True)
-        self.write_staged()
+        self.write(row, *self.checked(block_ids, row, overwrite=True))
 
-    def stage(self, block_ids: BlockIds, row: int, *, overwrite: bool) -> None:
-        """Check ids for a row and keep them for `write_staged`. Raises BlockIdError as `check_row_ids`."""
+    def checked(
+        self, block_ids: BlockIds, row: int, *, overwrite: bool
+    ) -> tuple[int, npt.NDArray[np.int32]]:
+        """Return how many of a row's ids stay, and those to `write` next. Raises BlockIdError: as `check_row_ids`."""
         self._check_rows(row)
         held = 0 if overwrite else self.num_blocks(row)
-        ids = check_row_ids(
+        return held, check_row_ids(
             block_ids,
             held=held,
             max_num_blocks=self.max_num_blocks_per_req,
             ratio=self.geometry.kernel_blocks_per_block,
         )
-        self._staged = (row, held, ids)
 
-    def write_staged(self) -> None:
-        """Write what the last `stage` kept."""
-        row, held, ids = self._staged
+    def write(self, row: int, held: int, ids: npt.NDArray[np.int32]) -> None:
+        """Let a row have its first `held` ids and, after them, these `checked` ones."""
         ratio = self.geometry.kernel_blocks_per_block
         start, end = held * ratio, (held + len(ids)) * ratio
         self._table.wait_until_copied()
@@ -359,7 +356,7 @@ class MultiGroupBlockTable:
 
     def _write(self, block_ids: Sequence[BlockIds], row: int, *, overwrite: bool) -> None:
         check_every_group(block_ids, len(self.tables))
-        for table, ids in zip(self.tables, block_ids, strict=True):
-            table.stage(ids, row, overwrite=overwrite)
-        for table in self.tables:
-            table.write_staged()
+        tables = list(zip(self.tables, block_ids, strict=True))
+        checked = [table.checked(ids, row, overwrite=overwrite) for table, ids in tables]
+        for table, (held, ids) in zip(self.tables, checked, strict=True):
+            table.write(row, held, ids)
