@@ -49,8 +49,8 @@ PROBE_MESSAGES, PROBES = 32, 3
 ROUND_TRIPS = 20
 RESOLVE_S, ASK_S, CONNECT_S = 1.5, 2.5, 0.5
 """How long a name may take to resolve, the directory to answer, and one that does not to accept a plain connection."""
-MEASURE_S = 5.0
-"""How long the heartbeats, and one probe, may take."""
+TURN_S, MEASURE_S = 1e-4, 5.0
+"""How long one turn takes at most, and how long the heartbeats, and one probe, may take."""
 RANK = Rank(0, 0)
 """Ours."""
 
@@ -170,8 +170,9 @@ class PeerGreeting(ExitStack):
         super().__init__()
         interval_s = config.peer.timeout_s / 1000  # the shortest that the session keeps
         peer = msgspec.structs.replace(config.peer, heartbeat_interval_s=interval_s)
-        sizes = {"chunk_bytes": WARM_UP_BYTES, "budget_bytes": 4 * WARM_UP_BYTES}
-        staging = msgspec.structs.replace(config.staging, **sizes)
+        staging = msgspec.structs.replace(
+            config.staging, chunk_bytes=WARM_UP_BYTES, budget_bytes=4 * WARM_UP_BYTES, spin_s=1.0
+        )
         self._config = msgspec.structs.replace(config, peer=peer, staging=staging)
         self._device, self._address = device, address
         self._control = open_control(config, 0)
@@ -257,22 +258,21 @@ class PeerGreeting(ExitStack):
         link, reply = self._link(worker.link), self._session.replies[worker.link]
         if reply.export is None:
             not_direct = "it offers its pools to nobody: paths.direct=never there, or see its log"
-        addresses = self._transport.address, reply.transport_address
-        here, there = map(WorkerAddress.decode, addresses)
+        here = WorkerAddress.decode(self._transport.address)
         return RankCheck(
             rank=worker.geometry.rank,
             device="" if reply.export is None else reply.export.device,
             round_trips_s=self._session.round_trips_s[worker.link],
             lanes=self._transport.lanes(link.endpoint),
-            is_same_host=here.same_host(there),
+            is_same_host=here.same_host(WorkerAddress.decode(reply.transport_address)),
             not_direct=not_direct if link.export is None else "",
         )
 
     def _probe(self, link: LinkId, nbytes: int) -> float:
         """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
-        warm_ups = self._datapath.receives.warm_ups
-        slots = self._datapath.machine.recv_slots
-        tag, _ = warm_ups.expect(link, slots.scratch(nbytes), PROBE_MESSAGES)
+        machine, warm_ups = self._datapath.machine, self._datapath.receives.warm_ups
+        machine.is_handshaking = True  # so each turn looks for these messages
+        tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)
         self._driver.links.send(self._link(link), probe)
@@ -288,7 +288,7 @@ class PeerGreeting(ExitStack):
         """
         deadline_s = time.monotonic() + limit_s
         while not is_enough() and time.monotonic() < deadline_s:
-            self._driver.turn(0.0)
+            self._driver.turn(TURN_S)
             if self._session.error is not None:
                 raise self._session.error
 
