@@ -90,12 +90,8 @@ Views = list[tuple[KVView, Heads]]
 def registered_groups(args: Any, shape: Shape) -> tuple[list[CacheGroup], list[str]]:
     """The cache groups of one rank but for the rows of metadata, and what each is: "kv", "swa" or "mamba".
 
-    Args:
-        args: SGLang's `KVArgs`, filled.
-        shape: The rest.
-
-    Raises:
-        GeometryError: a kind of pool that is not moved, or one that is not what it should be.
+    `args` are SGLang's `KVArgs`, filled. Raises GeometryError: a kind of pool that is not moved, or one that is not
+    what it should be.
     """
     kinds = [str(getattr(kind, "value", kind)) for kind in args.state_types]
     refused = sorted({*kinds} - {*MOVED_STATES})

@@ -1,12 +1,10 @@
 """The transfers of one SGLang rank: its worker, and what SGLang polls of each request.
 
-Threads and ownership
----------------------
-
 SGLang runs scheduler and model of a rank in one process, and every rank runs the same scheduler: each creates the same
 senders and receivers in the same order, and reduces what `poll` says over its ranks. So each rank gives orders to its
 own worker, with the blocks of its own pools, and no scheduler half is needed: ranks agree once, on the engine's
-geometry, when they start. All methods are for the scheduler's thread. Bytes move in the worker's own.
+geometry, when they start. All methods are for the scheduler's thread, and none but `settle` blocks. Bytes move in the
+worker's own, where every wait for a peer has a deadline (`peer`, `lease`), and becomes a failure with the error's type.
 
 A *producer's* request is a prompt that is streamed: `open` names it before it is computed, `grow` moves the watermark
 after each chunk, `complete` gives all its blocks to the lease. Until then SGLang may take the blocks back at any time:
@@ -14,18 +12,9 @@ consumers believe nothing of a prompt that was withdrawn. After that the blocks 
 the request, done or not, and `poll` says `TRANSFERRING` until then. A *consumer's* request is wanted when SGLang has
 looked up its producer, and loaded when it has blocks; these are the load's until the worker reports it.
 
-Failures of other ranks
------------------------
-
 If one rank fails, SGLang frees the request's blocks in all of them, although a lease or a load of ours may still use
 them. It asks each for its `failure_exception` first: there `settle` ends what is left and waits until nothing reads or
 writes the blocks, `SETTLE_S` at most. Only a worker whose driver hangs takes longer, and that is logged as an error.
-
-Clock
------
-
-Nothing else blocks. Every wait for a peer ends by the worker's own deadlines (`peer`, `lease`), and becomes a failure
-with the error's type and text.
 """
 
 from __future__ import annotations
@@ -128,10 +117,8 @@ class RoomTransfer:
             self.fail(error)
 
     def settle(self) -> KVConnectorError:
-        """Make sure that nothing uses the blocks, wherever the request failed.
-
-        Returns:
-            This rank's error, or one that says that it is another rank's.
+        """Make sure that nothing uses the blocks, wherever the request failed. Returns this rank's error, or one that
+        says that it is another rank's.
         """
         error = self.error
         self.abort()
@@ -168,13 +155,7 @@ class SentPrompt(RoomTransfer):
         return self._grown.watermark.num_tokens
 
     def grow(self, blocks: Sequence[int], num_tokens: int, *, page_groups: Sequence[int]) -> None:
-        """Publish more of the prompt; consumers read what the current stream has written.
-
-        Args:
-            blocks: The next pages, of each of `page_groups`.
-            num_tokens: Tokens in them.
-            page_groups: Groups that keep every token.
-        """
+        """So many more tokens of the prompt are in these next pages of each of `page_groups`."""
         grown = list(self._grown.blocks)
         for group in page_groups:
             grown[group] = grown[group].extended(blocks)
@@ -182,16 +163,12 @@ class SentPrompt(RoomTransfer):
         self._grown = GrowRequest(*self._names, tuple(grown), stop)
 
     def publish(self) -> None:
-        """Report what has grown."""
+        """Let consumers read what has grown, as far as the current stream has written it."""
         if self.stage is Stage.WAITING:
             self.rank.order(self._grown)
 
     def complete(self, others: dict[int, GroupBlocks]) -> None:
-        """Publish the whole prompt: its blocks are the lease's now.
-
-        Args:
-            others: The blocks of the groups that are read last.
-        """
+        """Publish the whole prompt, with the blocks of the groups that are read last: all are the lease's now."""
         if self.stage is not Stage.WAITING:
             return
         blocks = tuple(others.get(n, known) for n, known in enumerate(self._grown.blocks))
@@ -225,15 +202,8 @@ class LoadedPrompt(RoomTransfer):
 class RankTransfers:
     """One rank's `worker`, and its open transfers.
 
-    Args:
-        config: The engine's settings.
-        rank: This rank's place.
-        groups: Its caches.
-        model: What both engines must agree on.
-        gather: Called once, in every rank: hands what each rank has to all of them, in any order.
-
-    Raises:
-        KVConnectorError: what `Worker.register` and the directory service raise, or ranks that make up no engine.
+    `gather`, called once in every rank, hands what each rank has to all of them, in any order. Raises KVConnectorError:
+    what `Worker.register` and the directory service raise, or ranks that make up no engine.
     """
 
     def __init__(
@@ -281,13 +251,8 @@ class RankTransfers:
         self._transferring[transfer.request_id] = transfer
 
     def take_turn(self, seen: int) -> int:
-        """Take what the worker has reported, once each time that SGLang goes through its queue.
-
-        Args:
-            seen: What the caller got last time.
-
-        Returns:
-            The number of this turn. Whoever has seen it is polled again, so that a new turn begins.
+        """Take what the worker has reported, once each time that SGLang goes through its queue. Returns the number of
+        this turn: whoever has seen it is polled again, so that a new one begins.
         """
         if seen == self._turn:
             self._turn += 1

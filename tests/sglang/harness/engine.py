@@ -11,12 +11,13 @@ import importlib
 import json
 import os
 import signal
-import socket
 import time
 import traceback
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.ports import free_ports
 
 START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 60.0
@@ -132,7 +133,7 @@ class Engine:
 
     def __init__(self, spec, port=None):
         self.spec = spec
-        self.port = port or free_port()
+        self.port = port or free_ports()
         self.is_stopped = False
         self.pid = os.fork()
         if self.pid == 0:
@@ -217,13 +218,6 @@ class Engine:
     def _signal(self, kind):
         with suppress(ProcessLookupError):
             os.killpg(self.pid, kind)
-
-
-def free_port():
-    """A port that nothing listens on now."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def preload():

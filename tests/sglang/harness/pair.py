@@ -14,9 +14,9 @@ from tests.sglang.harness.engine import (
     EngineSpec,
     NoAnswerError,
     Request,
-    free_port,
 )
 from tests.sglang.harness.model import VOCAB_SIZE
+from tests.support.ports import free_ports
 
 OURS = "kvconnector"
 IDLE_TIMEOUT_S = 60.0
@@ -64,7 +64,7 @@ class Pair:
 
     def __init__(self, case, model, folder, alone, backend=OURS):
         self.case, self.model, self._alone = case, model, alone
-        self.bootstrap_port = free_port()
+        self.bootstrap_port = free_ports()
         self.dumps = folder / "dumps"
         self.dumps.mkdir(parents=True, exist_ok=True)
         common = {"disaggregation-transfer-backend": backend}
