@@ -124,8 +124,9 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     under its id and secret alone.
 
     The rest is the session's record, which it forgets when the read is complete or, once stopped, when the data plane
-    awaits nothing more of it. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no more than the data
-    plane knows of. `deadline` bounds the peer's answer to a cancellation.
+    awaits nothing more of it. A `share` of its bytes is here, 0 where that is not known. `is_asked`: the peer knows of
+    it. `is_peer_over`: the peer sends no more than the data plane knows of. `deadline` bounds the peer's answer to a
+    cancellation.
     """
 
     read_id: int
@@ -135,6 +136,7 @@ class StartReceive(Command, msgspec.Struct, eq=False):
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
     remote_blocks: tuple[GroupBlocks, ...]
+    share: float = 0.0
     is_stopped: bool = False
     is_asked: bool = False
     is_peer_over: bool = False

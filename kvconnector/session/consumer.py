@@ -89,9 +89,8 @@ class ConsumerSession:
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
         rank, asked = str(self._rank), list(self._asked.values())
-        return tuple(
-            each for load in asked for each in load.trace.in_flight(load.request_id, rank, now)
-        )
+        begun = [load for load in asked if load.trace.first_read_s is not None]
+        return tuple([load.in_flight(rank, now) for load in begun])
 
     def _give_until(self, load: Load, deadline: float) -> None:
         """Give a load up at `deadline`, unless something happens before."""
@@ -191,10 +190,10 @@ class ConsumerSession:
         return [cmd.SendMessage(read.link, read_message(read, event))]
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        load = self._reads[event.read_id].load
-        if load.state is LoadState.READING:
-            load.trace.advanced(event)
-            self._give_until(load, now + self._timeout_s)
+        read = self._reads[event.read_id]
+        if read.load.state is LoadState.READING:
+            read.share = event.share
+            self._give_until(read.load, now + self._timeout_s)
         return []
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
@@ -207,8 +206,8 @@ class ConsumerSession:
             commands += self._fail_if_lost(read, now)
         load = self._reads.close(event.read_id).load
         load.accept(event, now)
-        load.trace.finished(event, read.link)
         del load.reads[event.read_id]
+        load.trace.finished(event, read.source.total_bytes, read.link)
         return commands + self._after_read(load, now)
 
     def _receive_stopped(

@@ -17,6 +17,7 @@ from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
 from kvconnector.session import events as ev
 from kvconnector.session.commands import NEVER, FinishLoad, LinkId, StartReceive
+from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
 from kvconnector.session.trace import LoadTrace
@@ -271,6 +272,20 @@ class Load(Tracked[LoadState]):
             state = _S.ABORTED if isinstance(error, TransferAbortedError) else _S.FAILED
         self.move(state)
         return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
+
+    def in_flight(self, rank: str, now: float) -> LoadInFlight:
+        """Its bytes so far. Any thread may ask."""
+        trace = self.trace
+        arrived = [read.source.total_bytes * read.share for read in [*self.reads.values()]]
+        return LoadInFlight(
+            request_id=self.request_id,
+            rank=rank,
+            peer=trace.peer,
+            path="packed" if trace.is_packed else "direct",
+            nbytes=trace.nbytes + int(sum(arrived)),
+            total_bytes=trace.total_bytes,
+            seconds=0.0 if trace.first_read_s is None else now - trace.first_read_s,
+        )
 
     def finished(self, error: KVConnectorError | None) -> FinishLoad:
         """The command that reports the load's end to the engine."""

@@ -36,7 +36,7 @@ class OpenReads(dict[int, StartReceive]):
             load.asked.local_blocks,
             load.progress[worker.link].blocks if load.is_followed else load.asked.remote_blocks,
         )
-        load.trace.began(read.read_id, source.total_bytes, now)
+        load.trace.began(source.total_bytes, now)
         for book in (self, load.reads, load.engine.reads):
             book[read.read_id] = read
         return read

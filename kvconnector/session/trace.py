@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvconnector.session.completion import LoadInFlight, Phase
+from kvconnector.session.completion import Phase
 
 if TYPE_CHECKING:
     from kvconnector.session import events as ev
 
 
 class LoadTrace(msgspec.Struct, eq=False, gc=False):
-    """A load. A time is None until it is reached. `arriving` are the bytes of each read, and which share of them is
-    here; `paths` how bytes came, and over which links; `parts` the phases that its packed reads had.
+    """A load. A time is None until it is reached. `paths` is how bytes came, and over which links; `parts` are the
+    phases that its packed reads had.
     """
 
     peer: str
@@ -27,24 +27,18 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
     total_bytes: int = 0
     is_packed: bool = False
     seconds: float = 0.0
-    arriving: dict[int, tuple[int, float]] = {}
     paths: frozenset[tuple[str, int]] = frozenset()
     parts: dict[str, Phase] = {}
 
-    def began(self, read_id: int, nbytes: int, now: float) -> None:
+    def began(self, nbytes: int, now: float) -> None:
         """A read of `nbytes` begins."""
         self.first_read_s = self.first_read_s or now
         self.last_read_s = now
         self.total_bytes += nbytes
-        self.arriving[read_id] = nbytes, 0.0
 
-    def advanced(self, event: ev.ReceiveAdvanced) -> None:
-        """A share of a read is here."""
-        self.arriving[event.read_id] = self.arriving[event.read_id][0], event.share
-
-    def finished(self, event: ev.ReceiveFinished, link: int) -> None:
-        """A read brought its bytes. The same phase of all reads is one."""
-        self.nbytes += self.arriving.pop(event.read_id)[0]
+    def finished(self, event: ev.ReceiveFinished, nbytes: int, link: int) -> None:
+        """A read brought its `nbytes`. The same phase of all reads is one."""
+        self.nbytes += nbytes
         self.seconds = max(self.seconds, event.seconds)
         self.paths |= {(event.path, link)}
         for new in event.phases:
@@ -64,21 +58,6 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
         """Seconds that blocks waited for it. Those of a prompt that is followed wait for its last part."""
         since = self.last_read_s if self.is_followed else self.asked_s
         return 0.0 if since is None else now - since
-
-    def in_flight(self, request_id: str, rank: str, now: float) -> tuple[LoadInFlight, ...]:
-        """Its bytes so far, if it is read. Any thread may ask."""
-        if self.first_read_s is None:
-            return ()
-        load = LoadInFlight(
-            request_id=request_id,
-            rank=rank,
-            peer=self.peer,
-            path="packed" if self.is_packed else "direct",
-            nbytes=self.nbytes + int(sum(n * share for n, share in [*self.arriving.values()])),
-            total_bytes=self.total_bytes,
-            seconds=now - self.first_read_s,
-        )
-        return (load,)
 
 
 class HoldTrace(msgspec.Struct, eq=False, gc=False):
