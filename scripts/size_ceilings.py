@@ -54,7 +54,7 @@ ROOMS: dict[str, Size] = {
     "examples": Size(59),
     "examples/launchers": Size(39),
     "examples/monitoring": Size(96),
-    "examples/minillm": Size(6074),
+    "examples/minillm": Size(6039),
     "examples/sglang_1p1d": Size(241),
     "examples/vllm_1p1d": Size(562),
     "scripts": Size(901),

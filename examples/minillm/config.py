@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -18,6 +18,11 @@ Layout = Literal["HND", "NHD", "HDN", "CROSS"]
 Role = Literal["prefill", "decode", "mono"]
 BlockTables = Literal["host", "device"]
 FailurePolicy = Literal["recompute", "fail"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Size = Annotated[int, msgspec.Meta(ge=1)]
+Span = Annotated[int, msgspec.Meta(ge=2)]
+EvenSize = Annotated[int, msgspec.Meta(ge=2, multiple_of=2)]
+"""Checked where options and files are read."""
 
 ITEM_SIZE_BYTES = 4
 """The engine computes and caches in float32, so that two engines' greedy tokens can be compared exactly."""
@@ -26,45 +31,33 @@ ITEM_SIZE_BYTES = 4
 class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What only some architectures' layers have in place of plain attention."""
 
-    latent_rank: int = 64
+    latent_rank: Size = 64
     """MLA: width of the compressed K and V that the cache holds per token."""
-    rope_dim: int = 16
+    rope_dim: EvenSize = 16
     """MLA: width of the decoupled rotary part, stored after the latent."""
-    sliding_window: int = 64
+    sliding_window: Span = 64
     """Hybrid: tokens that a query of a window layer sees, itself included."""
-    attention_chunk: int = 64
+    attention_chunk: Size = 64
     """Chunked-local: tokens of a chunk, whose queries see the tokens of their own chunk alone."""
-    max_encoder_len: int = 4096
+    max_encoder_len: Size = 4096
     """Encoder-decoder: most tokens of an encoder's input."""
-    state_dim: int = 16
+    state_dim: Size = 16
     """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
-    conv_width: int = 4
+    conv_width: Span = 4
     """Mamba: tokens that the causal convolution before the state sees."""
-
-    def __post_init__(self) -> None:
-        if self.sliding_window < 2 or self.state_dim < 1 or self.conv_width < 2:
-            raise ValueError(
-                f"sliding_window={self.sliding_window} and conv_width={self.conv_width} must be at "
-                f"least 2, state_dim={self.state_dim} at least 1"
-            )
-        if self.attention_chunk < 1 or self.max_encoder_len < 1:
-            raise ValueError(
-                f"attention_chunk={self.attention_chunk} and max_encoder_len={self.max_encoder_len} "
-                "must be at least 1"
-            )
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Shape and seed of the model. `weights` names a safetensors file; empty: random from `seed`."""
 
     architecture: Architecture = "llama"
-    vocab_size: int = 1024
-    hidden_size: int = 256
-    intermediate_size: int = 512
-    num_layers: int = 8
-    num_heads: int = 8
-    num_kv_heads: int = 4
-    head_dim: int = 32
+    vocab_size: Size = 1024
+    hidden_size: Size = 256
+    intermediate_size: Size = 512
+    num_layers: Size = 8
+    num_heads: Size = 8
+    num_kv_heads: Size = 4
+    head_dim: EvenSize = 32
     mixer: MixerConfig = MixerConfig()
     rope_theta: float = 10000.0
     norm_eps: float = 1e-6
@@ -73,16 +66,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     weights: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.architecture != "mla" and self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.head_dim % 2 or self.mixer.rope_dim % 2:
-            raise ValueError(
-                f"rotary widths must be even: head_dim={self.head_dim}, rope_dim={self.mixer.rope_dim}"
             )
 
     @property
@@ -136,24 +122,17 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Runs of `dcp_size` tensor ranks cache the same heads and share a sequence's tokens, `interleave_tokens` at a time.
     """
 
-    tp_size: int = 1
-    pp_size: int = 1
-    pp_layers: tuple[int, ...] = ()
-    dcp_size: int = 1
-    interleave_tokens: int = 1
+    tp_size: Size = 1
+    pp_size: Size = 1
+    pp_layers: tuple[Size, ...] = ()
+    dcp_size: Size = 1
+    interleave_tokens: Size = 1
 
     def __post_init__(self) -> None:
-        if self.tp_size < 1 or self.pp_size < 1:
-            raise ValueError(f"tp={self.tp_size} and pp={self.pp_size} must be at least 1")
-        if self.dcp_size < 1 or self.tp_size % self.dcp_size or self.interleave_tokens < 1:
-            raise ValueError(
-                f"dcp={self.dcp_size} must divide tp={self.tp_size}, and "
-                f"interleave={self.interleave_tokens} be at least 1"
-            )
-        if self.pp_layers and (len(self.pp_layers) != self.pp_size or min(self.pp_layers) < 1):
-            raise ValueError(
-                f"pp_layers={self.pp_layers} must give at least one layer to each of {self.pp_size} stages"
-            )
+        if self.tp_size % self.dcp_size:
+            raise ValueError(f"dcp={self.dcp_size} must divide tp={self.tp_size}")
+        if self.pp_layers and len(self.pp_layers) != self.pp_size:
+            raise ValueError(f"layers={self.pp_layers} must be those of {self.pp_size} stages")
 
     @property
     def world_size(self) -> int:
@@ -169,40 +148,31 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The paged cache of every rank. A `scatter_seed` hands out blocks in a shuffled order, as in a busy cache."""
 
-    block_size: int = 16
-    num_blocks: int = 0
+    block_size: Size = 16
+    num_blocks: Count = 0
     """Blocks of every cache group; 0: what the memory holds."""
-    memory_mib: int = 0
+    memory_mib: Count = 0
     """Memory of each rank's cache; 0: enough for four requests of the model's full length."""
     layout: Layout | None = None
     """None: what the connector prefers, or what attention does in an engine without one."""
-    kernel_block_size: int = 0
+    kernel_block_size: Count = 0
     """Tokens of the blocks that attention reads, a divisor of `block_size`; 0: the same."""
-    lookahead: int = 0
+    lookahead: Count = 0
     """Slots that a step takes after its tokens, so that most steps change no block table."""
     scatter_seed: int | None = 0
-    num_host_blocks: int | None = None
+    num_host_blocks: Count | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
     they are recomputed."""
     host_layout: Layout | None = None
     """Of the blocks in host memory; None: as on the device."""
-    host_block_size: int = 0
+    host_block_size: Count = 0
     """Tokens of a block in host memory, a divisor of `block_size`; 0: the same."""
     prefix_caching: bool = True
     """Find the blocks of a prompt's beginning again."""
-    state_interval: int = 64
+    state_interval: Size = 64
     """Recurrent states are kept for prefixes whose length is a multiple of this, rounded up to whole blocks."""
 
     def __post_init__(self) -> None:
-        if self.block_size < 1 or self.num_blocks < 0 or (self.num_host_blocks or 0) < 0:
-            raise ValueError(
-                f"block={self.block_size} must be at least 1, blocks={self.num_blocks} and "
-                f"host={self.num_host_blocks} not negative"
-            )
-        if self.memory_mib < 0 or self.lookahead < 0:
-            raise ValueError(
-                f"memory={self.memory_mib} and lookahead={self.lookahead} must not be negative"
-            )
         if self.kernel_block_size and (
             self.layout != "NHD" or self.block_size % self.kernel_block_size
         ):
@@ -210,13 +180,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"kernel={self.kernel_block_size} must divide block={self.block_size}, whose parts are blocks "
                 f"of their own in the layout NHD only, not in {self.layout}"
             )
-        if self.state_interval < 1:
-            raise ValueError(f"states={self.state_interval} must be at least 1")
-        self._check_host()
-
-    def _check_host(self) -> None:
         size = self.resolved_host_block_size
-        if size < 1 or self.block_size % size:
+        if self.block_size % size:
             raise ValueError(f"host_block={size} must divide block={self.block_size}")
         layouts = {self.layout, self.host_layout or self.layout}
         if "HDN" in layouts and (len(layouts) > 1 or size != self.block_size):
