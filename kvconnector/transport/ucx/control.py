@@ -55,7 +55,7 @@ class ControlReceives:
         self.has_begun = False
         events: list[ControlEvent] = []
         for _ in range(MAX_CONTROL_PER_CALL):
-            message = self._libucp.take_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
+            message = self._libucp.find_unexpected(CONTROL_TAG_BIT, CONTROL_TAG_BIT)
             if message is None:
                 break
             event = self._accept(message, limits)

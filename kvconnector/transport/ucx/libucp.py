@@ -41,7 +41,7 @@ class Context:
 
     def __init__(self, library: UcxLibrary, options: Mapping[str, str]) -> None:
         self.library = library
-        self._handle = c_void_p()
+        self.handle = c_void_p()
         config = c_void_p()
         library.check(
             library.keeping.ucp_config_read(None, None, byref(config)),
@@ -56,7 +56,7 @@ class Context:
                 features=abi.FEATURE_TAG | abi.FEATURE_WAKEUP,
             )
             status = library.releasing.ucp_init_version(
-                *abi.API_VERSION, byref(params), config, byref(self._handle)
+                *abi.API_VERSION, byref(params), config, byref(self.handle)
             )
             library.check(status, "UCX refused its configuration", options=dict(options))
         finally:
@@ -73,7 +73,7 @@ class Context:
         stream = libc.open_memstream(byref(text), byref(nbytes))
         if not stream:
             raise TransportError("no memory to describe UCX's context in")
-        self.library.keeping.ucp_context_print_info(self._handle, stream)
+        self.library.keeping.ucp_context_print_info(self.handle, stream)
         libc.fclose(stream)
         info = ctypes.string_at(text, nbytes.value).decode(errors="replace")
         libc.free(text)
@@ -82,21 +82,9 @@ class Context:
         ]
         return {(transport, device) for transport, _, device in resources}
 
-    def open_worker(self) -> Libucp:
-        """A worker that one thread uses at a time. Raises TransportError: UCX cannot make one."""
-        params = abi.WorkerParams(
-            field_mask=abi.WORKER_FIELD_THREAD_MODE, thread_mode=abi.THREAD_MODE_SERIALIZED
-        )
-        worker = c_void_p()
-        status = self.library.releasing.ucp_worker_create(
-            self._handle, byref(params), byref(worker)
-        )
-        self.library.check(status, "UCX could not create a worker")
-        return Libucp(self.library, worker)
-
     def close(self) -> None:
         """Release the context, whose workers are closed."""
-        self.library.releasing.ucp_cleanup(self._handle)
+        self.library.releasing.ucp_cleanup(self.handle)
 
 
 class Posted(NamedTuple):
@@ -114,12 +102,19 @@ Unexpected: TypeAlias = tuple[int, int, int]
 
 
 class Libucp:
-    """One worker, and the functions of its library."""
+    """A worker of a context, which one thread uses at a time. Raises TransportError: UCX cannot make one."""
 
-    def __init__(self, library: UcxLibrary, worker: c_void_p) -> None:
-        self._worker = worker
-        self.library = library
-        self._releasing, self._keeping = library.releasing, library.keeping
+    def __init__(self, context: Context) -> None:
+        self.library = context.library
+        self._releasing, self._keeping = self.library.releasing, self.library.keeping
+        params = abi.WorkerParams(
+            field_mask=abi.WORKER_FIELD_THREAD_MODE, thread_mode=abi.THREAD_MODE_SERIALIZED
+        )
+        self._worker = c_void_p()
+        status = self._releasing.ucp_worker_create(
+            context.handle, byref(params), byref(self._worker)
+        )
+        self.library.check(status, "UCX could not create a worker")
         self._info = abi.TagInfo()
         self._send_param = abi.RequestParam()
         self._recv_param = abi.RequestParam(
@@ -230,19 +225,16 @@ class Libucp:
         posted = _posted(raw)
         return posted if posted.request else Posted(0, posted.status, self._info.length)
 
-    def take_unexpected(self, tag: int = 0, mask: int = 0) -> Unexpected | None:
-        """Take the oldest message that nobody has received and whose tag is `tag` in the bits of `mask`; None if there
-        is none. It must be received, see `receive_unexpected`.
+    def find_unexpected(
+        self, tag: int = 0, mask: int = 0, *, take: bool = True
+    ) -> Unexpected | None:
+        """The oldest message that nobody has received and whose tag is `tag` in the bits of `mask`; None if there is
+        none. One that is taken must be received, see `receive_unexpected`.
         """
-        handle = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 1, byref(self._info))
+        handle = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, take, byref(self._info))
         if not handle:
             return None
         return handle, int(self._info.sender_tag), int(self._info.length)
-
-    def find_unexpected(self, tag: int, mask: int) -> int | None:
-        """The tag of the message that `take_unexpected` would take, if there is one."""
-        found = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, 0, byref(self._info))
-        return int(self._info.sender_tag) if found else None
 
     def receive_unexpected(self, handle: int, address: int, nbytes: int) -> Posted:
         """Receive a message that was taken into host memory; no memory refuses its content."""

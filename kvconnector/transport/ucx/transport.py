@@ -101,7 +101,7 @@ class UcxTransport:
         self._context = Context(library, options)
         try:
             resources = self._context.resources()
-            self._libucp = self._context.open_worker()
+            self._libucp = Libucp(self._context)
         except TransportError:
             self._context.close()
             raise
@@ -242,10 +242,10 @@ class UcxTransport:
         """
         count = 0
         while not self._closed:
-            tag = self._libucp.find_unexpected(0, CONTROL_TAG_BIT)
-            if tag is None or tag & mask in awaited:
+            found = self._libucp.find_unexpected(0, CONTROL_TAG_BIT, take=False)
+            if found is None or found[1] & mask in awaited:
                 break
-            message = self._libucp.take_unexpected(0, CONTROL_TAG_BIT)
+            message = self._libucp.find_unexpected(0, CONTROL_TAG_BIT)
             assert message is not None  # it was just found
             self._control.refuse(message)
             count += 1
@@ -358,6 +358,6 @@ class UcxTransport:
 
     def _discard_unexpected(self, deadline_s: float) -> None:
         """Refuse what nobody received: its senders would wait for it."""
-        while (message := self._libucp.take_unexpected()) is not None:
+        while (message := self._libucp.find_unexpected()) is not None:
             self._endpoints.wait_closing(self._libucp.receive_unexpected(message[0], 0, 0))
         self._drive_until(self._endpoints.all_closed, deadline_s)
