@@ -75,10 +75,7 @@ def examine_peer(
 
 def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator[Finding]:
     """Find out why one request's `kv_transfer_params`, in a file, cannot be used here: what they say, and whether the
-    engine that they name answers.
-
-    Raises:
-        KVConnectorError: they cannot be read, or say what no producer says.
+    engine that they name answers. Raises KVConnectorError: they cannot be read, or say what no producer says.
     """
     try:
         found = msgspec.json.decode(path.read_bytes())

@@ -37,12 +37,14 @@ from kvconnector.session import ConsumerSession
 from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
+from kvconnector.session.export_check import check_export
 from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.wire import decode_batch, encode, refusal_error, versions
 from kvconnector.wire import messages as m
+from kvconnector.wire.export import PoolExport
 
 PROBE_MESSAGES, PROBES = 32, 3
 """Messages of `WARM_UP_BYTES` in one probe, and how many a rank is asked for; the quickest counts."""
@@ -180,11 +182,7 @@ class PeerGreeting(ExitStack):
         self._key = public_key or self._control.server_key
 
     def ask(self) -> m.Directory:
-        """Return the engine's directory.
-
-        Raises:
-            KVConnectorError: it cannot be reached, or does not let us in.
-        """
+        """The engine's directory. Raises KVConnectorError: it cannot be reached, or does not let us in."""
         check_server(security_of(self._config), self._address, self._key)
         handle = self._control.connect(self._address, self._key)
         spoken = versions.SPOKEN
@@ -216,7 +214,7 @@ class PeerGreeting(ExitStack):
         """
         theirs, config = directory.geometry.unpack(), self._config
         ours = whole_engine(theirs, config.engine_id)
-        pools, outbox = Pools([], self._device), Outbox()
+        pools = Pools([], self._device)
         CudaContext(self._device).enter()
         self._transport = open_transport(config, self._device)
         self.callback(self._transport.close)
@@ -232,7 +230,7 @@ class PeerGreeting(ExitStack):
             control=self._control,
             transport=self._transport,
             datapath=self._datapath,
-            outbox=outbox,
+            outbox=Outbox(),
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
         session = self._driver.consumer = self._session = _Session(name, ours, config.peer)
@@ -245,8 +243,7 @@ class PeerGreeting(ExitStack):
         assert session.engine.is_ready  # else its loss was raised
         workers, trips_s = [*session.engine.workers.values()], session.round_trips_s
         self._run(MEASURE_S, lambda: all(len(trips_s[w.link]) >= ROUND_TRIPS for w in workers))
-        not_direct = "; ".join(outbox.take().stats.packed)
-        checks = [self._check(worker, not_direct) for worker in workers]
+        checks = [self._check(worker) for worker in workers]
         nbytes = session.engine.chunk_bytes(WARM_UP_BYTES)
         for check, worker in zip(checks, workers, strict=True):
             for _ in range(PROBES if directory.library_version else 0):
@@ -254,10 +251,8 @@ class PeerGreeting(ExitStack):
                 check.bytes_per_second = max(check.bytes_per_second, rate)
         return checks
 
-    def _check(self, worker: RemoteWorker, not_direct: str) -> RankCheck:
+    def _check(self, worker: RemoteWorker) -> RankCheck:
         link, reply = self._link(worker.link), self._session.replies[worker.link]
-        if reply.export is None:
-            not_direct = "it offers its pools to nobody: paths.direct=never there, or see its log"
         here = WorkerAddress.decode(self._transport.address)
         return RankCheck(
             rank=worker.geometry.rank,
@@ -265,8 +260,19 @@ class PeerGreeting(ExitStack):
             round_trips_s=self._session.round_trips_s[worker.link],
             lanes=self._transport.lanes(link.endpoint),
             is_same_host=here.same_host(WorkerAddress.decode(reply.transport_address)),
-            not_direct=not_direct if link.export is None else "",
+            not_direct=self._why_packed(link, reply.export, worker.geometry),
         )
+
+    def _why_packed(self, link: Link, export: PoolExport | None, theirs: RankGeometry) -> str:
+        if export is None:
+            return "it offers its pools to nobody: paths.direct=never there, or see its log"
+        try:
+            if link.export is None:  # the worker's attempt has failed
+                check_export(export, theirs)
+                self._datapath.reads.open(link.number, export)
+        except KVConnectorError as error:
+            return error.statement
+        return ""
 
     def _probe(self, link: LinkId, nbytes: int) -> float:
         """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
@@ -281,11 +287,7 @@ class PeerGreeting(ExitStack):
         return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0
 
     def _run(self, limit_s: float, is_enough: Callable[[], bool]) -> None:
-        """Take turns until it is enough, or `limit_s` is over.
-
-        Raises:
-            KVConnectorError: the engine is lost.
-        """
+        """Take turns until it is enough, or `limit_s` is over. Raises KVConnectorError: the engine is lost."""
         deadline_s = time.monotonic() + limit_s
         while not is_enough() and time.monotonic() < deadline_s:
             self._driver.turn(TURN_S)
