@@ -252,7 +252,7 @@ def _ucx(device: str) -> Iterator[Finding]:
         library = load_library(source)
         names = sorted({transport for transport, _ in offered(library, {})})
     except KVConnectorError as error:
-        yield Finding("ucx", "FAIL", str(error))
+        yield Finding("ucx", "FAIL", error.statement)
         return
     why = "ucx.library names it" if source != AUTO else _why_first(library.source)
     yield Finding("ucx", "ok", f"{library}: {why}")
