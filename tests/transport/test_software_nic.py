@@ -40,7 +40,7 @@ def start(nics, *, device="", within=(), require_rdma=False, **environment):
     """A transport of a process that has these ports, or one of them alone. `within`: the command that starts it."""
     options = {"TLS": TLS}
     if device:
-        interfaces = {name for _, name in offered(load_library(nics.library), {"TLS": "tcp"})}
+        interfaces = {name for _, name in offered(load_library(), {"TLS": "tcp"})}
         options["NET_DEVICES"] = ",".join([device, *interfaces])
     variables = nics.environment(**environment).items()
     prefix = [*within, "env", *(f"{name}={value}" for name, value in variables)]
