@@ -55,7 +55,6 @@ from kvconnector.topology import ModelDescription
 logger = logging.getLogger(__name__)
 
 SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
-BOOTSTRAPPING = 1
 QUIESCE_S = 30.0
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types of SGLang's `MambaMixer2`."""
@@ -185,7 +184,6 @@ class KVSender(SentPrompt, BaseKVSender):
         self.kv_mgr = mgr
         self._early_send_wait_event: Any = None
         self._row = 0
-        self._num_pages = 0
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
         self._row = aux_index or 0
@@ -204,7 +202,6 @@ class KVSender(SentPrompt, BaseKVSender):
             return
         early, self._early_send_wait_event = self._early_send_wait_event, None
         pages = [int(page) for page in kv_indices]
-        self._num_pages += len(pages)
         tokens = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
         with self.failing(), self.kv_mgr.after(early):
             self.grow(pages, tokens, page_groups=layout.kv_groups)
@@ -215,7 +212,8 @@ class KVSender(SentPrompt, BaseKVSender):
             self.complete(layout.last_blocks(state_indices, self._row, self.num_tokens))
 
     def get_transfer_metric(self) -> KVTransferMetric:
-        nbytes = self._num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
+        num_pages = -(-self.num_tokens // self.kv_mgr.layout.page_size)
+        nbytes = num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
         return KVTransferMetric(transfer_total_bytes=nbytes)
 
     def mark_prefill_complete(self) -> None:
@@ -240,14 +238,11 @@ class KVReceiver(LoadedPrompt, BaseKVReceiver):
         self.window_tokens: int | None = None
         self.stream: Any = None
         self._address = bootstrap_addr
-        self._row = -1
-        self._is_met = False
+        self._row = 0
 
     def init(self, prefill_dp_rank: int) -> None:
-        self._is_met = True
-        if self.stage is Stage.WAITING:
-            with self.failing():
-                self.want(prefill_address(self._address, self.kv_mgr.transfers.config))
+        with self.failing():
+            self.want(prefill_address(self._address, self.kv_mgr.transfers.config))
 
     def send_metadata(
         self,
@@ -269,15 +264,11 @@ class KVReceiver(LoadedPrompt, BaseKVReceiver):
             )
             self.load(ranges, blocks)
 
-    def poll(self) -> int:
-        stage = super().poll()
-        if stage is Stage.WAITING and not self._is_met:
-            return BOOTSTRAPPING
-        if stage is Stage.DONE and self._row >= 0:
+    def ended(self, reason: str | None) -> None:
+        super().ended(reason)
+        if self.stage is Stage.DONE:
             with self.kv_mgr.after():
                 self.kv_mgr.rows.spread(self._row)
-            self._row = -1
-        return stage
 
     def failure_exception(self) -> NoReturn:
         raise self.settle()

@@ -65,6 +65,7 @@ class Stage(IntEnum):
     """Where a request is. The values are those of SGLang's `KVPoll`."""
 
     FAILED = 0
+    BOOTSTRAPPING = 1
     WAITING = 2
     TRANSFERRING = 3
     DONE = 4
@@ -105,7 +106,7 @@ class RoomTransfer:
         if self.error is None:
             self.error = error
             self.rank.order(self.gives_up(self.request_id))
-        if self.stage is Stage.WAITING:
+        if self.stage is not Stage.TRANSFERRING:
             self.ended(None)
 
     @contextmanager
@@ -185,8 +186,15 @@ class LoadedPrompt(RoomTransfer):
 
     gives_up = DropRequest
 
+    def __init__(self, rank: RankTransfers, room: int) -> None:
+        super().__init__(rank, room)
+        self.stage = Stage.BOOTSTRAPPING
+
     def want(self, engine: EngineAddress) -> None:
         """Meet the producer, and keep its lease alive."""
+        if self.stage is not Stage.BOOTSTRAPPING:
+            return
+        self.stage = Stage.WAITING
         names = self.request_id, *transfer_names(self.room)
         self.rank.order(WantRequest(*names, engine, is_followed=True))
 
