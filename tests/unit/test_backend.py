@@ -92,12 +92,14 @@ def indices_in_memory(view, base_address):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_views_address_every_element_of_the_registered_tensor(name):
+def test_views_address_every_element_of_the_registered_tensor_and_tell_its_order(name):
     backend = BACKENDS[name]
     tensor, axes = logical_tensor(backend)
     layout = probe_layout(backend, cross_layers="l" in axes)
     address = tensor.__array_interface__["data"][0]
     views = layout.views(address, tensor.shape, tensor.strides, tensor.itemsize)
+    stored = backend.memory.upper().replace("T", "N").replace("P", "2D")
+    assert memory_orders(dict(enumerate(views))) == (stored,) * len(layout.part_names)
     expected = parts_of(tensor, axes)
     assert len(views) == len(expected)
     for parts, arrays in zip(views, expected, strict=True):
@@ -106,18 +108,6 @@ def test_views_address_every_element_of_the_registered_tensor(name):
             assert view.shape == array.shape
             # an element of the tensor is its own index in memory
             np.testing.assert_array_equal(indices_in_memory(view, address), array)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_views_tell_the_order_in_which_the_backend_stores_its_cache(name):
-    backend = BACKENDS[name]
-    tensor, axes = logical_tensor(backend)
-    layout = probe_layout(backend, cross_layers="l" in axes)
-    views = layout.views(
-        tensor.__array_interface__["data"][0], tensor.shape, tensor.strides, tensor.itemsize
-    )
-    stored = backend.memory.upper().replace("T", "N").replace("P", "2D")
-    assert memory_orders(dict(enumerate(views))) == (stored,) * len(layout.part_names)
 
 
 def test_parts_and_layers_of_their_own_and_axes_of_one_element():

@@ -54,13 +54,15 @@ class PartTable:
         item_size_bytes: int,
         device: str,
     ) -> None:
-        counts = {
+        self.sizes = {
             "num_blocks": num_blocks,
             "block_size": block_size,
             "num_heads": num_heads,
             "head_dim": head_dim,
+            "item_size_bytes": item_size_bytes,
         }
-        for name, count in counts.items():
+        """The counts and the item size by name, as this takes them."""
+        for name, count in self.sizes.items():
             if count < 1:
                 raise RelayoutError(f"{name} must be at least 1, not {count}")
         check_item_size(item_size_bytes)

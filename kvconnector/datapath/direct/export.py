@@ -62,11 +62,7 @@ def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:
                 group=group,
                 family=family,
                 rows=rows,
-                num_blocks=table.num_blocks,
-                block_size=table.block_size,
-                num_heads=table.num_heads,
-                head_dim=table.head_dim,
-                item_size_bytes=table.item_size_bytes,
+                **table.sizes,
             )
         )
     if len(tables) > MAX_TABLES:

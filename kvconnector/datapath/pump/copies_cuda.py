@@ -134,9 +134,8 @@ class CudaCopies(Copies):
         try:
             words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
-            limit = {"max_uncapped_bytes": MAX_UNCAPPED_CHUNK_BYTES}
             for span in self.chunk_spans(source, blocks, ids, packing=packing):
-                self._launches.fill(words, span, handle, **limit)
+                self._launches.fill(words, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -156,8 +155,7 @@ class CudaCopies(Copies):
             memory[:_READ_WORDS] = len(spans), *sent, handle
             words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
             for span in spans:
-                limit = {"max_uncapped_bytes": MAX_UNCAPPED_READ_BYTES}
-                self._launches.fill(words, span, handle, **limit)
+                self._launches.fill(words, span, handle, MAX_UNCAPPED_READ_BYTES)
         except BaseException:
             self.ids.give_back(buffer)
             raise
@@ -189,15 +187,8 @@ class CudaCopies(Copies):
     def warm_up_reads(self) -> None:
         """See `Copies`: with blocks as ours or of the usual size."""
         for table in self.pools.tables.values():
-            usual = PartTable(
-                table.rows,
-                num_blocks=table.num_blocks,
-                block_size=_USUAL_BLOCK_TOKENS,
-                num_heads=table.num_heads,
-                head_dim=table.head_dim,
-                item_size_bytes=table.item_size_bytes,
-                device=table.device,
-            )
+            sizes = table.sizes | {"block_size": _USUAL_BLOCK_TOKENS}
+            usual = PartTable(table.rows, **sizes, device=table.device)
             for num_heads in shares_of(table):
                 self._prepare_read(table, table, num_heads)
                 self._prepare_read(usual, table, num_heads)
@@ -220,15 +211,15 @@ class CudaCopies(Copies):
             self._prepare(theirs, ours, num_heads, count)
 
     def finish(self) -> None:
-        try:
-            for stream in self.streams.copies:
-                await_device(stream.query, "copies on the GPU do not end")
-        except RuntimeError as exc:
-            raise TransportError("the GPU failed", device=self.pools.device) from exc
+        for stream in self.streams.copies:
+            await_device(partial(self._is_idle, stream), "copies on the GPU do not end")
 
     def check_device(self) -> None:
+        self._is_idle(self.streams.copies[FREE_STREAM])
+
+    def _is_idle(self, stream: Any) -> bool:
         try:
-            self.streams.copies[FREE_STREAM].query()
+            return bool(stream.query())
         except RuntimeError as exc:
             raise TransportError("the GPU failed", device=self.pools.device) from exc
 

@@ -43,7 +43,7 @@ class Launches:
         self._jobs: dict[tuple[object, ...], _Job] = {}
 
     def fill(
-        self, words: npt.NDArray[np.int64], span: Span, stream: int, *, max_uncapped_bytes: int
+        self, words: npt.NDArray[np.int64], span: Span, stream: int, max_uncapped_bytes: int
     ) -> None:
         """Write the jobs of a span's chunks.
 

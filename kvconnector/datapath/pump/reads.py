@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from kvconnector.config import PathsConfig
 from kvconnector.datapath.base import EventQueue
@@ -79,21 +80,18 @@ class DirectReads:
         if not self._is_enabled:
             raise TransportError("this worker has no direct path")
         try:
-            self._sources[link] = self._open(export)
+            with ExitStack() as stack:
+                device, folder = self._copies.pools.device, self._paths.shared_folder
+                remote = RemotePools(export, device, folder)
+                stack.callback(remote.close)
+                self._copies.prepare(remote)
+                stack.pop_all()
         except KVConnectorError:
             if self._paths.direct == "always":
                 logger.warning("paths.direct is always, but a producer's pools cannot be read")
             raise
+        self._sources[link] = remote
         return self._copies.means
-
-    def _open(self, export: PoolExport) -> RemotePools:
-        remote = RemotePools(export, self._copies.pools.device, self._paths.shared_folder)
-        try:
-            self._copies.prepare(remote)
-        except BaseException:
-            remote.close()
-            raise
-        return remote
 
     def close(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
         """Forget a producer worker's pools; unmap them once no read of them is under way, and then call `then`."""
