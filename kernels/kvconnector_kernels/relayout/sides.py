@@ -236,8 +236,6 @@ def check_copy(
 ) -> CopyGeometry:
     """The copy's geometry, once both sides are known to hold it. Block ids on the CPU are checked against the pool.
 
-    `head_dim` and `item_size_bytes` are needed only if no side is paged, and must agree with the paged sides.
-
     Raises:
         RelayoutError: a negative count, parts or heads outside a table, a chunk that is too small.
         BlockIdsError: too few block ids for the tokens, or ids outside the pool.

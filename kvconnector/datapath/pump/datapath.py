@@ -34,12 +34,12 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from kvconnector.config import PathsConfig
+from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
-from kvconnector.datapath.pump.machine import MAX_READS, Machine, Pace
+from kvconnector.datapath.pump.machine import MAX_READS, Machine
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.reads import DirectReads
 from kvconnector.datapath.pump.receives import Receives
@@ -48,6 +48,10 @@ from kvconnector.datapath.staging import SlotPool
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
 
+# Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
+# every look at it may take the driver's locks from the engine's thread.
+CPU_LOOKS_S = (50e-6, 0.0)
+CUDA_LOOKS_S = (10e-6, 5e-6)
 MAX_RUN_S = 0.1
 """Python looks after peers and the device this often while chunks move."""
 MAX_LEASE_RUN_S = 1e-4
@@ -62,24 +66,20 @@ class DataPath:
     calls it.
 
     `share` lets consumers read this worker's pools; None where that is not possible, or nobody's wish. `reads_directly`
-    lets it read those of others. `paths`: see `DirectReads`. What happens to reads and peers goes to `events`, from
-    where the caller takes it.
+    lets it read those of others. What happens to reads and peers goes to `events`, from where the caller takes it.
     """
 
     def __init__(
         self,
+        config: ConnectorConfig,
         transport: UcxTransport,
         network: UcxNetwork,
         copies: Copies,
         *,
         share: PoolExporter | None = None,
         reads_directly: bool = False,
-        paths: PathsConfig,
         send_slots: SlotPool,
         recv_slots: SlotPool,
-        window: int,
-        quarantine_s: float,
-        pace: Pace,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._transport = transport
@@ -87,17 +87,14 @@ class DataPath:
         self.share = share
         self.events = EventQueue()
         self._clock = clock
-        self.machine = Machine(
-            network, copies, send_slots=send_slots, recv_slots=recv_slots, pace=pace
-        )
+        looks_s = CUDA_LOOKS_S if copies.on_gpu else CPU_LOOKS_S
+        pace_s = config.spin_s(copies.pools.device), *looks_s
+        self.machine = Machine(network, copies, send_slots, recv_slots, pace_s)
         shared = self.machine, self.events, clock
-        self.sends = Sends(transport, *shared, quarantine_s=quarantine_s)
-        self.receives = Receives(transport, *shared, window=window, quarantine_s=quarantine_s)
+        self.sends = Sends(config, transport, *shared)
+        self.receives = Receives(config, transport, *shared)
         self.reads = DirectReads(
-            *shared,
-            is_enabled=reads_directly,
-            receives=self.receives,
-            paths=paths,
+            config.paths, *shared, receives=self.receives, is_enabled=reads_directly
         )
         self._next_check_s = 0.0
         self._closed = False

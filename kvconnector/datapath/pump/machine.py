@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -57,14 +57,6 @@ _ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEAVE, _LEFT, _TAKEN, _GRACE, _RE
         *("left_ns", "taken_ns", "grace_ns", "return_by_ns"),
     )
 )
-
-
-class Pace(NamedTuple):
-    """How eagerly the loop looks: see `STATE` of the pump's records."""
-
-    spin_s: float
-    look_s: float
-    pause_s: float
 
 
 class Program(msgspec.Struct, eq=False, kw_only=True):
@@ -134,11 +126,11 @@ class Machine:
         self,
         network: UcxNetwork,
         copies: Copies,
-        *,
         send_slots: SlotPool,
         recv_slots: SlotPool,
-        pace: Pace,
+        pace_s: tuple[float, float, float],
     ) -> None:
+        """`pace_s`: how eagerly the loop looks, `spin_ns`, `look_ns` and `pause_ns` of the pump's `STATE`."""
         self.network = network
         self.copies = copies
         self.is_handshaking = False
@@ -161,7 +153,7 @@ class Machine:
         state["begin"], state["begin_argument"] = copies.begin
         state["job_bytes"] = copies.job.itemsize
         state["spin_ns"], state["look_ns"], state["pause_ns"] = (
-            round(seconds * NS_PER_S) for seconds in pace
+            round(seconds * NS_PER_S) for seconds in pace_s
         )
         state["grace_ns"], state["patience_ns"] = _GRACE_NS, _PATIENCE_NS
         if copies.digests is not None:

@@ -18,7 +18,6 @@ from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.copy_threads import default_threads
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
-from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
@@ -26,11 +25,6 @@ from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
-
-# Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
-# every look at it may take the driver's locks from the engine's thread.
-CPU_LOOKS_S = (50e-6, 0.0)
-CUDA_LOOKS_S = (10e-6, 5e-6)
 
 
 def open_datapath(
@@ -69,19 +63,15 @@ def open_datapath(
         copies.digests = Digests(device, slot_bytes)
         logger.info("verify=checksum: all reads are packed, and each chunk is checked")
     is_direct = config.paths.direct != "never" and not is_checked
-    looks_s = CPU_LOOKS_S if device == "cpu" else CUDA_LOOKS_S
     return DataPath(
+        config,
         transport,
         network,
         copies,
         share=_share(pools, copies, config.paths.shared_folder) if is_direct and sends else None,
         reads_directly=is_direct and receives and _can_read(copies),
-        paths=config.paths,
         send_slots=send_slots,
         recv_slots=recv_slots,
-        window=config.staging.window,
-        quarantine_s=config.peer.timeout_s,
-        pace=Pace(config.spin_s(device), *looks_s),
         clock=clock,
     )
 

@@ -47,13 +47,13 @@ class DirectReads:
 
     def __init__(
         self,
+        paths: PathsConfig,
         machine: Machine,
         report: EventQueue,
         clock: Callable[[], float],
         *,
-        is_enabled: bool,
         receives: Receives,
-        paths: PathsConfig,
+        is_enabled: bool,
     ) -> None:
         self._machine = machine
         self._rows: Rows[_Read] = machine.reads

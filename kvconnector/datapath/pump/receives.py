@@ -6,6 +6,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.pump.machine import Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
@@ -52,29 +53,27 @@ class Receives:
     work. What comes before its receive is posted waits in UCX, mostly as no more than a header.
 
     The network writes slots only: once a receive is stopped and its copies are through, its blocks are free, whatever
-    still arrives. A cancelled operation that does not end within `quarantine_s` loses its slot: the network keeps the
+    still arrives. A cancelled operation that does not end within `peer.timeout_s` loses its slot: the network keeps the
     memory for as long as it may write there, and other memory takes its place.
     """
 
     def __init__(
         self,
+        config: ConnectorConfig,
         transport: UcxTransport,
         machine: Machine,
         report: EventQueue,
         clock: Callable[[], float],
-        *,
-        window: int,
-        quarantine_s: float,
     ) -> None:
         self._transport = transport
         self._network = machine.network
         self._machine = machine
         self._rows: Rows[_Receive] = machine.receives
         self._slots = machine.recv_slots
-        self._quarantine_s = quarantine_s
+        self._quarantine_s = config.peer.timeout_s
         self._clock = clock
         self._report = report
-        self._window = window
+        self._window = config.staging.window
         self.warm_ups = WarmUps(transport, report)
         self.waiting: OrderedDict[int, _Receive] = OrderedDict()
         """For their first slots, the oldest first."""

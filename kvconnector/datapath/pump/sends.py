@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.pump.machine import Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
@@ -40,23 +41,22 @@ class Sends:
     """All sends of one worker. Slots go round between them, one chunk each, so that a long one delays a short one by a
     few chunks only.
 
-    The slots of sends that were given up rest for `quarantine_s`.
+    The slots of sends that were given up rest for `peer.timeout_s`.
     """
 
     def __init__(
         self,
+        config: ConnectorConfig,
         transport: UcxTransport,
         machine: Machine,
         events: EventQueue,
         clock: Callable[[], float],
-        *,
-        quarantine_s: float,
     ) -> None:
         self._network = machine.network
         self._machine = machine
         self._rows: Rows[_Send] = machine.sends
         self._slots = machine.send_slots
-        self._quarantine_s = quarantine_s
+        self._quarantine_s = config.peer.timeout_s
         self._clock = clock
         self._events = events
         self._transport = transport

@@ -1,18 +1,17 @@
 """Two workers with pumped data paths over real UCX, in one process and one thread, and reads between them."""
 
 import time
-from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 
-from kvconnector.config import PathsConfig
+from kvconnector.config import ConnectorConfig, ControlConfig, PeerConfig, StagingConfig
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
-from kvconnector.datapath.pump.machine import Pace
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
@@ -22,8 +21,12 @@ from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 
 DEADLINE_S = 30.0
 QUARANTINE_S = 60.0
-PACE = Pace(spin_s=20e-6, look_s=20e-6, pause_s=0.0)
-PATHS = PathsConfig()
+SETTINGS = ConnectorConfig(
+    engine_id="one of two",
+    control=ControlConfig(insecure=True),
+    staging=StagingConfig(spin_s=20e-6),
+    peer=PeerConfig(timeout_s=QUARANTINE_S),
+)
 TO_D, TO_P = LinkId(-1), LinkId(1)
 
 
@@ -40,7 +43,7 @@ class Side(Caches):
         min_streamed_bytes=1 << 20,
         clock=time.monotonic,
         direct=False,
-        paths=PATHS,
+        paths=SETTINGS.paths,
         is_checked=False,
         num_threads=1,
         **transport,
@@ -57,17 +60,14 @@ class Side(Caches):
         copies.digests = Digests("cpu", slot_bytes) if is_checked else None
         room_bytes = ROOM_BYTES if is_checked else 0
         self.path = DataPath(
+            msgspec.structs.replace(SETTINGS, paths=paths),
             self.transport,
             UcxNetwork(self.transport),
             copies,
             share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
             reads_directly=direct,
-            paths=paths,
             send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
-            window=4,
-            quarantine_s=QUARANTINE_S,
-            pace=PACE,
             clock=clock,
         )
 
@@ -128,10 +128,7 @@ class Pair:
 
     def serve(self, posted, send):
         """Let the producer stream a read that was asked for."""
-        asked = SimpleNamespace(
-            read_id=posted.read_id, first_tag=posted.first_tag, window=posted.window
-        )
-        self.p.path.sends.submit(StartSend(TO_D, asked, send.source, send.blocks))
+        self.p.path.sends.submit(StartSend(TO_D, posted, send.source, send.blocks))
 
     def check_arrived(self, source, destination, tokens, heads):
         """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
