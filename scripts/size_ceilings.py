@@ -45,7 +45,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/runtime": Size(3854, target=2800),
     "kvconnector/session": Size(3607, target=2900),
     "kvconnector/topology": Size(899, target=980),
-    "kvconnector/transport": Size(2751, target=2530),
+    "kvconnector/transport": Size(2747, target=2530),
     "kvconnector/wire": Size(626, target=500),
     "kernels/kvconnector_kernels": Size(1),
     "kernels/kvconnector_kernels/block_table": Size(562),

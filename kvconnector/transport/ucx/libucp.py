@@ -115,6 +115,7 @@ class Libucp:
             context.handle, byref(params), byref(self._worker)
         )
         self.library.check(status, "UCX could not create a worker")
+        self.worker_handle = self._worker.value or 0
         self._info = abi.TagInfo()
         self._send_param = abi.RequestParam()
         self._recv_param = abi.RequestParam(
@@ -128,11 +129,6 @@ class Libucp:
             memory_type=abi.MEMORY_TYPE_HOST,
             recv_info=ctypes.addressof(self._info),
         )
-
-    @property
-    def worker_handle(self) -> int:
-        """The `ucp_worker_h`."""
-        return self._worker.value or 0
 
     def address(self) -> bytes:
         """The address that peers pass to `ep_create`."""
