@@ -93,4 +93,4 @@ def test_races_find_a_fault(path, options, fault, causes, monkeypatch):
     if fault:
         monkeypatch.setattr(*fault)
     with closing(Races(**PATHS[path], **options)) as races, pytest.raises(StaleBytesError):
-        races.run(600 if path in ON_STREAMS else 60, *causes)
+        races.run(600 if path in ON_STREAMS else 240, *causes)
