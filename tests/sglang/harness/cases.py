@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from tests.sglang.harness import scenarios as s
 
@@ -37,6 +38,7 @@ WINDOW = {"window": 64}
 MLA = {"kind": "mla"}
 STATES = {"kind": "states"}
 UNCACHED = {"disable-radix-cache": True}
+SMALL = {"max-total-tokens": 480, "num-reserved-decode-tokens": 16}  # for one answer of 200
 ZEROS = "where there are more ranks than KV heads, SGLang on a CPU adds heads of zeros: refused at the start"
 PACKED = {"KVCONNECTOR_PATHS_DIRECT": "never"}
 SOON = {
@@ -85,12 +87,13 @@ CASES = (
     Case("prefix-hits", s.prefix_hits, decode=RADIX),
     _ours("prefix-hits-page16-64", s.prefix_hits, decode=RADIX | _page(64)),
     Case("crowd", s.crowd, is_quick=True),
+    Case("retraction", s.retraction, decode=SMALL),
     Case("logprobs", s.logprobs),
     Case("times", s.times),
     _lost("abort", s.abort),
-    _lost("kill-prefill", s.kill_prefill),
+    _lost("kill-prefill", partial(s.kill, side="prefill", other="decode")),
     _lost("restart-prefill", s.restart_prefill),
-    _lost("kill-decode", s.kill_decode),
+    _lost("kill-decode", partial(s.kill, side="decode", other="prefill")),
     _lost("lost-router", s.lost_router),
     _ours("keys", s.keys, environment=SOON),
 )

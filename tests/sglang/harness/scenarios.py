@@ -47,6 +47,17 @@ def crowd(pair, outcome):
     pair.check_idle(outcome)
 
 
+def retraction(pair, outcome):
+    """The decode engine has no room for all answers: it takes requests back, resumes them, and they are right."""
+    prompts = [prompt_of(100, seed=20 + number) for number in range(3)]
+    expected = [pair.alone(prompt, max_tokens=200) for prompt in prompts]
+    asked = [pair.submit(prompt, max_tokens=200) for prompt in prompts]
+    for number, (each, right) in enumerate(zip(asked, expected, strict=True)):
+        pair.compare(outcome, f"request {number}", each, right)
+    outcome.check("retracted", "Retract requests" in pair.decode.log_text())
+    pair.check_idle(outcome)
+
+
 def logprobs(pair, outcome):
     """The first token's log probabilities move with it."""
     pair.ask(outcome, "with log probabilities", prompt_of(90), return_logprob=True)
@@ -101,18 +112,19 @@ def abort(pair, outcome):
     pair.ask(outcome, "after the aborts", prompt)
 
 
-def kill_prefill(pair, outcome):
-    """The prefill engine dies while a prompt moves: it fails in time, with an error of ours, and nothing else does."""
-    prompt = prompt_of(400, seed=8)
+def kill(pair, outcome, side, other):
+    """One engine dies when the other has a request for it: that fails in time, by an error of ours, nothing else."""
+    prompt, left = prompt_of(400, seed=8), getattr(pair, other)
     pair.ask(outcome, "before", prompt)
     pair.forget()
-    pair.prefill.pause()
-    asked = pair.submit(prompt, to=("decode",))
+    getattr(pair, side).pause()
+    asked = pair.submit(prompt, to=(other,))
     time.sleep(SETTLE_S)
-    pair.prefill.kill()
-    outcome.check_failed("its request", asked.decode.answer(), pair.decode.log_text(), *ERRORS)
-    pair.check_idle(outcome, "decode")
-    pair.restart("prefill")
+    getattr(pair, side).kill()
+    answer = getattr(asked, other).answer()
+    outcome.check_failed("its request", answer, left.log_text(), *ERRORS)
+    pair.check_idle(outcome, other)
+    pair.restart(side)
     pair.ask(outcome, "after its restart", prompt)
 
 
@@ -130,21 +142,6 @@ def restart_prefill(pair, outcome):
             break
         outcome.figures["failed after the restart"] = number + 1
     pair.ask(outcome, "after", prompt)
-
-
-def kill_decode(pair, outcome):
-    """The decode engine dies: the prefill engine frees what it holds for it, and serves the next one."""
-    prompt = prompt_of(400, seed=10)
-    pair.ask(outcome, "before", prompt)
-    pair.forget()
-    pair.decode.pause()
-    asked = pair.submit(prompt, to=("prefill",))
-    time.sleep(SETTLE_S)
-    pair.decode.kill()
-    outcome.check_failed("its request", asked.prefill.answer(), pair.prefill.log_text(), *ERRORS)
-    pair.check_idle(outcome, "prefill")
-    pair.restart("decode")
-    pair.ask(outcome, "after its restart", prompt)
 
 
 def lost_router(pair, outcome):
