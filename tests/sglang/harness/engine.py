@@ -5,7 +5,6 @@ forked too, and all are in one process group: `kill` is to others what the loss 
 without threads: `submit` writes one, `answer` waits for it.
 """
 
-import ctypes
 import http.client
 import importlib
 import json
@@ -18,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.support.ports import free_ports
+from tests.vllm.harness.report import NoAnswerError, end_with_parent
 
 START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 60.0
@@ -25,7 +25,6 @@ POLL_S = 0.1
 HEALTH_S = 5.0  # it computes a token, and looks for it a second later
 IDLE_S = 0.002
 OK = 200
-PR_SET_PDEATHSIG = 1
 MODULES = (
     "sglang.launch_server",
     "sglang.srt.entrypoints.http_server",
@@ -52,10 +51,6 @@ OPTIONS = {
     "host": "127.0.0.1",
     "served-model-name": "small",
 }
-
-
-class NoAnswerError(Exception):
-    """An engine did not answer in time, or is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +81,7 @@ class Answer:
     tokens: list
     error: str = ""
     cached_tokens: int = 0
+    reason = "length"
 
 
 class Request:
@@ -221,11 +217,6 @@ def preload():
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     for name in MODULES:
         importlib.import_module(name)
-
-
-def end_with_parent():
-    """No process outlives the test run, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _main(spec, port):

@@ -3,7 +3,7 @@
 import os
 import secrets
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,40 +12,14 @@ from tests.sglang.harness.engine import (
     ANSWER_TIMEOUT_S,
     Engine,
     EngineSpec,
-    NoAnswerError,
     Request,
 )
 from tests.sglang.harness.model import VOCAB_SIZE
 from tests.support.ports import free_ports
+from tests.vllm.harness.report import OURS, NoAnswerError, Outcome
 
-OURS = "kvconnector"
 IDLE_TIMEOUT_S = 60.0
 POLL_S = 0.05
-
-
-@dataclass
-class Outcome:
-    """What a case found."""
-
-    prompts: int = 0
-    equal: int = 0
-    compared_bytes: int = 0
-    equal_bytes: int = 0
-    complaints: list = field(default_factory=list)
-    figures: dict = field(default_factory=dict)
-
-    def check(self, what, found, expected=True):
-        """Complain unless they are equal."""
-        if found != expected:
-            self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
-
-    def check_failed(self, what, answer, log, *errors):
-        """Complain unless `answer` has an error and `log` the advice of one of `errors`: SGLang logs no names."""
-        if not answer.error:
-            self.complaints.append(f"{what}: answered {answer.tokens} instead of an error")
-        if errors and not any(error.remedy in log for error in errors):
-            names = " or ".join(error.__name__ for error in errors)
-            self.complaints.append(f"{what}: no {names} in the log")
 
 
 @dataclass(frozen=True)
@@ -126,19 +100,13 @@ class Pair:
         """Compare tokens with one engine's alone, and both caches; returns the decode engine's answer."""
         expected = expected or self.alone(asked.prompt)
         answers = [each.answer(timeout_s) for each in (asked.decode, asked.prefill)]
-        outcome.prompts += 1
         if any(answer.error for answer in answers):
+            outcome.prompts += 1
             outcome.complaints.append(f"{what}: {[answer.error for answer in answers]}")
             return answers[0]
-        found = answers[0].tokens
-        outcome.equal += found == expected
-        if found != expected:
-            outcome.complaints.append(f"{what}: {found} instead of {expected}")
-        outcome.compared_bytes += 1
+        outcome.compare(what, answers[0], expected)
         difference = compare(self.dumps, asked.room, self.model.kv_heads, self.model.window)
-        outcome.equal_bytes += not difference
-        if difference:
-            outcome.complaints.append(f"{what}: {difference}")
+        outcome.compare_bytes(what, difference)
         return answers[0]
 
     def ask(self, outcome, what, prompt, **options):

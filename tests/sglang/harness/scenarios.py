@@ -102,7 +102,7 @@ def abort(pair, outcome):
         time.sleep(SETTLE_S)
         getattr(pair, side).abort(f"{side}-{asked.name}")
         answer = getattr(asked, side).answer()
-        outcome.check_failed(f"aborted at the {side} engine {what}", answer, "")
+        _check_failed(outcome, f"aborted at the {side} engine {what}", answer, "")
     for side in ("prefill", "decode"):
         asked = pair.submit(prompt, max_tokens=200)
         getattr(pair, side).abort(f"{side}-{asked.name}")
@@ -122,7 +122,7 @@ def kill(pair, outcome, side, other):
     time.sleep(SETTLE_S)
     getattr(pair, side).kill()
     answer = getattr(asked, other).answer()
-    outcome.check_failed("its request", answer, left.log_text(), *ERRORS)
+    _check_failed(outcome, "its request", answer, left.log_text(), *ERRORS)
     pair.check_idle(outcome, other)
     pair.restart(side)
     pair.ask(outcome, "after its restart", prompt)
@@ -151,7 +151,7 @@ def lost_router(pair, outcome):
         engine = getattr(pair, side)
         asked = pair.submit(prompt, to=(side,))
         answer = getattr(asked, side).answer(ANSWER_TIMEOUT_S)
-        outcome.check_failed(f"only the {side} engine asked", answer, engine.log_text(), *ERRORS)
+        _check_failed(outcome, f"only the {side} engine asked", answer, engine.log_text(), *ERRORS)
     pair.check_idle(outcome)
     pair.ask(outcome, "afterwards", prompt)
 
@@ -170,10 +170,19 @@ def keys(pair, outcome):
     pair.restart("decode", **_settings(folder / "other"))
     asked = pair.submit(prompt)
     answers = asked.decode.answer(), asked.prefill.answer()
-    outcome.check_failed("not authorised", answers[0], pair.decode.log_text(), *REFUSALS)
+    _check_failed(outcome, "not authorised", answers[0], pair.decode.log_text(), *REFUSALS)
     pair.check_idle(outcome)
     pair.restart("decode", **_settings(folder / "decode"))
     pair.ask(outcome, "authorised again", prompt)
+
+
+def _check_failed(outcome, what, answer, log, *errors):
+    """Complain unless `answer` has an error and `log` the advice of one of `errors`: SGLang logs no names."""
+    if not answer.error:
+        outcome.complaints.append(f"{what}: answered {answer.tokens} instead of an error")
+    if errors and not any(error.remedy in log for error in errors):
+        names = " or ".join(error.__name__ for error in errors)
+        outcome.complaints.append(f"{what}: no {names} in the log")
 
 
 def _settings(folder):

@@ -65,9 +65,11 @@ def main():
     folder.mkdir(parents=True, exist_ok=True)
     device = Device(arguments.device)
     preload(device)
+    import vllm
+
     in_own_process(lambda: _model(arguments))
-    facts, command = environment(device), shlex.join(["scripts/bench_vllm", *sys.argv[1:]])
-    plan = _plan(arguments)
+    facts = environment(device=device.name, vllm=vllm.__version__)
+    command, plan = shlex.join(["scripts/bench_vllm", *sys.argv[1:]]), _plan(arguments)
 
     def keep(found):
         return save(folder, found, plan, facts, command)

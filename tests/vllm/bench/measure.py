@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from tests.vllm.bench.report import as_markdown
-from tests.vllm.harness.engine import NoAnswerError
 from tests.vllm.harness.model import VOCAB_SIZE
 from tests.vllm.harness.pair import Pair
+from tests.vllm.harness.report import NoAnswerError
 
 ANSWER_TOKENS = 8
 BURSTS = 3

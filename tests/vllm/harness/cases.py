@@ -11,6 +11,7 @@ from tests.vllm.harness import scenarios as s
 from tests.vllm.harness.data_parallel import address_per_rank, one_address
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.pair import Pair
+from tests.vllm.harness.report import Outcome
 from tests.vllm.harness.servers import http_example, metrics
 
 
@@ -29,7 +30,7 @@ class Case:
     """
 
     name: str
-    scenario: Callable[[Pair, s.Outcome], None] = s.tokens
+    scenario: Callable[[Pair, Outcome], None] = s.tokens
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
@@ -38,7 +39,7 @@ class Case:
     roles: tuple[str, str] = ("kv_producer", "kv_consumer")
     leaves_nothing: bool = True
     found_by: Literal["path", "name", "multi", "ranges", "first-hit"] = "path"
-    servers: Callable[[Path, s.Outcome, Device], None] | None = None
+    servers: Callable[[Path, Outcome, Device], None] | None = None
     is_quick: bool = False
     has_nixl: bool = True
     needs: tuple[str, ...] = ()

@@ -1,6 +1,5 @@
 """vLLM engines in forked children, driven through pipes."""
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -11,15 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.harness.report import NoAnswerError, end_with_parent
+
 START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
-PR_SET_PDEATHSIG = 1
-
-
-class NoAnswerError(Exception):
-    """An engine did not answer in time, or is gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +159,6 @@ class Engine:
         if kind == "finished":
             self._answers.update(value)
         return kind, value
-
-
-def end_with_parent():
-    """No process outlives the test run, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _main(pipe, spec, run):

@@ -5,10 +5,9 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from tests.vllm.harness.engine import end_with_parent
-from tests.vllm.harness.report import as_row
+from tests.vllm.harness.report import Outcome, end_with_parent
 from tests.vllm.harness.runner import run_case
-from tests.vllm.harness.scenarios import Outcome, slept
+from tests.vllm.harness.scenarios import slept
 
 GRACE_S = 45.0
 """For a case whose time is over, to end its engines; then they end with it."""
@@ -20,8 +19,8 @@ def is_alone(case):
 
 
 def run_jobs(jobs, folder, device, *, at_once, limit_s):
-    """A row for each `(case, connector)`, in the order in which they end, those alone last; the rest is ended when the
-    caller stops listening.
+    """What `Report.add` takes of each `(case, connector)`, in the order in which they end, those alone last; the rest
+    is ended when the caller stops listening.
     """
     waiting = sorted(enumerate(jobs), key=lambda each: is_alone(each[1][0]))
     running = {}
@@ -38,7 +37,7 @@ def run_jobs(jobs, folder, device, *, at_once, limit_s):
                     outcome = _result(pipe, f"the case took more than {limit_s:.0f} s")
                     del running[pipe]
                     _end(process)
-                    yield as_row(job[0].name, job[1], outcome, now - started)
+                    yield job[0].name, job[1], outcome, now - started
     finally:
         for _, process, _ in running.values():
             process.terminate()

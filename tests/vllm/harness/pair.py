@@ -5,8 +5,9 @@ import time
 from functools import cached_property
 
 from tests.vllm.harness.digests import difference, merged
-from tests.vllm.harness.engine import Engine, NoAnswerError, run_steps
+from tests.vllm.harness.engine import Engine, run_steps
 from tests.vllm.harness.model import VOCAB_SIZE
+from tests.vllm.harness.report import NoAnswerError
 from vllm_1p1d.router import REMOTE_DECODE
 
 QUIET_TIMEOUT_S = 45.0

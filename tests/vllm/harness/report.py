@@ -1,13 +1,116 @@
-"""What the cases found, as rows and as Markdown."""
+"""What the harnesses of vLLM and SGLang share: cases chosen by name, what they found, and the report of it."""
 
+import argparse
+import ctypes
+import json
 import os
+import signal
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from kvconnector.bench.environment import commit, cpu_name
 
 OURS, NIXL = "kvconnector", "nixl"
 HEADINGS = ("case", "connector", "tokens equal", "bytes equal", "seconds", "state")
+PR_SET_PDEATHSIG = 1
+
+
+class NoAnswerError(Exception):
+    """An engine did not answer in time, or is gone."""
+
+
+def end_with_parent():
+    """No process outlives the test run, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@dataclass
+class Outcome:
+    """Prompts whose tokens, and whose caches, were equal, and complaints. `differs_alone`: prompts whose caches were
+    equal and tokens not, and to which the engine itself gives other tokens without a transfer.
+    """
+
+    equal: int = 0
+    prompts: int = 0
+    equal_bytes: int = 0
+    compared_bytes: int = 0
+    complaints: list[str] = field(default_factory=list)
+    differs_alone: list[str] = field(default_factory=list)
+    figures: dict[str, float] = field(default_factory=dict)
+
+    def compare(self, what, answer, expected):
+        self.prompts += 1
+        self.equal += answer.tokens == expected
+        if answer.tokens != expected:
+            are_equal = [a == b for a, b in zip(answer.tokens, expected, strict=False)]
+            first = [*are_equal, False].index(False)
+            self.complaints.append(f"{what}: tokens differ from the {first}th on ({answer.reason})")
+
+    def compare_bytes(self, what, difference):
+        self.compared_bytes += 1
+        self.equal_bytes += not difference
+        if difference:
+            self.complaints.append(f"{what}: {difference}")
+
+    def check(self, what, found, expected=True):
+        if found != expected:
+            self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
+
+
+def cases_parser(prog):
+    parser = argparse.ArgumentParser(prog=prog)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="all of them without an argument")
+    parser.add_argument("--list", action="store_true", help="the names of all cases")
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="for models, logs, report.json and report.md"
+    )
+    return parser
+
+
+def parse(parser, by_name, is_chosen):
+    """The arguments; without names of cases, those that `is_chosen(case, arguments)` takes."""
+    arguments = parser.parse_args()
+    unknown = [name for name in arguments.cases if name not in by_name]
+    if unknown:
+        parser.error(f"no case named {', '.join(unknown)}; --list names them")
+    arguments.cases = arguments.cases or [
+        name for name, case in by_name.items() if is_chosen(case, arguments)
+    ]
+    return arguments
+
+
+def list_cases(reasons):
+    """Say their names, and why some are not run."""
+    say("\n".join(f"{name}: not run: {why}" if why else name for name, why in reasons.items()))
+
+
+class Report:
+    """`report.json` and `report.md`, written after every case. `reasons`: why cases are not run, by name."""
+
+    def __init__(self, folder, facts, reasons):
+        # an interrupted run ends its engines too
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._facts, self._rows = folder, facts, []
+        self._not_run = {name: why or "the run ended before it" for name, why in reasons.items()}
+
+    def add(self, case, connector, outcome, seconds):
+        row = {"case": case, "connector": connector, **asdict(outcome)}
+        self._rows.append(row | {"seconds": round(seconds, 1)})
+        say("  ".join(as_cells(self._rows[-1])))
+        self._not_run.pop(case, None)
+        found = {"environment": self._facts, "rows": self._rows, "not_run": self._not_run}
+        (self._folder / "report.json").write_text(json.dumps(found, indent=1))
+        (self._folder / "report.md").write_text(as_markdown(self._rows, self._not_run))
+
+    def end(self, connector=OURS):
+        """The exit status: 0 when no case of this connector has a complaint."""
+        say(as_markdown(self._rows, self._not_run))
+        rows = [row for row in self._rows if row["connector"] == connector and row["complaints"]]
+        failed = [row["case"] for row in rows]
+        say(f"failed: {', '.join(failed)}" if failed else "no case failed")
+        return 1 if failed else 0
 
 
 def say(text):
@@ -15,23 +118,16 @@ def say(text):
     sys.stdout.flush()
 
 
-def environment(device):
-    from vllm import __version__
-
+def environment(**engine):
     return {
         "commit": commit() or "unknown",
         "machine": f"{os.cpu_count()} x {cpu_name()}",
-        "device": device.name,
-        "vllm": __version__,
+        **engine,
     }
 
 
-def as_row(case, connector, outcome, seconds):
-    return {"case": case, "connector": connector, **asdict(outcome), "seconds": round(seconds, 1)}
-
-
 def as_cells(row):
-    own = [f"vLLM itself differs: {each}" for each in row["differs_alone"]]
+    own = [f"the engine itself differs: {each}" for each in row["differs_alone"]]
     return [
         row["case"],
         row["connector"],

@@ -13,7 +13,8 @@ from tests.vllm.harness.device import EXACT
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
-from tests.vllm.harness.scenarios import Outcome, restarted
+from tests.vllm.harness.report import Outcome
+from tests.vllm.harness.scenarios import restarted
 
 CANDIDATES = 40
 OUR_MODULE = "kvconnector.integrations.vllm"

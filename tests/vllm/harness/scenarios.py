@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from dataclasses import dataclass, field
 from itertools import product
 
 from tests.vllm.harness.engine import ANSWER_TIMEOUT_S
@@ -11,38 +10,6 @@ from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 64, 130, 600, 2000)
 SETTLE_S = 0.5
-
-
-@dataclass
-class Outcome:
-    """Prompts whose tokens, and whose caches, were equal, and complaints. `differs_alone`: prompts whose caches were
-    equal and tokens not, and to which vLLM itself gives other tokens without a transfer.
-    """
-
-    equal: int = 0
-    prompts: int = 0
-    equal_bytes: int = 0
-    compared_bytes: int = 0
-    complaints: list[str] = field(default_factory=list)
-    differs_alone: list[str] = field(default_factory=list)
-
-    def compare(self, what, answer, expected):
-        self.prompts += 1
-        self.equal += answer.tokens == expected
-        if answer.tokens != expected:
-            are_equal = [a == b for a, b in zip(answer.tokens, expected, strict=False)]
-            first = [*are_equal, False].index(False)
-            self.complaints.append(f"{what}: tokens differ from the {first}th on ({answer.reason})")
-
-    def compare_bytes(self, what, difference):
-        self.compared_bytes += 1
-        self.equal_bytes += not difference
-        if difference:
-            self.complaints.append(f"{what}: {difference}")
-
-    def check(self, what, found, expected=True):
-        if found != expected:
-            self.complaints.append(f"{what}: {found!r} instead of {expected!r}")
 
 
 def tokens(pair, outcome):
