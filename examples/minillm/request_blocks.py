@@ -160,7 +160,7 @@ class RequestBlocks:
             hit = common
 
     def can_allocate(self, request_id: str, resume_at: int) -> AllocStatus:
-        """Returns whether a request can have blocks to go on after `resume_at` tokens: the worst of all groups."""
+        """Return the worst answer of all groups to a request that goes on after `resume_at` tokens."""
         books = self._get(request_id)
         stop = books.first_stop(resume_at)
         lookahead = self._lookahead_of(books)

@@ -149,7 +149,7 @@ class Router:
         """The decode engine's answer, None if it is not good; or the prefill engine's refusal, if that comes first.
 
         The decode engine waits for the engine that answered last. If another one answers this time, as of several
-        behind one URL, or after a restart, there is nothing to wait for.
+        that share one URL, or after a restart, there is nothing to wait for.
         """
         known = self._streaming[prefill]
         try:

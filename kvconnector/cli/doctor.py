@@ -1,4 +1,4 @@
-"""`kvconnector doctor`: whether this machine can run the connector, one verdict a line."""
+"""`kvconnector doctor`: checks that this machine can run the connector, one verdict a line."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def bytes_of(model, **tokens):
-    """Bytes of so many tokens of each kind of layer, without replicated heads; of a state, one token is all."""
+    """Bytes of `tokens` tokens of each kind of layer, without replicated heads; of a state, one token is all."""
     head_bytes = model.head_dim * ITEM_BYTES
     kv_bytes = 2 * model.num_kv_heads * head_bytes
     # the convolution's last inputs, and the state
@@ -37,7 +37,7 @@ def bytes_of(model, **tokens):
     return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
 
 
-# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones behind
+# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones after
 # them, and tokens to answer with; found at P; found at D, by all groups; loaded by each kind of layer.
 # P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66. Windows and chunks have 64 tokens.
 TURNS = {
@@ -51,7 +51,7 @@ TURNS = {
     "hybrid": [
         ((0, 150, 50), 0, 0, {"full": 149, "window": 63}),
         ((200, 20, 6), 144, 198, {"full": 219 - 198, "window": 219 - 198}),
-        # D never had the window in front of token 96
+        # D never had the window before token 96
         ((100, 51, 6), 96, 0, {"full": 150 - 96, "window": 63}),
         ((5, 30, 6), 0, 0, {"full": 34, "window": 34}),
     ],
@@ -66,7 +66,7 @@ TURNS = {
     "mamba": [
         ((0, 150, 50), 0, 0, {"full": 149, "state": 1}),
         ((200, 20, 6), 128, 198, {"full": 219 - 198, "state": 1}),
-        # nor the state behind token 95
+        # nor the state after token 95
         ((100, 51, 6), 64, 0, {"full": 150 - 96, "state": 1}),
         ((5, 30, 6), 0, 0, {"full": 34, "state": 1}),
     ],

@@ -42,7 +42,7 @@ def longest_wait_s(settings):
 
 
 def are_apart(engines):
-    """Whether no worker of two producers and a consumer knows of another any more."""
+    """Returns True if no worker of two producers and a consumer knows another one."""
     *producers, consumers = [[worker.driver for worker in engine.workers] for engine in engines]
     peers = [driver.producer._peers._peers for drivers in producers for driver in drivers]
     return not any(peers + [driver.consumer._engines._engines for driver in consumers])

@@ -107,7 +107,7 @@ class Races:
         return self.world.start(shape, role=role, peer=peer, lease=lease, **settings)
 
     def run(self, count, *causes):
-        """So many races, each cause in turn, all of them by default."""
+        """`count` races, each cause in turn, all of them by default."""
         causes = causes or (*CAUSES, *(STREAM_CAUSES if self._is_streamed else ()))
         is_met = False
         for number in range(count):
@@ -203,7 +203,7 @@ class Races:
             self.p.workers[0].caches.scribble(0, prompt.block_ids)
 
     def preempt(self, name, *, tells=True):
-        """`p` takes the blocks of a prompt, and computes it again in others; whether it says so in between."""
+        """`p` takes the blocks of a prompt, and computes it again in others; it may report that in between."""
         prompt = self._prompt
         was_over, count = prompt.is_over, len(prompt.block_ids)
         if tells or was_over:

@@ -105,7 +105,7 @@ class WorldWorker:
         return self.outbox.take()
 
     def is_quiet(self):
-        """Whether no request of it is under way, and no slot is taken."""
+        """Returns True if no request of it is under way and no slot is taken."""
         producer, consumer = self.driver.producer, self.driver.consumer
         machine = self.datapath.machine
         return (
@@ -177,7 +177,7 @@ class WorldEngine:
             worker.start_step(StepMetadata(orders=(order,)))
 
     def is_quiet(self):
-        """Whether nothing is under way in any worker."""
+        """Returns True if nothing is under way in any worker."""
         return all(worker.is_quiet() for worker in self.workers)
 
 
@@ -252,7 +252,7 @@ class World:
             network.check()
 
     def run(self, until, *, max_turns=500, seconds_per_turn=0.0):
-        """Take turns until `until()` holds; whether it did. Time passes by `seconds_per_turn`."""
+        """Take turns until `until()` holds. Returns False if it never did. Time passes by `seconds_per_turn`."""
         for _ in range(max_turns):
             if until():
                 return True
@@ -261,7 +261,7 @@ class World:
         return until()
 
     def is_quiet(self):
-        """Whether nothing is under way anywhere."""
+        """Returns True if nothing is under way anywhere."""
         return all(engine.is_quiet() for engine in self.engines)
 
     def close(self):

@@ -1,4 +1,4 @@
-"""Whether a peer's process lives, as far as another process may know."""
+"""What a process may know of whether a peer's lives."""
 
 import os
 import subprocess

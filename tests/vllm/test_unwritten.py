@@ -75,7 +75,7 @@ def made_of_nan(spec, layout=KVCacheLayout.LBHNC, backend="FLASH_ATTN", **engine
 
 
 def is_zero(group, number, block):
-    """`[part, head, token, dim]`, whether each element of a layer's block is zero."""
+    """`[part, head, token, dim]`, True where an element of a layer's block is zero."""
     tensor = group.tensors[NAMES[number]]
     parts = [slots_of(tensor, view)[block] for view in group.cache.views[number]]
     return torch.stack(parts) == 0

@@ -86,7 +86,7 @@ def acquire(state, run):
 
 @helper
 def set_looping(state, value):
-    """Say whether the driver's thread is in the loop."""
+    """Note that the driver's thread is in the loop, or has left it."""
     store_flag(state.lock + _LOOPING, value)
 
 

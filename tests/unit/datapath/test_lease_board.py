@@ -31,7 +31,7 @@ def is_found(board, key, *stops):
 
 
 class SlowWriter:
-    """Writes when it is told to, in order, as a stream behind long kernels."""
+    """Writes when the test lets it, in order, as a stream after long kernels."""
 
     def __init__(self, address, nbytes):
         self.range = range(address, address + nbytes)

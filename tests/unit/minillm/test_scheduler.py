@@ -92,7 +92,7 @@ class Loads:
         self.num_valid = {}
 
     def report(self, request, *num_valid):
-        """One rank's load ends with so many first tokens, or that of both: the engine's events."""
+        """End the load of one rank, or of both, with as many first tokens valid: the engine's events."""
         target, _ = self.transfer.loads[request.request_id]
         outputs = [None, None]
         known = self.num_valid.setdefault(request.request_id, [])

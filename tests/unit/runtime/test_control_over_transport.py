@@ -83,7 +83,7 @@ def test_workers_stay_on_the_control_channel_unless_both_want_otherwise(deploy, 
 
 
 def _both_report(workers, request_id, field):
-    """Whether both workers have told of a request by now, each once."""
+    """Returns True if both workers have reported a request, each once."""
     reported = set()
 
     def have_reported():

@@ -298,7 +298,7 @@ def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
 
 @pytest.mark.parametrize(
     "state_position, engine_computed, stop",
-    # in front of the last token; earlier; behind what this prompt has; no further than here
+    # before the last token; earlier; after the end of this prompt; no further than here
     [(40, 0, 40), (24, 8, 24), (41, 0, None), (24, 24, None)],
 )
 def test_a_request_goes_on_where_the_producer_s_state_is(state_position, engine_computed, stop):

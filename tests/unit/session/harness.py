@@ -181,7 +181,7 @@ def cancel(link, read_id):
 
 
 def cut_short(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
-    """The producer ends a read after so many chunks."""
+    """The producer ends a read after some of its chunks."""
     ended = m.ReadEnded(read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text="no")
     return ev.FromPeer(link, ended)
 

@@ -1,4 +1,4 @@
-"""Whether a request's cache is the same on both engines, byte by byte, whatever their ranks, blocks and layouts."""
+"""Compares a request's cache on both engines, byte by byte, whatever their ranks, blocks and layouts."""
 
 import numpy as np
 import torch

@@ -14,7 +14,7 @@ GRACE_S = 45.0
 
 
 def is_alone(case):
-    """Whether no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
+    """Returns True if no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
     return case.scenario is slept
 
 

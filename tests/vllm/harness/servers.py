@@ -213,7 +213,7 @@ def _compare(servers, outcome, what, seed, offer=None):
 
 
 def becomes(condition):
-    """Whether something is true within `TIMEOUT_S`."""
+    """Returns True once something is true, False after `TIMEOUT_S`."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         if condition():
