@@ -177,8 +177,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             self.layout != "NHD" or self.block_size % self.kernel_block_size
         ):
             raise ValueError(
-                f"kernel={self.kernel_block_size} must divide block={self.block_size}, whose parts are blocks "
-                f"of their own in the layout NHD only, not in {self.layout}"
+                f"kernel={self.kernel_block_size} must divide block={self.block_size}, and needs layout=NHD, where "
+                f"parts of blocks are blocks too: found layout={self.layout}"
             )
         size = self.resolved_host_block_size
         if self.block_size % size:
