@@ -18,9 +18,10 @@ exactly once, whatever happens: all consumer ranks that the topology names have 
 `ReleaseBlocks` in the same list of commands: what they read after it does not count for them. A key is never published
 again once it was retracted.
 
-*Before and after.* Messages about a transfer that is not granted yet are kept for a while (`EarlyEvents`): a router
-can be faster than the engine's next step. How a lease ended is remembered (`EndedLeases`), so that who comes late knows
-why. A secret is compared in constant time, and a wrong one is answered like an unknown name.
+*Before and after.* Messages about a transfer that is not granted yet are kept for a while (`EarlyEvents`), and so are
+reads that name the blocks of a lease that is not complete: a router can be faster than the engine's next step. How a
+lease ended is remembered (`EndedLeases`), so that who comes late knows why. A secret is compared in constant time, and
+a wrong one is answered like an unknown name.
 
 *What breaks if this is changed.* A lease that ends with sends under way hands blocks to the next request while they are
 read. A `Done` that counts ranks by number instead of by identity ends a lease at a duplicate.

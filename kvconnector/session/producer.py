@@ -154,8 +154,8 @@ class ProducerSession:
         if read.incarnation != self._reply.incarnation:
             return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
         lease = self._leases.get(read.transfer_id)
-        if lease is None:
-            return self._unknown_read(peer, event, now)
+        if lease is None or _is_early(read, lease):
+            return self._early_read(peer, event, now)
         if not lease.opens_with(read.secret):
             return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
         if read.read_id in peer.sends:
@@ -176,7 +176,7 @@ class ProducerSession:
             lease.move(LeaseState.READING)
         return [cmd.StartSend(event.link, read, source, lease.blocks)]
 
-    def _unknown_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
+    def _early_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
         ended = self._find_ended(event.message)
         if ended is not None:
@@ -333,6 +333,12 @@ class ProducerSession:
 _ABORTED = LeaseState.ABORTED
 _UNKNOWN = "no such transfer"
 """The same text where a transfer of this name has another secret."""
+
+
+def _is_early(read: m.Read, lease: Lease) -> bool:
+    """Returns True if it names blocks, which our engine answers with, before the lease is complete."""
+    is_filling = lease.state is LeaseState.FILLING
+    return is_filling and bool(read.blocks) and lease.opens_with(read.secret)
 
 
 def _refuse(event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str) -> Command:

@@ -148,6 +148,16 @@ def test_a_stranger_that_follows_is_told_nothing():
     assert harness.messages(side.tell(harness.followed(-9)), m.Progress) == []
 
 
+def test_a_read_by_the_producer_s_answer_waits_for_the_order_that_completes_the_lease():
+    side = _filling()
+    side.tell(_granted(5))
+    assert side.receive(-1, harness.read()) == []
+    grown = side.tell(_granted(8))
+    assert [*harness.of(grown, cmd.StartSend), *harness.messages(grown, m.ReadRefused)] == []
+    complete = side.tell(_granted(12, is_complete=True))
+    assert [started.read.read_id for started in harness.of(complete, cmd.StartSend)] == [1]
+
+
 def test_three_thousand_followers_before_their_leases_are_all_served():
     side = harness.producer()
     harness.welcome(side)
