@@ -28,11 +28,9 @@ class CudaContext:
     """
 
     def __init__(self, device: str) -> None:
-        self.takes_marks = device != "cpu"
-        """`make_mark` may return one."""
         self._handle: int | None = None
         self._unused: list[torch.cuda.Event] = []
-        if not self.takes_marks:
+        if device == "cpu":
             return
         import torch
 
@@ -51,6 +49,11 @@ class CudaContext:
             self._handle = self._current()
         if self._handle is None:
             raise TransportError("no CUDA context is current", device=device)
+
+    @property
+    def takes_marks(self) -> bool:
+        """Returns True if `make_mark` may return one."""
+        return self._handle is not None
 
     @property
     def is_current(self) -> bool:
@@ -85,7 +88,7 @@ class CudaContext:
         Raises:
             TransportError: the GPU has failed.
         """
-        if not self.takes_marks:
+        if self._handle is None:
             return None
         if self.is_current:
             stream = ctypes.c_void_p(self._stream(self._index))

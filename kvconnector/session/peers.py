@@ -66,7 +66,7 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and how long it may be silent. Once it is taken,
     `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
-    `sends` are the leases of its reads that are not over, `early` what it said of leases that are still to come.
+    `sends` are the leases of its reads that are not over, `early` its messages about leases that are still to come.
     """
 
     def __init__(self, link: LinkId, hello: m.Hello, now: float, timeout_s: float) -> None:

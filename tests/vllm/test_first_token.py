@@ -95,7 +95,7 @@ class Seeded:
         return self.engine.step(finished_recving={"r1"}, **report)[1]
 
     def check_computed(self, num_tokens):
-        """The engine computes so many tokens of the prompt, and the first one itself."""
+        """The engine computes `num_tokens` tokens of the prompt, and its first token itself."""
         planned = self.engine.scheduler.schedule()
         assert planned.num_scheduled_tokens == {"r1": num_tokens}
         assert [output.new_token_ids for output in self.engine.complete(planned)] == [[7]]

@@ -17,8 +17,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
+import msgspec
 import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import (
@@ -42,6 +43,7 @@ from kvconnector.integrations.sglang.caches import (
     metadata_group,
     registered_groups,
 )
+from kvconnector.integrations.sglang.gather import gather
 from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import (
@@ -58,16 +60,6 @@ SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_m
 QUIESCE_S = 30.0
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types of SGLang's `MambaMixer2`."""
-
-
-T = TypeVar("T")
-
-
-def gather(own: T, group: Any) -> list[T]:
-    """Hand what each rank of an engine has to all of them; the group's own timeout ends the wait."""
-    found: list[Any] = [None] * group.size()
-    torch.distributed.all_gather_object(found, own, group=group)
-    return found
 
 
 class KVManager(BaseKVManager):
@@ -96,7 +88,8 @@ class KVManager(BaseKVManager):
         self.layout = Layout((*names, "row"), args.page_size)
         group = get_parallel().world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
-        token, port = gather(own, group)[0]
+        first, *_ = gather(msgspec.msgpack.encode(own), group)
+        token, port = msgspec.msgpack.decode(first, type=tuple[str, int])
         config = connector_config(
             is_prefill=self.is_prefill,
             host=get_serving().host,
@@ -114,7 +107,7 @@ class KVManager(BaseKVManager):
                 dtype=shape.dtype,
                 num_layers=shape.num_layers,
             ),
-            gather=lambda metadata: gather(metadata, group),
+            gather=lambda payload: gather(payload, group),
         )
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         if not self.is_prefill:

@@ -17,9 +17,16 @@ from kvconnector.errors import GeometryError
 
 
 class MetadataRows:
-    """Both forms of the rows, and the copies between them. SGLang's tensors, in host memory, have these addresses,
-    bytes, and bytes of a row. `device`, "cpu" or "cuda:N", is where the caches are. Raises GeometryError: tensors with
-    different numbers of rows.
+    """Both forms of the rows, and the copies between them.
+
+    Args:
+        addresses: Of SGLang's tensors in host memory.
+        lengths: Their bytes.
+        item_lengths: The bytes of one row of each.
+        device: Where the caches are: "cpu" or "cuda:N".
+
+    Raises:
+        GeometryError: tensors with different numbers of rows.
     """
 
     def __init__(

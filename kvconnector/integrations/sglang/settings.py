@@ -32,9 +32,16 @@ def connector_config(
 ) -> ConnectorConfig:
     """The settings of one engine: `KVCONNECTOR_*` over what follows from SGLang's arguments.
 
-    The address of `host` is bound unless `control.host` names another; where it is a wildcard, peers are told
-    `own_address`. At `bootstrap_port` a prefill engine's directory service listens. `unique_name` is a decode engine's,
-    the same in all its ranks. Raises ConfigError: a setting is malformed, or contradicts SGLang's arguments.
+    Args:
+        is_prefill: True for the prefill engine, False for the decode engine.
+        host: `--host`; its address is bound unless `control.host` names another.
+        bootstrap_port: `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
+        unique_name: A decode engine's name, the same in all its ranks.
+        own_address: What peers get where the bound address is a wildcard.
+        environ: The environment.
+
+    Raises:
+        ConfigError: a setting is malformed, or contradicts SGLang's arguments.
     """
     bound = environ.get(f"{ENV_PREFIX}CONTROL_HOST") or _address(host)
     control: dict[str, Any] = {"host": bound}
@@ -64,10 +71,14 @@ def connector_config(
 
 
 def prefill_address(bootstrap_addr: str, config: ConnectorConfig) -> EngineAddress:
-    """Where the directory service of the prefill engine at `host:port` is, and its public key where keys are used.
+    """Where a prefill engine's directory service is, and its public key where keys are used.
 
     The key is that of the line in `control.authorized_clients_file` that has `bootstrap_addr` after the key. Without
     such a line it is the only key there besides our own, or our own, where all engines share one.
+
+    Args:
+        bootstrap_addr: `host:port`, as the router names it.
+        config: This engine's settings.
 
     Raises:
         ConfigError: no port.
@@ -113,8 +124,13 @@ def _address(host: str) -> str:
 
 
 def refuse_unsupported(facts: Mapping[str, object]) -> None:
-    """Refuse what is not transferred, before anything is allocated: each of these arguments of SGLang must be absent,
-    that is false, None, 0, 1 or empty. Raises ConfigError: some are not; the text names all.
+    """Refuse what is not transferred, before anything is allocated.
+
+    Args:
+        facts: SGLang's arguments by name, each of which must be absent: false, None, 0, 1 or empty.
+
+    Raises:
+        ConfigError: some are not; the text names all.
     """
     plain = ("None", "False", "0", "1", "")  # not by ==, for which True is 1
     found = {name: value for name, value in facts.items() if str(value) not in plain}

@@ -28,6 +28,8 @@ from enum import IntEnum
 from itertools import count
 from typing import ClassVar
 
+import msgspec
+
 from kvconnector import errors
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import (
@@ -118,8 +120,10 @@ class RoomTransfer:
             self.fail(error)
 
     def settle(self) -> KVConnectorError:
-        """Make sure that nothing uses the blocks, wherever the request failed. Returns this rank's error, or one that
-        says that it is another rank's.
+        """Make sure that nothing uses the blocks, wherever the request failed.
+
+        Returns:
+            This rank's error, or one that says that it is another rank's.
         """
         error = self.error
         self.abort()
@@ -156,7 +160,13 @@ class SentPrompt(RoomTransfer):
         return self._grown.watermark.num_tokens
 
     def grow(self, blocks: Sequence[int], num_tokens: int, *, page_groups: Sequence[int]) -> None:
-        """So many more tokens of the prompt are in these next pages of each of `page_groups`."""
+        """Add computed tokens to the prompt.
+
+        Args:
+            blocks: The next pages, of each of `page_groups`.
+            num_tokens: Tokens in them.
+            page_groups: Groups that keep every token.
+        """
         grown = list(self._grown.blocks)
         for group in page_groups:
             grown[group] = grown[group].extended(blocks)
@@ -169,7 +179,11 @@ class SentPrompt(RoomTransfer):
             self.rank.order(self._grown)
 
     def complete(self, others: dict[int, GroupBlocks]) -> None:
-        """Publish the whole prompt, with the blocks of the groups that are read last: all are the lease's now."""
+        """Publish the whole prompt: its blocks are the lease's now.
+
+        Args:
+            others: The blocks of the groups that are read last.
+        """
         if self.stage is not Stage.WAITING:
             return
         blocks = tuple(others.get(n, known) for n, known in enumerate(self._grown.blocks))
@@ -210,8 +224,15 @@ class LoadedPrompt(RoomTransfer):
 class RankTransfers:
     """One rank's `worker`, and its open transfers.
 
-    `gather`, called once in every rank, hands what each rank has to all of them, in any order. Raises KVConnectorError:
-    what `Worker.register` and the directory service raise, or ranks that make up no engine.
+    Args:
+        config: The engine's settings.
+        rank: This rank's place.
+        groups: Its caches.
+        model: What both engines must agree on.
+        gather: Called once, in every rank: hands each rank's bytes to all of them, in any order.
+
+    Raises:
+        KVConnectorError: what `Worker.register` and the directory service raise, or ranks that make up no engine.
     """
 
     def __init__(
@@ -221,7 +242,7 @@ class RankTransfers:
         rank: Rank,
         groups: Sequence[CacheGroup],
         model: ModelDescription,
-        gather: Callable[[WorkerMetadata], Sequence[WorkerMetadata]],
+        gather: Callable[[bytes], Sequence[bytes]],
     ) -> None:
         self.config = config
         self.num_groups = len(groups)
@@ -229,7 +250,8 @@ class RankTransfers:
         self._service: DirectoryService | None = None
         try:
             self.worker.register(list(groups))
-            workers = gather(self.worker.handshake())
+            own = msgspec.msgpack.encode(self.worker.handshake())
+            workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
             geometry = joined_geometry(config, workers)
             self.worker.start_step(StepMetadata(engine=geometry))
             if config.role == "producer" and rank == Rank(0, 0):
@@ -259,8 +281,13 @@ class RankTransfers:
         self._transferring[transfer.request_id] = transfer
 
     def take_turn(self, seen: int) -> int:
-        """Take what the worker has reported, once each time that SGLang goes through its queue. Returns the number of
-        this turn: whoever has seen it is polled again, so that a new one begins.
+        """Take what the worker has reported, once each time that SGLang goes through its queue.
+
+        Args:
+            seen: What the caller got last time.
+
+        Returns:
+            The number of this turn. Whoever has seen it is polled again, so that a new turn begins.
         """
         if seen == self._turn:
             self._turn += 1

@@ -22,9 +22,12 @@ def open_ucx_transport(
     require_rdma: bool = False,
     **settings: Any,
 ) -> UcxTransport:
-    """A UCX transport for caches on `device` ("cpu" or "cuda:N"); `staging_bytes`: see
-    `RdmaChoice`; `settings` are those of `UcxTransport`. Raises
-    ConfigError, TransportError: see `load_library`, `RdmaChoice` and `UcxTransport`.
+    """Open a UCX transport for caches on `device` ("cpu" or "cuda:N").
+
+    `staging_bytes`: see `RdmaChoice`. `settings` are those of `UcxTransport`.
+
+    Raises:
+        ConfigError, TransportError: see `load_library`, `RdmaChoice` and `UcxTransport`.
     """
     loaded = load_library(library)
     choice = RdmaChoice(loaded, device, staging_bytes=staging_bytes)

@@ -74,7 +74,10 @@ class RdmaChoice:
         """Return `options` with "auto" for NET_DEVICES replaced by what it means.
 
         That is the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for
-        TCP. Without RDMA the choice is left to UCX. Raises ConfigError: a device is named that UCX cannot use.
+        TCP. Without RDMA the choice is left to UCX.
+
+        Raises:
+            ConfigError: a device is named that UCX cannot use.
         """
         named = options.get("NET_DEVICES", "")
         others = {name: value for name, value in options.items() if name != "NET_DEVICES"}
@@ -118,7 +121,8 @@ class RdmaChoice:
     ) -> dict[str, str]:
         """Return settled `options` that leave RDMA out, with a warning, where this process may not lock what it needs.
 
-        Raises ConfigError: RDMA is left out, and it is required or there is no TCP.
+        Raises:
+            ConfigError: RDMA is left out, and it is required or there is no TCP.
         """
         if lockable_bytes() is None:
             return dict(options)
@@ -163,7 +167,10 @@ class RdmaChoice:
 
     def check(self, lanes: str, options: Mapping[str, str], *, require_rdma: bool) -> bool:
         """Returns True if RDMA ports are active here, and none of the lanes to a peer on another host is RDMA's; that
-        is logged once for each set of lanes. Raises IncompatiblePeerError: none is RDMA's, and that is required.
+        is logged once for each set of lanes.
+
+        Raises:
+            IncompatiblePeerError: none is RDMA's, and that is required.
         """
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
             return False

@@ -147,7 +147,7 @@ TAKES_ALL = "; UCX sends a message by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAIL
         (("rc_mlx5", 3, None, "3"), "ok", "auto takes mlx5_0:1,mlx5_1:1,mlx5_2:1"),
     ],
 )
-def test_it_is_told_whether_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
+def test_it_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
     transport, num_ports, lockable, rails = host
     ports = [f"mlx5_{number}:1" for number in range(num_ports)]
     offered = {(transport, port) for port in ports or ["lo"]}

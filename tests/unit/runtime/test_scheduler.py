@@ -217,6 +217,7 @@ def test_a_name_of_a_transfer_is_used_once_at_a_time(producer):
     with pytest.raises(RemoteProtocolError, match="in use"):
         producer.on_new_request("s", STREAMED)
     producer.offer("r", blocks=[[3]], num_tokens=1)
+    producer.finish("r")
     with pytest.raises(RemoteProtocolError, match="in use"):
         producer.on_new_request("s", STREAMED)
     producer.update(WorkerOutput(finished_sending=frozenset("r")))
