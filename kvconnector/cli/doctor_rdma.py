@@ -8,6 +8,8 @@ import platform
 import re
 from collections.abc import Iterator
 
+import msgspec
+
 from kvconnector.bench.environment import gpus
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
@@ -38,8 +40,7 @@ _FORK_UNNEEDED = 2
 
 def network(library: UcxLibrary, device: str) -> Finding:
     """What moves KV caches to other hosts under the environment's settings."""
-    budget = os.environ.get("KVCONNECTOR_STAGING_BUDGET_BYTES", StagingConfig().budget_bytes)
-    choice = RdmaChoice(library, device, staging_bytes=int(budget))
+    choice = RdmaChoice(library, device, staging_bytes=_staging_bytes())
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
     options = choice.settle(options)
@@ -56,6 +57,16 @@ def network(library: UcxLibrary, device: str) -> Finding:
     if (num_ports := len(rdma_devices(choice.offers(near)))) > rails:
         text += f"; UCX sends a message by {rails} of these {num_ports} RDMA ports: {_RAILS}={num_ports} takes all"
     return Finding("network", "ok", text)
+
+
+def _staging_bytes() -> int:
+    """The environment's, or the default: what is malformed is a finding of its own."""
+    found = os.environ.get("KVCONNECTOR_STAGING_BUDGET_BYTES")
+    named = {} if found is None else {"budget_bytes": found}
+    try:
+        return msgspec.convert(named, StagingConfig, strict=False).budget_bytes
+    except msgspec.ValidationError:
+        return StagingConfig().budget_bytes
 
 
 def rdma_places() -> Iterator[Finding]:
