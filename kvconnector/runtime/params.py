@@ -32,7 +32,11 @@ MAX_TOKENS = (1 << 31) - 1
 """Most tokens of a prompt that is still computed."""
 FOLDED = ("transfer_secret", "remote_public_key", "remote_first_blocks")
 """Fields that follow the request's name in `remote_request_id`."""
-FOLDED_ID = re.compile(r"(.+)\|([0-9a-f]{32})\|([^|]{0,40})\|([0-9,]*)", re.DOTALL)
+FOLDED_ID = re.compile(
+    # no block's number is longer, and Python refuses to read what is much longer
+    r"(.+)\|([0-9a-f]{32})\|([^|]{0,40})\|((?:[0-9]{0,10},)*[0-9]{0,10})",
+    re.DOTALL,
+)
 
 
 class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):

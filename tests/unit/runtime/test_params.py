@@ -50,3 +50,9 @@ def test_text_that_no_message_can_carry_is_refused(name):
     asked = {"do_remote_decode": True, "transfer_id": params[name], "transfer_secret": "5" * 32}
     with pytest.raises(RemoteProtocolError, match="surrogates"):
         StreamRequest.from_mapping(asked)
+
+
+def test_a_first_block_of_thousands_of_digits_is_refused():
+    params = OFFER.to_mapping() | {"remote_request_id": f"r|{'6' * 32}||{'1' * 5000}"}
+    with pytest.raises(RemoteProtocolError, match="cannot be used"):
+        TransferParams.from_mapping(params)
