@@ -22,6 +22,7 @@ from kvconnector.cache.specs import (
 )
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
+from kvconnector.layout.watermark import MAX_LAYERS
 from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
 from kvconnector.topology import (
     EngineGeometry,
@@ -31,6 +32,7 @@ from kvconnector.topology import (
     RankGeometry,
     TpKVTopology,
 )
+from kvconnector.wire.packed_geometry import MAX_RANKS
 
 Layout = Literal["HND", "NHD"]
 Count = Annotated[int, Meta(ge=1)]
@@ -104,6 +106,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         for field in ("num_layers", "num_kv_heads", "head_dim"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(
+                "num_layers is out of range", num_layers=self.num_layers, max_layers=MAX_LAYERS
+            )
         if self.is_mla and self.num_kv_heads != 1:
             raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
         DType(self.dtype)
@@ -209,6 +215,10 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     interleave: Count = 1
 
     def __post_init__(self) -> None:
+        if self.tp * self.pp > MAX_RANKS:
+            raise ConfigError(
+                "an engine has too many ranks", tp=self.tp, pp=self.pp, max_ranks=MAX_RANKS
+            )
         if self.tp % self.dcp or self.block % self.interleave:
             raise ConfigError(
                 "dcp divides tp, and interleave divides block",

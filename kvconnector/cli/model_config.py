@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from kvconnector.cache.specs import (
     SlidingWindowSpec,
 )
 from kvconnector.errors import ConfigError
+
+ValueT = TypeVar("ValueT")
 
 DEFAULTS = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
@@ -99,22 +101,22 @@ def read_model_config(path: Path) -> ModelShape:
             number(own) if own else number("hidden_size", "n_embd", "d_model") // number(*all_heads)
         )
     token = _token(heads, head_dim, DType(str(dtype)), is_mla=is_mla)
-    return ModelShape(
+    model = ModelShape(
         name=str(whole.get("_name_or_path") or whole.get("model_type") or file.parent.name),
         num_layers=num_layers,
         num_kv_heads=heads,
         head_dim=head_dim,
         dtype=str(dtype),
         is_mla=is_mla,
-        num_draft_layers=int(text.get("num_nextn_predict_layers") or 0),
-        groups=config.groups(num_layers, token),
+        num_draft_layers=config.optional("num_nextn_predict_layers", 0),
     )
+    return msgspec.structs.replace(model, groups=config.groups(num_layers, token))
 
 
 def _read_object(file: Path) -> dict[str, Any]:
     try:
         config = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"cannot read the model's configuration: {error}", path=str(file)
         ) from error
@@ -149,6 +151,17 @@ class _Config:
             found=found,
         )
 
+    def optional(self, name: str, default: ValueT, *, least: int = 0) -> ValueT:
+        """A field, or `default` if it is missing or null. Raises ConfigError: it has another type, or is too low."""
+        value = self.fields.get(name)
+        if value is None:
+            return default
+        if type(value) is type(default) and not (isinstance(value, int) and value < least):
+            return value
+        raise ConfigError(
+            "a field of the model's configuration makes no sense", path=self.path, **{name: value}
+        )
+
     def groups(self, num_layers: int, token: dict[str, Any]) -> tuple[LayerGroup, ...]:
         """The groups of its decoder's layers; none if all keep every token. Raises ConfigError: a kind of layer that
         is not known, or a field that is missing.
@@ -168,15 +181,16 @@ class _Config:
             key = _token(1, head_size + head_size // 128 * 4, DType("uint8"), is_mla=True)
             groups.append(LayerGroup(kind="indexer", layers=every, spec=FullAttentionSpec(**key)))
         if fields.get("is_encoder_decoder"):
-            positions = fields.get("max_source_positions")
             groups.append(
                 LayerGroup(
                     kind="cross attention",
                     layers=every,
                     spec=CrossAttentionSpec(**token),
-                    encoder_tokens=positions if isinstance(positions, int) else 0,
+                    encoder_tokens=self.optional("max_source_positions", 0),
                 )
             )
+        if not groups:
+            raise ConfigError("no layer of the model caches anything", path=self.path)
         return () if set(found) == {"full"} and len(groups) == 1 else tuple(groups)
 
     def _group(self, kind: str, layers: tuple[int, ...], token: dict[str, Any]) -> LayerGroup:
@@ -222,6 +236,7 @@ class _Config:
         named = next(filter(None, map(self.fields.get, names)), None)
         if not named:
             return self._unnamed_kinds(range(num_layers))
+        named = named if isinstance(named, list | str) else [named]
         unknown = sorted({str(kind) for kind in named} - KINDS.keys())
         if unknown or len(named) < num_layers:
             raise ConfigError(
@@ -235,22 +250,23 @@ class _Config:
 
     def _unnamed_kinds(self, layers: range) -> list[str]:
         """Those of architectures whose configurations have a period, or nothing, instead of a list."""
-        get = self.fields.get
+        get, optional = self.fields.get, self.optional
         architecture = str(get("model_type", "")).removesuffix("_text")
         if architecture == "jamba":
-            period, offset = get("attn_layer_period", 8), get("attn_layer_offset", 4)
+            period = optional("attn_layer_period", 8, least=1)
+            offset = optional("attn_layer_offset", 4)
             return ["full" if i % period == offset else "mamba" for i in layers]
         if architecture == "bamba":
-            own = get("attn_layer_indices") or []
+            own: list[int] = optional("attn_layer_indices", [])
             return ["full" if i in own else "mamba" for i in layers]
         if architecture in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-            interval = get("full_attention_interval", 4)
+            interval = optional("full_attention_interval", 4, least=1)
             return ["full" if (i + 1) % interval == 0 else "delta" for i in layers]
         if architecture in ("mamba", "mamba2"):
             return ["mamba" for _ in layers]
         if architecture == "llama4":
-            interval = get("no_rope_layer_interval", 4)
-            ropes = get("no_rope_layers") or [(i + 1) % interval for i in layers]
+            interval = optional("no_rope_layer_interval", 4, least=1)
+            ropes = optional("no_rope_layers", []) or [(i + 1) % interval for i in layers]
             has_chunks = get("attention_chunk_size") is not None
             return ["chunk" if rope and has_chunks else "full" for rope in ropes[: len(layers)]]
         self._refuse_fields(UNKNOWN_FIELDS)
@@ -264,7 +280,7 @@ class _Config:
         if isinstance(period, int):
             return ["window" if (i + 1) % period else "full" for i in layers]
         # Qwen 2: the first layers keep everything
-        first = get("max_window_layers", 0) if get("use_sliding_window") else 0
+        first = self.optional("max_window_layers", 0) if get("use_sliding_window") else 0
         return ["window" if i >= first else "full" for i in layers]
 
     def _refuse_fields(self, unknown: re.Pattern[str]) -> None:

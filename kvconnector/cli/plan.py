@@ -199,7 +199,7 @@ def build_report(
     link_gbits: float | None = None,
 ) -> PlanReport:
     """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: shapes that do not fit."""
-    if link_gbits is not None and link_gbits <= 0:
+    if link_gbits is not None and not link_gbits > 0:  # nor NaN
         raise ConfigError("a link's speed is positive", link_gbits=link_gbits)
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")

@@ -62,6 +62,17 @@ def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_p
         ({**LLAMA_70B, "sliding_window": -1}, "sliding_window"),
         ({**LLAMA_70B, "torch_dtype": "complex64"}, "complex64"),
         ({**LLAMA_70B, "num_key_value_heads": -8}, "num_key_value_heads"),
+        ({**LLAMA_70B, "num_hidden_layers": 1 << 40}, "max_layers=65536"),
+        ({**LLAMA_70B, "layer_types": 3}, "unknown=['3']"),
+        ({**LLAMA_70B, "layer_types": ["mlp"] * 80}, "no layer of the model caches anything"),
+        ({**LLAMA_70B, "num_nextn_predict_layers": "x"}, "num_nextn_predict_layers='x'"),
+        ({**LLAMA_70B, "model_type": "jamba", "attn_layer_period": 0}, "attn_layer_period=0"),
+        ({**LLAMA_70B, "model_type": "bamba", "attn_layer_indices": 3}, "attn_layer_indices=3"),
+        (
+            {**LLAMA_70B, "model_type": "qwen3_next", "full_attention_interval": "4"},
+            "full_attention_interval='4'",
+        ),
+        ({**LLAMA_70B, "model_type": "llama4", "no_rope_layers": 7}, "no_rope_layers=7"),
     ],
 )
 def test_a_configuration_file_that_says_no_shape_is_refused_with_the_reason(
@@ -177,3 +188,25 @@ def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
 def test_a_missing_configuration_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="absent"):
         read_model_config(tmp_path / "absent")
+
+
+def test_a_configuration_that_is_nested_too_deeply_is_one_line(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text("[" * 100_000)
+    assert main(["plan", "--model", str(path)]) == 2
+    assert "cannot read the model's configuration" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--layers", str(1 << 40)), "max_layers=65536"),
+        (("--decode", f"tp={1 << 40}"), "max_ranks=65536"),
+        (("--link", "nan"), "speed is positive"),
+    ],
+)
+def test_sizes_that_no_engine_has_are_refused_before_anything_is_made_of_them(
+    capsys, arguments, words
+):
+    assert main(["plan", *arguments]) == 2
+    assert words in capsys.readouterr().err
