@@ -1,7 +1,20 @@
 """Benchmarks, beside the limits of the same machine."""
 
-from kvconnector.errors import KVConnectorError
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvconnector.errors import ConfigError, KVConnectorError
 
 
 class ResultMismatchError(KVConnectorError):
     """A benchmark's result is wrong, so it reports no time."""
+
+
+@contextmanager
+def file_errors(failure: str, path: Path) -> Iterator[None]:
+    """Work on a file of the user's. Raises ConfigError: `failure`, why, and the file's name."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{failure}: {error}", path=str(path)) from error

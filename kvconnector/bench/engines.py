@@ -13,7 +13,7 @@ import msgspec
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Blocks, Deployment, Transfer
-from kvconnector.bench.options import TIMEOUT_S, BenchOptions, Settings, control_settings
+from kvconnector.bench.options import TIMEOUT_S, Settings, control_settings
 from kvconnector.bench.peers import PEERS, peer_variables
 from kvconnector.bench.processes import EngineProcesses
 from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess
@@ -29,70 +29,53 @@ TURN_S = 5e-3
 """Longest pause of an idle engine's loop."""
 ROUTER_HOP_S = 2e-3
 """From a producer's answer to a consumer's request for its blocks; only `handover` counts it."""
+ROLES = {"prefill": "producer", "decode": "consumer"}
 
 
 class Engine(ExitStack):
-    """An engine's ranks, and in this process its scheduler; without a configuration a peer's agents. `close` ends both.
+    """An engine's ranks, and once it is started their workers and in this process its scheduler. `close` ends all.
 
-    They start when it is made, and other engines may meanwhile; `await_started` comes before all else.
+    The ranks start when it is made, and those of other engines may meanwhile.
     """
 
-    def __init__(
-        self,
-        ranks: EngineProcesses,
-        model: ModelShape,
-        config: ConnectorConfig | None,
-        peer: int = 0,
-    ) -> None:
+    def __init__(self, ranks: EngineProcesses, model: ModelShape) -> None:
         super().__init__()
         self.ranks = self.enter_context(ranks)
-        self._schedulers = self.enter_context(ExitStack())
+        self._scheduling = self.enter_context(ExitStack())
         self._model = model
         self._aggregator = KVOutputAggregator(len(ranks.spec.shape.ranks))
-        self._config = config
-        if config is None:
-            self._agents = ranks.begin(RankProcess.open_agent, peer)
-        else:
-            self.start(config)
 
-    def start(self, config: ConnectorConfig) -> None:
-        """Begin to start a worker in every rank, in the place of the one that it has; `await_started` follows."""
-        self._config = config
-        self._schedulers.close()
-        self._workers = self.ranks.begin(RankProcess.start_worker, config)
+    def start(self, config: ConnectorConfig) -> Callable[[], None]:
+        """Begin to start a worker in every rank, in the place of the one that it has. The function that comes back
+        waits for them, and raises CallFailedError: a rank did not start.
+        """
+        self._scheduling.close()
+        workers = self.ranks.begin(RankProcess.start_worker, config)
 
-    def await_started(self) -> None:
-        """Raises CallFailedError: a rank did not start."""
-        if self._config is None:
-            self.agents = self._agents()
-        else:
-            self.started = self._workers()
-            self.scheduler = Scheduler(
-                self._config,
-                [each.metadata for each in self.started],
-                retentions=[group.retention for group in self._model.groups] or None,
+        def end() -> None:
+            self.started = workers()
+            metadata = [each.metadata for each in self.started]
+            retentions = [group.retention for group in self._model.groups] or None
+            self.scheduler = self._scheduling.enter_context(
+                Scheduler(config, metadata, retentions=retentions)
             )
-            self._schedulers.callback(self.scheduler.close)
 
-    def offer(self, blocks: dict[str, Blocks], num_tokens: int) -> dict[str, dict[str, Any]]:
-        """Hold requests for a consumer, each in these blocks: the `kv_transfer_params` of each."""
+        return end
+
+    def offer(self, request_id: str, blocks: Blocks, num_tokens: int) -> dict[str, Any]:
+        """Hold a request for a consumer with the next step: its `kv_transfer_params`."""
         firsts = self._first_blocks(num_tokens)
-        params = {
-            request_id: self.scheduler.offer(
-                request_id, blocks=ids, num_tokens=num_tokens, first_blocks=firsts
-            )
-            for request_id, ids in blocks.items()
-        }
-        self.begin_turn(ROUTER_HOP_S)()
-        return params
+        return self.scheduler.offer(
+            request_id, blocks=blocks, num_tokens=num_tokens, first_blocks=firsts
+        )
 
     def _first_blocks(self, num_tokens: int) -> list[int]:
         shape = self.ranks.spec.shape
         return [first for first, _ in shape.first_blocks(self._model, num_tokens)]
 
-    def turn(self) -> WorkerOutput:
-        """A turn of an idle engine's loop: what has ended."""
-        return self.begin_turn(TURN_S)()
+    def turn(self, wait_s: float = TURN_S) -> WorkerOutput:
+        """A turn of an idle engine's loop, which waits for at most `wait_s`: what has ended."""
+        return self.begin_turn(wait_s)()
 
     def begin_turn(self, wait_s: float) -> Callable[[], WorkerOutput]:
         """Begin the scheduler's next step; the function that comes back ends it: what the ranks report."""
@@ -185,36 +168,31 @@ class Runner:
 
 
 class ProcessPair(ExitStack, Runner):
-    """Two engines, with the connector, or without a configuration one of `PEERS`. `close` ends them."""
+    """Two engines' processes, with agents of `PEERS[peer]` or the connector. `close` ends them."""
 
-    def __init__(
-        self, deployment: Deployment, configs: dict[str, ConnectorConfig], peer: int | None = None
-    ) -> None:
+    def __init__(self, deployment: Deployment, peer: int | None = None) -> None:
         super().__init__()
         self.deployment = deployment
-        self._configs = configs
         self._peer = peer
         try:
-            # both at once: one of another host has started when it comes back, so it comes last
-            self.decode, self.prefill = map(self._start, ("decode", "prefill"))
-            self.prefill.await_started()
-            self.decode.await_started()
-            if peer is not None:
-                self.decode.ranks.call(RankProcess.join_agent, self.prefill.agents)
+            self.decode, self.prefill = map(self._open, ("decode", "prefill"))
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, engine_id: str) -> Engine:
+    @abstractmethod
+    def _start(self) -> None:
+        """Start what runs in the ranks of both engines at once; the producer's last: a call to another host waits."""
+
+    def _open(self, engine_id: str) -> Engine:
         options, spec = self.deployment.options, self.deployment.spec(engine_id)
         ranks: EngineProcesses
         if engine_id == "prefill" and options.connect:
             ranks = RemoteProcesses(options, spec, self._peer)
         else:
             ranks = EngineProcesses(spec, peer_variables(self._peer, options.tls))
-        return self.enter_context(
-            Engine(ranks, options.model, self._configs.get(engine_id), self._peer or 0)
-        )
+        return self.enter_context(Engine(ranks, options.model))
 
     def verify(self, transfer: Transfer) -> float:
         self.prepare(transfer)
@@ -258,21 +236,27 @@ class EnginePair(ProcessPair):
     name, kind = "kvconnector", "ours"
 
     def __init__(self, deployment: Deployment, settings: Settings = MappingProxyType({})) -> None:
-        options = deployment.options
-        if options.connect:
-            settings = {**settings, "control": msgspec.to_builtins(control_settings())}
-        super().__init__(deployment, _configs(options, settings))
+        self._settings = settings
         self.paths: set[str] = set()
         self.lanes: list[str] = []
         self._num_requests = 0
+        super().__init__(deployment)
+
+    def _start(self) -> None:
+        begun = [self.engine(name).start(self._config(name)) for name in ("decode", "prefill")]
+        for end in reversed(begun):
+            end()
+
+    def _config(self, engine_id: str) -> ConnectorConfig:
+        options, settings = self.deployment.options, self._settings
+        if options.connect:
+            settings = {**settings, "control": msgspec.to_builtins(control_settings())}
+        return options.config(engine_id, ROLES[engine_id], settings)
 
     def start_again(self, settings: Settings) -> None:
         """Start new workers with these settings in the processes of both engines, in the place of those there."""
-        configs = _configs(self.deployment.options, settings)
-        for engine, config in zip((self.prefill, self.decode), configs.values(), strict=True):
-            engine.start(config)
-        self.prefill.await_started()
-        self.decode.await_started()
+        self._settings = settings
+        self._start()
         self.paths.clear()
 
     def restart(self, engine_id: str, *, is_killed: bool = True) -> None:
@@ -281,16 +265,13 @@ class EnginePair(ProcessPair):
         if is_killed:
             engine.ranks.kill()
         engine.close()
-        engine = self._start(engine_id)
+        engine = self._open(engine_id)
         setattr(self, engine_id, engine)
-        engine.await_started()
+        engine.start(self._config(engine_id))()
 
     def run(self, *transfers: Transfer) -> float:
-        requests = {self.new_request_id(): each for each in transfers}
-        blocks = {request_id: each.prefill_blocks for request_id, each in requests.items()}
-        params = self.prefill.offer(blocks, transfers[0].num_tokens)
-        for request_id, each in requests.items():
-            self.decode.want(request_id, params[request_id], each.decode_blocks, each.num_tokens)
+        requests = [self.offer_and_want(each) for each in transfers]
+        self.prefill.turn(ROUTER_HOP_S)
         try:
             seconds, paths = self.decode.load(*requests)
         except CallFailedError as error:
@@ -299,7 +280,7 @@ class EnginePair(ProcessPair):
             raise CallFailedError(
                 f"{error}; workers listen on free ports of their hosts: are these open between the two?"
             ) from error
-        self.prefill.await_sent([*requests])
+        self.prefill.await_sent(requests)
         self.paths |= paths
         return seconds
 
@@ -312,17 +293,12 @@ class EnginePair(ProcessPair):
         self._num_requests += 1
         return f"request-{self._num_requests}"
 
-    def offer_and_load(self, request_id: str, transfer: Transfer) -> None:
-        """Both schedulers hear of a request; their next steps hold and load it."""
-        params = self.prefill.scheduler.offer(
-            request_id, blocks=transfer.prefill_blocks, num_tokens=transfer.num_tokens
-        )
-        self.decode.want(request_id, params, transfer.decode_blocks, transfer.num_tokens)
-
-
-def _configs(options: BenchOptions, settings: Settings) -> dict[str, ConnectorConfig]:
-    roles = {"prefill": "producer", "decode": "consumer"}
-    return {name: options.config(name, role, settings) for name, role in roles.items()}
+    def offer_and_want(self, transfer: Transfer) -> str:
+        """Both schedulers hear of a request; their next steps hold and load it. Returns its name."""
+        request_id, num_tokens = self.new_request_id(), transfer.num_tokens
+        params = self.prefill.offer(request_id, transfer.prefill_blocks, num_tokens)
+        self.decode.want(request_id, params, transfer.decode_blocks, num_tokens)
+        return request_id
 
 
 class PeerPair(ProcessPair):
@@ -331,8 +307,15 @@ class PeerPair(ProcessPair):
     kind = "peer"
 
     def __init__(self, deployment: Deployment, peer: int) -> None:
-        super().__init__(deployment, {}, peer)
+        super().__init__(deployment, peer)
         self.name = PEERS[peer].name
+
+    def _start(self) -> None:
+        ranks = self.decode.ranks, self.prefill.ranks
+        ours, theirs = [each.begin(RankProcess.open_agent, self._peer) for each in ranks]
+        agents = theirs()
+        ours()
+        self.decode.ranks.call(RankProcess.join_agent, agents)
 
     def run(self, *transfers: Transfer) -> float:
         remote = [each.prefill_blocks for each in transfers]

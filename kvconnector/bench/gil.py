@@ -123,8 +123,7 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
     """
     request_ids, holds, asked = list[str](), Steps(), Steps()
     for each in transfers:
-        request_id = pair.new_request_id()
-        pair.offer_and_load(request_id, each)
+        request_id = pair.offer_and_want(each)
         # at pace nobody waits for P: its consumer asks in the next turn
         request_ids.append(request_id)
         holds.append(([] if at_pace else [request_id], pair.prefill.scheduler.build_step()))

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.engines import ROUTER_HOP_S, EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
 from kvconnector.bench.rank_process import RankProcess
@@ -156,7 +156,10 @@ class _Handover:
         blocks = {request_id: prompt.prefill_blocks for request_id, prompt in requests.items()}
         num_tokens = next(iter(requests.values())).num_tokens
         steps_s = prefill.compute(blocks, num_tokens, share, self.compute.rate)
-        return time.perf_counter(), steps_s, prefill.offer(blocks, num_tokens)
+        computed_s = time.perf_counter()
+        answers = {each: prefill.offer(each, ids, num_tokens) for each, ids in blocks.items()}
+        prefill.turn(ROUTER_HOP_S)
+        return computed_s, steps_s, answers
 
     def _await(self, requests: Mapping[str, Transfer], computed: Future[Any]) -> list[float]:
         """Turn the consumer's loop until all is loaded: when each load was over."""

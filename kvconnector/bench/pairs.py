@@ -81,8 +81,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     control = {**msgspec.to_builtins(control_settings()), "port": 0}
     config = options.config(spec.engine_id, "both", {"control": control, "peer": PEER})
     requests = [deployment.transfer(num_tokens)] * (WARMUP + options.iterations)
-    with Engine(EngineProcesses(spec), options.model, config) as engine:
-        engine.await_started()
+    with Engine(EngineProcesses(spec), options.model) as engine:
+        engine.start(config)()
         store.set(f"host/{rank}", socket.gethostname())
         pairs = []
         for producer, consumer in permutations(range(size), 2):
@@ -110,8 +110,9 @@ def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> No
     engine.ranks.call(RankProcess.write, requests[0].prefill_blocks, requests[0].num_tokens)
     for index, request in enumerate(requests):
         name = f"{key}/{index}"
-        params = engine.offer({name: request.prefill_blocks}, request.num_tokens)
-        store.set(name, msgspec.json.encode(params[name]))
+        params = engine.offer(name, request.prefill_blocks, request.num_tokens)
+        engine.turn()
+        store.set(name, msgspec.json.encode(params))
         if store.get(f"{name}/ended") != b"well":
             engine.scheduler.abort(name)
             engine.await_sent([name])

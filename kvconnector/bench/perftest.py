@@ -8,9 +8,10 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.errors import TransportError
@@ -46,23 +47,19 @@ def ucx_variables(config: ConnectorConfig) -> dict[str, str]:
     return {f"UCX_{name}": str(each) for name, each in options.items() if each not in (0, "auto")}
 
 
-class PerftestServer(ExitStack):
-    """`ucx_perftest` that waits for one client on `port`; `close` ends it. Raises TransportError: there is none."""
-
-    def __init__(self, library: str, variables: Mapping[str, str]) -> None:
-        super().__init__()
-        command = find_perftest(library)
-        with socket.create_server(("", 0)) as free:
-            self.port = int(free.getsockname()[1])
-        process = subprocess.Popen(
-            [*command, *_SLEEPING, "-p", str(self.port)],
-            env={**os.environ, **variables},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        self.callback(process.wait)
-        self.callback(process.kill)
+@contextmanager
+def perftest_server(library: str, variables: Mapping[str, str]) -> Iterator[int]:
+    """`ucx_perftest` that waits for one client: its port. Raises TransportError: there is none."""
+    command = find_perftest(library)
+    with socket.create_server(("", 0)) as free:
+        port = int(free.getsockname()[1])
+    null: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    command += [*_SLEEPING, "-p", str(port)]
+    with subprocess.Popen(command, env={**os.environ, **variables}, **null) as process:
+        try:
+            yield port
+        finally:
+            process.kill()
 
 
 def bandwidth(

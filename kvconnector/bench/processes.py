@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from kvconnector.bench.options import THREAD_VARIABLES
-from kvconnector.bench.perftest import PerftestServer
+from kvconnector.bench.perftest import perftest_server
 from kvconnector.bench.rank_process import (
     EngineSpec,
     RankProcess,
@@ -137,9 +137,9 @@ class EngineProcesses(ExitStack):
         return serve_stream(self.host, nbytes)
 
     def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
-        """Start `ucx_perftest` for one client, in the place of the one before: its port. See `PerftestServer`."""
+        """Start `ucx_perftest` for one client, in the place of the one before: its port. See `perftest_server`."""
         self._perftest.close()
-        return self._perftest.enter_context(PerftestServer(library, variables)).port
+        return self._perftest.enter_context(perftest_server(library, variables))
 
     def kill(self) -> None:
         """End all ranks at once, without a word to anybody."""

@@ -37,7 +37,7 @@ HELLO_TIMEOUT_S = 3.0
 SESSION = new_secret()
 """Of this process: a server measures with one at a time."""
 REMOTE = ("exchange", "serve_stream", "serve_perftest", "pause", "resume")
-"""What a server's engine can be asked."""
+"""What a server's engine is asked in the place of one here."""
 
 
 class _Server:
@@ -114,20 +114,8 @@ class RemoteProcesses(EngineProcesses):
             raise
 
     def _send(self, call: bytes) -> Callable[[], list[bytes]]:
-        answers: list[bytes] = self._ask(EngineProcesses.exchange, call)
+        answers = self.exchange(call)
         return lambda: answers
-
-    def serve_stream(self, nbytes: int) -> int:
-        return int(self._ask(EngineProcesses.serve_stream, nbytes))
-
-    def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
-        return int(self._ask(EngineProcesses.serve_perftest, library, variables))
-
-    def pause(self) -> None:
-        self._ask(EngineProcesses.pause)
-
-    def resume(self) -> None:
-        self._ask(EngineProcesses.resume)
 
     def _ask(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Raises CallFailedError: it raised there, the connection is lost, or no answer came in time."""
@@ -142,6 +130,15 @@ class RemoteProcesses(EngineProcesses):
                     ) from event.error
                 return decode_answer(self._where, method, event.payload)
         raise CallFailedError(f"{self._where} did not answer in {ANSWER_TIMEOUT_S:.0f} s")
+
+
+def _asked(name: str) -> Callable[..., Any]:
+    method = getattr(EngineProcesses, name)
+    return lambda self, *arguments: self._ask(method, *arguments)
+
+
+for _name in REMOTE:
+    setattr(RemoteProcesses, _name, _asked(_name))
 
 
 def _open_channel(control: ControlConfig, port: int) -> ControlChannel:

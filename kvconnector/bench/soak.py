@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 from kvconnector.bench import ResultMismatchError
@@ -22,7 +23,7 @@ from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape
-from kvconnector.bench.soak_state import SoakState, StateFile, rng_of
+from kvconnector.bench.soak_state import SoakState, load_state, rng_of, save_state
 from kvconnector.runtime import WorkerOutput
 
 IN_FLIGHT = 64
@@ -87,9 +88,8 @@ class _Side:
     def has_room(self, num_tokens: int) -> bool:
         return len(self.free) >= self.shape.num_blocks(num_tokens)
 
-    def take(self, request: str, num_tokens: int) -> list[int]:
-        self.held[request] = [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
-        return self.held[request]
+    def take(self, num_tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
 
     def give_back(self, request: str) -> None:
         self.free += self.held.pop(request, [])
@@ -129,7 +129,7 @@ class Soak:
         self._paused = ("", 0.0)
         self._have_met = False
 
-    def run(self, total_s: float, save: StateFile) -> None:
+    def run(self, total_s: float, path: Path | None) -> None:
         """Go on until `total_s` of the run are over.
 
         Raises:
@@ -148,7 +148,7 @@ class Soak:
                 self._strike(FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)], total_s)
             if elapsed_s > check_at_s and not self._paused[0]:
                 self._check()
-                save.save(state)
+                save_state(path, state)
                 check_at_s = time.monotonic() - began_s + check_s
             self._start_requests()
             self._abort_some()
@@ -157,7 +157,7 @@ class Soak:
         self._resume()
         self._check()
         state.elapsed_s = time.monotonic() - began_s
-        save.save(state)
+        save_state(path, state)
 
     def _check(self) -> None:
         """Drain the load, compare bytes, and note what both engines use.
@@ -191,9 +191,10 @@ class Soak:
             if not all(side.has_room(num_tokens) for side in self._sides.values()):
                 return  # the engines would queue it
             self._state.count("requests")
-            name = f"soak-{self._state.num_begun}-{self._state.counts['requests']}"
-            blocks = [[side.take(name, num_tokens)] for side in self._sides.values()]
-            self._pair.offer_and_load(name, Transfer(num_tokens, *blocks))
+            blocks = [side.take(num_tokens) for side in self._sides.values()]
+            name = self._pair.offer_and_want(Transfer(num_tokens, *([ids] for ids in blocks)))
+            for side, ids in zip(self._sides.values(), blocks, strict=True):
+                side.held[name] = ids
             self._loading[name] = _Loading(time.perf_counter(), num_tokens, not self._have_met)
             if time.monotonic() < self._trouble[1]:
                 self._troubled[name] = self._trouble[0]
@@ -294,17 +295,20 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """
     total_s = options.minutes * 60
     deployment = Deployment(options, options.tokens, in_flight=IN_FLIGHT // 8)
-    name, save = f"{options.model.name}, {deployment}", StateFile(options.state)
-    state = save.load(name)
+    name, path = (
+        f"{options.model.name}, {deployment}",
+        Path(options.state) if options.state else None,
+    )
+    state = load_state(path, name)
     begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""
     progress(f"{total_s / 60:g} minutes{begun}, {deployment}")
     with EnginePair(deployment, SETTINGS) as pair:
         soak = Soak(pair, options, state, progress)
         state.num_begun += 1
         try:
-            soak.run(total_s, save)
+            soak.run(total_s, path)
         except KeyboardInterrupt:
-            save.save(state)
+            save_state(path, state)
             yield case_of(name, state)
             raise
     yield case_of(name, state)

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from kvconnector.bench import file_errors
 from kvconnector.bench.options import SEED
 from kvconnector.errors import ConfigError
 
@@ -90,49 +91,38 @@ class SoakState(msgspec.Struct):
         return found
 
 
-class StateFile:
-    """The state's file, or nothing where `path` is empty."""
+def load_state(path: Path | None, of: str) -> SoakState:
+    """Return the state to go on from, a new one where there is no file.
 
-    def __init__(self, path: str) -> None:
-        self._path = Path(path) if path else None
+    Raises:
+        ConfigError: it cannot be read, or is of another run.
+    """
+    if path is None or not path.exists():
+        return SoakState(of=of)
+    with file_errors("this is no soak's state", path):
+        state = msgspec.json.decode(path.read_bytes(), type=SoakState)
+    if state.of != of:
+        raise ConfigError(
+            "this state is of another soak: name another file",
+            path=str(path),
+            found=state.of,
+            wanted=of,
+        )
+    return state
 
-    def load(self, of: str) -> SoakState:
-        """Return the state to go on from, a new one where there is no file.
 
-        Raises:
-            ConfigError: it cannot be read, or is of another run.
-        """
-        if self._path is None or not self._path.exists():
-            return SoakState(of=of)
-        try:
-            state = msgspec.json.decode(self._path.read_bytes(), type=SoakState)
-        except (OSError, msgspec.MsgspecError) as error:
-            raise ConfigError(f"this is no soak's state: {error}", path=str(self._path)) from error
-        if state.of != of:
-            raise ConfigError(
-                "this state is of another soak: name another file",
-                path=str(self._path),
-                found=state.of,
-                wanted=of,
-            )
-        return state
+def save_state(path: Path | None, state: SoakState) -> None:
+    """Replace the file, if there is one, at once: a run that is killed here leaves the state before.
 
-    def save(self, state: SoakState) -> None:
-        """Replace the file at once: a run that is killed here leaves the state before.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        if self._path is None:
-            return
-        partial = self._path.with_name(f"{self._path.name}.{os.getpid()}")
-        try:
-            partial.write_bytes(msgspec.json.encode(state))
-            partial.replace(self._path)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write the soak's state: {error}", path=str(self._path)
-            ) from error
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    if path is None:
+        return
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    with file_errors("cannot write the soak's state", path):
+        partial.write_bytes(msgspec.json.encode(state))
+        partial.replace(path)
 
 
 def rng_of(state: SoakState) -> random.Random:

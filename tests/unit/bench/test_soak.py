@@ -8,7 +8,7 @@ from kvconnector.bench import ResultMismatchError, soak, soak_state
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.shapes import ModelShape
-from kvconnector.bench.soak_state import Samples, SoakState, StateFile
+from kvconnector.bench.soak_state import Samples, SoakState, load_state, save_state
 from kvconnector.errors import ConfigError
 
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
@@ -52,17 +52,17 @@ def test_a_state_comes_back_as_it_was_and_only_for_the_same_soak(tmp_path):
     path = tmp_path / "soak.json"
     state = life("decode", 1, 10.0, 0.0, 3)
     state.count("requests", 7)
-    StateFile(str(path)).save(state)
-    assert StateFile(str(path)).load("x") == state
+    save_state(path, state)
+    assert load_state(path, "x") == state
     assert [each.name for each in tmp_path.iterdir()] == ["soak.json"]
     with pytest.raises(ConfigError, match="another soak"):
-        StateFile(str(path)).load("y")
+        load_state(path, "y")
     path.write_text("{}")
     with pytest.raises(ConfigError, match="no soak's state"):
-        StateFile(str(path)).load("x")
+        load_state(path, "x")
     with pytest.raises(ConfigError, match="cannot write"):
-        StateFile(str(tmp_path / "missing" / "soak.json")).save(state)
-    assert StateFile("").load("x") == SoakState(of="x")
+        save_state(tmp_path / "missing" / "soak.json", state)
+    assert load_state(None, "x") == SoakState(of="x")
 
 
 def soaked(is_over, monkeypatch, **options):
