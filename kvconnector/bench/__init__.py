@@ -16,5 +16,5 @@ def file_errors(failure: str, path: Path) -> Iterator[None]:
     """Work on a file of the user's. Raises ConfigError: `failure`, why, and the file's name."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{failure}: {error}", path=str(path)) from error

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
+from kvconnector.bench import file_errors
 from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Bursts, Compute
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers, parse_tokens
@@ -31,7 +32,6 @@ from kvconnector.cli.console import (
     progress_bar,
     terminal,
 )
-from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvconnector.bench.results import BenchReport, CaseResult, Measurement, ShowProgress
@@ -241,10 +241,8 @@ def _publish(report: dict[str, Any], output: Path | None, *, as_json: bool) -> N
         print_json(report)
     if output is not None:
         encoded = msgspec.json.format(msgspec.json.encode(report), indent=2)
-        try:
+        with file_errors("cannot write the report", output):
             output.write_bytes(encoded + b"\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write the report: {error}", path=str(output)) from error
 
 
 def draw_handover(report: BenchReport, path: Path) -> None:
@@ -289,10 +287,8 @@ def write_page(report: BenchReport, path: Path) -> None:
 {tables}
 </body></html>
 """
-    try:
+    with file_errors("cannot write the page", path):
         path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot write the page: {error}", path=str(path)) from error
 
 
 def _draw_bursts(report: BenchReport, target: StringIO) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 import msgspec
 
+from kvconnector.bench import file_errors
 from kvconnector.errors import ConfigError, KVConnectorError
 
 if TYPE_CHECKING:
@@ -136,12 +137,10 @@ def picture(path: Path | StringIO, width_inches: float, height_inches: float) ->
     figure = Figure(figsize=(width_inches, height_inches))
     FigureCanvasAgg(figure)
     yield figure
-    try:
-        form = None if isinstance(path, Path) else "svg"
+    form = None if isinstance(path, Path) else "svg"
+    with file_errors("cannot write the picture", Path(str(path))):
         # whatever the length of labels
         figure.savefig(path, dpi=110, bbox_inches="tight", format=form)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write the picture: {error}", path=str(path)) from error
 
 
 def draw_loglog(axes: Any, lines: Mapping[str, Mapping[int, float]], **labels: str) -> None:

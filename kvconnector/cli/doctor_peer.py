@@ -4,24 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 
 import msgspec
 
 from kvconnector import __version__
-from kvconnector.bench.sizes import format_bytes
-from kvconnector.cli.console import Finding, Verdict
-from kvconnector.cli.peer_greeting import (
-    PROBE_MESSAGES,
-    PeerGreeting,
-    RankCheck,
-    resolve,
-    whole_engine,
-    why_silent,
-)
+from kvconnector.bench import file_errors
+from kvconnector.cli.console import Finding
+from kvconnector.cli.peer_greeting import PeerGreeting, resolve, whole_engine, why_silent
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.address import parse_address
-from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import (
     AuthenticationError,
     ConfigError,
@@ -31,12 +22,8 @@ from kvconnector.errors import (
     PeerUnreachableError,
     RemoteProtocolError,
 )
-from kvconnector.runtime.channels import ucx_options
 from kvconnector.runtime.params import TransferParams, wants_remote_prefill
 from kvconnector.topology import EngineGeometry, TpKVTopology
-from kvconnector.transport.ucx import load_library
-from kvconnector.transport.ucx.ports import active_rdma_ports
-from kvconnector.transport.ucx.rdma import RDMA_LANES, RdmaChoice
 from kvconnector.wire import messages as m
 
 
@@ -64,23 +51,18 @@ def examine_peer(
         yield from _engine(address, directory, theirs, config)
         yield from _differences(theirs, config, local)
         try:
-            ranks = greeting.greet(directory)
+            yield from greeting.greet(directory)
         except PeerUnreachableError as error:
             hint = "an engine that was never asked for anything greets nobody: send it a request"
             yield Finding("peer", "FAIL", f"{error.statement}; {hint}")
-            return
-        for rank in ranks:
-            yield from _rank(rank, config, device)
 
 
 def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator[Finding]:
     """Find out why one request's `kv_transfer_params`, in a file, cannot be used here: what they say, and whether the
     engine that they name answers. Raises KVConnectorError: they cannot be read, or say what no producer says.
     """
-    try:
+    with file_errors("cannot read kv_transfer_params", path):
         found = msgspec.json.decode(path.read_bytes())
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read kv_transfer_params: {error}", path=str(path)) from error
     params = found.get("kv_transfer_params", found) if isinstance(found, dict) else found
     if not isinstance(params, dict):
         raise ConfigError("kv_transfer_params are a JSON object", got=type(params).__name__)
@@ -170,50 +152,3 @@ def _differences(
     else:
         text = f"nothing keeps these engines from exchanging blocks; here over there: {topology.describe(theirs)}"
     yield Finding("agreement", "ok", text)
-
-
-def _rank(rank: RankCheck, config: ConnectorConfig, device: str) -> Iterator[Finding]:
-    name = str(rank.rank)
-    if not rank.round_trips_s:
-        yield Finding(name, "warn", "it greeted us, but answered no heartbeat")
-        return
-    trips_s = rank.round_trips_s
-    yield Finding(
-        name,
-        "ok",
-        f"round trip {median(trips_s) * 1e6:.0f} us, {min(trips_s) * 1e6:.0f} to {max(trips_s) * 1e6:.0f} us,"
-        f" {len(trips_s)} heartbeats",
-        {"round_trip_s": median(trips_s)},
-    )
-    why = rank.not_direct
-    if config.paths.direct == "never":
-        why = "paths.direct=never here"
-    elif config.verify == "checksum":
-        why = "verify=checksum"
-    elif rank.device == "cuda" and device == "cpu":
-        why += "; its caches are on a GPU: give --device cuda:N"
-    path = f"packed: {why}" if why else "direct: its pools can be read here"
-    yield Finding("  path", "note" if why else "ok", f"transfers are {path}")
-    yield _lanes(rank, config, device)
-    if not rank.bytes_per_second:
-        yield Finding(
-            "  bandwidth", "note", "not measured: its version sends nothing to measure by"
-        )
-        return
-    text = (
-        f"{rank.bytes_per_second / 1e9:.2f} GB/s over these lanes: {PROBE_MESSAGES} messages of"
-        f" {format_bytes(WARM_UP_BYTES)} between staging memory, no blocks read"
-    )
-    yield Finding("  bandwidth", "ok", text, {"bytes_per_second": rank.bytes_per_second})
-
-
-def _lanes(rank: RankCheck, config: ConnectorConfig, device: str) -> Finding:
-    if rank.is_same_host:
-        return Finding("  lanes", "ok", f"{rank.lanes} within this host")
-    if any(lane.startswith(RDMA_LANES) for lane in rank.lanes.split("+")):
-        return Finding("  lanes", "ok", f"{rank.lanes}: RDMA")
-    library = load_library(config.ucx.library)
-    choice = RdmaChoice(library, device, staging_bytes=config.staging.budget_bytes)
-    why = choice.explain(choice.settle(ucx_options(config)))
-    verdict: Verdict = "warn" if active_rdma_ports() else "note"
-    return Finding("  lanes", verdict, f"{rank.lanes}, no RDMA: {why}")

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import LayerGroup, ModelShape
 from kvconnector.cache.specs import (
     ChunkedLocalAttentionSpec,
@@ -39,21 +40,12 @@ ATTENTION = {
 }
 """Layers that keep tokens: what they are called, their specification, and its fields beside the sizes of a token."""
 KINDS = {
-    "full_attention": "full",
-    "attention": "full",
-    "*": "full",
-    "global": "full",
+    **dict.fromkeys(("full_attention", "attention", "*", "global"), "full"),
     "sliding_attention": "window",
     "chunked_attention": "chunk",
     "linear_attention": "delta",
-    "mamba": "mamba",
-    "mamba1": "mamba",
-    "mamba2": "mamba",
-    "M": "mamba",
-    "-": "none",
-    "mlp": "none",
-    "E": "none",
-    "moe": "none",
+    **dict.fromkeys(("mamba", "mamba1", "mamba2", "M"), "mamba"),
+    **dict.fromkeys(("-", "mlp", "E", "moe"), "none"),
 }
 """What a configuration calls a layer, and what that layer caches."""
 UNKNOWN_CACHES = re.compile(r"kv_shared")
@@ -114,12 +106,8 @@ def read_model_config(path: Path) -> ModelShape:
 
 
 def _read_object(file: Path) -> dict[str, Any]:
-    try:
+    with file_errors("cannot read the model's configuration", file):
         config = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(
-            f"cannot read the model's configuration: {error}", path=str(file)
-        ) from error
     if not isinstance(config, dict):
         raise ConfigError("a model's configuration is a JSON object", path=str(file))
     return config

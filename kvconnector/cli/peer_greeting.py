@@ -12,12 +12,14 @@ import socket
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 
+from kvconnector.bench.sizes import format_bytes
+from kvconnector.cli.console import Finding, Verdict
 from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
@@ -28,7 +30,12 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
-from kvconnector.runtime.channels import open_control, open_transport, security_of
+from kvconnector.runtime.channels import (
+    open_control,
+    open_transport,
+    security_of,
+    ucx_options,
+)
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.links import Link
@@ -41,10 +48,12 @@ from kvconnector.session.export_check import check_export
 from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
+from kvconnector.transport.ucx import load_library
 from kvconnector.transport.ucx.address import WorkerAddress
+from kvconnector.transport.ucx.ports import active_rdma_ports
+from kvconnector.transport.ucx.rdma import RDMA_LANES, RdmaChoice
 from kvconnector.wire import decode_batch, encode, refusal_error, versions
 from kvconnector.wire import messages as m
-from kvconnector.wire.export import PoolExport
 
 PROBE_MESSAGES, PROBES = 32, 3
 """Messages of `WARM_UP_BYTES` in one probe, and how many a rank is asked for; the quickest counts."""
@@ -55,19 +64,6 @@ TURN_S, MEASURE_S = 1e-4, 5.0
 """How long one turn takes at most, and how long the heartbeats, and one probe, may take."""
 RANK = Rank(0, 0)
 """Ours."""
-
-
-@dataclass(slots=True, eq=False)
-class RankCheck:
-    """What one rank answered. `not_direct` says why its pools cannot be read from here; empty: they can."""
-
-    rank: Rank
-    device: str
-    round_trips_s: list[float]
-    lanes: str
-    is_same_host: bool
-    not_direct: str
-    bytes_per_second: float = 0.0
 
 
 def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
@@ -170,6 +166,7 @@ class PeerGreeting(ExitStack):
         self, config: ConnectorConfig, device: str, address: str, public_key: str = ""
     ) -> None:
         super().__init__()
+        self._staging_bytes = config.staging.budget_bytes  # an engine's, here
         interval_s = config.peer.timeout_s / 1000  # the shortest that the session keeps
         peer = msgspec.structs.replace(config.peer, heartbeat_interval_s=interval_s)
         staging = msgspec.structs.replace(
@@ -206,8 +203,8 @@ class PeerGreeting(ExitStack):
                         return answer
         raise PeerUnreachableError("no directory came in time", waited_s=ASK_S)
 
-    def greet(self, directory: m.Directory) -> list[RankCheck]:
-        """Meet every rank, as a consumer does that needs them all.
+    def greet(self, directory: m.Directory) -> Iterator[Finding]:
+        """Meet every rank, as a consumer does that needs them all: what is found of each.
 
         Raises:
             KVConnectorError: UCX cannot start, or a rank cannot be reached, or refuses.
@@ -243,39 +240,69 @@ class PeerGreeting(ExitStack):
         assert session.engine.is_ready  # else its loss was raised
         workers, trips_s = [*session.engine.workers.values()], session.round_trips_s
         self._run(MEASURE_S, lambda: all(len(trips_s[w.link]) >= ROUND_TRIPS for w in workers))
-        checks = [self._check(worker) for worker in workers]
-        nbytes = session.engine.chunk_bytes(WARM_UP_BYTES)
-        for check, worker in zip(checks, workers, strict=True):
-            for _ in range(PROBES if directory.library_version else 0):
-                rate = self._probe(worker.link, nbytes)
-                check.bytes_per_second = max(check.bytes_per_second, rate)
-        return checks
+        for worker in workers:
+            yield from self._rank(worker, PROBES if directory.library_version else 0)
 
-    def _check(self, worker: RemoteWorker) -> RankCheck:
-        link, reply = self._link(worker.link), self._session.replies[worker.link]
-        here = WorkerAddress.decode(self._transport.address)
-        return RankCheck(
-            rank=worker.geometry.rank,
-            device="" if reply.export is None else reply.export.device,
-            round_trips_s=self._session.round_trips_s[worker.link],
-            lanes=self._transport.lanes(link.endpoint),
-            is_same_host=here.same_host(WorkerAddress.decode(reply.transport_address)),
-            not_direct=self._why_packed(link, reply.export, worker.geometry),
+    def _rank(self, worker: RemoteWorker, num_probes: int) -> Iterator[Finding]:
+        name, trips_s = str(worker.geometry.rank), self._session.round_trips_s[worker.link]
+        if not trips_s:
+            yield Finding(name, "warn", "it greeted us, but answered no heartbeat")
+            return
+        text = (
+            f"round trip {median(trips_s) * 1e6:.0f} us, {min(trips_s) * 1e6:.0f} to {max(trips_s) * 1e6:.0f} us,"
+            f" {len(trips_s)} heartbeats"
         )
+        yield Finding(name, "ok", text, {"round_trip_s": median(trips_s)})
+        why = self._why_packed(worker)
+        path = f"packed: {why}" if why else "direct: its pools can be read here"
+        yield Finding("  path", "note" if why else "ok", f"transfers are {path}")
+        yield self._lanes(worker.link)
+        rate = max((self._probe(worker.link) for _ in range(num_probes)), default=0.0)
+        if not rate:
+            text = "not measured: its version sends nothing to measure by"
+            yield Finding("  bandwidth", "note", text)
+            return
+        text = (
+            f"{rate / 1e9:.2f} GB/s over these lanes: {PROBE_MESSAGES} messages of {format_bytes(WARM_UP_BYTES)}"
+            " between staging memory, no blocks read"
+        )
+        yield Finding("  bandwidth", "ok", text, {"bytes_per_second": rate})
 
-    def _why_packed(self, link: Link, export: PoolExport | None, theirs: RankGeometry) -> str:
+    def _why_packed(self, worker: RemoteWorker) -> str:
+        """Why the rank's pools cannot be read from here; empty if they can."""
+        if self._config.paths.direct == "never":
+            return "paths.direct=never here"
+        if self._config.verify == "checksum":
+            return "verify=checksum"
+        link, export = self._link(worker.link), self._session.replies[worker.link].export
         if export is None:
             return "it offers its pools to nobody: paths.direct=never there, or see its log"
         try:
             if link.export is None:  # the worker's attempt has failed
-                check_export(export, theirs)
+                check_export(export, worker.geometry)
                 self._datapath.reads.open(link.number, export)
         except KVConnectorError as error:
-            return error.statement
+            is_elsewhere = (export.device, self._device) == ("cuda", "cpu")
+            hint = "; its caches are on a GPU: give --device cuda:N" if is_elsewhere else ""
+            return error.statement + hint
         return ""
 
-    def _probe(self, link: LinkId, nbytes: int) -> float:
+    def _lanes(self, number: LinkId) -> Finding:
+        lanes = self._transport.lanes(self._link(number).endpoint)
+        theirs = WorkerAddress.decode(self._session.replies[number].transport_address)
+        if WorkerAddress.decode(self._transport.address).same_host(theirs):
+            return Finding("  lanes", "ok", f"{lanes} within this host")
+        if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
+            return Finding("  lanes", "ok", f"{lanes}: RDMA")
+        library = load_library(self._config.ucx.library)
+        choice = RdmaChoice(library, self._device, staging_bytes=self._staging_bytes)
+        why = choice.explain(choice.settle(ucx_options(self._config)))
+        verdict: Verdict = "warn" if active_rdma_ports() else "note"
+        return Finding("  lanes", verdict, f"{lanes}, no RDMA: {why}")
+
+    def _probe(self, link: LinkId) -> float:
         """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
+        nbytes = self._session.engine.chunk_bytes(WARM_UP_BYTES)
         machine, warm_ups = self._datapath.machine, self._datapath.receives.warm_ups
         machine.is_handshaking = True  # so each turn looks for these messages
         tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)

@@ -12,6 +12,7 @@ import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
+from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
 from kvconnector.bench.sizes import parse_numbers
@@ -149,11 +150,9 @@ def _poisson(
 
 
 def _read_trace(path: Path) -> list[tuple[float, int]]:
-    try:
+    with file_errors("cannot read the trace", path):
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line]
         arrivals = [(float(at_s), int(tokens)) for at_s, tokens in lines]
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the trace: {error}", path=str(path)) from error
     if not arrivals or any(at_s < 0 or tokens < 1 for at_s, tokens in arrivals):
         raise ConfigError('a trace has a line "seconds tokens" for each request', path=str(path))
     return arrivals

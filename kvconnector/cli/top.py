@@ -23,6 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from kvconnector.bench import file_errors
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli import EXIT_FAULT
 from kvconnector.cli.console import PATH, json_flag, right_aligned, terminal
@@ -262,7 +263,5 @@ def _loads_at(url: str) -> list[LoadInFlight]:
 def _write_screen(screen: RenderableType, path: Path) -> None:
     console = Console(record=True, width=140, file=StringIO())
     console.print(screen)
-    try:
+    with file_errors("cannot write the screen", path):
         console.save_svg(str(path), title="kvconnector top")
-    except OSError as error:
-        raise ConfigError(f"cannot write the screen: {error}", path=str(path)) from error
