@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import prod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvconnector.bench.sizes import parse_numbers
-from kvconnector.cache.specs import (
-    AttentionSpec,
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    DType,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.layout.watermark import MAX_LAYERS
-from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
+from kvconnector.planning import KeepsAll, KeepsEncoder, KeepsState, KeepsWindow, Retention
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -39,51 +29,32 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a model that cache alike. `spec` is what one of them caches on all ranks together, a token of it where
-    it keeps tokens. Cross-attention keeps `encoder_tokens`, whatever the prompt; 0: as many as the prompt has.
+    """Layers of a model that cache alike: what one of them keeps of a token, or as a state, on all ranks together.
+
+    Each of `parts` is a name, heads (of a state what tensor parallelism cuts), elements of a head and bytes of one. A
+    block has `block_size` tokens at least. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has.
     """
 
     kind: str
     layers: tuple[int, ...]
-    spec: KVCacheSpec
+    parts: tuple[tuple[str, int, int, int], ...]
+    retention: Retention = KeepsAll()
+    block_size: int = 1
     encoder_tokens: int = 0
-
-    @property
-    def retention(self) -> Retention:
-        """What these layers keep of a sequence."""
-        if isinstance(self.spec, MambaSpec):
-            return KeepsState()
-        if (
-            isinstance(self.spec, SlidingWindowSpec | FullAttentionSpec)
-            and self.spec.sliding_window
-        ):
-            return KeepsWindow(self.spec.sliding_window)
-        if isinstance(self.spec, ChunkedLocalAttentionSpec):
-            return KeepsChunk(self.spec.attention_chunk_size)
-        return KeepsAll()
 
     def missing(self, tokens: range) -> range:
         """What these layers lack of a prompt's tokens before the next one can be computed."""
-        if isinstance(self.spec, CrossAttentionSpec):
+        if isinstance(self.retention, KeepsEncoder):
             return range(self.encoder_tokens or tokens.stop)
         return self.retention.missing(tokens.start, tokens.stop)
 
-    @property
-    def parts(self) -> tuple[tuple[str, int, int, int], ...]:
-        """Of each part its name, heads (of a state what tensor parallelism cuts), elements of a head, and item size."""
-        spec = self.spec
-        if isinstance(spec, MambaSpec):
-            return tuple(
-                (f"state{number}", shape[0], prod(shape[1:]), dtype.item_size_bytes)
-                for number, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True))
-            )
-        if not isinstance(spec, AttentionSpec):
-            raise ConfigError(
-                "layers of this kind cache nothing that could be planned", kind=self.kind
-            )
-        names = ("latent",) if spec.use_mla else ("k", "v")
-        sizes = (spec.num_kv_heads, spec.head_size, spec.dtype.item_size_bytes)
-        return tuple((name, *sizes) for name in names)
+
+def parts_of_token(
+    num_kv_heads: int, head_dim: int, dtype: str, *, is_mla: bool
+) -> tuple[tuple[str, int, int, int], ...]:
+    """K and V of a token, or its latent. Raises CacheSpecError: no such element type."""
+    sizes = (num_kv_heads, head_dim, DType(dtype).item_size_bytes)
+    return tuple((name, *sizes) for name in (("latent",) if is_mla else ("k", "v")))
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,14 +99,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """`groups`, or one without a name that has all layers."""
         if self.groups:
             return self.groups
-        spec = FullAttentionSpec(
-            block_size=1,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_dim,
-            dtype=DType(self.dtype),
-            use_mla=self.is_mla,
-        )
-        return (LayerGroup(kind="", layers=tuple(range(self.num_layers)), spec=spec),)
+        sizes = self.num_kv_heads, self.head_dim, self.dtype
+        parts = parts_of_token(*sizes, is_mla=self.is_mla)
+        return (LayerGroup(kind="", layers=tuple(range(self.num_layers)), parts=parts),)
 
     @property
     def token_bytes(self) -> int:
@@ -176,11 +142,9 @@ ENTRY_TOKENS = 4
 """Prompt tokens that `DEEPSEEK_V4_PRO` counts as one."""
 
 
-def _entries(kind: str, layers: Iterable[int], nbytes: int, **more: int) -> LayerGroup:
+def _entries(kind: str, layers: Iterable[int], nbytes: int, **more: Any) -> LayerGroup:
     """Layers that keep `nbytes` for every `ENTRY_TOKENS` tokens of the prompt."""
-    sizes: dict[str, int] = {"block_size": 1, "num_kv_heads": 1, "head_size": nbytes, **more}
-    spec = FullAttentionSpec(dtype=DType("uint8"), use_mla=True, **sizes)
-    return LayerGroup(kind=kind, layers=tuple(layers), spec=spec)
+    return LayerGroup(kind=kind, layers=tuple(layers), parts=(("latent", 1, nbytes, 1),), **more)
 
 
 # As vLLM lays it out: of 61 layers 30 keep 576 bytes for 4 tokens and an indexer's 132, 31 keep 576 bytes for 128, and
@@ -196,7 +160,7 @@ DEEPSEEK_V4_PRO = ModelShape(
         _entries("compressed sparse", range(0, 60, 2), 576),
         _entries("indexer", range(0, 60, 2), 132),
         _entries("heavily compressed", [*range(1, 60, 2), 60], 18, block_size=32),
-        _entries("window", range(61), 4 * 576, sliding_window=33),
+        _entries("window", range(61), 4 * 576, retention=KeepsWindow(33)),
     ),
 )
 
@@ -285,11 +249,11 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
 def _group_geometry(
     shape: EngineShape, rank: Rank, stage: range, group: LayerGroup
 ) -> GroupGeometry:
-    spec = group.spec
-    # a block has one entry at least, of as many tokens as the layer's specification has in a block
-    block_size = 1 if isinstance(spec, MambaSpec) else max(shape.block, spec.block_size)
+    block_size = (
+        1 if isinstance(group.retention, KeepsState) else max(shape.block, group.block_size)
+    )
     # ranks share the tokens only of layers that keep all of them
-    dcp_size = shape.dcp if isinstance(spec, FullAttentionSpec) else 1
+    dcp_size = shape.dcp if isinstance(group.retention, KeepsAll) else 1
 
     def part(name: str, total_heads: int, head_dim: int, item_size_bytes: int) -> PartGeometry:
         heads = TpKVTopology.heads_of(

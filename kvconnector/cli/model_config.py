@@ -8,23 +8,28 @@ window and something else than a state. So what is not known here is refused by 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
 from kvconnector.bench import file_errors
-from kvconnector.bench.shapes import LayerGroup, ModelShape
-from kvconnector.cache.specs import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    DType,
-    FullAttentionSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
+from kvconnector.bench.shapes import LayerGroup, ModelShape, parts_of_token
+from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
+from kvconnector.planning import (
+    KeepsAll,
+    KeepsChunk,
+    KeepsEncoder,
+    KeepsState,
+    KeepsWindow,
+    Retention,
+)
+
+Parts: TypeAlias = tuple[tuple[str, int, int, int], ...]
+"""Of `LayerGroup`."""
 
 ValueT = TypeVar("ValueT")
 
@@ -33,12 +38,12 @@ DEFAULTS = {
     "t5": {"num_layers": 6, "num_heads": 8, "d_kv": 64},
 }
 """What transformers takes for fields that a configuration of this `model_type` leaves out."""
-ATTENTION = {
-    "full": ("full attention", FullAttentionSpec, ()),
-    "window": ("window of {}", SlidingWindowSpec, ("sliding_window",)),
-    "chunk": ("chunk of {}", ChunkedLocalAttentionSpec, ("attention_chunk_size",)),
+ATTENTION: dict[str, tuple[str, Callable[..., Retention], tuple[str, ...]]] = {
+    "full": ("full attention", KeepsAll, ()),
+    "window": ("window of {}", KeepsWindow, ("sliding_window",)),
+    "chunk": ("chunk of {}", KeepsChunk, ("attention_chunk_size",)),
 }
-"""Layers that keep tokens: what they are called, their specification, and its fields beside the sizes of a token."""
+"""Layers that keep tokens: what they are called, what they keep, and the fields that say how much."""
 KINDS = {
     **dict.fromkeys(("full_attention", "attention", "*", "global"), "full"),
     "sliding_attention": "window",
@@ -92,7 +97,7 @@ def read_model_config(path: Path) -> ModelShape:
         head_dim = (
             number(own) if own else number("hidden_size", "n_embd", "d_model") // number(*all_heads)
         )
-    token = _token(heads, head_dim, DType(str(dtype)), is_mla=is_mla)
+    token = parts_of_token(heads, head_dim, str(dtype), is_mla=is_mla)
     model = ModelShape(
         name=str(whole.get("_name_or_path") or whole.get("model_type") or file.parent.name),
         num_layers=num_layers,
@@ -102,7 +107,7 @@ def read_model_config(path: Path) -> ModelShape:
         is_mla=is_mla,
         num_draft_layers=config.optional("num_nextn_predict_layers", 0),
     )
-    return msgspec.structs.replace(model, groups=config.groups(num_layers, token))
+    return msgspec.structs.replace(model, groups=config.groups(num_layers, token, str(dtype)))
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -111,12 +116,6 @@ def _read_object(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ConfigError("a model's configuration is a JSON object", path=str(file))
     return config
-
-
-def _token(num_kv_heads: int, head_size: int, dtype: DType, *, is_mla: bool) -> dict[str, Any]:
-    """What an attention layer caches of one token, as its specification takes it: a block of one token."""
-    sizes = {"block_size": 1, "num_kv_heads": num_kv_heads, "head_size": head_size}
-    return {**sizes, "dtype": dtype, "use_mla": is_mla}
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ class _Config:
             "a field of the model's configuration makes no sense", path=self.path, **{name: value}
         )
 
-    def groups(self, num_layers: int, token: dict[str, Any]) -> tuple[LayerGroup, ...]:
+    def groups(self, num_layers: int, token: Parts, dtype: str) -> tuple[LayerGroup, ...]:
         """The groups of its decoder's layers; none if all keep every token. Raises ConfigError: a kind of layer that
         is not known, or a field that is missing.
         """
@@ -159,21 +158,22 @@ class _Config:
         for layer, kind in enumerate(self._kinds(num_layers)):
             found.setdefault(kind, []).append(layer)
         groups = [
-            self._group(kind, tuple(layers), token)
+            self._group(kind, tuple(layers), token, dtype)
             for kind, layers in sorted(found.items())
             if kind != "none"
         ]
         if fields.get("index_topk"):
             # DeepSeek-V3.2: keys in fp8, with a float32 scale for each 128 elements
             head_size = self.number("index_head_dim")
-            key = _token(1, head_size + head_size // 128 * 4, DType("uint8"), is_mla=True)
-            groups.append(LayerGroup(kind="indexer", layers=every, spec=FullAttentionSpec(**key)))
+            key = parts_of_token(1, head_size + head_size // 128 * 4, "uint8", is_mla=True)
+            groups.append(LayerGroup(kind="indexer", layers=every, parts=key))
         if fields.get("is_encoder_decoder"):
             groups.append(
                 LayerGroup(
                     kind="cross attention",
                     layers=every,
-                    spec=CrossAttentionSpec(**token),
+                    parts=token,
+                    retention=KeepsEncoder(),
                     encoder_tokens=self.optional("max_source_positions", 0),
                 )
             )
@@ -181,30 +181,33 @@ class _Config:
             raise ConfigError("no layer of the model caches anything", path=self.path)
         return () if set(found) == {"full"} and len(groups) == 1 else tuple(groups)
 
-    def _group(self, kind: str, layers: tuple[int, ...], token: dict[str, Any]) -> LayerGroup:
+    def _group(self, kind: str, layers: tuple[int, ...], token: Parts, dtype: str) -> LayerGroup:
         if kind in ATTENTION:
-            name, spec, names = ATTENTION[kind]
-            sizes = {each: self.number(each) for each in names}
-            spec_of_token = spec(**token, **sizes)
-            return LayerGroup(kind=name.format(*sizes.values()), layers=layers, spec=spec_of_token)
-        name, shapes = self._delta_net() if kind == "delta" else self._mamba()
+            name, retention, names = ATTENTION[kind]
+            sizes = [self.number(each) for each in names]
+            kept = retention(*sizes)
+            return LayerGroup(kind=name.format(*sizes), layers=layers, parts=token, retention=kept)
+        name, *shapes = self._delta_net() if kind == "delta" else self._mamba()
         own = self.fields.get("mamba_ssm_dtype") or self.fields.get("mamba_ssm_cache_dtype")
-        dtypes = (token["dtype"], DType(str(own)) if own else token["dtype"])
-        state = MambaSpec(block_size=1, shapes=shapes, dtypes=dtypes)
-        return LayerGroup(kind=f"{name} state", layers=layers, spec=state)
+        dtypes = dtype, str(own or dtype)
+        parts = tuple(
+            (f"state{number}", *shape, DType(each).item_size_bytes)
+            for number, (shape, each) in enumerate(zip(shapes, dtypes, strict=True))
+        )
+        return LayerGroup(kind=f"{name} state", layers=layers, parts=parts, retention=KeepsState())
 
-    def _delta_net(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
-        """Convolution `[channels of Q, K and V, width - 1]` and state `[value heads, value dim, key dim]`."""
+    def _delta_net(self) -> tuple[str, tuple[int, int], tuple[int, int]]:
+        """Convolution `[channels of Q, K and V, width - 1]` and state `[value heads, value dim x key dim]`."""
         number = self.number
         key_dim, value_dim = number("linear_key_head_dim"), number("linear_value_head_dim")
         values = number("linear_num_value_heads")
         channels = 2 * number("linear_num_key_heads") * key_dim + values * value_dim
         convolution = (channels, number("linear_conv_kernel_dim") - 1)
-        return "gated delta net", (convolution, (values, value_dim, key_dim))
+        return "gated delta net", convolution, (values, value_dim * key_dim)
 
-    def _mamba(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
-        """Convolution `[channels, width - 1]` and state: Mamba 2's `[heads, head dim, state]`, or Mamba 1's `[channels,
-        state]`, which has no heads.
+    def _mamba(self) -> tuple[str, tuple[int, int], tuple[int, int]]:
+        """Convolution `[channels, width - 1]` and state: `[heads, head dim x state]` of Mamba 2, `[channels, state]` of
+        Mamba 1, which has no heads.
         """
         number = self.number
         width = number("mamba_d_conv", "conv_kernel") - 1
@@ -212,10 +215,10 @@ class _Config:
         names = {"mamba_n_heads", "mamba_num_heads"} & self.fields.keys()
         if not names:
             channels = number("mamba_expand", "expand") * number("hidden_size")
-            return "Mamba", ((channels, width), (channels, state))
+            return "Mamba", (channels, width), (channels, state)
         heads, dim = number(*names), number("mamba_d_head", "mamba_head_dim")
         channels = heads * dim + 2 * number("mamba_n_groups", "n_groups") * state
-        return "Mamba", ((channels, width), (heads, dim, state))
+        return "Mamba", (channels, width), (heads, dim * state)
 
     def _kinds(self, num_layers: int) -> list[str]:
         """What each layer caches, in the words of `KINDS`' values."""
