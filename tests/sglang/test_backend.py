@@ -203,44 +203,37 @@ def _until(wanted, *polled):
         time.sleep(0.001)
 
 
-def test_a_prompt_in_chunks_and_its_metadata_arrive_in_other_pages(backend, sides):
-    prefill, decode = sides
-    room, sender, receiver = _asked(backend, sides)
+def _send_first(prefill, sender):
+    """A prompt's values, of which all tokens are computed, and the first chunk sent."""
     values = prefill.values()
     _busy(prefill.device)
     prefill.write(values, 0, CHUNK)
     sender.send(prefill.pages[: CHUNK // 16])
     _busy(prefill.device)
     prefill.write(values, CHUNK, TOKENS)
-    prefill.metadata.output_ids[SENT_ROW, 0] = 7
-    prefill.metadata.bootstrap_room[SENT_ROW, 0] = room
-    sender.send(prefill.pages[CHUNK // 16 :], [], TOKENS - CHUNK)
-    _until(SUCCESS, sender, receiver)
-    assert decode.has(values)
-    assert decode.metadata.output_ids[READ_ROW, 0] == 7
-    assert decode.metadata.bootstrap_room[READ_ROW, 0] == room
-    assert sender.get_transfer_metric().transfer_total_bytes == 80 * 2 * LAYERS * HEADS * DIM * 4
+    return values
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["mla", "swa", "mamba"])
-def test_other_pools_arrive_and_states_with_them(backend, kind, device):
+@pytest.mark.parametrize("kind", ["mha", "mla", "swa", "mamba"])
+def test_a_prompt_in_chunks_arrives_in_other_pages_with_states_and_metadata(backend, kind, device):
     with _sides(backend, device, kind) as (prefill, decode):
-        _, sender, receiver = _asked(backend, (prefill, decode))
-        values = prefill.values()
+        room, sender, receiver = _asked(backend, (prefill, decode))
         states = [torch.randn(slot.shape).to(slot) for slot in prefill.slots()]
-        _busy(device)
-        prefill.write(values, 0, CHUNK)
-        sender.send(prefill.pages[: CHUNK // 16])
-        _busy(device)
-        prefill.write(values, CHUNK, TOKENS)
+        values = _send_first(prefill, sender)
         for slot, state in zip(prefill.slots(), states, strict=True):
             slot.copy_(state)
+        prefill.metadata.output_ids[SENT_ROW, 0] = 7
+        prefill.metadata.bootstrap_room[SENT_ROW, 0] = room
         sender.send(prefill.pages[CHUNK // 16 :], prefill.states(), TOKENS - CHUNK)
         _until(SUCCESS, sender, receiver)
         assert decode.has(values)
         assert all(map(torch.equal, decode.slots(), states))
         assert (len(states) > 0) == (kind == "mamba")
+        assert decode.metadata.output_ids[READ_ROW, 0] == 7
+        assert decode.metadata.bootstrap_room[READ_ROW, 0] == room
+        page_bytes = sum(prefill.manager.kv_args.kv_item_lens)
+        assert sender.get_transfer_metric().transfer_total_bytes == 5 * page_bytes
 
 
 def test_what_another_stream_wrote_is_read_after_its_event(backend, sides):

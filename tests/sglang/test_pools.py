@@ -2,6 +2,7 @@
 
 import ctypes
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,13 @@ SHAPE = Shape(
     device="cpu",
     dtype="float32",
 )
+
+
+def _registered(pool, shape, draft=None):
+    """Groups and their kinds, without the rows of metadata."""
+    rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8)
+    (*groups, _), (*kinds, _) = registered_groups(listed(pool, PAGE, draft), shape, rows)
+    return groups, kinds
 
 
 def _bytes_at(view, block, head, token):
@@ -61,12 +69,9 @@ def test_keys_and_values_of_another_head_dim_and_a_draft_model():
     pool, draft = _attention(v_head_dim=4), _attention(1, v_head_dim=4)
     for tensor in (*pool.k_buffer, *pool.v_buffer, *draft.k_buffer, *draft.v_buffer):
         _fill(tensor)
-    (kv, drafted), kinds = registered_groups(listed(pool, PAGE, draft), SHAPE)
-    assert (kinds, kv.geometry.layers, drafted.geometry.layers) == (
-        ["kv", "kv"],
-        (0, 1, 2, 3),
-        (4,),
-    )
+    (kv, drafted), kinds = _registered(pool, SHAPE, draft)
+    layers = kv.geometry.layers, drafted.geometry.layers
+    assert (kinds, layers) == (["kv", "kv"], ((0, 1, 2, 3), (4,)))
     for layer in range(4):
         assert _has(kv.views[layer][0], pool.k_buffer[layer])
         assert _has(kv.views[layer][1], pool.v_buffer[layer])
@@ -81,7 +86,7 @@ def test_latents():
     for tensor in pool.kv_buffer:
         _fill(tensor)
     shape = replace(SHAPE, kv_heads=1, has_latent=True)
-    (kv,), _ = registered_groups(listed(pool, PAGE), shape)
+    (kv,), _ = _registered(pool, shape)
     assert all(_has(kv.views[layer][0], pool.kv_buffer[layer], 1) for layer in range(4))
 
 
@@ -92,7 +97,7 @@ def test_windows():
     for tensor in (*pool.swa_kv_pool.k_buffer, *pool.full_kv_pool.v_buffer):
         _fill(tensor)
     shape = replace(SHAPE, kv_layers=(0, 2), window_layers=(1, 3))
-    (kv, windows), kinds = registered_groups(listed(pool, PAGE), shape)
+    (kv, windows), kinds = _registered(pool, shape)
     assert kinds == ["kv", "swa"]
     assert _has(kv.views[2][1], pool.full_kv_pool.v_buffer[1])
     assert _has(windows.views[3][0], pool.swa_kv_pool.k_buffer[1])
@@ -107,8 +112,7 @@ def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
     pool = _hybrid([8, 8, 16])
     conv, temporal = pool.mamba_pool.mamba_cache.conv[0], pool.mamba_pool.mamba_cache.temporal
     _fill(conv), _fill(temporal)
-    shape = replace(SHAPE, kv_layers=(), num_layers=4)
-    (kv, states), kinds = registered_groups(listed(pool, PAGE), shape)
+    (kv, states), kinds = _registered(pool, replace(SHAPE, kv_layers=()))
     assert (kinds, kv.geometry.layers, states.geometry.layers) == (["kv", "mamba"], (1, 3), (0, 2))
     parts = states.geometry.parts
     assert [part.total_heads for part in parts] == [8, 8, 16, 4]
@@ -120,9 +124,9 @@ def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
 
 
 def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_parallelism():
-    (_, states), _ = registered_groups(listed(_hybrid(None), PAGE), replace(SHAPE, kv_layers=()))
+    (_, states), _ = _registered(_hybrid(None), replace(SHAPE, kv_layers=()))
     shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
-    (_, cut), _ = registered_groups(listed(_hybrid(None, 2), PAGE), shape)
+    (_, cut), _ = _registered(_hybrid(None, 2), shape)
     assert {part.total_heads for part in states.geometry.parts} == {1}
     assert {(part.head_start, part.total_heads) for part in cut.geometry.parts} == {(1, 2)}
 
@@ -130,9 +134,9 @@ def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_paralleli
 @pytest.mark.parametrize("is_single", [False, True], ids=["groups", "one group"])
 def test_a_mamba_2_convolution_is_x_and_b_and_c_each_cut_by_itself(is_single):
     group = Heads(4, range(4)) if is_single else Heads(8, range(4, 8))
-    shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
-    shape = replace(shape, conv_heads=[Heads(16, range(8, 16)), group, group])
-    (_, states), _ = registered_groups(listed(_hybrid(None, 2), PAGE), shape)
+    conv_heads = [Heads(16, range(8, 16)), group, group]
+    shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1, conv_heads=conv_heads)
+    (_, states), _ = _registered(_hybrid(None, 2), shape)
     *conv, temporal = states.geometry.parts
     held = [(part.head_start, part.head_stop, part.total_heads) for part in conv]
     group = (group.held.start, group.held.stop, group.total)
@@ -144,4 +148,4 @@ def test_a_mamba_2_convolution_is_x_and_b_and_c_each_cut_by_itself(is_single):
 
 def test_a_pool_of_other_layers_is_refused():
     with pytest.raises(GeometryError, match="another number of buffers"):
-        registered_groups(listed(_attention(3), PAGE), SHAPE)
+        _registered(_attention(3), SHAPE)

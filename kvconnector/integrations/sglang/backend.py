@@ -1,11 +1,7 @@
-"""What SGLang asks a transfer backend for, and calls of it: the only file that follows its protocol.
+"""What SGLang asks a transfer backend for: the only file that imports SGLang's protocol.
 
-What happens to a request is in `transfers.py`. On the prefill side SGLang waits in `poll` for a decode engine before it
-computes a prompt. This backend does not let it wait: a decode engine reads whenever it is ready. It does not
-ask how long a prefix the decode engine has: what is not needed is not read. `send` comes after each chunk with its
-pages, and with the last one hands over states and the row of metadata.
-
-The decode side learns the prompt's length and the window by a hook, since `send_metadata` has neither: it names pages.
+What happens to a request is in `transfers.py`. The decode side learns the prompt's length and the window by a hook,
+since `send_metadata` has neither: it names pages.
 """
 
 from __future__ import annotations
@@ -13,8 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -36,104 +30,61 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 
 from kvconnector.errors import GeometryError, KVConnectorError, LocalError
-from kvconnector.ids import Rank
-from kvconnector.integrations.sglang.caches import (
-    Heads,
-    Shape,
-    metadata_group,
-    registered_groups,
-)
+from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.gather import gather
-from kvconnector.integrations.sglang.metadata import MetadataRows
-from kvconnector.integrations.sglang.requests import Layout
+from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
     connector_config,
-    prefill_address,
     refuse_unsupported,
 )
-from kvconnector.integrations.sglang.transfers import LoadedPrompt, RankTransfers, SentPrompt, Stage
-from kvconnector.topology import ModelDescription
+from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt
 
 logger = logging.getLogger(__name__)
 
 SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
-QUIESCE_S = 30.0
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types of SGLang's `MambaMixer2`."""
 
 
-class KVManager(BaseKVManager):
+class KVManager(RankTransfers, BaseKVManager):
     """One rank's caches and transfers. Raises KVConnectorError: what cannot be transferred, or a wrong setting."""
 
     def __init__(
         self, args: KVArgs, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
-        self.kv_args = args
-        self.is_prefill = disaggregation_mode.value == "prefill"
         self.prefill_info_table: dict[str, Any] = {}
+        is_prefill = disaggregation_mode.value == "prefill"
         try:
-            self._open(server_args, has_latent=is_mla_backend)
+            self._open(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
         except KVConnectorError as error:
             logger.error("kvconnector does not start: %s: %s", type(error).__name__, error)
             raise
+        if not is_prefill:
+            HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+            HookRegistry.apply_hooks()
 
-    def _open(self, server_args: Any, *, has_latent: bool) -> None:
-        args = self.kv_args
+    def _open(self, args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool) -> None:
         refuse_unsupported(_facts(server_args))
-        shape = _shape(args, server_args, has_latent=has_latent, is_prefill=self.is_prefill)
-        self.rows = MetadataRows(
-            args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens, shape.device
-        )
-        groups, names = registered_groups(args, shape)
-        self.layout = Layout((*names, "row"), args.page_size)
+        shape = _shape(args, server_args, has_latent=has_latent, is_prefill=is_prefill)
         group = get_parallel().world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
         first, *_ = gather(msgspec.msgpack.encode(own), group)
         token, port = msgspec.msgpack.decode(first, type=tuple[str, int])
         config = connector_config(
-            is_prefill=self.is_prefill,
+            is_prefill=is_prefill,
             host=get_serving().host,
             bootstrap_port=port,
             unique_name=f"sglang-decode-{token}",
             own_address=get_local_ip_auto(fallback="127.0.0.1"),
             environ=os.environ,
         )
-        self.transfers = RankTransfers(
+        super().__init__(
             config,
-            rank=Rank(shape.pp_rank, shape.tp_rank),
-            groups=[*groups, metadata_group(self.rows, shape)],
-            model=ModelDescription(
-                model=server_args.served_model_name or server_args.model_path,
-                dtype=shape.dtype,
-                num_layers=shape.num_layers,
-            ),
+            args=args,
+            shape=shape,
+            model=server_args.served_model_name or server_args.model_path,
             gather=lambda payload: gather(payload, group),
         )
-        self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
-        if not self.is_prefill:
-            HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
-            HookRegistry.apply_hooks()
-        logger.info(
-            "kvconnector moves %s of %s as engine %s",
-            names,
-            Rank(shape.pp_rank, shape.tp_rank),
-            config.engine_id,
-        )
-
-    @contextmanager
-    def after(self, *events: Any) -> Iterator[None]:
-        """On a GPU, order what is inside after the current stream and these events or streams, and nothing after it."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.cuda.current_stream())
-        for event in events:
-            if isinstance(event, torch.cuda.Stream):
-                self._stream.wait_stream(event)
-            elif event is not None:
-                self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            yield
 
     def register_to_bootstrap(self) -> None:
         """The directory service was started with rank 0's worker."""
@@ -150,126 +101,18 @@ class KVManager(BaseKVManager):
             "kvconnector does not have prompts computed again after a retraction with new weights"
         )
 
-    def deregister_buffer_to_engine(self) -> None:
-        """The pools' memory goes away. Raises MemoryInUseError: a transfer did not end in time."""
-        self.transfers.worker.quiesce(QUIESCE_S)
-
-    def register_buffer_to_engine(self) -> None:
-        """It is back, at the same addresses."""
-        self.transfers.worker.resume()
-
-    def teardown(self) -> None:
-        """Stop."""
-        self.transfers.close()
-
 
 class KVSender(SentPrompt, BaseKVSender):
     """A request of the prefill side."""
-
-    def __init__(
-        self,
-        mgr: KVManager,
-        bootstrap_addr: str,
-        bootstrap_room: int,
-        req_has_disagg_prefill_dp_rank: bool = False,
-    ) -> None:
-        super().__init__(mgr.transfers, bootstrap_room)
-        self.kv_mgr = mgr
-        self._early_send_wait_event: Any = None
-        self._row = 0
-
-    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        self._row = aux_index or 0
-
-    def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        return num_pages > 0 or last_chunk
-
-    def send(
-        self,
-        kv_indices: Any,
-        state_indices: Sequence[Any] | None = None,
-        num_kv_tokens: int | None = None,
-    ) -> None:
-        layout = self.kv_mgr.layout
-        if self.stage is not Stage.WAITING:
-            return
-        early, self._early_send_wait_event = self._early_send_wait_event, None
-        pages = [int(page) for page in kv_indices]
-        tokens = len(pages) * layout.page_size if num_kv_tokens is None else num_kv_tokens
-        with self.failing(), self.kv_mgr.after(early):
-            self.grow(pages, tokens, page_groups=layout.kv_groups)
-            if state_indices is None:
-                self.publish()
-                return
-            self.kv_mgr.rows.fill(self._row)
-            self.complete(layout.last_blocks(state_indices, self._row, self.num_tokens))
 
     def get_transfer_metric(self) -> KVTransferMetric:
         num_pages = -(-self.num_tokens // self.kv_mgr.layout.page_size)
         nbytes = num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
         return KVTransferMetric(transfer_total_bytes=nbytes)
 
-    def mark_prefill_complete(self) -> None:
-        """Decode engines are not kept from allocating before."""
-
-    def failure_exception(self) -> NoReturn:
-        raise self.settle()
-
-    poll_pp_consensus = SentPrompt.poll
-    clear = SentPrompt.abort
-
 
 class KVReceiver(LoadedPrompt, BaseKVReceiver):
-    """A request of the decode side. `num_tokens`, `window_tokens` and `stream` are noted by `note_length`."""
-
-    def __init__(
-        self, mgr: KVManager, bootstrap_addr: str, bootstrap_room: int | None = None
-    ) -> None:
-        super().__init__(mgr.transfers, bootstrap_room or 0)
-        self.kv_mgr = mgr
-        self.num_tokens = 0
-        self.window_tokens: int | None = None
-        self.stream: Any = None
-        self._address = bootstrap_addr
-        self._row = 0
-
-    def init(self, prefill_dp_rank: int) -> None:
-        with self.failing():
-            self.want(prefill_address(self._address, self.kv_mgr.transfers.config))
-
-    def send_metadata(
-        self,
-        kv_indices: Any,
-        aux_index: int | None = None,
-        state_indices: Sequence[Any] | None = None,
-        decode_prefix_len: int | None = None,
-        **_: object,
-    ) -> None:
-        self._row = aux_index or 0
-        with self.failing(), self.kv_mgr.after(self.stream):
-            ranges, blocks = self.kv_mgr.layout.to_load(
-                [int(page) for page in kv_indices],
-                state_indices or (),
-                self._row,
-                prefix_tokens=decode_prefix_len or 0,
-                num_tokens=self.num_tokens,
-                window_tokens=self.window_tokens,
-            )
-            self.load(ranges, blocks)
-
-    def ended(self, reason: str | None) -> None:
-        super().ended(reason)
-        if self.stage is Stage.DONE:
-            with self.kv_mgr.after():
-                self.kv_mgr.rows.spread(self._row)
-
-    def failure_exception(self) -> NoReturn:
-        raise self.settle()
-
-    clear = LoadedPrompt.abort
-
-    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """`failure_exception` has ended the load, and waited for that."""
+    """A request of the decode side."""
 
 
 class BootstrapServer(BaseKVBootstrapServer):

@@ -16,7 +16,7 @@ parallel ranks is cut by heads, so that the topology can intersect any two cuts:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -84,18 +84,24 @@ class Listed(NamedTuple):
     item_bytes: int
 
 
-Views = list[tuple[KVView, Heads]]
+Views = Sequence[tuple[KVView, Heads]]
 
 
-def registered_groups(args: Any, shape: Shape) -> tuple[list[CacheGroup], list[str]]:
-    """The cache groups of one rank but for the rows of metadata, and what each is: "kv", "swa" or "mamba".
+def registered_groups(
+    args: Any, shape: Shape, rows: MetadataRows
+) -> tuple[list[CacheGroup], tuple[str, ...]]:
+    """Return the cache groups of one rank, and what each is: "kv", "swa", "mamba" or "row", as in `Layout.kinds`.
 
-    `args` are SGLang's `KVArgs`, filled. Raises GeometryError: a kind of pool that is not moved, or one that is not
-    what it should be.
+    Args:
+        args: SGLang's `KVArgs`, filled.
+        shape: What they do not say.
+        rows: Of metadata.
+
+    Raises:
+        GeometryError: a kind of pool that is not moved, or one that is not what it should be.
     """
-    kinds = [str(getattr(kind, "value", kind)) for kind in args.state_types]
-    refused = sorted({*kinds} - {*MOVED_STATES})
-    if refused:
+    states = [str(getattr(kind, "value", kind)) for kind in args.state_types]
+    if refused := sorted({*states} - {*MOVED_STATES}):
         raise GeometryError("kvconnector does not move caches of these kinds", kinds=refused)
     parts = 1 if shape.has_latent else 2
     drafted = range(shape.num_layers, shape.num_layers + args.num_draft_entries // parts)
@@ -106,13 +112,12 @@ def registered_groups(args: Any, shape: Shape) -> tuple[list[CacheGroup], list[s
     heads = shape.cut(shape.kv_heads)
     groups = [_pages(own, args.page_size, heads, shape)]
     if draft:
-        is_alike = {each.item_bytes for each in draft} == {each.item_bytes for each in own}
-        groups.append(
-            _pages(draft, args.page_size, heads if is_alike else shape.cut(shape.tp_size), shape)
-        )
-    names = ["kv"] * len(groups) + kinds
-    groups += [_state_group(args, index, kind, shape) for index, kind in enumerate(kinds)]
-    return groups, names
+        if {each.item_bytes for each in draft} != {each.item_bytes for each in own}:
+            heads = shape.cut(shape.tp_size)
+        groups.append(_pages(draft, args.page_size, heads, shape))
+    kinds = *["kv"] * len(groups), *states, "row"
+    groups += [_state_group(args, index, kind, shape) for index, kind in enumerate(states)]
+    return [*groups, _metadata_group(rows, shape)], kinds
 
 
 def _buffers(layers: Sequence[int], *columns: Sequence[int]) -> list[Listed]:
@@ -134,10 +139,8 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
         args.state_item_lens[index],
     )
     if not is_window:
-        # a block is one slot, and counts as one token
-        return _group(
-            buffers, 1, lambda at: _state_views(buffers[at], at, args, index, shape), shape
-        )
+        found = [_state_views(each, at, args, index, shape) for at, each in enumerate(buffers)]
+        return _group(buffers, 1, found, shape)  # a block is one slot, and counts as one token
     if args.swa_kv_cache_layout != "nhd":
         raise GeometryError(
             "windows are moved in pages of [token, head, dim] only", layout=args.swa_kv_cache_layout
@@ -147,24 +150,25 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
 
 def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
     """A pool of pages `[token, head, dim]`."""
+    found = [[(_page_view(each, page_size, heads), heads)] for each in buffers]
+    return _group(buffers, page_size, found, shape)
+
+
+def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
+    layer, address, nbytes, item = buffer
     num_heads = len(heads.held)
-
-    def views_of(at: int) -> Views:
-        layer, address, nbytes, item = buffers[at]
-        row, rest = divmod(item, page_size * num_heads)
-        if rest or not row:
-            raise GeometryError(
-                "a page is not as long as its tokens and heads",
-                layer=layer,
-                nbytes=item,
-                page_size=page_size,
-                heads=num_heads,
-            )
-        dim, size = _elements(row)
-        counts = (nbytes // item, num_heads, page_size, dim)
-        return [(KVView(address, counts, (item, row, num_heads * row, size), size), heads)]
-
-    return _group(buffers, page_size, views_of, shape)
+    row, rest = divmod(item, page_size * num_heads)
+    if rest or not row:
+        raise GeometryError(
+            "a page is not as long as its tokens and heads",
+            layer=layer,
+            nbytes=item,
+            page_size=page_size,
+            heads=num_heads,
+        )
+    dim, size = _elements(row)
+    counts = (nbytes // item, num_heads, page_size, dim)
+    return KVView(address, counts, (item, row, num_heads * row, size), size)
 
 
 def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -> Views:
@@ -175,8 +179,8 @@ def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -
     outer = _listed(args.state_slice_outer_counts, index, at, 1)
     groups = _listed(args.state_conv_shard_groups, index, at, None)
     if not cut or not (any(args.state_conv_shard_groups[index]) or shape.conv_heads):
-        view = _rows_view(address, slots, item)
-        return [(view, shape.cut(shape.tp_size) if cut else WHOLE)]
+        heads = shape.cut(shape.tp_size) if cut else WHOLE
+        return [(_page_view(buffer, 1, heads), heads)]
     row, rest = divmod(item, outer * cut)
     dim, size = _elements(row)
     if rest or not row or (outer > 1 and dim > 1):
@@ -201,55 +205,51 @@ def _listed(column: Sequence[Sequence[Any]], index: int, at: int, default: Any) 
     return values[at] if at < len(values) else default
 
 
-def metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
+def _metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
     """The rows of metadata: a block is one request's row, and counts as one token.
 
     The last prefill stage has the row, and every decode stage needs it; a layer belongs to one stage, so the row has
     `MAX_STAGES` layers, all at one address. Raises GeometryError: a decode engine of more stages.
     """
-    layers: Sequence[int] = range(MAX_STAGES)
     if shape.is_prefill:
-        layers = layers if shape.pp_rank == shape.pp_size - 1 else ()
+        layers = range(MAX_STAGES if shape.pp_rank == shape.pp_size - 1 else 0)
     elif shape.pp_size > MAX_STAGES:
         raise GeometryError("too many stages", pp_size=shape.pp_size, limit=MAX_STAGES)
     else:
-        layers = layers[shape.pp_rank :: shape.pp_size]
-    view = _rows_view(rows.address, rows.num_rows, rows.row_bytes)
-    geometry = GroupGeometry(block_size=1, layers=tuple(layers), parts=(_part(0, view, WHOLE),))
-    return CacheGroup(geometry, dict.fromkeys(layers, (view,)), shape.device, shape.dtype)
-
-
-def _rows_view(address: int, num_rows: int, nbytes: int) -> KVView:
-    """Blocks that are one token of one head."""
-    dim, size = _elements(nbytes)
-    return KVView(address, (num_rows, 1, 1, dim), (nbytes, nbytes, nbytes, size), size)
+        layers = range(shape.pp_rank, MAX_STAGES, shape.pp_size)
+    buffer = Listed(0, rows.address, rows.num_rows * rows.row_bytes, rows.row_bytes)
+    row = [(_page_view(buffer, 1, WHOLE), WHOLE)]
+    return _cache_group(dict.fromkeys(layers, row), row, 1, shape)
 
 
 def _group(
-    buffers: list[Listed], block_size: int, views_of: Callable[[int], Views], shape: Shape
+    buffers: list[Listed], block_size: int, found: Sequence[Views], shape: Shape
 ) -> CacheGroup:
-    """A group of these buffers, of each of which `views_of` makes the parts."""
-    by_layer: dict[int, Views] = {each.layer: [] for each in sorted(buffers)}
-    for at, buffer in enumerate(buffers):
-        by_layer[buffer.layer] += views_of(at)
-    parts = [
-        _part(number, view, heads)
-        for number, (view, heads) in enumerate(next(iter(by_layer.values()), []))
-    ]
-    geometry = GroupGeometry(block_size=block_size, layers=tuple(by_layer), parts=tuple(parts))
-    views = {layer: tuple(view for view, _ in found) for layer, found in by_layer.items()}
-    return CacheGroup(geometry, views, shape.device, shape.dtype)
+    """A group of these buffers, each with its parts."""
+    by_layer: dict[int, list[tuple[KVView, Heads]]] = {each.layer: [] for each in sorted(buffers)}
+    for buffer, views in zip(buffers, found, strict=True):
+        by_layer[buffer.layer] += views
+    return _cache_group(by_layer, next(iter(by_layer.values()), []), block_size, shape)
 
 
-def _part(number: int, view: KVView, heads: Heads) -> PartGeometry:
-    return PartGeometry(
-        name=f"part{number}",
-        total_heads=heads.total,
-        head_start=heads.held.start,
-        head_stop=heads.held.stop,
-        head_dim=view.head_dim,
-        item_size_bytes=view.item_size_bytes,
+def _cache_group(
+    layers: Mapping[int, Views], like: Views, block_size: int, shape: Shape
+) -> CacheGroup:
+    """A group of these layers, all of which are like `like`."""
+    parts = tuple(
+        PartGeometry(
+            name=f"part{number}",
+            total_heads=heads.total,
+            head_start=heads.held.start,
+            head_stop=heads.held.stop,
+            head_dim=view.head_dim,
+            item_size_bytes=view.item_size_bytes,
+        )
+        for number, (view, heads) in enumerate(like)
     )
+    geometry = GroupGeometry(block_size=block_size, layers=tuple(layers), parts=parts)
+    views = {layer: tuple(view for view, _ in found) for layer, found in layers.items()}
+    return CacheGroup(geometry, views, shape.device, shape.dtype)
 
 
 def _elements(nbytes: int) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -20,34 +20,26 @@ class MetadataRows:
     """Both forms of the rows, and the copies between them.
 
     Args:
-        addresses: Of SGLang's tensors in host memory.
-        lengths: Their bytes.
-        item_lengths: The bytes of one row of each.
+        args: SGLang's `KVArgs`, which lists its tensors in host memory (`aux_data_ptrs` and what belongs to it).
         device: Where the caches are: "cpu" or "cuda:N".
 
     Raises:
         GeometryError: tensors with different numbers of rows.
     """
 
-    def __init__(
-        self,
-        addresses: Sequence[int],
-        lengths: Sequence[int],
-        item_lengths: Sequence[int],
-        device: str,
-    ) -> None:
+    def __init__(self, args: Any, device: str) -> None:
+        lengths, self._widths = args.aux_data_lens, list(args.aux_item_lens)
         counts = {
-            nbytes // row if row else 0 for nbytes, row in zip(lengths, item_lengths, strict=True)
+            nbytes // row if row else 0 for nbytes, row in zip(lengths, self._widths, strict=True)
         }
         if len(counts) != 1 or not min(counts):
             raise GeometryError("metadata tensors differ in their rows", rows=sorted(counts))
         self.num_rows = counts.pop()
-        self._widths = list(item_lengths)
         self._tensors = [
             _rows((ctypes.c_ubyte * nbytes).from_address(address), self.num_rows)
-            for address, nbytes in zip(addresses, lengths, strict=True)
+            for address, nbytes in zip(args.aux_data_ptrs, lengths, strict=True)
         ]
-        self.row_bytes = sum(item_lengths) + -sum(item_lengths) % 8
+        self.row_bytes = sum(self._widths) + -sum(self._widths) % 8
         # pages of its own: on a CPU they can become shared memory
         mirror = _rows(mmap.mmap(-1, self.num_rows * self.row_bytes), self.num_rows)
         self._mirror = mirror if device == "cpu" else mirror.to(device)

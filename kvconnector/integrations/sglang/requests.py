@@ -11,28 +11,29 @@ import numpy as np
 from kvconnector.errors import BlockIdError
 from kvconnector.layout import GroupBlocks
 
+NO_BLOCKS = GroupBlocks.of(())
+
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The cache groups of an engine: "kv", "swa" or "mamba" each, and the rows of metadata as the last one, "row".
-
-    SGLang names what is read at the end by position, one entry for each group that is not "kv".
+    """The cache groups of an engine: "kv" for those of pages that hold every token, the model's and its draft model's,
+    which share page ids; then a "swa" or "mamba" for each of SGLang's states; last the "row" of metadata.
     """
 
     kinds: tuple[str, ...]
     page_size: int
 
-    @property
-    def kv_groups(self) -> tuple[int, ...]:
-        """Groups of pages that hold every token: the model's and its draft model's share page ids."""
-        return tuple(index for index, kind in enumerate(self.kinds) if kind == "kv")
+    def growing(self, pages: GroupBlocks) -> tuple[GroupBlocks, ...]:
+        """Return the blocks of each group while a prompt is computed: the others are read at its end."""
+        return tuple(pages if kind == "kv" else NO_BLOCKS for kind in self.kinds)
 
-    def last_blocks(
-        self, states: Sequence[Any], row: int, num_tokens: int
-    ) -> dict[int, GroupBlocks]:
-        """The blocks of the groups that are read at the end of a prompt, by the groups' numbers.
+    def blocks(
+        self, pages: GroupBlocks, states: Sequence[Any], row: int, num_tokens: int
+    ) -> tuple[GroupBlocks, ...]:
+        """Return the blocks of each group at the end of a prompt.
 
         Args:
+            pages: Those of its tokens.
             states: For each of SGLang's states the ids that it names, as numbers or arrays: pages of a window's
                 tail, or one slot.
             row: The row of metadata.
@@ -43,26 +44,21 @@ class Layout:
         """
         named = [[int(each) for some in state for each in np.ravel(some)] for state in states]
         named.append([row])
-        others = [index for index, kind in enumerate(self.kinds) if kind != "kv"]
-        slots = {
-            len(ids)
-            for index, ids in zip(others, named, strict=False)
-            if self.kinds[index] != "swa"
-        }
-        if len(named) != len(others) or slots != {1} or num_tokens < 1:
+        kinds = [kind for kind in self.kinds if kind != "kv"]
+        slots = {len(ids) for kind, ids in zip(kinds, named, strict=False) if kind != "swa"}
+        if len(named) != len(kinds) or slots != {1} or num_tokens < 1:
             raise BlockIdError(
                 "a request names its pages of every window and its slot of every state, and has a token",
                 named=named,
-                groups=[self.kinds[index] for index in others],
+                groups=kinds,
                 num_tokens=num_tokens,
             )
         end = -(-num_tokens // self.page_size)
-        return {
-            index: GroupBlocks.of(
-                ids, end - len(ids) if self.kinds[index] == "swa" else num_tokens - 1
-            )
-            for index, ids in zip(others, named, strict=True)
-        }
+        last = [
+            GroupBlocks.of(ids, end - len(ids) if kind == "swa" else num_tokens - 1)
+            for kind, ids in zip(kinds, named, strict=True)
+        ]
+        return (pages,) * (len(self.kinds) - len(last)) + tuple(last)
 
     def to_load(
         self,
@@ -73,12 +69,12 @@ class Layout:
         prefix_tokens: int,
         num_tokens: int,
         window_tokens: int | None,
-    ) -> tuple[list[range], list[GroupBlocks]]:
-        """The tokens that a decode engine reads of each group, and the blocks that they go to.
+    ) -> tuple[tuple[tuple[int, int], ...], tuple[GroupBlocks, ...]]:
+        """Return the tokens `[start, stop)` that a decode engine reads of each group, and the blocks that they go to.
 
         Args:
             pages: Of the tokens past its prefix.
-            states: As in `last_blocks`.
+            states: As in `blocks`.
             row: The row of metadata.
             prefix_tokens: Tokens that it has cached, in whole pages.
             num_tokens: The prompt's length.
@@ -86,7 +82,7 @@ class Layout:
                 tokens before.
 
         Raises:
-            BlockIdError: as `last_blocks`; also a prefix that ends within a page, and a window of unknown length.
+            BlockIdError: as `blocks`; also a prefix that ends within a page, and a window of unknown length.
         """
         if prefix_tokens % self.page_size or ("swa" in self.kinds and not window_tokens):
             raise BlockIdError(
@@ -95,16 +91,14 @@ class Layout:
                 page_size=self.page_size,
                 window_tokens=window_tokens,
             )
-        kv = GroupBlocks.of(list(pages), prefix_tokens // self.page_size)
-        blocks = dict.fromkeys(self.kv_groups, kv) | self.last_blocks(states, row, num_tokens)
-        ranges, found = [], []
-        for index, kind in enumerate(self.kinds):
-            start = num_tokens - 1
-            if kind == "kv":
-                start = prefix_tokens
-            elif kind == "swa":
-                kept = blocks[index].first_block * self.page_size
-                start = max(kept, num_tokens - (window_tokens or 0))
-            ranges.append(range(min(start, num_tokens), num_tokens))
-            found.append(blocks[index])
-        return ranges, found
+        kv = GroupBlocks.of(pages, prefix_tokens // self.page_size)
+        blocks = self.blocks(kv, states, row, num_tokens)
+        starts = [
+            prefix_tokens
+            if kind == "kv"
+            else max(held.first_block * self.page_size, num_tokens - (window_tokens or 0))
+            if kind == "swa"
+            else num_tokens - 1
+            for kind, held in zip(self.kinds, blocks, strict=True)
+        ]
+        return tuple((min(start, num_tokens), num_tokens) for start in starts), blocks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -56,16 +57,16 @@ def connector_config(
     role = "producer" if is_prefill else "consumer"
     base = {"engine_id": name, "role": role, "control": control}
     config = ConnectorConfig.from_env(environ, base)
-    found: dict[str, object] = {"role": config.role}
+    follows: dict[str, object] = {"role": role}
     if is_prefill:
-        found |= {"engine_id": config.engine_id, "control.port": config.control.port}
-    follows = base | {"control.port": bootstrap_port}
-    for setting, value in found.items():
-        if value != follows[setting]:
+        follows |= {"engine_id": name, "control.port": bootstrap_port}
+    for setting, value in follows.items():
+        found = attrgetter(setting)(config)
+        if found != value:
             raise ConfigError(
                 f"{setting} follows from SGLang's arguments: remove the variable that sets it",
-                found=value,
-                follows=follows[setting],
+                found=found,
+                follows=value,
             )
     return config
 

@@ -5,16 +5,12 @@ import time
 from contextlib import ExitStack, closing
 
 import numpy as np
+import pytest
 
-from kvconnector.ids import Rank
-from kvconnector.integrations.sglang.settings import connector_config, prefill_address
-from kvconnector.integrations.sglang.transfers import (
-    LoadedPrompt,
-    RankTransfers,
-    SentPrompt,
-    Stage,
-)
-from kvconnector.topology import ModelDescription
+from kvconnector.errors import KVConnectorError
+from kvconnector.integrations.sglang.rank import RankTransfers
+from kvconnector.integrations.sglang.settings import connector_config
+from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt, Stage
 from tests.sglang.pure.pools import Pools
 from tests.support.ports import free_ports
 
@@ -42,7 +38,7 @@ class Engine:
     """All ranks of one engine."""
 
     def __init__(self, model, *, is_prefill, port, tp_size=1, pp_size=1, page_size=4, environ=None):
-        ranks = [Rank(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
+        places = [(pp, tp) for pp in range(pp_size) for tp in range(tp_size)]
         config = connector_config(
             is_prefill=is_prefill,
             host="127.0.0.1",
@@ -52,22 +48,21 @@ class Engine:
             environ=environ or {},
         )
         shape = {"tp_size": tp_size, "pp_size": pp_size, "page_size": page_size}
-        self.pools = [Pools(model, rank=rank, is_prefill=is_prefill, **shape) for rank in ranks]
+        self.pools = [Pools(model, rank=at, is_prefill=is_prefill, **shape) for at in places]
         self.page_size = page_size
-        self.ranks = [None] * len(ranks)
-        gathered = Gathered(len(ranks))
-        described = ModelDescription(model="m", dtype="int32", num_layers=model.layers)
+        self.ranks = [None] * len(places)
+        gathered = Gathered(len(places))
 
         def start(index):
             self.ranks[index] = RankTransfers(
                 config,
-                rank=ranks[index],
-                groups=self.pools[index].groups,
-                model=described,
+                args=self.pools[index].args,
+                shape=self.pools[index].shape,
+                model="m",
                 gather=gathered.of(index),
             )
 
-        threads = [threading.Thread(target=start, args=(i,)) for i in range(len(ranks))]
+        threads = [threading.Thread(target=start, args=(i,)) for i in range(len(places))]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -76,7 +71,7 @@ class Engine:
 
     def close(self):
         for rank in self.ranks:
-            rank.close()
+            rank.teardown()
 
 
 class Pair:
@@ -100,48 +95,38 @@ class Pair:
         self._stack.close()
 
     def send(self, room):
-        return [SentPrompt(rank, room) for rank in self.prefill.ranks]
+        return [SentPrompt(rank, "", room) for rank in self.prefill.ranks]
 
     def want(self, room):
-        found = []
-        for rank in self.decode.ranks:
-            found.append(LoadedPrompt(rank, room))
-            found[-1].want(prefill_address(f"127.0.0.1:{self.port}", rank.config))
+        address = f"127.0.0.1:{self.port}"
+        found = [LoadedPrompt(rank, address, room) for rank in self.decode.ranks]
+        for each in found:
+            each.init(0)
         return found
 
-    def grow(self, sent, pages, start, stop):
-        """Compute and publish the tokens in between, of which the first begins a page."""
+    def compute(self, sent, pages, start, stop, *, is_last=False, slot=2, row=1, token=7):
+        """Compute and publish the tokens in between, of which the first begins a page; with the last ones what is read
+        at the end.
+        """
         for transfer, pools in zip(sent, self.prefill.pools, strict=True):
             size = pools.page_size
-            taken = pages[start // size : -(-stop // size)]
+            taken = pages[-(-start // size) : -(-stop // size)]
             for caches, base in ((pools.kv, 0), (pools.draft, 0), (pools.window, 4)):
                 pools.write_tokens(caches, taken, range(start, stop), base, start)
-            transfer.grow(taken, stop - start, page_groups=pools.layout.kv_groups)
-
-    def publish(self, sent):
-        for transfer in sent:
-            transfer.publish()
-
-    def complete(self, sent, pages, num_tokens, *, slot=2, row=1, token=7):
-        """The prompt's last chunk was grown: hand over what is read at the end."""
-        for transfer, pools in zip(sent, self.prefill.pools, strict=True):
-            pools.write_end(slot, row, token)
-            pools.rows.fill(row)
-            states = self._states(pools, pages, num_tokens, 0, slot)
-            transfer.complete(pools.layout.last_blocks(states, row, num_tokens))
+            states = None
+            if is_last:
+                pools.write_end(slot, row, token)
+                states = self._states(pools, pages, stop, 0, slot)
+            transfer.init(len(pages), row)
+            transfer.send(taken, states, stop - start)
 
     def load(self, wanted, pages, num_tokens, *, prefix=0, slot=3, row=2):
         """Into `pages`, which begin with the sequence's first."""
         for transfer, pools in zip(wanted, self.decode.pools, strict=True):
-            ranges, blocks = pools.layout.to_load(
-                pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)],
-                self._states(pools, pages, num_tokens, prefix, slot),
-                row,
-                prefix_tokens=prefix,
-                num_tokens=num_tokens,
-                window_tokens=self.model.window_tokens,
-            )
-            transfer.load(ranges, blocks)
+            transfer.num_tokens, transfer.window_tokens = num_tokens, self.model.window_tokens
+            taken = pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)]
+            states = self._states(pools, pages, num_tokens, prefix, slot)
+            transfer.send_metadata(taken, row, states, prefix)
 
     def _states(self, pools, pages, num_tokens, prefix, slot):
         """As SGLang names them: a window's pages, whole ones, and a slot."""
@@ -180,6 +165,12 @@ class Pair:
                 assert tensor[slot].equal(pools.expected_conv(layer))
             for layer, tensor in pools.temporal.items():
                 assert tensor[slot].equal(pools.expected_temporal(layer))
-            pools.rows.spread(row)
             for number, tensor in enumerate(pools.aux):
                 assert tensor[row].tolist() == [i + token + number for i in range(tensor.shape[1])]
+
+
+def error_of(transfer):
+    """What SGLang gets when it asks a request that has failed, here or in another rank."""
+    with pytest.raises(KVConnectorError) as raised:
+        transfer.failure_exception()
+    return raised.value

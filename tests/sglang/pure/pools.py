@@ -8,13 +8,7 @@ from types import SimpleNamespace
 
 import torch
 
-from kvconnector.integrations.sglang.caches import (
-    Shape,
-    metadata_group,
-    registered_groups,
-)
-from kvconnector.integrations.sglang.metadata import MetadataRows
-from kvconnector.integrations.sglang.requests import Layout
+from kvconnector.integrations.sglang.caches import Shape
 
 HEAD_DIM = 8
 NUM_SLOTS = 6
@@ -46,7 +40,7 @@ class Model:
 
 
 class Pools:
-    """One rank's tensors, its `KVArgs` and its cache groups."""
+    """One rank's tensors and its `KVArgs`."""
 
     def __init__(self, model, *, rank, tp_size, pp_size, is_prefill, page_size, num_pages=24):
         self.model, self.page_size = model, page_size
@@ -81,12 +75,6 @@ class Pools:
         self.temporal = {layer: torch.zeros(temporal, dtype=DTYPE) for layer in stateful}
         self.aux = [torch.zeros(NUM_ROWS, width, dtype=torch.uint8) for width in ROW_WIDTHS]
         self.args = self._listed()
-        self.rows = MetadataRows(
-            self.args.aux_data_ptrs, self.args.aux_data_lens, self.args.aux_item_lens, "cpu"
-        )
-        groups, kinds = registered_groups(self.args, self.shape)
-        self.groups = [*groups, metadata_group(self.rows, self.shape)]
-        self.layout = Layout((*kinds, "row"), page_size)
 
     def _pages(self, layers, parts, rows):
         shape = (rows, len(self.heads), HEAD_DIM)

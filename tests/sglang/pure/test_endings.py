@@ -16,11 +16,9 @@ from kvconnector.errors import (
     TransferTimeoutError,
     UnknownTransferError,
 )
-from kvconnector.integrations.sglang.settings import prefill_address
-from kvconnector.integrations.sglang.transfers import LoadedPrompt, Stage, error_from
-from tests.sglang.pure.engines import Engine, Pair
+from kvconnector.integrations.sglang.transfers import Stage, error_from
+from tests.sglang.pure.engines import Engine, Pair, error_of
 from tests.sglang.pure.pools import Model
-from tests.support.ports import free_ports
 
 pytestmark = pytest.mark.ucx
 
@@ -49,22 +47,21 @@ def patient():
 
 def _computed(pair, room):
     sent = pair.send(room)
-    pair.grow(sent, PAGES, 0, TOKENS)
-    pair.complete(sent, PAGES, TOKENS)
+    pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
     return sent
 
 
 def test_a_request_that_no_decode_engine_asks_for_ends_with_its_lease(pair):
     sent = _computed(pair, 1)
     assert pair.until_over(*sent) == [Stage.FAILED]
-    assert isinstance(sent[0].settle(), LeaseExpiredError)
+    assert isinstance(error_of(sent[0]), LeaseExpiredError)
 
 
 def test_a_request_that_no_prefill_engine_is_asked_for_is_refused(pair):
     wanted = pair.want(2)
     pair.load(wanted, OTHERS, TOKENS)
     assert {*pair.until_over(*wanted)} == {Stage.FAILED}
-    errors = [each.settle() for each in wanted]
+    errors = [error_of(each) for each in wanted]
     assert {type(error) for error in errors} == {UnknownTransferError}, errors
 
 
@@ -73,18 +70,16 @@ def test_the_decode_side_gives_up(pair, is_complete):
     sent = pair.send(3)
     wanted = pair.want(3)
     pair.load(wanted, OTHERS, TOKENS)
-    pair.grow(sent, PAGES, 0, 16 if not is_complete else TOKENS)
-    pair.publish(sent)
+    computed = TOKENS if is_complete else 16
+    pair.compute(sent, PAGES, 0, computed)
     for each in wanted:
         each.abort()
         each.abort()
     assert {*pair.until_over(*wanted)} == {Stage.FAILED}
-    assert {type(each.settle()) for each in wanted} == {TransferAbortedError}
-    if not is_complete:
-        pair.grow(sent, PAGES, 16, TOKENS)
-    pair.complete(sent, PAGES, TOKENS)
+    assert {type(error_of(each)) for each in wanted} == {TransferAbortedError}
+    pair.compute(sent, PAGES, computed, TOKENS, is_last=True)
     assert pair.until_over(*sent) == [Stage.FAILED]
-    assert isinstance(sent[0].settle(), TransferAbortedError)
+    assert isinstance(error_of(sent[0]), TransferAbortedError)
 
 
 @pytest.mark.parametrize("is_complete", [False, True], ids=["half computed", "computed"])
@@ -92,18 +87,16 @@ def test_the_prefill_side_gives_up(pair, is_complete):
     sent = pair.send(4)
     wanted = pair.want(4)
     if is_complete:
-        pair.grow(sent, PAGES, 0, TOKENS)
-        pair.complete(sent, PAGES, TOKENS)
+        pair.compute(sent, PAGES, 0, TOKENS, is_last=True)
     else:
         pair.load(wanted, OTHERS, TOKENS)
-        pair.grow(sent, PAGES, 0, 16)
-        pair.publish(sent)
+        pair.compute(sent, PAGES, 0, 16)
     for each in sent:
         each.abort()
     assert pair.until_over(*sent) == [Stage.FAILED]
     pair.load(wanted, OTHERS, TOKENS)
     assert {*pair.until_over(*wanted)} == {Stage.FAILED}
-    assert {type(each.settle()) for each in wanted} == {TransferAbortedError}
+    assert {type(error_of(each)) for each in wanted} == {TransferAbortedError}
 
 
 def test_a_request_that_is_given_up_before_it_has_begun_can_be_asked_for_again(patient):
@@ -121,7 +114,7 @@ def test_a_failure_of_another_rank_leaves_nothing_under_way(pair):
     wanted = pair.want(7)
     pair.load(wanted, OTHERS, TOKENS)
     assert wanted[0].poll() is Stage.TRANSFERRING
-    error = wanted[0].settle()
+    error = error_of(wanted[0])
     assert isinstance(error, RemoteError)
     assert error.is_from_another_rank
     assert wanted[0].poll() is Stage.FAILED
@@ -133,7 +126,7 @@ def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(patient)
     sent = _computed(patient, 11)
     (again,) = patient.send(11)
     assert again.poll() is Stage.FAILED
-    assert isinstance(again.settle(), RemoteProtocolError)
+    assert isinstance(error_of(again), RemoteProtocolError)
     wanted = patient.want(11)
     patient.load(wanted, OTHERS, TOKENS)
     assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
@@ -144,7 +137,7 @@ def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
     with sent[0].failing():
         raise BlockIdError("no such block")
     assert sent[0].poll() is Stage.FAILED
-    assert isinstance(sent[0].settle(), BlockIdError)
+    assert isinstance(error_of(sent[0]), BlockIdError)
 
 
 def test_a_room_is_used_again(patient):
@@ -176,21 +169,12 @@ def test_a_prefill_engine_that_is_gone_fails_its_requests_and_one_in_its_place_i
 
 def test_where_nobody_listens_a_request_fails_in_time():
     environ = QUICK | {"KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "1"}
-    options = {"is_prefill": False, "port": 1, "environ": environ}
-    with closing(Engine(Model(), **options)) as engine:
-        (rank,) = engine.ranks
-        wanted = LoadedPrompt(rank, 10)
-        wanted.want(prefill_address(f"127.0.0.1:{free_ports()}", rank.config))
-        pools = engine.pools[0]
-        ranges, blocks = pools.layout.to_load(
-            OTHERS, (), 1, prefix_tokens=0, num_tokens=TOKENS, window_tokens=None
-        )
-        wanted.load(ranges, blocks)
-        until_s = time.monotonic() + 30
-        while wanted.poll() is not Stage.FAILED:
-            assert time.monotonic() < until_s
-            rank.wait()
-        assert isinstance(wanted.settle(), (PeerUnreachableError, TransferTimeoutError))
+    with closing(Pair(Model(), environ=environ)) as pair:
+        pair.prefill.close()
+        wanted = pair.want(10)
+        pair.load(wanted, OTHERS, TOKENS)
+        assert pair.until_over(*wanted) == [Stage.FAILED]
+        assert isinstance(error_of(wanted[0]), (PeerUnreachableError, TransferTimeoutError))
 
 
 def test_an_errors_type_is_kept():

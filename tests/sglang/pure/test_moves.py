@@ -52,19 +52,16 @@ def test_a_prompt_arrives_in_chunks_past_the_decode_engines_prefix(pair):
     wanted = pair.want(77)
     pair.load(wanted, DECODE_PAGES, LONG, prefix=prefix)
     for start in range(0, LONG, 16):
-        pair.grow(sent, PREFILL_PAGES, start, min(start + 16, LONG))
-        if start + 16 < LONG:
-            assert 16 % size == 0
-            pair.publish(sent)
-    pair.complete(sent, PREFILL_PAGES, LONG)
+        stop = min(start + 16, LONG)
+        assert stop == LONG or 16 % size == 0
+        pair.compute(sent, PREFILL_PAGES, start, stop, is_last=stop == LONG)
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
     pair.check(DECODE_PAGES, LONG, prefix=prefix)
 
 
 def test_a_prompt_below_a_page_that_is_computed_before_it_is_wanted(pair):
     sent = pair.send(78)
-    pair.grow(sent, PREFILL_PAGES, 0, 3)
-    pair.complete(sent, PREFILL_PAGES, 3)
+    pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
     wanted = pair.want(78)
     pair.load(wanted, DECODE_PAGES, 3)
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}

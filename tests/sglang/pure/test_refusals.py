@@ -87,6 +87,10 @@ def test_deployments_are_refused_by_name():
         refuse_unsupported({"dp_size": 2, "dcp_size": 1, "enable_hisparse": True})
 
 
+def _registered(args, shape):
+    return registered_groups(args, shape, MetadataRows(args, "cpu"))
+
+
 def _pools(model=None, **changes):
     shape = {"tp_size": 1, "pp_size": 1, "is_prefill": True, "page_size": 4}
     return Pools(model or Model(), rank=(0, 0), **shape | changes)
@@ -107,7 +111,7 @@ def test_pools_that_are_not_what_they_should_be_are_refused(model, changes, text
     pools = _pools(model)
     args = SimpleNamespace(**vars(pools.args) | changes)
     with pytest.raises(GeometryError, match=text):
-        registered_groups(args, pools.shape)
+        _registered(args, pools.shape)
 
 
 def test_heads_that_are_not_cut_evenly_are_refused():
@@ -117,15 +121,18 @@ def test_heads_that_are_not_cut_evenly_are_refused():
 
 def test_a_decode_engine_has_no_more_stages_than_the_row_has_layers():
     model = Model(layers=9)
+    decode, prefill = (_pools(model, pp_size=9, is_prefill=each) for each in (False, True))
     with pytest.raises(GeometryError, match="too many stages"):
-        _pools(model, pp_size=9, is_prefill=False)
-    assert not _pools(model, pp_size=9).groups[-1].views
+        _registered(decode.args, decode.shape)
+    (*_, rows), kinds = _registered(prefill.args, prefill.shape)
+    assert (kinds[-1], rows.views) == ("row", {})
 
 
 def test_metadata_rows_are_alike():
-    pools = _pools()
+    args = _pools().args
+    args.aux_data_lens, args.aux_item_lens = [5, 6, 7], [1, 1, 1]
     with pytest.raises(GeometryError, match="differ in their rows"):
-        MetadataRows(pools.args.aux_data_ptrs, [5, 6, 7], [1, 1, 1], "cpu")
+        MetadataRows(args, "cpu")
 
 
 @pytest.mark.parametrize(
