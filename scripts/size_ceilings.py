@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(740, target=560),
-    "kvconnector/bench": Size(4730),
+    "kvconnector/bench": Size(4685),
     "kvconnector/cache": Size(3016, target=3280),
-    "kvconnector/cli": Size(2973),
+    "kvconnector/cli": Size(2946),
     "kvconnector/control": Size(1327, target=1330),
     "kvconnector/datapath": Size(4368, target=4050),
     "kvconnector/integrations": Size(3377, target=3510),

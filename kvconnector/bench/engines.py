@@ -15,9 +15,8 @@ from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Blocks, Deployment, Transfer
 from kvconnector.bench.options import TIMEOUT_S, Settings, control_settings
 from kvconnector.bench.peers import PEERS, peer_variables
-from kvconnector.bench.processes import EngineProcesses
+from kvconnector.bench.processes import EngineProcesses, RemoteProcesses
 from kvconnector.bench.rank_process import CallFailedError, Driven, RankProcess
-from kvconnector.bench.remote import RemoteProcesses
 from kvconnector.bench.results import ContenderKind
 from kvconnector.bench.shapes import ModelShape
 from kvconnector.config import ConnectorConfig

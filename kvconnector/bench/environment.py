@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import msgspec
+from msgspec import field
 
 from kvconnector import __version__
 from kvconnector.bench.options import TUNING
@@ -19,6 +20,7 @@ from kvconnector.bench.options import TUNING
 PACKAGES: tuple[str, ...] = ("numpy", "numba", "torch", "triton", "msgspec", "pyzmq", "nixl")
 PACKAGES += ("ucxx-cu12", "ucxx-cu13", "ucx-py-cu12", "libucx-cu12", "libucx-cu13")
 CHECKOUT = Path(__file__).resolve().parents[2]
+DRIVER = "/proc/driver/nvidia/version", r"(\d+\.\d+(?:\.\d+)?)"
 _GIT_TIMEOUT_S = 10
 
 
@@ -28,50 +30,6 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     memory_bytes: int
     peers: tuple[int, ...]
-
-
-class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What belongs to every number. `load_average` is the minute's before: on a busy machine all times are long."""
-
-    commit: str
-    cpu: str
-    usable_cores: int
-    load_average: float
-    gpus: tuple[Gpu, ...]
-    driver: str
-    system: str
-    packages: dict[str, str]
-    variables: dict[str, str]
-
-    def __str__(self) -> str:
-        named = ", ".join(gpu.name for gpu in self.gpus) or "no GPU"
-        # twelve digits, and the mark of a checkout with changes; a wheel knows its version alone
-        commit = self.commit[:12] + "+" * self.commit.endswith("+")
-        built = f"commit {commit}" if commit else f"kvconnector {self.packages['kvconnector']}"
-        return f"{self.cpu}, {self.usable_cores} cores, {named}; load {self.load_average}; {built}"
-
-
-def record_environment() -> Environment:
-    """This process's surroundings."""
-    return Environment(
-        commit=commit(),
-        cpu=cpu_name(),
-        usable_cores=len(os.sched_getaffinity(0)),
-        load_average=round(os.getloadavg()[0], 2),
-        gpus=gpus(),
-        driver=_found_in("/proc/driver/nvidia/version", r"(\d+\.\d+(?:\.\d+)?)"),
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        packages={
-            "kvconnector": __version__,
-            "python": platform.python_version(),
-            **{name: version for name in PACKAGES if (version := installed_version(name))},
-        },
-        variables={
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(("UCX_", *TUNING))
-        },
-    )
 
 
 def commit(checkout: Path = CHECKOUT) -> str:
@@ -140,3 +98,37 @@ def _found_in(path: str, pattern: str) -> str:
     except OSError:
         found = None
     return found.group(1).strip() if found else ""
+
+
+def _packages() -> dict[str, str]:
+    found = {name: installed_version(name) for name in PACKAGES}
+    ours = {"kvconnector": __version__, "python": platform.python_version()}
+    return ours | {name: version for name, version in found.items() if version}
+
+
+def _variables() -> dict[str, str]:
+    named = sorted(name for name in os.environ if name.startswith(("UCX_", *TUNING)))
+    return {name: os.environ[name] for name in named}
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What belongs to every number: by default this process's surroundings. `load_average` is the minute's before: on a
+    busy machine all times are long.
+    """
+
+    commit: str = field(default_factory=commit)
+    cpu: str = field(default_factory=cpu_name)
+    usable_cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
+    load_average: float = field(default_factory=lambda: round(os.getloadavg()[0], 2))
+    gpus: tuple[Gpu, ...] = field(default_factory=gpus)
+    driver: str = field(default_factory=lambda: _found_in(*DRIVER))
+    system: str = f"{platform.system()} {platform.release()} {platform.machine()}"
+    packages: dict[str, str] = field(default_factory=_packages)
+    variables: dict[str, str] = field(default_factory=_variables)
+
+    def __str__(self) -> str:
+        named = ", ".join(gpu.name for gpu in self.gpus) or "no GPU"
+        # twelve digits, and the mark of a checkout with changes; a wheel knows its version alone
+        commit = self.commit[:12] + "+" * self.commit.endswith("+")
+        built = f"commit {commit}" if commit else f"kvconnector {self.packages['kvconnector']}"
+        return f"{self.cpu}, {self.usable_cores} cores, {named}; load {self.load_average}; {built}"

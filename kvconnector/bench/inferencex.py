@@ -42,7 +42,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         name = f"{tokens} tokens, pages of {page}, {burst} at once, {format_bytes(nbytes)}"
         if nbytes > budget:
             progress(f"{name}: left out, this machine has memory for {format_bytes(int(budget))}")
-            if burst == min(options.bursts.requests):
+            if burst == min(options.bursts[1]):
                 raise ConfigError(
                     "no request of this length fits the memory: give shorter --tokens",
                     tokens=tokens,

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvconnector.bench.between_hosts import bandwidth, find_perftest, open_stream, ucx_variables
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
-from kvconnector.bench.perftest import bandwidth, find_perftest, ucx_variables
 from kvconnector.bench.results import ContenderKind
 from kvconnector.bench.shapes import ModelShape
-from kvconnector.bench.sockets import open_stream
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
 

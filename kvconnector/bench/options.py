@@ -45,18 +45,12 @@ class Compute(NamedTuple):
         return msgspec.convert((*numbers[:2], numbers[2:])[: len(numbers)], cls)
 
 
-class Bursts(NamedTuple):
-    """Tokens of a page, and requests at once."""
-
-    pages: tuple[int, ...] = (16, 64)
-    requests: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-
-
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options; a benchmark uses some of them.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
     `state` names the file of a run that goes on after an interruption.
+    `bursts` are tokens of a page, and requests at once.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
     """
@@ -75,7 +69,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     state: str = ""
     compute: Compute = Compute()
     connect: str = ""
-    bursts: Bursts = Bursts()
+    bursts: tuple[tuple[int, ...], tuple[int, ...]] = ((16, 64), (1, 2, 4, 8, 16, 32, 64))
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):

@@ -17,14 +17,13 @@ import click
 import msgspec
 
 from kvconnector.bench import file_errors
-from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Bursts, Compute
+from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
     MIN_WIDTH,
     PATH,
-    Commands,
     draw_loglog,
     host_and_port,
     picture,
@@ -188,14 +187,14 @@ def _run(name: str, **given: Any) -> int:
     Raises:
         ConfigError: the report or the picture cannot be written.
     """
-    from kvconnector.bench.environment import record_environment
+    from kvconnector.bench.environment import Environment
     from kvconnector.bench.results import BenchReport, CaseResult
 
     output, svg, html, as_json = (given.pop(each, None) for each in FORMS)
     options = _options(given)
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
-    environment, cases = record_environment(), list[CaseResult]()
+    environment, cases = Environment(), list[CaseResult]()
     is_interrupted = False
     with progress_bar(name) as progress:
         try:
@@ -230,7 +229,7 @@ def _options(given: dict[str, Any]) -> BenchOptions:
     if "device" in given:
         given["device"], given["gpus"] = given["device"]
     if "pages" in given:
-        given["bursts"] = Bursts(given.pop("pages"), given["bursts"])
+        given["bursts"] = given.pop("pages"), given["bursts"]
     if hours := given.pop("hours", 0.0):
         given["minutes"] = hours * 60
     return BenchOptions(**given)
@@ -308,7 +307,7 @@ def _draw_bursts(report: BenchReport, target: StringIO) -> None:
 
 
 def _serve() -> None:
-    from kvconnector.bench.remote import serve
+    from kvconnector.bench.processes import serve
 
     with progress_bar("serve") as progress:
         serve(progress)
@@ -317,13 +316,13 @@ def _serve() -> None:
 def _pairs(**given: Any) -> int:
     """Rank 0 of the job reports for all. Returns the exit status."""
     from kvconnector.bench import pairs
-    from kvconnector.bench.environment import record_environment
+    from kvconnector.bench.environment import Environment
 
     output, as_json = given.pop("output"), given.pop("json")
     is_first = os.environ.get("RANK") == "0"
     with progress_bar("pairs") as progress:
         matrix = pairs.run(_options(given), progress)
-    environment = record_environment()
+    environment = Environment()
     if is_first:
         found = {**msgspec.to_builtins(matrix), "gigabytes_per_s": matrix.gigabytes_per_s()}
         found["environment"] = msgspec.to_builtins(environment)
@@ -355,12 +354,13 @@ def _command(name: str, benchmark: Benchmark, call: Callable[..., int | None]) -
         callback=call,
         params=[each for each in _OPTIONS if each.name in benchmark.options],
         help=benchmark.text,
+        short_help=benchmark.text,
         epilog=f"Example: kvconnector bench {benchmark.example}",
         context_settings={"default_map": benchmark.defaults},
     )
 
 
-@click.group(cls=Commands)
+@click.group()
 def bench() -> None:
     """Measure, beside the limit of this machine. A wrong result gives no figure and exit status 1.
 

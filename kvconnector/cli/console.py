@@ -40,15 +40,6 @@ def host_and_port(text: str) -> str:
     return text
 
 
-class Commands(click.Group):
-    """Lists its commands with all of their help."""
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write them in their own order."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, each.help or "") for name, each in self.commands.items()])
-
-
 def terminal() -> Console:
     """A console for tables; wide enough for them where the output is no terminal."""
     from rich.console import Console

@@ -6,6 +6,7 @@ import os
 import platform
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from kvconnector.bench.engines import EnginePair
 
 HELLO_TIMEOUT_S = 3.0
+text_option = partial(click.option, default="", show_default=False)
 
 
 @click.command()
@@ -51,7 +53,7 @@ HELLO_TIMEOUT_S = 3.0
     "--keys", type=PATH, help="Directory of key files; default: what the environment names."
 )
 @click.option("--device", default="cpu", help="Where the caches are that it tries: cpu or cuda:N.")
-@click.option("--tls", default="", show_default=False, help="UCX_TLS of what it tries.")
+@text_option("--tls", help="UCX_TLS of what it tries.")
 @click.option(
     "--peer",
     type=host_and_port,
@@ -63,21 +65,9 @@ HELLO_TIMEOUT_S = 3.0
     "--model",
     help="With --peer: compare its caches with this model's: one that `plan` knows, or a config.json.",
 )
-@click.option(
-    "--dtype", default="", show_default=False, help="With --model: the caches' element type."
-)
-@click.option(
-    "--decode",
-    default="",
-    show_default=False,
-    help="With --model: this engine's shape, as in `plan`: tp=2,block=64.",
-)
-@click.option(
-    "--name",
-    default="",
-    show_default=False,
-    help="With --model: what this engine calls it; left out, names may differ.",
-)
+@text_option("--dtype", help="With --model: the caches' element type.")
+@text_option("--decode", help="With --model: this engine's shape, as in `plan`: tp=2,block=64.")
+@text_option("--name", help="With --model: what this engine calls it; left out, names may differ.")
 @click.option(
     "--params",
     type=PATH,

@@ -132,7 +132,6 @@ class _Session(ConsumerSession):
         super().__init__(ours, RANK, peer, chunk_bytes=WARM_UP_BYTES, orders=orders)
         self.engine = self._engines.engine_of(name)
         self.patience_s = self._engines.patience_s(name)
-        self._sent_s: dict[tuple[LinkId, int], float] = {}
         self.replies: dict[LinkId, m.HelloReply] = {}
         self.round_trips_s: defaultdict[LinkId, list[float]] = defaultdict(list)
         self.error: KVConnectorError | None = None
@@ -144,14 +143,12 @@ class _Session(ConsumerSession):
                 self.error = self.error or event.error
             case ev.FromPeer(link, m.HelloReply() as reply):
                 self.replies[link] = reply
-            case ev.FromPeer(link, m.HeartbeatReply(number=number)):
-                self.round_trips_s[link].append(now - self._sent_s.pop((link, number), now))
+            case ev.FromPeer(link, m.HeartbeatReply()):
+                sent_s = {each.link: each.alive_at for each in self.engine.workers.values()}
+                self.round_trips_s[link].append(now - sent_s[link])
         for command in commands:
-            match command:
-                case cmd.FinishLoad(error=KVConnectorError() as error):
-                    self.error = error
-                case cmd.SendMessage(link, m.Heartbeat(number=number)):
-                    self._sent_s[link, number] = now
+            if isinstance(command, cmd.FinishLoad) and command.error is not None:
+                self.error = command.error
         return commands
 
 

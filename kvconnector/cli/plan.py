@@ -326,7 +326,7 @@ def _print(report: PlanReport) -> None:
     console = terminal()
     console.print(
         f"{model.name}: {model.num_layers} layers, {cache} x {model.head_dim} {model.dtype}{kinds};"
-        f" prefill {_ranks(report.prefill)}, decode {_ranks(report.decode)} (tp x pp)"
+        f" prefill {report.prefill}, decode {report.decode}"
     )
     engines = " and ".join(report.comparison.replicated)
     replicated = f"; replicated in {engines}" if engines else ""
@@ -358,11 +358,6 @@ def _tokens(row: ReadRow) -> str:
     text = _intervals([row.tokens])
     runs = [f"{run} of {period} from {first}" for first, run, period in row.stripes if run < period]
     return f"{text}: {', '.join(runs)}" if runs else text
-
-
-def _ranks(shape: EngineShape) -> str:
-    shared = f" dcp {shape.dcp} interleave {shape.interleave}" if shape.dcp > 1 else ""
-    return f"{shape.tp}x{shape.pp} block {shape.block}{shared}"
 
 
 def _layers(runs: list[tuple[int, int]]) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from kvconnector.bench import ResultMismatchError, engines, gil, sessions
-from kvconnector.bench.options import BenchOptions, Bursts, Compute
+from kvconnector.bench.between_hosts import open_stream, serve_stream
+from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.rank_process import CallFailedError
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
-from kvconnector.bench.sockets import open_stream, serve_stream
 from kvconnector.cli.bench import BENCHMARKS
 from kvconnector.errors import ConfigError, PeerLostError
 
@@ -147,7 +147,7 @@ def test_nixl_moves_the_same_bytes_where_it_is_installed():
 @pytest.mark.ucx
 @pytest.mark.integration
 def test_bursts_of_a_mixed_cache_are_moved_whole_and_counted():
-    cases = _run("inferencex", tokens=(256,), bursts=Bursts((16, 64), (1, 3)), iterations=1)
+    cases = _run("inferencex", tokens=(256,), bursts=((16, 64), (1, 3)), iterations=1)
     asked = [(16, 1), (16, 3), (64, 1), (64, 3)]
     for case, (page, burst) in zip(cases, asked, strict=True):
         assert case.ours.figures == {"prompt_tokens": 256, "page_tokens": page, "requests": burst}

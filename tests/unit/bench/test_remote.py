@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvconnector.bench import remote, transfer
+from kvconnector.bench import processes, transfer
 from kvconnector.bench.results import Measurement
 from kvconnector.cli import main
 from tests.hosts.network import Network, missing
@@ -107,7 +107,7 @@ def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
     status, _, err = bench(f"transfer --connect {address.partition(',')[0]} {SIZE}")
     assert status == 2
     assert "is `kvconnector bench serve` running there" in err
-    monkeypatch.setattr(remote, "__version__", "0.0.1")
+    monkeypatch.setattr(processes, "__version__", "0.0.1")
     with _serving() as address:
         status, _, err = bench(f"transfer --connect {address} {SIZE}")
     assert status == 2

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from kvconnector.bench.environment import commit, record_environment
+from kvconnector.bench.environment import Environment, commit
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import BenchReport, CaseResult, Measurement, format_seconds
 from kvconnector.bench.shapes import MODELS
@@ -24,7 +24,7 @@ def _report(*cases):
         benchmark="transfer",
         command="kvconnector bench transfer",
         options=BenchOptions(model=MODELS["qwen3-8b"]),
-        environment=record_environment(),
+        environment=Environment(),
         cases=cases,
     )
 

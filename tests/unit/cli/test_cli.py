@@ -89,7 +89,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
     assert [read["bytes"] for read in reads] == [52 * token_bytes, 48 * token_bytes]
     out = kvconnector(line)[1]
     assert "0-99: 8 of 16 from 8" in out
-    assert "decode 2x1 block 16 dcp 2 interleave 8 (tp x pp)" in out
+    assert "decode tp2 pp1 block 16 NHD dcp2 interleave 8" in out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""UCX alone: `ucx_perftest` of the UCX that the transfers go by, which they are held against."""
+"""What a transfer between hosts is held against: a raw TCP socket, and `ucx_perftest` of the UCX that carries it."""
 
 from __future__ import annotations
 
@@ -6,18 +6,26 @@ import csv
 import os
 import shutil
 import socket
+import struct
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from kvconnector.bench.options import TIMEOUT_S
 from kvconnector.config import ConnectorConfig
-from kvconnector.errors import TransportError
+from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.runtime.channels import ucx_options
 from kvconnector.transport.ucx import load_library
 
+_REQUEST = struct.Struct("<Q")
+_SOCKET_BUFFER_BYTES = 4 << 20
 MIN_BYTES = 64 << 20
 """That a run moves at least: UCX's first messages are slower than the others."""
 LIMIT_S = 120.0
@@ -25,6 +33,60 @@ START_S = 10.0
 POLL_S = 0.05
 _SLEEPING = ["-E", "sleep"]
 """Waiting for events, as workers do: two programs that spin take the cores that the kernel needs for TCP."""
+
+
+@contextmanager
+def open_stream(address: tuple[str, int], nbytes: int) -> Iterator[Callable[[int], None]]:
+    """A function that asks `serve_stream` for at most `nbytes` bytes over TCP, and waits for them in plain memory that
+    is touched in this limit's turns only, as a transfer's is. Raises PeerLostError: the other side does not answer.
+    """
+    target = np.full(nbytes, 2, dtype=np.uint8).data
+    try:
+        client = socket.create_connection(address, timeout=TIMEOUT_S)
+    except OSError as error:
+        raise PeerLostError(f"no raw socket: {error}", address=address) from error
+    with client:
+        _tune(client)
+        yield partial(_move, client, target)
+
+
+def _move(client: socket.socket, target: memoryview, nbytes: int) -> None:
+    got = 0
+    try:
+        client.sendall(_REQUEST.pack(nbytes))
+        while got < nbytes:
+            count = client.recv_into(target[got:nbytes])
+            if not count:
+                raise ConnectionError("it was closed early")
+            got += count
+    except OSError as error:
+        raise PeerLostError(f"the raw socket failed: {error}", got=got, wanted=nbytes) from error
+
+
+def serve_stream(host: str, nbytes: int) -> int:
+    """Answer one client with up to `nbytes` until it leaves, in a thread: the port. An error closes the connection."""
+    listener = socket.create_server((host, 0))
+    threading.Thread(target=_serve, args=(listener, nbytes), daemon=True).start()
+    return int(listener.getsockname()[1])
+
+
+def _serve(listener: socket.socket, nbytes: int) -> None:
+    content = memoryview(bytearray(b"\1") * nbytes)
+    with suppress(OSError), listener:
+        listener.settimeout(TIMEOUT_S)
+        connection, _ = listener.accept()
+        with connection:
+            # of the other contenders' turns, too
+            connection.settimeout(10 * TIMEOUT_S)
+            _tune(connection)
+            while request := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
+                connection.sendall(content[: _REQUEST.unpack(request)[0]])
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        connection.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BUFFER_BYTES)
 
 
 def find_perftest(library: str) -> list[str]:
