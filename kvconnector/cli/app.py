@@ -81,6 +81,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return EXIT_ERROR
+    except OSError as error:  # a full disk, most of all
+        click.echo(f"kvconnector: {type(error).__name__}: {error}", err=True)
+        return EXIT_ERROR
     except click.Abort:
         click.echo("kvconnector: interrupted", err=True)
         return EXIT_INTERRUPTED

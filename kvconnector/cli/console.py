@@ -41,11 +41,12 @@ def host_and_port(text: str) -> str:
 
 
 def terminal() -> Console:
-    """A console for tables; wide enough for them where the output is no terminal."""
+    """A console for tables; wide enough for them where the output is no terminal. What others named is no markup."""
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else max(MIN_WIDTH, shutil.get_terminal_size().columns)
-    return Console(width=width, soft_wrap=False, highlight=False)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed by the shell
+    width = None if is_terminal else max(MIN_WIDTH, shutil.get_terminal_size().columns)
+    return Console(width=width, soft_wrap=False, highlight=False, markup=False)
 
 
 @contextmanager

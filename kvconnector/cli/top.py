@@ -10,6 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -84,7 +85,7 @@ class Snapshot:
 @click.command(epilog="Example: kvconnector top http://10.0.0.5:8100 http://10.0.0.6:8200")
 @click.argument("endpoints", nargs=-1, required=True)
 @click.option(
-    "--interval", type=click.FloatRange(0.1), default=2.0, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(0.1, 3600.0), default=2.0, help="Seconds between two looks."
 )
 @click.option("--count", type=click.IntRange(1), help="End after this many looks, not at Ctrl-C.")
 @click.option("--svg", type=PATH, help="Write the last screen here.")
@@ -127,8 +128,12 @@ def top(
 
 
 def _metrics_url(endpoint: str) -> str:
-    url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
-    if url.scheme not in ("http", "https") or not url.netloc:
+    try:
+        url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
+        is_endpoint = url.scheme in ("http", "https") and bool(url.netloc) and url.port != 0
+    except ValueError:  # of a host or a port
+        is_endpoint = False
+    if not is_endpoint:
         raise ConfigError("an endpoint is an http URL or HOST:PORT", given=endpoint)
     return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()
 
@@ -143,14 +148,14 @@ def _look(url: str) -> dict[str, Snapshot] | str:
     """Every engine of an endpoint by its label, or why none is found."""
     try:
         engines = read_snapshots(_fetch(url).decode(), time.monotonic())
-    except (OSError, ValueError) as error:
+    except (OSError, HTTPException, ValueError, KeyError, OverflowError) as error:
         return f"{type(error).__name__}: {getattr(error, 'reason', error)}"
     return engines or "no kvconnector metrics here"
 
 
 def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
     """The engines in a metrics page, ours or vLLM's, by their label. Raises ValueError: it is no Prometheus text;
-    ConfigError: prometheus-client is missing.
+    KeyError, OverflowError: it is not what we export; ConfigError: prometheus-client is missing.
     """
     try:
         from prometheus_client.parser import text_string_to_metric_families
@@ -163,7 +168,10 @@ def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
         for sample in family.samples:
             engine, field = engines[sample.labels.get("engine", "")], _FIELDS.get(sample.name)
             if field in _LABELS:
-                getattr(engine, field)[sample.labels[_LABELS[field]]] += int(sample.value)
+                label = sample.labels[_LABELS[field]]
+                if field == "buckets":
+                    float(label)  # raises
+                getattr(engine, field)[label] += int(sample.value)
             elif field is not None:
                 setattr(engine, field, (getattr(engine, field) or 0) + sample.value)
     return dict(engines)
@@ -256,12 +264,12 @@ def _loads_at(url: str) -> list[LoadInFlight]:
 
     try:
         return msgspec.json.decode(_fetch(url), type=list[LoadInFlight])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, HTTPException, msgspec.DecodeError, RecursionError):
         return []  # not every engine tells
 
 
 def _write_screen(screen: RenderableType, path: Path) -> None:
-    console = Console(record=True, width=140, file=StringIO())
+    console = Console(record=True, width=140, file=StringIO(), markup=False)
     console.print(screen)
     with file_errors("cannot write the screen", path):
         console.save_svg(str(path), title="kvconnector top")

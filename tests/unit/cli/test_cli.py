@@ -1,4 +1,5 @@
 import json
+import shlex
 import stat
 import subprocess
 import sys
@@ -215,3 +216,13 @@ def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
     status, _, err = kvconnector(BENCH, tmp_path / "no" / "x.json")
     assert status == 2
     assert "cannot write the report" in err
+
+
+@pytest.mark.parametrize("output, status", [("/dev/full", 2), ("&-", 0)])
+def test_an_output_that_is_full_or_closed_is_no_traceback(output, status):
+    code = "import sys; from kvconnector.cli import main; sys.exit(main(['plan']))"
+    line = shlex.join([sys.executable, "-c", code]) + f" >{output}"
+    done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
+    assert ("No space left" in done.stderr) == (status == 2)

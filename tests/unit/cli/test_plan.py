@@ -210,3 +210,9 @@ def test_sizes_that_no_engine_has_are_refused_before_anything_is_made_of_them(
 ):
     assert main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_model_s_name_with_brackets_is_shown_as_it_is(capsys, tmp_path):
+    path = written(tmp_path, {**LLAMA_70B, "model_type": "[/llama]"})
+    assert main(["plan", "--model", str(path)]) == 0
+    assert capsys.readouterr().out.startswith("[/llama]: 80 layers")

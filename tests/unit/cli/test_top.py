@@ -1,6 +1,7 @@
 """`kvconnector top` over real metrics pages."""
 
 import json
+import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -164,7 +165,59 @@ def test_an_engine_that_cannot_be_seen_is_a_line_with_the_reason(capsys, monkeyp
     assert "d0" in out
 
 
-@pytest.mark.parametrize("endpoint", ["", "http://", "ftp://x"])
+PAGE = """# TYPE kvconnector_transfer_seconds histogram
+kvconnector_transfer_seconds_bucket{{engine="d0",{label}}} {count}
+"""
+
+
+@pytest.mark.parametrize(
+    "page, error",
+    [
+        (PAGE.format(label='other="1"', count="1"), "KeyError: 'le'"),
+        (PAGE.format(label='le="soon"', count="1"), "ValueError: "),
+        (PAGE.format(label='le="1"', count="+Inf"), "OverflowError: "),
+    ],
+)
+def test_a_page_that_no_engine_exports_is_a_line_with_the_reason(capsys, monkeypatch, page, error):
+    with serving([page.encode()]) as other, serving(pages_of_an_engine()) as endpoint:
+        out = shown(capsys, monkeypatch, other, endpoint)
+    assert f"http://{other}/metrics: {error}" in out
+    assert "d0" in out
+
+
+def test_what_speaks_no_http_is_a_line_with_the_reason(capsys):
+    """As the port of another service does."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            stranger, _ = server.accept()
+            stranger.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+            stranger.close()
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert main(["top", f"127.0.0.1:{server.getsockname()[1]}", "--count", "1"]) == 1
+        thread.join()
+    assert "BadStatusLine" in capsys.readouterr().out
+
+
+def test_names_with_brackets_are_shown_as_they_are(capsys, tmp_path):
+    registry = CollectorRegistry()
+    metrics = EngineMetrics("[/d0]", Gauges(), registry=registry)
+    metrics.observe(WorkerStats(loading=(under_way("[/r]"),)))
+    transfers = msgspec.json.encode(metrics.in_flight())
+    picture = tmp_path / "top.svg"
+    with serving([generate_latest(registry)], transfers) as endpoint:
+        assert main(["top", endpoint, "--count", "1", "--svg", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert "[/d0]" in out
+    assert "[/r]" in out
+    assert "[/d0]" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "http://", "ftp://x", "127.0.0.1:x", "127.0.0.1:99999", "http://[::1"]
+)
 def test_an_endpoint_that_is_none_is_one_line(capsys, endpoint):
     assert main(["top", endpoint, "--count", "1"]) == 2
     assert "HOST:PORT" in capsys.readouterr().err
