@@ -117,7 +117,7 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """
     shared_folder: str = ""
     """A folder that engines in other containers of this node see as well, such as a volume of both pods: by it a
-    consumer reads caches in CPU memory directly. Both engines name it, where it is mounted in each, and have one user.
+    consumer reads caches directly. Both engines name it, where it is mounted in each, and have one user.
     """
     copy_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     """Most threads that copy a direct read between caches in CPU memory, of 4 MiB or more, as far as cores are idle; 0:

@@ -1,7 +1,8 @@
 """Memory of a worker for consumers in other containers of its node: its descriptor, over a socket in a shared folder.
 
 *Why.* /proc/PID/fd leads to another process's memory within one pid namespace, and each pod has its own. What pods of a
-node can share is a volume. A socket file in it joins them whatever their namespaces, and carries an open descriptor. So
+node can share is a volume. A socket file in it joins them whatever their namespaces, and carries open descriptors: of
+the memory, and of the file in /proc that says whether the producer lives, which is found by a process id otherwise. So
 the memory is the same as without containers, sealed and without a name: nothing in the volume needs a size, and when
 the producer ends, however it does, its memory goes as well. Only an empty socket file may be left, which the next
 producer removes.
@@ -38,7 +39,8 @@ _PREFIX, _SUFFIX = "kvconnector-", ".sock"
 
 
 class DescriptorServer:
-    """Gives descriptor `fd` to every process of this user that knows `nonce`, by a socket in `folder`, until `close`.
+    """Gives descriptor `fd` and that of /proc/self/statm to every process of this user that knows `nonce`, by a socket
+    in `folder`, until `close`.
 
     Raises:
         ConfigError: there is no such folder, or this process may not write it.
@@ -86,11 +88,13 @@ class DescriptorServer:
             with client, suppress(OSError):
                 client.settimeout(LIMIT_S)
                 if _received(client, NONCE_BYTES) == self._nonce and _is_same_user(client):
-                    socket.send_fds(client, [b"!"], [self._fd])
+                    with open("/proc/self/statm", "rb") as statm:
+                        socket.send_fds(client, [b"!"], [self._fd, statm.fileno()])
 
 
-def fetch_descriptor(folder: str, nonce: bytes) -> int:
-    """A descriptor of the memory that a producer gives to those who know `nonce`; to be closed by the caller.
+def fetch_descriptors(folder: str, nonce: bytes, count: int) -> list[int]:
+    """The first `count` of the descriptors that a producer gives to those who know `nonce`: its memory, its
+    /proc/self/statm. To be closed by the caller.
 
     Raises:
         TransportError: no producer has such a socket in this folder, it belongs to another user, or does not answer.
@@ -106,7 +110,7 @@ def fetch_descriptor(folder: str, nonce: bytes) -> int:
                     folder=folder,
                 )
             server.sendall(nonce)
-            _, fds, _, _ = socket.recv_fds(server, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            _, fds, _, _ = socket.recv_fds(server, 1, count, socket.MSG_CMSG_CLOEXEC)
     except FileNotFoundError as error:
         raise TransportError(
             "the producer is not in paths.shared_folder: it is on another node, or has another volume or none there",
@@ -120,9 +124,11 @@ def fetch_descriptor(folder: str, nonce: bytes) -> int:
             folder=folder,
             reason=str(error),
         ) from error
-    if not fds:
+    if len(fds) < count:
+        for fd in fds:
+            os.close(fd)
         raise TransportError("the producer gives its memory to nobody here", folder=folder)
-    return fds[0]
+    return fds
 
 
 @contextmanager

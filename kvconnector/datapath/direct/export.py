@@ -45,7 +45,7 @@ class PoolExporter:
             allocations=_allocations_of(pools) if is_cuda else (),
         )
         board.memory.seal()
-        if shared_folder and not is_cuda:
+        if shared_folder:
             board.memory.serve(shared_folder)
 
 

@@ -8,20 +8,41 @@ from typing import Any
 
 from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.direct.peer_memory import Place
+from kvconnector.datapath.direct.shared_memory import is_of_this_process
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import PoolExport
 
 
 def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[Place]:
     """Map the allocations of an export for kernels on `device`, until `opened` is closed. Those of this very process
-    are there already. Raises TransportError: the GPUs cannot reach each other's memory, or the driver refuses.
+    are there already.
+
+    Args:
+        export: Of CUDA pools, checked.
+        device: Whose kernels read them, "cuda:0".
+        opened: Gets what unmaps them.
+
+    Returns:
+        Where each allocation is here.
+
+    Raises:
+        TransportError: the GPUs cannot reach each other's memory, the driver refuses, or two containers' processes
+            have one process id.
     """
     import torch
 
+    is_own = export.pid == os.getpid()
+    if is_own and not is_of_this_process(export.nonce):
+        # the driver compares process ids, each of its own namespace, and would use the addresses as they are
+        raise TransportError(
+            "the producer's process id in its container is this one's here, by which CUDA takes its memory for this"
+            " process's own: give both containers one pid namespace (hostPID), or start one engine in a process more",
+            pid=export.pid,
+        )
     driver, places = CudaDriver(), []
     with torch.cuda.device(device):
         driver.enter(torch.device(device).index)
-        if export.pid == os.getpid():
+        if is_own:
             _reach_own(driver, export, device, torch)
             return [(each.address, each.nbytes, 0) for each in export.allocations]
         for each in export.allocations:

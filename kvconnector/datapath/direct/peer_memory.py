@@ -5,17 +5,17 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+from contextlib import ExitStack
 from typing import TypeAlias
 
 import numpy as np
 
-from kvconnector.datapath.direct.descriptor_socket import fetch_descriptor
-from kvconnector.errors import PeerLostError, TransportError
+from kvconnector.datapath.direct.descriptor_socket import fetch_descriptors
+from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport
 
 _OR_ELSEWHERE = (
-    ", or in another container: caches in CPU memory need paths.shared_folder on both sides, those on GPUs one pid and"
-    " ipc namespace (hostPID and hostIPC)"
+    ", or in another container: both sides need paths.shared_folder, or one pid namespace (hostPID)"
 )
 _ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
 
@@ -24,7 +24,7 @@ Place: TypeAlias = tuple[int, int, int]
 
 
 class PeerMemory:
-    """The file that `export` names, as bytes in `array`, with its ranges in `places`. That of a CPU is looked for in
+    """The file that `export` names, as bytes in `array`, with its ranges in `places`. It is looked for in
     `shared_folder` alone, if one is named.
 
     Raises:
@@ -33,26 +33,24 @@ class PeerMemory:
     """
 
     def __init__(self, export: PoolExport, shared_folder: str = "") -> None:
-        self._pid, self._statm = export.pid, -1
-        if shared_folder and export.device == "cpu":
-            fd = fetch_descriptor(shared_folder, export.nonce)
-        else:
-            fd = _open(export, f"fd/{export.fd}")
-        try:
-            nbytes = _checked_nbytes(fd, export)
-            self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-        except (OSError, ValueError) as error:
-            raise TransportError(
-                "a producer's memory cannot be mapped", reason=str(error)
-            ) from error
-        finally:
-            os.close(fd)
-        self.array = np.frombuffer(self._memory, np.uint8)
-        if self.array[:NONCE_BYTES].tobytes() != export.nonce:
-            self.close()
-            raise TransportError(_ANOTHER, pid=export.pid)
-        if export.device == "cuda":
-            self._statm = _open(export, "statm")
+        self._pid = export.pid
+        fd, *statm = _descriptors(export, shared_folder)
+        self._statm = statm[0] if statm else -1
+        with ExitStack() as undone:
+            undone.callback(self._close_statm)
+            try:
+                nbytes = _checked_nbytes(fd, export)
+                self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+            except (OSError, ValueError) as error:
+                raise TransportError(
+                    "a producer's memory cannot be mapped", reason=str(error)
+                ) from error
+            finally:
+                os.close(fd)
+            self.array = np.frombuffer(self._memory, np.uint8)
+            if self.array[:NONCE_BYTES].tobytes() != export.nonce:
+                raise TransportError(_ANOTHER, pid=export.pid)
+            undone.pop_all()
         here = self.array.ctypes.data
         self.places: list[Place] = [
             (r.address, r.nbytes, here + r.offset - r.address) for r in export.ranges
@@ -73,27 +71,42 @@ class PeerMemory:
         """Unmap it. Idempotent."""
         self.array = np.empty(0, np.uint8)
         self._memory.close()
+        self._close_statm()
+
+    def _close_statm(self) -> None:
         statm, self._statm = self._statm, -1
         if statm >= 0:
             os.close(statm)
 
 
-def _open(export: PoolExport, name: str) -> int:
-    path = f"/proc/{export.pid}/{name}"
-    try:
-        # whatever the peer has there: opening it must not wait
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    except PermissionError as error:
-        raise TransportError(
-            "the kernel does not let this process open that one's memory: they need the same user",
+def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:
+    """Of the memory, and for a GPU's pools of what says whether the producer lives; to be closed by the caller."""
+    names = [f"fd/{export.fd}", "statm"][: 2 if export.device == "cuda" else 1]
+    if shared_folder:
+        return fetch_descriptors(shared_folder, export.nonce, len(names))
+    # whatever the peer has there: opening it must not wait
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+    with ExitStack() as undone:
+        fds = []
+        for name in names:
+            try:
+                fds.append(os.open(f"/proc/{export.pid}/{name}", flags))
+            except OSError as error:
+                raise _refusal(error, export) from error
+            undone.callback(os.close, fds[-1])
+        undone.pop_all()
+    return fds
+
+
+def _refusal(error: OSError, export: PoolExport) -> KVConnectorError:
+    if isinstance(error, PermissionError):
+        return TransportError(
+            f"the kernel does not let this process open the producer's memory: it is another user's{_OR_ELSEWHERE}",
             pid=export.pid,
-        ) from error
-    except OSError as error:
-        if not os.path.exists(f"/proc/{export.pid}"):
-            raise PeerLostError(
-                f"the producer's process is gone{_OR_ELSEWHERE}", pid=export.pid
-            ) from error
-        raise TransportError(_ANOTHER, pid=export.pid, reason=str(error)) from error
+        )
+    if not os.path.exists(f"/proc/{export.pid}"):
+        return PeerLostError(f"the producer's process is gone{_OR_ELSEWHERE}", pid=export.pid)
+    return TransportError(_ANOTHER, pid=export.pid, reason=str(error))
 
 
 def _checked_nbytes(fd: int, export: PoolExport) -> int:

@@ -58,6 +58,7 @@ class SharedMemory:
             raise TransportError("no memory can be shared", reason=str(error)) from error
         self._memory[:NONCE_BYTES] = self.nonce
         self.array = np.frombuffer(self._memory, np.uint8)[BOARD_OFFSET:]
+        _open.add(self)
 
     def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
         """Move memory of this process, `(start, stop)` addresses, into the file, in place; where it lies there. Nobody
@@ -76,7 +77,6 @@ class SharedMemory:
         if num_pinned() > 0 or any(is_known_to_cuda(start) for start, _ in ranges):
             raise TransportError("memory of this process is registered with a device")
         self._places = places
-        _open.add(self)
         try:
             os.ftruncate(self.fd, self._nbytes)
             for place in places:
@@ -126,7 +126,12 @@ class SharedMemory:
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-"""Whose caches consumers may read: were these moved again, they would read what is no longer written."""
+"""Consumers may read the caches in them: were these moved again, they would read what is no longer written."""
+
+
+def is_of_this_process(nonce: bytes) -> bool:
+    """Returns True if memory that is open here has this nonce."""
+    return any(each.nonce == nonce for each in _open)
 
 
 def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

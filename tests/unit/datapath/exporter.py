@@ -9,13 +9,24 @@ from kvconnector.layout import Watermark
 from tests.support.remote import RemoteObject
 from tests.unit.datapath.caches import Caches
 
+CONTAINER = [
+    "unshare",
+    "--pid",
+    "--ipc",
+    "--net",
+    "--mount",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+]
+
 
 class Exporter(RemoteObject):
-    """An `Exporting` in an interpreter of its own, as CUDA wants it."""
+    """An `Exporting` in an interpreter of its own, as CUDA wants it, started by the command `prefix`."""
 
-    def __init__(self, shape, *, seed, device="cpu"):
+    def __init__(self, shape, *, seed, device="cpu", folder="", prefix=("env",)):
         maker = "tests.unit.datapath.exporter:Exporting"
-        super().__init__(maker, shape, seed, device, prefix=["env"])
+        super().__init__(maker, shape, seed, device, folder, prefix=prefix)
         self.export = self.call("message")
 
     def close(self):
@@ -28,11 +39,11 @@ class Exporter(RemoteObject):
 class Exporting:
     """Its caches hold what `Caches(shape, seed=seed)` holds."""
 
-    def __init__(self, shape, seed, device):
+    def __init__(self, shape, seed, device, folder):
         self._caches = Caches(shape, seed=seed, device=device)
         self._device = device
         self._board = LeaseBoard(None if device == "cpu" else writer_on(device))
-        self._share = PoolExporter(self._caches.pools, self._board)
+        self._share = PoolExporter(self._caches.pools, self._board, folder)
         self.message = self._share.message
 
     def publish(self, key, num_tokens):

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 import pytest
 
 from kvconnector.datapath.direct import descriptor_socket
-from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, fetch_descriptor
+from kvconnector.datapath.direct.descriptor_socket import DescriptorServer, fetch_descriptors
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
 
 NONCE = bytes(range(16))
@@ -29,11 +29,15 @@ def server_of(folder, text=b"pools"):
 
 
 def fetched(folder):
-    fd = fetch_descriptor(str(folder), NONCE)
+    memory, statm = fetch_descriptors(str(folder), NONCE, 2)
     try:
-        return os.pread(fd, 100, 0)
+        assert os.pread(statm, 1, 0) > b"0"
+        (same,) = fetch_descriptors(str(folder), NONCE, 1)
+        os.close(same)
+        return os.pread(memory, 100, 0)
     finally:
-        os.close(fd)
+        os.close(memory)
+        os.close(statm)
 
 
 def test_who_knows_the_nonce_gets_it_until_it_is_closed(tmp_path):

@@ -1,5 +1,6 @@
 """Direct reads between GPUs' pools: another process on this GPU or on another one, and the own process."""
 
+import os
 import time
 
 import numpy as np
@@ -16,7 +17,7 @@ from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, direct_read
-from tests.unit.datapath.exporter import Exporter
+from tests.unit.datapath.exporter import CONTAINER, Exporter
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -33,14 +34,14 @@ places = pytest.mark.parametrize("place", [on_one_gpu, on_another_gpu])
 class Consumer(Caches):
     """Zeroed caches on a GPU, and a pump that reads whatever it can."""
 
-    def __init__(self, shape, *, max_programs=0):
+    def __init__(self, shape, *, max_programs=0, folder=""):
         super().__init__(shape, seed=None, device=OURS)
         settings = {
             "engine_id": "d",
             "role": "consumer",
             "control": {"insecure": True},
             "staging": {"chunk_bytes": SLOT_BYTES, "max_programs": max_programs},
-            "paths": {"direct": "always"},
+            "paths": {"direct": "always", "shared_folder": folder},
         }
         config = ConnectorConfig.from_mapping(settings)
         transport = open_ucx_transport()
@@ -79,10 +80,10 @@ def start():
     """An exporting process with a lease on all of its blocks, and a consumer here that has opened its export."""
     to_close = []
 
-    def make(place, theirs, ours=None, *, max_programs=0):
-        exporter = Exporter(theirs, seed=5, device=place)
+    def make(place, theirs, ours=None, *, max_programs=0, folder="", prefix=("env",)):
+        exporter = Exporter(theirs, seed=5, device=place, folder=folder, prefix=prefix)
         to_close.append(exporter.close)
-        consumer = Consumer(ours or theirs, max_programs=max_programs)
+        consumer = Consumer(ours or theirs, max_programs=max_programs, folder=folder)
         # the consumer unmaps first
         to_close.insert(0, consumer.path.close)
         exporter.publish(KEY, MANY_TOKENS)
@@ -123,6 +124,18 @@ def test_layouts_block_sizes_and_windows(start, place, theirs, ours):
     check(consumer, held, 1, range(16 * BLOCKS))
     check(consumer, held, 2, range(5, 77), heads=range(1, 3))
     check(consumer, held, 3, range(37, 38), heads=range(3, 4), first_block=2)
+
+
+@places
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
+def test_producer_in_another_container_is_read_by_a_folder_of_both(start, place, tmp_path):
+    shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
+    exporter, consumer = start(place, shape, folder=str(tmp_path), prefix=CONTAINER)
+    held = Caches(shape, seed=5)
+    check(consumer, held, 1, range(3, 1024))
+    consumer.submit(2, held, range(1024))
+    exporter.kill()
+    assert isinstance(consumer.until_over(2).error, PeerLostError)
 
 
 @places

@@ -1,0 +1,51 @@
+"""What a consumer knows of a producer on a GPU in another container, as far as that can be seen without a GPU."""
+
+import os
+import time
+from contextlib import ExitStack, closing
+
+import pytest
+from msgspec.structs import replace
+
+from kvconnector.datapath.direct.mappings import map_allocations
+from kvconnector.datapath.direct.peer_memory import PeerMemory
+from kvconnector.errors import PeerLostError, TransportError
+from tests.unit.datapath.caches import Shape
+from tests.unit.datapath.exporter import CONTAINER, Exporter
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces"),
+]
+
+
+@pytest.fixture
+def producer(tmp_path):
+    shape = Shape(layers=2, heads=4, dim=128, block=16, blocks=512)
+    with closing(Exporter(shape, seed=5, folder=str(tmp_path), prefix=CONTAINER)) as exporter:
+        yield exporter
+
+
+def test_it_is_seen_to_live_and_to_end(producer, tmp_path):
+    """By the folder: its process id is of another namespace."""
+    export = replace(producer.export, device="cuda", ranges=())
+    with pytest.raises((PeerLostError, TransportError), match="both sides need paths"):
+        PeerMemory(export)
+    with closing(PeerMemory(export, str(tmp_path))) as memory:
+        memory.check_alive()
+        producer.kill()
+        with pytest.raises(PeerLostError, match="gone"):
+            _check_for_a_while(memory)
+
+
+def _check_for_a_while(memory):
+    """The kernel ends the producer when `unshare` has ended."""
+    for _ in range(1000):
+        memory.check_alive()
+        time.sleep(0.01)
+
+
+def test_one_process_id_in_two_containers_is_refused(producer):
+    """CUDA would take the producer's addresses for this process's own."""
+    with pytest.raises(TransportError, match="one pid namespace"):
+        map_allocations(replace(producer.export, pid=os.getpid()), "cuda:0", ExitStack())
