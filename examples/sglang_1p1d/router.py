@@ -4,7 +4,7 @@
 
 The room names the transfer, and the transfer's secret is made from it: it must be drawn anew for every request, by a
 generator that cannot be predicted. The prefill engine answers with the first token alone, which the decode engine
-has too: the decode engine's answer is passed on, as it comes.
+has too: the decode engine's answer is passed on, as it comes. HTTP is that of the router for vLLM.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from __future__ import annotations
 import argparse
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
 
-PATHS = ("/generate", "/v1/completions", "/v1/chat/completions")
+sys.path.insert(0, str(Path(__file__).parents[1]))  # so that any directory may be the current one
+from vllm_1p1d import router as vllm
+
 ROOM_BITS = 63
-CONNECT_TIMEOUT_S = 10.0
-TOTAL_TIMEOUT_S = 600.0
-OK = 200
 
 
-class Router:
+class Router(vllm.Router):
     """Between one prefill and one decode engine.
 
     Args:
@@ -37,39 +37,29 @@ class Router:
     """
 
     def __init__(self, prefill: str, bootstrap_port: int, decode: str) -> None:
-        self._prefill, self._decode = prefill, decode
-        self._where = {
-            "bootstrap_host": urlsplit(prefill).hostname,
-            "bootstrap_port": bootstrap_port,
-        }
+        super().__init__([prefill], [decode])
+        host = urlsplit(prefill).hostname
+        self._where = {"bootstrap_host": host, "bootstrap_port": bootstrap_port}
 
     def app(self) -> web.Application:
-        """The server."""
-        app = web.Application()
-        app.cleanup_ctx.append(self._open)
-        app.add_routes([web.post(path, self._ask_both) for path in PATHS])
-        app.router.add_get("/health", _health)
+        """The HTTP application."""
+        app = super().app()
+        app.router.add_post("/generate", self.complete)
         return app
 
-    async def _open(self, app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=TOTAL_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S)
-        connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._session:
-            yield
-
-    async def _ask_both(self, request: web.Request) -> web.StreamResponse:
+    async def complete(self, request: web.Request) -> web.StreamResponse:
+        """POST: ask both engines; the decode engine's answer is passed on as it comes."""
         body = {**await request.json(), **self._where}
         body["bootstrap_room"] = secrets.randbits(ROOM_BITS)
-        prefilled = asyncio.create_task(self._read(self._prefill + request.path, body))
+        prefilled = asyncio.create_task(self._read(next(self._prefill) + request.path, body))
         try:
-            async with self._session.post(self._decode + request.path, json=body) as upstream:
-                response = await _pass_on(request, upstream)
-            if upstream.status == OK:
+            upstream, first = await self._begun(next(self._decode) + request.path, body, {})
+            async with upstream:
+                response = await self._pass_on(request, upstream, first)
+            if upstream.status == vllm.OK:
                 # it ends a moment later; given up now, it would count as aborted
                 await asyncio.wait([prefilled])
             return response
-        except (aiohttp.ClientError, TimeoutError) as error:
-            raise web.HTTPBadGateway(text=f"{self._decode} did not answer: {error}") from error
         finally:
             prefilled.cancel()
 
@@ -78,21 +68,6 @@ class Router:
         with suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.post(url, json=body) as answer:
                 await answer.read()
-
-
-async def _pass_on(request: web.Request, upstream: aiohttp.ClientResponse) -> web.StreamResponse:
-    response = web.StreamResponse(
-        status=upstream.status, headers={"Content-Type": upstream.headers["Content-Type"]}
-    )
-    await response.prepare(request)
-    async for chunk in upstream.content.iter_any():
-        await response.write(chunk)
-    await response.write_eof()
-    return response
-
-
-async def _health(_: web.Request) -> web.Response:
-    return web.Response()
 
 
 def main() -> None:
@@ -104,8 +79,8 @@ def main() -> None:
     parser.add_argument("--bootstrap-port", type=int, default=8998)
     parser.add_argument("--decode", required=True, help="base URL")
     arguments = parser.parse_args()
-    router = Router(arguments.prefill, arguments.bootstrap_port, arguments.decode)
-    web.run_app(router.app(), host=arguments.host, port=arguments.port, print=None)
+    app = Router(arguments.prefill, arguments.bootstrap_port, arguments.decode).app()
+    web.run_app(app, host=arguments.host, port=arguments.port, print=None, backlog=vllm.BACKLOG)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,22 @@
 
 import asyncio
 from argparse import Namespace
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 
-import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
 
 from sglang_1p1d.router import Router
 from sglang_1p1d.run import engine_command
 
 
 class Engine:
-    """Answers with `status` once `other` was asked for the same room."""
+    """Answers with `status` once `other` was asked for the same room, `delay_s` later; never if that is None."""
 
-    def __init__(self, status=200):
-        self.status, self.other, self.bodies = status, self, []
-        self.is_asked, self.was_given_up = asyncio.Event(), False
+    def __init__(self, status=200, delay_s=0.0):
+        self.status, self.delay_s, self.other, self.bodies = status, delay_s, self, []
+        self.is_asked, self.is_over, self.was_given_up = asyncio.Event(), asyncio.Event(), False
 
     async def generate(self, request):
         body = await request.json()
@@ -25,23 +25,13 @@ class Engine:
         self.is_asked.set()
         try:
             await self.other.is_asked.wait()
-            if self.status is None:
-                await asyncio.Event().wait()
+            await (asyncio.Event().wait() if self.delay_s is None else asyncio.sleep(self.delay_s))
         except asyncio.CancelledError:
             self.was_given_up = True
             raise
+        finally:
+            self.is_over.set()
         return web.json_response({"output_ids": body["input_ids"]}, status=self.status)
-
-
-@asynccontextmanager
-async def serving(app):
-    runner = web.AppRunner(app, handler_cancellation=True)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
 
 
 def through_router(prefill, decode, prompts):
@@ -54,25 +44,23 @@ def through_router(prefill, decode, prompts):
             for engine in (prefill, decode):
                 app = web.Application()
                 app.add_routes([web.post("/generate", engine.generate)])
-                urls.append(await stack.enter_async_context(serving(app)))
-            router = Router(urls[0], 8998, urls[1])
-            url = await stack.enter_async_context(serving(router.app()))
-            session = await stack.enter_async_context(aiohttp.ClientSession())
+                server = await stack.enter_async_context(TestServer(app))
+                urls.append(f"http://127.0.0.1:{server.port}")
+            server = TestServer(Router(urls[0], 8998, urls[1]).app())
+            client = await stack.enter_async_context(TestClient(server))
             answers = []
             for prompt in prompts:
-                async with session.post(url + "/generate", json={"input_ids": prompt}) as answer:
+                async with client.post("/generate", json={"input_ids": prompt}) as answer:
                     answers.append((answer.status, await answer.json()))
+                await prefill.is_over.wait()
+                prefill.is_over.clear()
             return answers
 
-    async def bounded():
-        async with asyncio.timeout(30):
-            return await ask()
-
-    return asyncio.run(bounded())
+    return asyncio.run(asyncio.wait_for(ask(), 30))
 
 
 def test_both_engines_are_asked_at_once_for_a_room_of_their_own():
-    prefill, decode = Engine(), Engine()
+    prefill, decode = Engine(delay_s=0.1), Engine()
     answers = through_router(prefill, decode, [[1], [2]])
     assert answers == [(200, {"output_ids": [1]}), (200, {"output_ids": [2]})]
     assert prefill.bodies == decode.bodies
@@ -85,7 +73,7 @@ def test_both_engines_are_asked_at_once_for_a_room_of_their_own():
 
 
 def test_where_the_decode_engine_fails_the_prefill_engine_is_given_up():
-    prefill, decode = Engine(status=None), Engine(status=500)
+    prefill, decode = Engine(delay_s=None), Engine(status=500)
     assert through_router(prefill, decode, [[1]]) == [(500, {"output_ids": [1]})]
     assert prefill.was_given_up
 
