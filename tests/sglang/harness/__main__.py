@@ -88,9 +88,7 @@ class Alone:
         if (model, options) != self._model:
             self._stop()
             log = self._folder / "alone.log"
-            spec = EngineSpec(
-                model=str(model.path), log=log, dumps=self._folder, options=dict(options)
-            )
+            spec = EngineSpec(model=str(model), log=log, dumps=self._folder, options=dict(options))
             self._model, self._known = (model, options), {}
             self._engine = Engine(spec)
             self._engine.wait_until_ready()

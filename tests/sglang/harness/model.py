@@ -1,21 +1,8 @@
 """Small models of random weights, as the vLLM cases make them, in the forms that SGLang's CPU code can run."""
 
 import json
-from dataclasses import dataclass
-from pathlib import Path
 
-from tests.vllm.harness.model import VOCAB_SIZE, make_model
-
-__all__ = ["VOCAB_SIZE", "Model", "model_of"]
-
-
-@dataclass(frozen=True)
-class Model:
-    """`kv_heads`: as compared, 1 for a latent; `window`: of its sliding layers."""
-
-    path: Path
-    kv_heads: int
-    window: int | None = None
+from tests.vllm.harness.model import make_model
 
 
 def model_of(folder, *, kind="llama", kv_heads=4, window=0):
@@ -30,7 +17,7 @@ def model_of(folder, *, kind="llama", kv_heads=4, window=0):
     if window:
         # SGLang keeps such layers in a pool of their own where the model says so
         _change(path, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (layers // 2))
-    return Model(path, 1 if kind == "mla" else kv_heads, window or None)
+    return path
 
 
 def _change(path, **values):

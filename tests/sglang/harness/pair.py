@@ -5,8 +5,6 @@ import secrets
 import time
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from tests.sglang.harness.dump import compare
 from tests.sglang.harness.engine import (
     ANSWER_TIMEOUT_S,
@@ -14,7 +12,6 @@ from tests.sglang.harness.engine import (
     EngineSpec,
     Request,
 )
-from tests.sglang.harness.model import VOCAB_SIZE
 from tests.support.ports import free_ports
 from tests.vllm.harness.report import OURS, NoAnswerError, Outcome
 
@@ -37,7 +34,7 @@ class Pair:
     """The two engines of `case`, in `folder`."""
 
     def __init__(self, case, model, folder, alone, backend=OURS):
-        self.case, self.model, self._alone = case, model, alone
+        self._alone = alone
         self.bootstrap_port = free_ports()
         self.dumps = folder / "dumps"
         self.dumps.mkdir(parents=True, exist_ok=True)
@@ -53,7 +50,7 @@ class Pair:
             chosen = {"disaggregation-mode": side, **common, **options[side], **of_case}
             ranks = int(of_case.get("tp", 1)) * int(of_case.get("pp-size", 1))
             self.specs[side] = EngineSpec(
-                model=str(model.path),
+                model=str(model),
                 log=log,
                 dumps=self.dumps,
                 options=chosen,
@@ -105,8 +102,7 @@ class Pair:
             outcome.complaints.append(f"{what}: {[answer.error for answer in answers]}")
             return answers[0]
         outcome.compare(what, answers[0], expected)
-        difference = compare(self.dumps, asked.room, self.model.kv_heads, self.model.window)
-        outcome.compare_bytes(what, difference)
+        outcome.compare_bytes(what, compare(self.dumps, asked.room))
         return answers[0]
 
     def ask(self, outcome, what, prompt, **options):
@@ -142,8 +138,3 @@ def threads_of(ranks):
         return {}
     cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]
     return {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(cores)}
-
-
-def prompt_of(length, seed=0):
-    """Random tokens."""
-    return np.random.default_rng([length, seed]).integers(1, VOCAB_SIZE, length).tolist()

@@ -10,7 +10,7 @@ from kvconnector.control.security import (
     generate_keys,
 )
 from tests.sglang.harness.engine import ANSWER_TIMEOUT_S
-from tests.sglang.harness.pair import prompt_of
+from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 16, 64, 79, 130, 500)
 """Below a page, a page, a chunk, a chunk and less than one more page, and several chunks."""
