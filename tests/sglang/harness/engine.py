@@ -85,13 +85,13 @@ class Answer:
 
 
 class Request:
-    """One POST under way."""
+    """One under way: POST, or GET without a body."""
 
-    def __init__(self, port, path, body):
+    def __init__(self, port, path, body=None):
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
-        payload = json.dumps(body)
+        method, payload = ("GET", None) if body is None else ("POST", json.dumps(body))
         try:
-            self._connection.request("POST", path, payload, {"Content-Type": "application/json"})
+            self._connection.request(method, path, payload, {"Content-Type": "application/json"})
         except OSError as error:
             raise NoAnswerError(f"the engine is gone: {error}") from error
 
@@ -110,9 +110,9 @@ class Request:
         cached_tokens = content["meta_info"].get("cached_tokens", 0)
         return Answer(content.get("output_ids") or [], error, cached_tokens)
 
-    def status(self):
+    def status(self, timeout_s=ANSWER_TIMEOUT_S):
         """The HTTP status alone."""
-        return self._response(ANSWER_TIMEOUT_S)[0]
+        return self._response(timeout_s)[0]
 
     def _response(self, timeout_s):
         with closing(self._connection) as connection:
@@ -147,10 +147,8 @@ class Engine:
         while time.monotonic() < deadline:
             if self.has_ended():
                 raise NoAnswerError(f"the engine ended at its start: {self.last_error()}")
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HEALTH_S)
-            with suppress(OSError, http.client.HTTPException), closing(connection):
-                connection.request("GET", "/health")
-                if connection.getresponse().status == OK:
+            with suppress(NoAnswerError):
+                if Request(self.port, "/health").status(HEALTH_S) == OK:
                     return
             time.sleep(POLL_S)
         raise NoAnswerError("the engine did not start in time")
@@ -168,9 +166,8 @@ class Engine:
     def submit(self, prompt, *, max_tokens=8, **options):
         """Ask for the greedy tokens after `prompt`; returns the `Request`."""
         sampling = {"temperature": 0.0, "max_new_tokens": max_tokens, "ignore_eos": True}
-        return self._post(
-            "/generate", {"input_ids": prompt, "sampling_params": sampling, **options}
-        )
+        body = {"input_ids": prompt, "sampling_params": sampling, **options}
+        return Request(self.port, "/generate", body)
 
     def ask(self, prompt, **options):
         """Tokens of this engine alone."""
@@ -178,11 +175,11 @@ class Engine:
 
     def abort(self, request_id):
         """Give a request up, as a client's disconnect does."""
-        self._post("/abort_request", {"rid": request_id}).status()
+        Request(self.port, "/abort_request", {"rid": request_id}).status()
 
     def is_idle(self):
         """Empty the prefix cache. Returns False while requests hold any of the cache."""
-        return self._post("/flush_cache", {}).status() == OK
+        return Request(self.port, "/flush_cache", {}).status() == OK
 
     def kill(self):
         """End it without a goodbye."""
@@ -203,9 +200,6 @@ class Engine:
         """The last line of the log that names an error."""
         lines = [line for line in self.log_text().splitlines() if "Error" in line]
         return lines[-1] if lines else "see its log"
-
-    def _post(self, path, body):
-        return Request(self.port, path, body)
 
     def _signal(self, kind):
         with suppress(ProcessLookupError):

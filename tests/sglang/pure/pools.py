@@ -36,7 +36,7 @@ class Model:
 
     def code(self, part, layer, outer, inner):
         """A value of its own for each element."""
-        return (((part * 16 + layer) * 4096) + outer) * 64 + inner
+        return ((((part * 16 + layer) * 4096) + outer) * 64 + inner).to(DTYPE)
 
 
 class Pools:
@@ -127,36 +127,21 @@ class Pools:
 
     def expected_pages(self, part, layer, tokens):
         """Of these tokens `[token, head, dim]` of this rank."""
-        values = [
-            [
-                [
-                    self.model.code(part, layer, token, head * HEAD_DIM + dim)
-                    for dim in range(HEAD_DIM)
-                ]
-                for head in self.heads
-            ]
-            for token in tokens
-        ]
-        return torch.tensor(values, dtype=DTYPE).view(-1, len(self.heads), HEAD_DIM)
+        heads = torch.tensor([*self.heads]).view(-1, 1) * HEAD_DIM
+        tokens = torch.tensor([*tokens], dtype=torch.int64).view(-1, 1, 1)
+        return self.model.code(part, layer, tokens, heads + torch.arange(HEAD_DIM))
 
     def expected_conv(self, layer):
         """The channels of this rank, group after group."""
-        channels, base = [], 0
-        for total in CONV_GROUPS:
-            count = total // self.shape.tp_size
-            start = base + self.shape.tp_rank * count
-            channels += range(start, start + count)
-            base += total
-        values = [[self.model.code(8, layer, c, k) for k in range(CONV_WIDTH)] for c in channels]
-        return torch.tensor(values, dtype=DTYPE)
+        channels = torch.arange(sum(CONV_GROUPS)).split(CONV_GROUPS)
+        own = [group.chunk(self.shape.tp_size)[self.shape.tp_rank] for group in channels]
+        return self.model.code(8, layer, torch.cat(own).view(-1, 1), torch.arange(CONV_WIDTH))
 
     def expected_temporal(self, layer):
         """The state heads of this rank."""
-        count = STATE_HEADS // self.shape.tp_size
-        heads = range(self.shape.tp_rank * count, (self.shape.tp_rank + 1) * count)
-        inner = range(STATE_DIMS[0] * STATE_DIMS[1])
-        values = [[self.model.code(9, layer, head, i) for i in inner] for head in heads]
-        return torch.tensor(values, dtype=DTYPE).view(-1, *STATE_DIMS)
+        own = torch.arange(STATE_HEADS).chunk(self.shape.tp_size)[self.shape.tp_rank]
+        inner = torch.arange(STATE_DIMS[0] * STATE_DIMS[1])
+        return self.model.code(9, layer, own.view(-1, 1), inner).view(-1, *STATE_DIMS)
 
     def write_tokens(self, caches, pages, tokens, part_base=0, first_token=0):
         """As a model's forward would."""
