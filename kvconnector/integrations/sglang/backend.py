@@ -28,10 +28,10 @@ from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
+from torch import distributed
 
 from kvconnector.errors import GeometryError, KVConnectorError, LocalError
 from kvconnector.integrations.sglang.caches import Heads, Shape
-from kvconnector.integrations.sglang.gather import gather
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
     connector_config,
@@ -142,6 +142,30 @@ def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **opti
     receiver.window_tokens = scheduler.sliding_window_size
     # what overlapped scheduling still computes may write to blocks that were freed meanwhile
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
+
+
+def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:
+    """Hand each rank's bytes to all ranks; the group's own timeout ends the wait.
+
+    Args:
+        payload: Of this rank; not empty.
+        group: All ranks of the engine.
+
+    Returns:
+        In the order of the ranks.
+    """
+    size = distributed.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
+    distributed.all_gather(lengths, torch.tensor([len(payload)]), group=group)
+    longest = int(max(length.item() for length in lengths))
+    own = torch.zeros(longest, dtype=torch.uint8)
+    own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    distributed.all_gather(parts, own, group=group)
+    return [
+        part[: int(length.item())].numpy().tobytes()
+        for part, length in zip(parts, lengths, strict=True)
+    ]
 
 
 def _facts(server_args: Any) -> dict[str, object]:
