@@ -1,6 +1,6 @@
 """`python -m tests.sglang.harness [CASE...]`: every case, as Markdown and JSON."""
 
-import os
+import multiprocessing
 import shutil
 import sys
 import time
@@ -63,16 +63,12 @@ def arguments_of():
 
 def make_models(cases, folder):
     """In a process of its own: forked engines hang in OpenMP where their parent has used it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            for case in cases:
-                model_of(folder, **case.model)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    if os.waitpid(pid, 0)[1]:
+    models = [case.model for case in cases]
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=lambda: [model_of(folder, **each) for each in models])
+    process.start()
+    process.join()
+    if process.exitcode:
         raise SystemExit("the models could not be made; why is above")
 
 
