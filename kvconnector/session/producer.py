@@ -113,7 +113,8 @@ class ProducerSession:
             self._agenda.plan(lease, lease.expires_at)
         lease.move(target)
         commands: list[Command] = []
-        if self._reply.export is not None:
+        # a key that was retracted is not published again: who reads under it would take one lease for the other
+        if self._reply.export is not None and self._find_ended(lease) is None:
             lease.keys = lease.names()
             commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
         commands += self._notify_followers(lease)
@@ -243,7 +244,7 @@ class ProducerSession:
         ranks.add(peer.rank)
         return self._end(lease, LeaseState.RELEASED) if ranks >= peer.readers else []
 
-    def _find_ended(self, key: m.TransferKey | m.Read) -> LeaseState | None:
+    def _find_ended(self, key: m.TransferKey | m.Read | Lease) -> LeaseState | None:
         remembered = self._ended, self._given_up
         found = [each.find(key.transfer_id, key.secret) for each in remembered]
         return found[0] or found[1]

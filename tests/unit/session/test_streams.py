@@ -69,6 +69,18 @@ def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
     assert started.blocks is expected.blocks
 
 
+def test_a_name_that_is_used_again_is_sent_and_not_published():
+    """A direct read that began under the first lease would not see that it has ended."""
+    side = _filling(harness.EXPORT)
+    published = harness.of(side.tell(_granted(12, is_complete=True)), cmd.PublishLease)
+    assert KEY_OF_FOLLOWERS in {each.key for each in published}
+    assert harness.of(side.tell(harness.given_up()), cmd.RetractLease)
+    for again in (_granted(0), _granted(12, is_complete=True)):
+        assert not harness.of(side.tell(again), cmd.PublishLease)
+    asked = harness.read(1, tokens=range(12), blocks=())
+    assert harness.of(side.receive(-1, asked), cmd.StartSend)
+
+
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     side = _filling()
     side.tell(_granted(8))
