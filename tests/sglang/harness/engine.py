@@ -80,7 +80,6 @@ class Answer:
 
     tokens: list
     error: str = ""
-    cached_tokens: int = 0
     reason = "length"
 
 
@@ -95,20 +94,19 @@ class Request:
         except OSError as error:
             raise NoAnswerError(f"the engine is gone: {error}") from error
 
-    def answer(self, timeout_s=ANSWER_TIMEOUT_S):
+    def answer(self):
         """Wait for it.
 
         Raises:
-            NoAnswerError: the engine is gone, or took longer than `timeout_s`.
+            NoAnswerError: the engine is gone, or took longer than `ANSWER_TIMEOUT_S`.
         """
-        status, text = self._response(timeout_s)
+        status, text = self._response(ANSWER_TIMEOUT_S)
         if status != OK:
             return Answer([], text or str(status))
         content = json.loads(text)
         reason = content["meta_info"]["finish_reason"] or {}
         error = reason.get("message", "aborted") if reason.get("type") == "abort" else ""
-        cached_tokens = content["meta_info"].get("cached_tokens", 0)
-        return Answer(content.get("output_ids") or [], error, cached_tokens)
+        return Answer(content.get("output_ids") or [], error)
 
     def status(self, timeout_s=ANSWER_TIMEOUT_S):
         """The HTTP status alone."""

@@ -6,12 +6,7 @@ import time
 from dataclasses import dataclass, replace
 
 from tests.sglang.harness.dump import compare
-from tests.sglang.harness.engine import (
-    ANSWER_TIMEOUT_S,
-    Engine,
-    EngineSpec,
-    Request,
-)
+from tests.sglang.harness.engine import Engine, EngineSpec, Request
 from tests.support.ports import free_ports
 from tests.vllm.harness.report import OURS, NoAnswerError, Outcome
 
@@ -93,22 +88,20 @@ class Pair:
             )
         return Asked(room, name, prompt, asked.get("prefill"), asked.get("decode"))
 
-    def compare(self, outcome, what, asked, expected=None, timeout_s=ANSWER_TIMEOUT_S):
-        """Compare tokens with one engine's alone, and both caches; returns the decode engine's answer."""
-        expected = expected or self.alone(asked.prompt)
-        answers = [each.answer(timeout_s) for each in (asked.decode, asked.prefill)]
+    def compare(self, outcome, what, asked, expected):
+        """Compare tokens with one engine's alone, and both caches."""
+        answers = [each.answer() for each in (asked.decode, asked.prefill)]
         if any(answer.error for answer in answers):
             outcome.prompts += 1
             outcome.complaints.append(f"{what}: {[answer.error for answer in answers]}")
-            return answers[0]
+            return
         outcome.compare(what, answers[0], expected)
         outcome.compare_bytes(what, compare(self.dumps, asked.room))
-        return answers[0]
 
     def ask(self, outcome, what, prompt, **options):
         """Ask both, and compare."""
         expected = self.alone(prompt, **options)
-        return self.compare(outcome, what, self.submit(prompt, **options), expected)
+        self.compare(outcome, what, self.submit(prompt, **options), expected)
 
     def check_idle(self, outcome, *sides):
         """Complain about an engine that still holds memory of a request, after waiting for its deadlines."""
