@@ -39,10 +39,19 @@ def main() -> int:
     urls = {"prefill": f"http://127.0.0.1:{base + 1}", "decode": f"http://127.0.0.1:{base + 2}"}
     router_url = f"http://127.0.0.1:{base}"
     with ExitStack() as stack:
-        engines = {
-            name: start_engine(stack, arguments, name, number)
-            for number, name in enumerate(("prefill", "decode"))
-        }
+        engines = {}
+        for number, name in enumerate(urls):
+            command, environment = engine_command(
+                name,
+                number,
+                model=arguments.model,
+                port=base,
+                connector=arguments.connector,
+                gpus=getattr(arguments, f"{name}_gpus"),
+                more=getattr(arguments, f"{name}_args"),
+            )
+            log = arguments.folder / f"{name}.log"
+            engines[name] = start(stack, log, command, environment)
         for name, url in urls.items():
             wait_for(url + "/health", engines[name], name)
         router = start(
@@ -71,14 +80,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=HERE / "build", help="for logs and the model"
     )
-    parser.add_argument(
-        "--prefill-gpus", help="CUDA_VISIBLE_DEVICES of the prefill engine; none: CPU"
-    )
-    parser.add_argument(
-        "--decode-gpus", help="CUDA_VISIBLE_DEVICES of the decode engine; none: CPU"
-    )
-    parser.add_argument("--prefill-args", default="", help="more options of the prefill engine")
-    parser.add_argument("--decode-args", default="", help="more options of the decode engine")
+    for name in ("prefill", "decode"):
+        what = f"of the {name} engine"
+        parser.add_argument(f"--{name}-gpus", help=f"CUDA_VISIBLE_DEVICES {what}; none: CPU")
+        parser.add_argument(f"--{name}-args", default="", help=f"more options {what}")
     parser.add_argument(
         "--connector", default="KVConnector", help="or NixlConnector, where NIXL is installed"
     )
@@ -89,49 +94,44 @@ def parse() -> argparse.Namespace:
     return arguments
 
 
-def start_engine(
-    stack: ExitStack, arguments: argparse.Namespace, name: str, number: int
-) -> subprocess.Popen[bytes]:
-    """One vLLM server."""
-    command, environment = engine_command(arguments, name, number)
-    return start(stack, arguments.folder / f"{name}.log", command, environment)
-
-
 def engine_command(
-    arguments: argparse.Namespace, name: str, number: int
+    role: str,
+    number: int,
+    *,
+    model: str,
+    port: int,
+    connector: str = "KVConnector",
+    gpus: str | None = None,
+    more: str = "",
 ) -> tuple[list[str], dict[str, str]]:
-    """What an engine, the `number`-th on this host, is started with."""
+    """What an engine, the `number`-th on this host, is started with beside a router at `port`: command, environment."""
     transfer = {
-        "kv_connector": arguments.connector,
-        "kv_role": "kv_producer" if name == "prefill" else "kv_consumer",
+        "kv_connector": connector,
+        "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
         "kv_load_failure_policy": "recompute",
     }
-    if arguments.connector == "KVConnector":
+    if connector == "KVConnector":
         transfer["kv_connector_module_path"] = "kvconnector.integrations.vllm"
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", arguments.model, "--host", "127.0.0.1"),
-        *("--port", str(arguments.port + 1 + number)),
+        *("--model", model, "--host", "127.0.0.1", "--port", str(port + 1 + number)),
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
-    more = shlex.split(getattr(arguments, f"{name}_args"))
-    control_port = arguments.port + CONTROL_PORT_OFFSETS[name]
-    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(control_port)}
-    gpus = getattr(arguments, f"{name}_gpus")
+    options = shlex.split(more)
+    environment = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port + CONTROL_PORT_OFFSETS[role])}
     if gpus is None:
         command += ["--enforce-eager", "--dtype", "float32", "--max-model-len", "4096"]
         command += ["--kv-cache-memory-bytes", str(256 << 20), "--block-size", "64"]
-        ranks = num_ranks(more)
-        cpus = [(number + rank) % (os.cpu_count() or 1) for rank in range(ranks)]
+        ranks = range(number, number + num_ranks(options))
         environment |= {
             # one CPU for each rank
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cpus)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(r % (os.cpu_count() or 1)) for r in ranks),
             "VLLM_HOST_IP": "127.0.0.1",
             "HF_HUB_OFFLINE": "1",
         }
     else:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
-    return [*command, *more], environment
+    return [*command, *options], environment
 
 
 def num_ranks(options: list[str]) -> int:

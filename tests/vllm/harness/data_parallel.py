@@ -4,9 +4,7 @@ from contextlib import ExitStack
 from itertools import product
 
 from tests.support.ports import free_ports
-from tests.vllm.harness.model import make_model
 from tests.vllm.harness.servers import Servers, failures, transfers
-from vllm_1p1d.model import save_tokenizer
 
 BALANCED = 6
 """Requests that vLLM's own load balancers spread."""
@@ -22,7 +20,7 @@ def one_address(kind="llama", *, prefill, decode, more=""):
         options = {role: f"--data-parallel-size {size} {more}" for role, size in sizes.items()}
         ranks = {role: [(role, rank) for rank in range(size)] for role, size in sizes.items()}
         with ExitStack() as stack:
-            servers = Servers(folder, stack, device, _served_model(folder, kind), options)
+            servers = Servers(folder, stack, device, kind, options)
             moved = _every_pair(servers, outcome, ranks)
             for seed in range(100, 100 + BALANCED):
                 expected = servers.ask("prefill", seed).tokens
@@ -51,18 +49,10 @@ def address_per_rank(kind, *, size, more=""):
             where = f" --data-parallel-address 127.0.0.1 --data-parallel-rpc-port {free_ports()}"
             options |= {name: options[name] + where for name, _ in ranks[role]}
         with ExitStack() as stack:
-            servers = Servers(folder, stack, device, _served_model(folder, kind), options)
+            servers = Servers(folder, stack, device, kind, options)
             _every_pair(servers, outcome, ranks)
 
     return run
-
-
-def _served_model(folder, kind):
-    """A model of the harness with a tokenizer, which API servers want."""
-    path = make_model(folder / "models", kind=kind)
-    if not (path / "tokenizer.json").exists():
-        save_tokenizer(path)
-    return path
 
 
 def _every_pair(servers, outcome, ranks):

@@ -10,59 +10,30 @@ import time
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from tests.hosts.network import Network
 from tests.support.ports import free_ports
 from tests.vllm.harness.servers import (
-    NUM_TOKENS,
+    MAX_TOKENS,
     TIMEOUT_S,
     Servers,
     becomes,
+    complete,
     failures,
+    fetch,
     samples_of,
     transfers,
 )
 from vllm_1p1d import run as example
 
 PROMPTS = 4
-MAX_TOKENS = 16
 MODEL = "tiny"
 SIDES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 RAY_PORTS = ("--port", "8000", "--metrics", "9400")
 """Of a host of its own, where every port is free."""
 RAY_APP = (sys.executable, "-m", "tests.vllm.harness.ray_app")
-
-
-def complete(url, model, seed, *, is_streamed=False):
-    """The words of a completion, of which each is a token; `num_tokens`, also of words that are not written, as "w0";
-    `num_parts` in which it came.
-    """
-    body = {
-        "model": model,
-        "prompt": " ".join(f"w{(17 * number + 31 * seed) % 1021}" for number in range(NUM_TOKENS)),
-        "max_tokens": MAX_TOKENS,
-        "temperature": 0.0,
-        "ignore_eos": True,
-    }
-    if is_streamed:
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-    status, answer = example.http("POST", url + "/v1/completions", body)
-    text = answer.decode(errors="replace")
-    if status != example.OK:
-        raise RuntimeError(f"{url} answered {status}: {text}")
-    lines = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    events = [line for line in lines if line != "[DONE]"] if is_streamed else [text]
-    parts = [json.loads(event) for event in events]
-    choices = [choice for part in parts for choice in part["choices"]]
-    usages = [part["usage"] for part in parts if part.get("usage")]
-    return SimpleNamespace(
-        tokens="".join(choice["text"] for choice in choices).split(),
-        reason=choices[-1]["finish_reason"],
-        num_tokens=usages[-1]["completion_tokens"],
-        num_parts=len(choices),
-    )
 
 
 def compare_through(url, model, outcome, expected):
@@ -230,10 +201,7 @@ def _alone(folder, device):
 
 
 def _samples(url):
-    status, answer = example.http("GET", url)
-    if status != example.OK:
-        raise RuntimeError(f"{url} answered {status}")
-    return samples_of(answer.decode())
+    return samples_of(fetch("GET", url))
 
 
 def ray_token():

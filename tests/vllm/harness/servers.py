@@ -1,6 +1,5 @@
 """Two API servers, as an operator starts them, and what their `/metrics` and logs say of transfers."""
 
-import argparse
 import json
 import os
 import re
@@ -9,20 +8,20 @@ import subprocess
 import sys
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import MEMORY_SHARE
+from tests.vllm.harness.model import make_model
 from vllm_1p1d import run as example
-from vllm_1p1d.model import make_model
+from vllm_1p1d.model import save_tokenizer
 from vllm_1p1d.router import REMOTE_DECODE
 
 PLAIN = {"prefill": "", "decode": ""}
 # engine ports are the router's plus 1 and more, control ports plus 11 and 111, data-parallel ranks' come after them
 PORTS = (*range(7), 11, 12, 13, 111, 112, 113)
 TIMEOUT_S = 60.0
-NUM_TOKENS = 300
+NUM_TOKENS, MAX_TOKENS = 300, 16
 # K and V of four layers with four heads of 32 floats
 BYTES_PER_TOKEN = 2 * 4 * 4 * 32 * 4
 
@@ -33,28 +32,26 @@ GPU_ARGUMENTS = (
 
 
 class Servers:
-    """API servers. `model`: instead of the example's. `options`: more of vLLM's, by server; the part of its name before
-    a dash is its role.
+    """API servers of a `kind` of model. `options`: more of vLLM's, by server; the part of its name before a dash is its
+    role.
     """
 
-    def __init__(self, folder, stack, device, model=None, options=MappingProxyType(PLAIN)):
-        self.model = str(model or folder / "models" / "served")
-        if model is None:
-            make_model(Path(self.model))
+    def __init__(self, folder, stack, device, kind="llama", options=MappingProxyType(PLAIN)):
+        model = make_model(folder / "models", kind=kind)
+        if not (model / "tokenizer.json").exists():
+            save_tokenizer(model)
+        self.model = str(model)
         self._folder, self.urls, self._processes = folder / "logs", {}, {}
         base = free_ports(PORTS)
         for number, (name, more) in enumerate(options.items()):
-            role, ranks = name.partition("-")[0], example.num_ranks(more.split())
-            arguments = argparse.Namespace(
+            command, environment = example.engine_command(
+                name.partition("-")[0],
+                number,
                 model=self.model,
-                connector="KVConnector",
                 port=base,
-                **{
-                    f"{role}_args": f"{own_options(device)} {more}",
-                    f"{role}_gpus": device.environment(number, ranks).get("CUDA_VISIBLE_DEVICES"),
-                },
+                gpus=gpus_of(device, number, more),
+                more=f"{own_options(device)} {more}",
             )
-            command, environment = example.engine_command(arguments, role, number)
             log = self._folder / f"{name}.log"
             self.urls[name] = f"http://127.0.0.1:{base + 1 + number}"
             self._processes[name] = example.start(stack, log, command, environment)
@@ -62,32 +59,15 @@ class Servers:
             example.wait_for(url + "/health", self._processes[name], name)
 
     def ask(self, name, seed, rank=None, **body):
-        """The answer to a completion of the prompt that `seed` makes; `rank`: of this data-parallel rank."""
-        prompt = [(17 * number + 31 * seed) % 1021 for number in range(NUM_TOKENS)]
-        common = {"model": self.model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
-        tokens = {"max_tokens": 16, "return_token_ids": True}
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        full = {**common, **tokens, **body}
-        found = json.loads(self._http(name, "POST", "/v1/completions", full, headers=headers))
-        (choice,) = found["choices"]
-        return SimpleNamespace(
-            tokens=choice["token_ids"],
-            reason=choice["finish_reason"],
-            params=found["kv_transfer_params"],
-        )
+        """`complete`, by one of the servers, with the tokens themselves."""
+        return complete(self.urls[name], self.model, seed, rank, return_token_ids=True, **body)
 
     def offer(self, seed, name="prefill", rank=None):
         return self.ask(name, seed, rank, max_tokens=1, kv_transfer_params=REMOTE_DECODE).params
 
     def metrics(self, name, rank=0):
         """kvconnector's samples of `/metrics`, under their names and the label that is ours."""
-        return samples_of(self._http(name, "GET", "/metrics"), rank)
-
-    def _http(self, name, method, path, *body, **more):
-        status, answer = example.http(method, self.urls[name] + path, *body, **more)
-        if status != example.OK:
-            raise RuntimeError(f"{name} answered {status}: {answer.decode(errors='replace')}")
-        return answer.decode()
+        return samples_of(fetch("GET", f"{self.urls[name]}/metrics"), rank)
 
     def log(self, name):
         return (self._folder / f"{name}.log").read_text(errors="replace")
@@ -96,6 +76,48 @@ class Servers:
         process = self._processes[name]
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(TIMEOUT_S)
+
+
+def fetch(method, url, *body, **more):
+    """A server's answer, as text."""
+    status, answer = example.http(method, url, *body, **more)
+    text = answer.decode(errors="replace")
+    if status != example.OK:
+        raise RuntimeError(f"{url} answered {status}: {text}")
+    return text
+
+
+def complete(url, model, seed, rank=None, *, is_streamed=False, **body):
+    """The answer to a completion of the prompt that `seed` makes; `rank`: of this data-parallel rank.
+
+    `tokens` are words, unless `return_token_ids` asks for the tokens; `num_tokens` counts also words that are not
+    written, as "w0"; it came in `num_parts`.
+    """
+    if is_streamed:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    prompt = " ".join(f"w{(17 * number + 31 * seed) % 1021}" for number in range(NUM_TOKENS))
+    common = {"model": model, "prompt": prompt, "temperature": 0.0, "ignore_eos": True}
+    headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+    full = {**common, "max_tokens": MAX_TOKENS, **body}
+    text = fetch("POST", f"{url}/v1/completions", full, headers=headers)
+    lines = text.splitlines() if is_streamed else [f"data: {text}"]
+    parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for part in parts for choice in part["choices"]]
+    usages = [part["usage"]["completion_tokens"] for part in parts if part.get("usage")]
+    ids = [token for choice in choices for token in choice.get("token_ids") or ()]
+    return SimpleNamespace(
+        tokens=ids or "".join(choice["text"] for choice in choices).split(),
+        reason=choices[-1]["finish_reason"],
+        params=parts[-1].get("kv_transfer_params"),
+        num_tokens=usages[-1],
+        num_parts=len(choices),
+    )
+
+
+def gpus_of(device, number, options):
+    """The GPUs of the `number`-th engine with these options; None for CPUs."""
+    ranks = example.num_ranks(options.split())
+    return device.environment(number, ranks).get("CUDA_VISIBLE_DEVICES")
 
 
 def own_options(device):
@@ -181,9 +203,8 @@ def http_example(folder, outcome, device, more=""):
     command += ["--folder", str(folder / "logs" / "example")]
     for number, name in enumerate(PLAIN):
         command += [f"--{name}-args", f"{own_options(device)} {more}"]
-        if device.kind == "cuda":
-            ranks = example.num_ranks(more.split())
-            command += [f"--{name}-gpus", device.environment(number, ranks)["CUDA_VISIBLE_DEVICES"]]
+        if gpus := gpus_of(device, number, more):
+            command += [f"--{name}-gpus", gpus]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     outcome.check("the router's answer", "The tokens are equal." in ended.stdout)
     outcome.check("exit status", ended.returncode, 0)

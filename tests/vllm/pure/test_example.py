@@ -1,7 +1,5 @@
 """What examples/vllm_1p1d starts its engines with."""
 
-from argparse import Namespace
-
 import pytest
 
 from vllm_1p1d.run import engine_command
@@ -14,17 +12,9 @@ def test_ranks_of_both_engines_have_cpus_and_control_ports_of_their_own(
     options, num_ranks, monkeypatch
 ):
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    arguments = Namespace(
-        model="m",
-        port=8000,
-        connector="KVConnector",
-        prefill_gpus=None,
-        decode_gpus=None,
-        prefill_args=options,
-        decode_args="",
-    )
     (command, prefill), (_, decode) = (
-        engine_command(arguments, name, number) for number, name in enumerate(("prefill", "decode"))
+        engine_command(role, number, model="m", port=8000, more=options)
+        for number, role in enumerate(("prefill", "decode"))
     )
     assert command[len(command) - len(options.split()) :] == options.split()
     cpus = prefill["VLLM_CPU_OMP_THREADS_BIND"].split("|")
