@@ -244,7 +244,7 @@ def _publish(report: dict[str, Any], output: Path | None, *, as_json: bool) -> N
             output.write_bytes(encoded + b"\n")
 
 
-def draw_handover(report: BenchReport, path: Path) -> None:
+def draw_handover(report: BenchReport, path: Path, what: str = "last step to loaded") -> None:
     """Draw a handover's times by the prompt's length: each a dot, and their medians a line. Raises as `picture`."""
     lines: dict[str, dict[int, Measurement]] = {}
     for each in (each for case in report.cases for each in case.measurements):
@@ -257,7 +257,7 @@ def draw_handover(report: BenchReport, path: Path) -> None:
             label: {tokens: each.percentile_s(50) * 1e3 for tokens, each in line.items()}
             for label, line in lines.items()
         }
-        draw_loglog(axes, medians_ms, xlabel="prompt, tokens", ylabel="last step to loaded, ms")
+        draw_loglog(axes, medians_ms, xlabel="prompt, tokens", ylabel=f"{what}, ms")
         for number, line in enumerate(lines.values()):
             for tokens, each in line.items():
                 times_ms = [seconds * 1e3 for seconds in each.samples_s]

@@ -1,11 +1,12 @@
 """Requests to pairs of engines that live side by side, and take turns with the same prompts."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from tests.vllm.bench.report import as_markdown
+from tests.vllm.bench.report import BEST, FIRST, RIGHT, SECOND, TRANSFER
 from tests.vllm.harness.model import VOCAB_SIZE
 from tests.vllm.harness.pair import Pair
 from tests.vllm.harness.report import NoAnswerError
@@ -24,7 +25,7 @@ class Plan:
     so that free blocks lie scattered.
     """
 
-    lengths: Sequence[int]
+    lengths: list[int]
     step_tokens: int
     repetitions: int = 25
     burst_requests: int
@@ -32,29 +33,12 @@ class Plan:
     churn_tokens: int
 
 
-@dataclass
-class Size:
-    """Requests of one length, times in seconds. `first_s`: from the prefill engine's answer to the decode engine's
-    first token. `second_s`: to its second one. `best_s`: first tokens of the same requests once more, when the decode
-    engine has everything in its prefix cache. `right`: requests whose first token is the prefill engine's own.
-    """
+class Asked(NamedTuple):
+    """A case: `prompts` at once, each of `tokens`."""
 
-    transfer_s: list[float] = field(default_factory=list)
-    first_s: list[float] = field(default_factory=list)
-    second_s: list[float] = field(default_factory=list)
-    best_s: list[float] = field(default_factory=list)
-    right: int = 0
-
-
-@dataclass
-class Found:
-    """Of one contender. Each burst is the first tokens' times, in order; `best_bursts` is from the prefix cache."""
-
-    first_contact_s: list[float] = field(default_factory=list)
-    sizes: dict[int, Size] = field(default_factory=dict)
-    bursts: list[list[float]] = field(default_factory=list)
-    best_bursts: list[list[float]] = field(default_factory=list)
-    error: str = ""
+    title: str
+    prompts: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -110,7 +94,12 @@ def _good(answer):
 
 
 class Turns:
-    """Every contender does each thing in its turn; one that fails is left out. `keep` gets what is found so far."""
+    """Every contender does each thing in its turn; one that fails is left out, for the reason in `errors`. `keep` is
+    called after each case.
+
+    `samples` are by case, contender and what was found: seconds, and of `RIGHT` whether a request's first token was
+    the prefill engine's own.
+    """
 
     def __init__(self, contenders, plan, say, keep):
         self._contenders = contenders
@@ -119,42 +108,46 @@ class Turns:
         self._keep = keep
         self._source = random.Random(7)
         self._turn = 0
-        self.found = {name: Found() for name in contenders}
+        self.errors = {}
+        self.samples = defaultdict(lambda: {name: defaultdict(list) for name in contenders})
 
     def run(self):
         plan = self._plan
         # the first contender of each pair
         pairs = {each.pair: name for name, each in reversed(self._contenders.items())}.values()
-        self._each(lambda contender, _: contender.pair.wait_until_ready(), pairs)
+        self._each(lambda contender: contender.pair.wait_until_ready(), pairs)
         self._say("the engines are ready")
         self._each(self._churn, pairs)
-        prompt = self._prompt(plan.lengths[0])
-        self._each(partial(_first_contact, prompt), pairs)
+        least, prompt = plan.lengths[0], self._prompt(plan.lengths[0])
+        contact = Asked(f"first contact, {least} tokens", 1, least)
+        self._each(partial(_first_contact, prompt), pairs, contact)
         for length in plan.lengths:
-            self._length(length)
+            case = Asked(f"{length} tokens", 1, length)
+            for number in range(WARM_UP + plan.repetitions):
+                prompt = self._clear_prompt(length)
+                if number == WARM_UP:  # what was before does not count
+                    del self.samples[case]
+                self._each(partial(_request, prompt), case=case)
+            self._keep(self)
+        title = f"{plan.burst_requests} x {plan.burst_tokens} tokens at once, the last one's"
+        burst = Asked(title, plan.burst_requests, plan.burst_tokens)
         for _ in range(BURSTS):
             prompts = [self._prompt(plan.burst_tokens) for _ in range(plan.burst_requests)]
-            self._each(partial(_burst, prompts))
-            self._keep(self.found)
+            self._each(partial(_burst, prompts), case=burst)
+        self._keep(self)
 
-    def _length(self, length):
-        for number in range(WARM_UP + self._plan.repetitions):
-            prompt = self._clear_prompt(length)
-            if number in (0, WARM_UP):  # what was before does not count
-                for found in self.found.values():
-                    found.sizes[length] = Size()
-            self._each(partial(_request, prompt))
-        self._say(as_markdown(self._keep(self.found)))
-
-    def _each(self, do, among=None):
+    def _each(self, do, among=None, case=None):
         self._turn += 1
-        names = [name for name in among or self.found if not self.found[name].error]
+        names = [name for name in among or self._contenders if name not in self.errors]
         for name in names if self._turn % 2 else reversed(names):
             try:
-                do(self._contenders[name], self.found[name])
+                found = do(self._contenders[name]) or {}
             except (NoAnswerError, OSError) as error:  # OSError: the engine is gone
-                self.found[name].error = str(error)
+                self.errors[name] = str(error)
                 self._say(f"{name}: {error}")
+            else:
+                for what, samples in found.items():
+                    self.samples[case][name][what] += samples
 
     def _clear_prompt(self, length):
         """Of prompts that differ in their last token the one whose two likeliest next tokens are furthest apart, by the
@@ -164,7 +157,7 @@ class Turns:
         prompts = [head + self._prompt(1) for _ in range(CANDIDATES)]
         gaps = []
 
-        def ask(contender, _found):
+        def ask(contender):
             if not gaps:
                 engine = contender.pair.prefill
                 _all(engine, [(head, None)], 1)  # all of them have it from the prefix cache
@@ -178,7 +171,7 @@ class Turns:
         source = source or self._source
         return [source.randrange(1, VOCAB_SIZE) for _ in range(length)]
 
-    def _churn(self, contender, _found):
+    def _churn(self, contender):
         source = random.Random(3)
         left = self._plan.churn_tokens
         while left > 0:
@@ -191,24 +184,26 @@ class Turns:
                 _all(engine, asks)
 
 
-def _first_contact(prompt, contender, found):
-    found.first_contact_s = contender.handed_over([prompt])[2]
+def _first_contact(prompt, contender):
+    return {FIRST: contender.handed_over([prompt])[2]}
 
 
-def _request(prompt, contender, found):
+def _request(prompt, contender):
     contender.forget([prompt])
     (offer,), (answer,), first_s = contender.handed_over([prompt])
     (again,) = contender.decoded([prompt])
-    size = found.sizes[len(prompt)]
-    size.first_s += first_s
-    size.second_s += [first_s[0] + answer.second - answer.first]
-    size.best_s.append(again.first_token_s)
-    size.right += answer.tokens[0] == offer.tokens[0]
-    # it came with a step's output, long before the last
-    size.transfer_s += contender.pair.decode.call("stats")
+    return {
+        FIRST: first_s,
+        SECOND: [first_s[0] + answer.second - answer.first],
+        BEST: [again.first_token_s],
+        RIGHT: [answer.tokens[0] == offer.tokens[0]],
+        # it came with a step's output, long before the last
+        TRANSFER: contender.pair.decode.call("stats"),
+    }
 
 
-def _burst(prompts, contender, found):
+def _burst(prompts, contender):
     contender.forget(prompts)
-    found.bursts.append(sorted(contender.handed_over(prompts)[2]))
-    found.best_bursts.append(sorted(each.first_token_s for each in contender.decoded(prompts)))
+    first_s = max(contender.handed_over(prompts)[2])
+    best_s = max(each.first_token_s for each in contender.decoded(prompts))
+    return {FIRST: [first_s], BEST: [best_s]}

@@ -1,9 +1,20 @@
-"""The bench's figures as Markdown, JSON and a plot."""
+"""The bench's figures as tables, JSON and a plot: those of `kvconnector bench`."""
 
-import json
-import statistics
-from dataclasses import asdict
+from io import StringIO
+from typing import Any
 
+import msgspec
+from msgspec.structs import replace
+from rich.console import Console
+
+from kvconnector.bench.results import CaseResult, Measurement
+from kvconnector.cli.bench import draw_handover
+
+FIRST, SECOND = "first token", "second token"
+"""From the prefill engine's answer to the decode engine's first and second token; the latter is given out with it."""
+TRANSFER, RIGHT = "transfer", "right"
+BEST = "best possible"
+"""First tokens of the same requests once more, when the decode engine has everything in its prefix cache."""
 TITLES = {
     "streamed": "kvconnector, streamed",
     "computed": "kvconnector, first_token=never",
@@ -14,58 +25,47 @@ TITLES = {
     "tier-100": "all from the tier",
 }
 
-KEYS = ("transfer_s", "first_s", "second_s", "best_s")
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """A run. Times are compared with the first contender's first tokens."""
+
+    command: str
+    environment: dict[str, str]
+    plan: dict[str, Any]
+    cases: tuple[CaseResult, ...]
 
 
-def save(folder, found, plan, environment, command):
-    """Write `bench.json`, with all samples in seconds, and `bench.md`; what JSON keeps is returned."""
-    report = {
-        "command": command,
-        "environment": environment,
-        "plan": asdict(plan),
-        "found": {name: asdict(each) for name, each in found.items()},
-    }
-    text = json.dumps(report, indent=1)
-    report = json.loads(text)
-    (folder / "bench.json").write_text(text)
-    (folder / "bench.md").write_text(as_markdown(report))
-    return report
+def cases_of(turns):
+    """What was found so far."""
+    for asked, samples in turns.samples.items():
+        measurements = []
+        for name, found in samples.items():
+            right = found.get(RIGHT, ())
+            figures = {"prompts": asked.prompts, "prompt_tokens": asked.tokens}
+            figures |= {"requests": len(right), "right": sum(right)} if right else {}
+            for what in (FIRST, SECOND, BEST, TRANSFER):
+                if times := found.get(what):
+                    kind = "variant" if measurements else "ours"
+                    label = f"{TITLES.get(name, name)}: {what}"
+                    own = figures if what == FIRST else {}
+                    measurements.append(Measurement(label, kind, tuple(times), figures=own))
+        notes = [f"{TITLES.get(name, name)} failed: {why}" for name, why in turns.errors.items()]
+        if measurements:
+            yield CaseResult(asked.title, tuple(measurements), tuple(notes))
 
 
-def as_markdown(report):
-    """Medians in ms: one line a length, one for bursts, one for the first contact."""
-    found = report["found"]
-    headings = ["tokens"]
-    for name in found:
-        headings += [f"{TITLES.get(name, name)}: transfer", "first token", "second token"]
-        headings += ["best possible", "right"]
-    lines = [headings, ["---"] * len(headings)]
-    for length in report["plan"]["lengths"]:
-        cells = [str(length)]
-        for each in found.values():
-            size = each["sizes"].get(str(length), {})
-            times = [_ms(size.get(key, [])) for key in KEYS]
-            cells += [*times, f"{size.get('right', 0)}/{len(size.get('first_s', []))}"]
-        lines.append(cells)
-    plan = report["plan"]
-    bursts = [f"{plan['burst_requests']} x {plan['burst_tokens']} at once, last first token"]
-    contacts = [f"first contact, {plan['lengths'][0]}"]
-    for each in found.values():
-        last, best = ([b[-1] for b in each[key]] for key in ("bursts", "best_bursts"))
-        bursts += ["", _ms(last), "", _ms(best), ""]
-        contacts += ["", _ms(each["first_contact_s"]), "", "", ""]
-    table = "".join(f"| {' | '.join(line)} |\n" for line in [*lines, bursts, contacts])
-    errors = [
-        f"{TITLES.get(name, name)} failed: {each['error']}\n"
-        for name, each in found.items()
-        if each["error"]
-    ]
-    facts = "; ".join(f"{name} {value}" for name, value in report["environment"].items())
-    return f"{table}\n{facts}\n\n`{report['command']}`\n" + "".join(errors)
-
-
-def _ms(seconds):
-    return f"{statistics.median(seconds) * 1e3:.2f}" if seconds else ""
+def save(folder, report):
+    """Write `bench.json`, with all samples in seconds, and `bench.txt`, whose text is returned."""
+    encoded = msgspec.json.encode(report)
+    (folder / "bench.json").write_bytes(msgspec.json.format(encoded, indent=1))
+    console = Console(record=True, width=140, file=StringIO(), highlight=False)
+    for case in report.cases:
+        case.print_to(console)
+    console.print("; ".join(f"{name} {value}" for name, value in report.environment.items()))
+    console.print(report.command)
+    text = console.export_text()
+    (folder / "bench.txt").write_text(text)
+    return text
 
 
 def draw(report, path):
@@ -74,32 +74,11 @@ def draw(report, path):
     Raises:
         ImportError: matplotlib is missing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    lengths = report["plan"]["lengths"]
-    found = report["found"]
-    for number, (name, each) in enumerate(found.items()):
-        _line(axes, each["sizes"], "first_s", TITLES.get(name, name), f"C{number}")
-    best = "best possible: from the decode engine's prefix cache"
-    _line(axes, next(iter(found.values()))["sizes"], "best_s", best, "0.5")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, map(str, lengths))
-    axes.set_xlabel("prompt, tokens")
-    axes.set_ylabel("decode engine's first token, ms")
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-
-
-def _line(axes, sizes, key, label, color):
-    times = {int(n): [1e3 * s for s in size[key]] for n, size in sizes.items() if size[key]}
-    for length, each in times.items():
-        axes.plot([length] * len(each), each, ".", color=color, alpha=0.3)
-    axes.plot(
-        list(times), [*map(statistics.median, times.values())], "-o", color=color, label=label
-    )
+    cases = []
+    for case in report.cases:
+        firsts = [each for each in case.measurements if "requests" in each.figures]
+        best = [each for each in case.measurements if each.contender.endswith(BEST)][:1]
+        if firsts:
+            limits = [replace(each, figures=firsts[0].figures) for each in best]
+            cases.append(replace(case, measurements=(*firsts, *limits)))
+    draw_handover(replace(report, cases=tuple(cases)), path, "decode engine's first token")

@@ -1,10 +1,11 @@
 """`python -m tests.vllm.harness [CASE...]`: every case, also with NixlConnector, as Markdown and JSON."""
 
 import importlib.util
+import os
 import sys
 
 from tests.vllm.harness.cases import CASES
-from tests.vllm.harness.device import Device
+from tests.vllm.harness.device import EXACT, Device
 from tests.vllm.harness.jobs import run_jobs
 from tests.vllm.harness.report import (
     NIXL,
@@ -28,6 +29,7 @@ def main():
     if arguments.list:
         list_cases(reasons)
         return 0
+    os.environ |= EXACT
     preload(device)
     import vllm
 

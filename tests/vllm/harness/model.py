@@ -3,13 +3,25 @@
 import importlib
 
 VOCAB_SIZE = 1024
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+}
 
 
 def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
     """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
     "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
     with "mla" (DeepSeek 2 without experts), with experts ("moe", a Mixtral), with both ("mla-moe"), or with a `window`
-    in every second layer (Gemma 3).
+    in every second layer (Gemma 3). Of "llama-8b", Llama 3.1 8B, the configuration alone.
 
     The weights are scaled up so that greedy tokens depend on the whole context: wrong K or V changes the first token.
     """
@@ -35,6 +47,9 @@ def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
     }
     torch.manual_seed(layers)
     config = _config(transformers, common, kind, window)
+    if kind == "llama-8b":
+        config.save_pretrained(path)
+        return path
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
@@ -76,6 +91,8 @@ def _save(model, path, architecture, weights, joint):
 
 def _config(transformers, common, kind, window):
     layers = common["num_hidden_layers"]
+    if kind == "llama-8b":
+        return transformers.LlamaConfig(**LLAMA_8B)
     if kind == "moe":
         return transformers.MixtralConfig(**common, num_local_experts=8, num_experts_per_tok=2)
     if kind in ("mla", "mla-moe"):

@@ -9,7 +9,6 @@ from math import prod
 
 from tests.hosts.network import missing
 from tests.support.ports import free_ports
-from tests.vllm.harness.device import EXACT
 from tests.vllm.harness.engine import EngineSpec
 from tests.vllm.harness.model import make_model
 from tests.vllm.harness.pair import Pair
@@ -31,7 +30,7 @@ def side_channel(connector, *, is_port_kept=False):
     return host | {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_ports())}
 
 
-def transfer_config(case, connector, device, names, tier_bytes=256 << 20):
+def transfer_config(case, connector, device, names, tier_bytes):
     """`--kv-transfer-config` of one engine, whose role and id are `names`."""
     config = {
         "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
@@ -114,14 +113,14 @@ def specs_of(case, connector, folder, device):
             arguments["speculative_config"] = draft | {"num_speculative_tokens": 3}
         environment = {
             **device.environment(first, world_size(options)),
-            **EXACT,
             **side_channel(connector, is_port_kept=case.scenario is restarted),
             **options.get("environment", {}),
         }
         names = {"kv_role": role, "engine_id": f"{half}-{case.name}"}
+        tier_bytes = max(256 << 20, options.get("cache_bytes", 0))
         common = {
             "model": model,
-            "transfer": transfer_config(case, connector, device, names),
+            "transfer": transfer_config(case, connector, device, names, tier_bytes),
             "log": folder / "logs" / f"{case.name}-{connector}-{half}.log",
             "dtype": case.gpu_dtype if device.kind == "cuda" else "float32",
         }
