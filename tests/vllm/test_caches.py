@@ -109,21 +109,6 @@ def test_a_way_of_storing_without_tiles_is_refused(monkeypatch):
         registered(attention(), backend="CPU_ATTN", isa="amx")
 
 
-@pytest.mark.parametrize(
-    "tp_size,rank,held,total,expected",
-    [
-        (2, 1, 2, 4, (4, 2, 4)),
-        (4, 3, 1, 2, (2, 1, 2)),  # replicated
-        (2, 1, 2, 8, (4, 2, 4)),  # a layer with its own number of heads
-    ],
-)
-def test_heads_are_numbered_over_the_engine(tp_size, rank, held, total, expected):
-    engine = {"tp_size": tp_size, "total_kv_heads": total, "place": placed(rank)}
-    group, _ = registered(attention(num_kv_heads=held), **engine)
-    part = group.cache.geometry.parts[0]
-    assert (part.total_heads, part.head_start, part.head_stop) == expected
-
-
 DRAFTS = [
     "model.layers.3.self_attn.attn",  # numbered after the target's layers
     "draft_model.layers.0.self_attn.attn",
@@ -161,6 +146,9 @@ def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, t
 
 def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
     """Where vLLM's configuration has a number of its own for the layer, also a single head can be seen."""
+    own = {"tp_size": 2, "total_kv_heads": 8, "place": placed(1)}
+    part = registered(attention(num_kv_heads=2), **own)[0].cache.geometry.parts[0]
+    assert (part.total_heads, part.head_start, part.head_stop) == (4, 2, 4)
     config, caches = one_group(attention(num_kv_heads=1), KVCacheLayout.LBHNC, names=[NAMES[1]])
     engine = {"tp_size": 4, "total_kv_heads": 8, "names": [NAMES[1]]}
     with pytest.raises(GeometryError, match="cannot tell which KV heads") as refused:

@@ -190,9 +190,12 @@ def test_an_aborted_request_keeps_its_blocks_until_both_have_ended(world):
     assert engine.connector._shares == {}
 
 
-def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch):
-    engine = world(**TIER)
-    request, ended, _ = _loading(engine)
+@pytest.mark.parametrize("is_ranged,stored", [(True, SPLIT), (False, 0)])
+def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch, is_ranged, stored):
+    """Also what came from the producer: the tier stores blocks as they fill."""
+    engine = world(beside="OffloadingConnector", is_ranged=is_ranged)
+    request, ended, step = _loading(engine, stored or 1)
+    assert [load.token_ranges for load in step.news.loads] == [((stored, 199),)]
     w.TierStep(engine, **ended)
     while request.num_output_tokens < 2:
         w.TierStep(engine)
@@ -201,7 +204,6 @@ def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch):
         patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
         w.TierStep(engine)
     step = w.TierStep(engine)
-    # also what came from the producer
     (job,) = step.tier
     assert (step.news.loads, len(job.dst_spec.block_ids)) == ([], 200 // SIZE)
     w.TierStep(engine, **ended)
@@ -218,6 +220,8 @@ def test_vllms_own_loads_from_the_first_hit_alone(world, fake, is_first):
     news, _ = engine.step()
     assert [load.token_ranges for load in news.loads] == [((0, 199),)] * is_first
     assert news.dropped == ([] if is_first else [request.request_id])
+    engine.step(finished_recving={request.request_id})
+    assert [output.new_token_ids for output in engine.step()[1]] == [[7]]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,6 +1,5 @@
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
-from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo, WorkerReport
@@ -9,8 +8,6 @@ from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention
 
 pytestmark = pytest.mark.vllm
-
-WINDOW = 48
 
 
 def _load(world, num_tokens=100, **changes):
@@ -35,60 +32,6 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
         assert (hit.status.name, news.loads, news.dropped) == ("RUNNING", [], [hit.request_id])
 
 
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_failed_load_is_computed_here_or_fails_its_request_alone(world, policy):
-    engine = world(policy=policy)
-    request, _ = _load(engine)
-    other = engine.add(50)
-    assert [output.request_id for output in engine.step()[1]] == ["r2"]
-    _, outputs = engine.step(finished_recving={"r1"}, failed_recving={"r1"})
-    ended = {output.request_id: str(output.finish_reason) for output in outputs if output.finished}
-    news, _ = engine.step()
-    assert (news.loads, other.status.name) == ([], "RUNNING")
-    assert ended == ({"r1": "error"} if policy == "fail" else {})
-    assert ("r1" in engine.scheduler.requests) == (policy == "recompute")
-    assert request.num_output_tokens == (policy == "recompute")
-
-
-def test_what_a_failed_load_has_filled_is_not_computed_again(world):
-    engine = world()
-    engine.add(40, max_tokens=1, prompt=1)
-    engine.step()
-    request = engine.add(100, w.offer(100), prompt=1)
-    (load,) = engine.step()[0].loads
-    assert load.token_ranges == ((32, 99),)
-    (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
-    report = WorkerReport(failed={request.request_id: "PeerLostError: gone"})
-    reported = {"finished_recving": {request.request_id}, "invalid_block_ids": set(ids[2:4])}
-    engine.step(**reported, kv_connector_worker_meta=report)
-    planned = engine.scheduler.schedule()
-    assert planned.num_scheduled_tokens == {request.request_id: 100 - 2 * w.BLOCK_SIZE}
-    engine.complete(planned)
-    assert (request.num_output_tokens, engine.connector._scheduler._scheduler.num_loading) == (1, 0)
-
-
-def test_an_aborted_load_keeps_its_blocks_until_nothing_writes_them(world):
-    engine = world()
-    _load(engine)
-    used = engine.used_blocks
-    engine.abort("r1")
-    news, _ = engine.step()
-    assert news.dropped == ["r1"]
-    assert engine.used_blocks == used > 0
-    engine.step(finished_recving={"r1"}, failed_recving={"r1"})
-    assert engine.used_blocks == 0
-    assert engine.scheduler.requests == {}
-
-
-def test_a_request_that_is_aborted_before_it_is_scheduled_releases_the_producer(world):
-    engine = world()
-    engine.add(100, w.offer(100))
-    engine.abort("r1")
-    news, _ = engine.step()
-    assert [want.request_id for want in news.wants] == ["r1"]
-    assert news.dropped == ["r1"]
-
-
 def test_another_connectors_reports_reach_vllm(world):
     engine = world(role="kv_producer", beside="KeepingConnector")
     engine.add(40, max_tokens=1)
@@ -101,35 +44,6 @@ def test_another_connectors_reports_reach_vllm(world):
     engine.step(finished_sending={"r2"})
     assert engine.used_blocks == 0
     assert engine.scheduler.requests == {}
-
-
-def test_what_another_connector_loads_is_not_read_from_the_producer(world, monkeypatch):
-    monkeypatch.setattr("tests.vllm.scheduler_world.KeepingConnector.loads", 64)
-    engine = world(beside="KeepingConnector")
-    request, news = _load(engine)
-    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    assert (news.loads, news.dropped) == ([], ["r1"])
-    engine.step(finished_recving={"r1"})
-    _, outputs = engine.step()
-    assert [output.new_token_ids for output in outputs] == [[7]]
-
-
-def test_a_request_that_we_loaded_is_resumed_through_another_connector(world, monkeypatch):
-    """vLLM's own, which stores the request's blocks as they fill, and loads them when it comes back."""
-    engine = world(beside="OffloadingConnector")
-    request, news = _load(engine)
-    assert len(news.loads) == 1
-    for finished in ({"r1"}, set(), set()):
-        w.TierStep(engine, finished_recving=finished)
-    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    with monkeypatch.context() as patch:  # vLLM's connector does not take both in one step
-        patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
-        w.TierStep(engine)
-    w.TierStep(engine)
-    assert request.status.name == "WAITING_FOR_REMOTE_KVS"
-    w.TierStep(engine, finished_recving={"r1"})
-    w.TierStep(engine)
-    assert request.status.name == "RUNNING"
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
@@ -213,11 +127,7 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
     engine.add(100, dict(w.REMOTE_DECODE), max_tokens=1)
     _, (output,) = engine.step()
     params = output.kv_transfer_params
-    assert params["do_remote_prefill"] is True
-    assert params["remote_num_tokens"] == 100
-    assert TransferParams.from_mapping(params).remote_request_id == "r1"
-    assert [len(blocks) for blocks in params["remote_block_ids"]] == [4]
-    assert {"tp_size", "pp_size", "remote_host", "remote_port", "remote_engine_id"} <= set(params)
+    assert TransferParams.from_mapping(params).remote_num_tokens == 100
     news, _ = engine.step()
     (hold,) = news.holds
     assert hold.blocks[0].block_ids.tolist() == params["remote_block_ids"][0]
@@ -334,29 +244,6 @@ def test_workers_wait_for_loads_only_where_nothing_is_computed(world, is_async):
         idle.append(planned.kv_connector_metadata.is_idle)
         engine.complete(planned)
     assert idle == [True, False, False, not is_async, True, True]
-
-
-def _hybrid(world, role):
-    specs = [attention(), attention(SlidingWindowSpec, sliding_window=WINDOW)]
-    return world(role=role, specs=specs)
-
-
-def test_of_a_sliding_window_only_the_end_is_offered_and_loaded(world):
-    producer = _hybrid(world, "kv_producer")
-    producer.add(200, dict(w.REMOTE_DECODE), max_tokens=1)
-    _, (output,) = producer.step()
-    params = output.kv_transfer_params
-    # one token less: the decode engine computes the last one, and must see its whole window
-    assert params["remote_num_tokens"] == 199
-    full, window = params["remote_block_ids"]
-    other, first = TransferParams.from_mapping(params).remote_first_blocks
-    assert (len(full), other) == (7, 0)
-    assert first * w.BLOCK_SIZE <= 199 - WINDOW + 1 < (first + 1) * w.BLOCK_SIZE
-    assert len(window) == 7 - first
-    consumer = _hybrid(world, "kv_consumer")
-    consumer.add(200, params)
-    (load,) = consumer.step()[0].loads
-    assert load.token_ranges == ((0, 199), (199 - WINDOW + 1, 199))
 
 
 def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):

@@ -17,46 +17,57 @@ DECODE = w.REMOTE_DECODE | w.TRANSFER
 CHUNKS = {"max_num_batched_tokens": 48}
 
 
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+WINDOWED = [attention(), attention(SlidingWindowSpec, sliding_window=32)]
+
+
 def holds(news):
-    """What the workers of a prefill engine get: tokens, blocks of the first group, and whether it is all."""
+    """What the workers of a prefill engine get: tokens, blocks of each group, and whether it is all."""
     return [
-        (hold.watermark.step_stop, len(hold.blocks[0].block_ids), isinstance(hold, HoldRequest))
+        (
+            hold.watermark.step_stop,
+            *(len(blocks.block_ids) for blocks in hold.blocks),
+            isinstance(hold, HoldRequest),
+        )
         for hold in news.holds
     ]
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-def test_a_prompt_is_told_with_the_step_that_computes_each_part(world, is_async):
-    engine = world(role="kv_producer", engine=CHUNKS, is_async=is_async)
-    engine.add(100, dict(DECODE), max_tokens=1)
+IN_STEPS = [*[(0, 0, False), (48, 2, False), (96, 3, False), (100, 4, False)], (100, 4, True)]
+
+
+@pytest.mark.parametrize(
+    "num_tokens, expected, options",
+    [
+        (100, IN_STEPS, {}),
+        (100, IN_STEPS, {"is_async": True}),
+        # a draft model's layers a step later
+        (
+            90,
+            [(0, 0, False), (0, 1, False), (48, 2, False), (90, 3, True)],
+            {"engine": {**CHUNKS, "speculative_config": DRAFTS}},
+        ),
+        # windows when the prompt is done
+        (
+            91,
+            [(0, 0, 0, False), (48, 2, 0, False), (90, 3, 0, False), (90, 3, 2, True)],
+            {"specs": WINDOWED},
+        ),
+    ],
+)
+def test_a_prompt_is_told_with_the_step_that_computes_each_part(
+    world, num_tokens, expected, options
+):
+    engine = world(**{"role": "kv_producer", "engine": CHUNKS, **options})
+    engine.add(num_tokens, dict(DECODE), max_tokens=1)
     orders, outputs = [], []
-    for _ in range(4):
+    while not (orders and orders[-1][-1]):
         news, finished = engine.step()
         orders += holds(news)
         outputs += finished
-    assert orders == [
-        *[(0, 0, False), (48, 2, False), (96, 3, False), (100, 4, False), (100, 4, True)]
-    ]
+    assert orders == expected
     (params,) = [each.kv_transfer_params for each in outputs if each.finished]
     assert params["remote_request_id"].split("|")[:2] == ["t", w.SECRET]
-
-
-def test_the_parts_of_draft_layers_are_told_a_step_later(world):
-    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    engine = world(role="kv_producer", engine={**CHUNKS, "speculative_config": drafts})
-    engine.add(90, dict(DECODE), max_tokens=1)
-    orders = [each for _ in range(3) for each in holds(engine.step()[0])]
-    assert orders == [(0, 0, False), (0, 1, False), (48, 2, False), (90, 3, True)]
-
-
-def test_windows_are_told_when_the_prompt_is_done(world):
-    specs = [attention(), attention(SlidingWindowSpec, sliding_window=32)]
-    engine = world(role="kv_producer", engine=CHUNKS, specs=specs)
-    engine.add(91, dict(DECODE), max_tokens=1)
-    windows = []
-    for _ in range(3):
-        windows += [bool(hold.blocks[1].wire_ids) for hold in engine.step()[0].holds]
-    assert windows == [False, False, False, True]
 
 
 def test_a_prompt_that_is_preempted_is_given_up(world):
@@ -87,12 +98,17 @@ def test_without_names_that_can_be_used_or_streams_a_prompt_is_offered_at_the_en
     assert output.kv_transfer_params["remote_request_id"].startswith("r1|")
 
 
-def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world):
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world, is_followed):
+    """Its producer is notified, also if no step has scheduled the request."""
     engine = world()
-    request = engine.add(100, dict(w.FOLLOWED))
-    engine.step()
+    request = engine.add(100, dict(w.FOLLOWED) if is_followed else w.offer(100))
+    if is_followed:
+        engine.step()
     engine.abort(request.request_id)
-    assert engine.step()[0].dropped == ["r1"]
+    news, _ = engine.step()
+    assert [want.request_id for want in news.wants] == ["r1"] * (not is_followed)
+    assert news.dropped == ["r1"]
     engine.step(kv_connector_worker_meta=WorkerReport({"r1"}))
     assert engine.scheduler.requests == {}
 
@@ -169,22 +185,6 @@ def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
 
 
 @pytest.mark.ucx
-@pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_a_prefill_engine_that_dies_between_the_last_blocks_and_the_token(model, policy):
-    with acquainted(model, policy=policy) as (producer, consumer, address):
-        _, request = begin(producer, consumer, address)
-        for _ in range(4):
-            producer.step()
-        until(lambda: arrived(consumer, request) == LENGTH, consumer)
-        assert request.num_output_tokens == 0
-        consumer.may_fail = True
-        producer.close()
-        until(request.is_finished, consumer)
-        assert request.num_output_tokens == (0 if policy == "fail" else 4)
-        leave_nothing(consumer)
-
-
-@pytest.mark.ucx
 def test_both_engines_know_the_beginning_of_a_prompt(model):
     with acquainted(model) as (producer, consumer, address):
         for engine, known in ((producer, 70), (consumer, 40)):
@@ -230,15 +230,20 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("policy,direct", [("fail", "auto"), ("recompute", "never")])
-@pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close"])
+@pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close", "close before the token"])
 def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
-    """The decode engine's request fails, or is computed there from what has come on."""
-    with acquainted(model, policy=policy, paths={"direct": direct}) as acquaintance:
+    """The decode engine's request fails, or is computed there from what has come on. An engine that slept offers the
+    prompt, which nobody reads before the lease ends.
+    """
+    options = {"paths": {"direct": direct}, "lease": {"duration_s": 6}}
+    with acquainted(model, policy=policy, **options) as acquaintance:
         producer, consumer, address = acquaintance
         prompt, request = begin(producer, consumer, address)
-        for computed in (48, 96):  # the second part is asked for once the first one is in place
+        # each part is asked for once the one before is in place
+        for computed in (48, 96, 144, LENGTH)[: 4 if end == "close before the token" else 2]:
             producer.step()
             until(lambda: arrived(consumer, request) == computed, consumer)  # noqa: B023
+        assert request.num_output_tokens == 0
         consumer.may_fail = True
         both = [consumer]
         if end == "abort":
@@ -251,12 +256,13 @@ def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
                 rank.connector.restore_kv_caches()
         else:
             producer.close()
-        if end != "close":
+        if "close" not in end:
             both.append(producer)
         until(request.is_finished, *both)
         assert (request.status.name == "FINISHED_ERROR") == (policy == "fail")
         assert request.num_output_tokens == (0 if policy == "fail" else 4)
-        assert consumer.num_computed[request.request_id] <= LENGTH - 48 + 3
+        if end != "close before the token":  # by which a load that has all of it keeps nothing
+            assert consumer.num_computed[request.request_id] <= LENGTH - 48 + 3
         leave_nothing(*both)
 
 

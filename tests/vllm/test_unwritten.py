@@ -15,10 +15,13 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.runtime import StepMetadata
 from kvconnector.session.orders import LoadRequest
 from kvconnector.topology import GroupGeometry, PartGeometry
-from tests.vllm.cache_world import BLOCKS, DIM, NAMES, SIZE, attention, placed, registered
+from tests.vllm.cache_world import NAMES, SIZE, attention, placed, registered
 from tests.vllm.test_worker_half import TakingWorker, worker_half
 
 pytestmark = pytest.mark.vllm
+
+LBNHC = KVCacheLayout.LBNHC
+LAYOUTS = (KVCacheLayout.LBHNC, LBNHC, KVCacheLayout.BLHNC)
 
 
 def geometry(block_size, **shared):
@@ -67,64 +70,58 @@ def load(ids, tokens, first=0):
     return LoadRequest("r", (tokens,), (GroupBlocks.of(ids, first),), (GroupBlocks.of([1]),))
 
 
-def made_of_nan(spec, layout=KVCacheLayout.LBHNC, backend="FLASH_ATTN", **engine):
-    group, caches = registered(spec, layout, backend, **engine)
+def made_of_nan(spec, **engine):
+    group, caches = registered(spec, **engine)
     for cache in caches.values():
         cache.fill_(float("nan"))
     return group, caches
 
 
-def is_zero(group, number, block):
-    """`[part, head, token, dim]`, True where an element of a layer's block is zero."""
-    tensor = group.tensors[NAMES[number]]
-    parts = [slots_of(tensor, view)[block] for view in group.cache.views[number]]
-    return torch.stack(parts) == 0
+LATENT = attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * SIZE)
+# of this rank is the second half of each 4 x SIZE tokens
+SHARED = placed(1, world_size=2, rank=1, interleave_tokens=2 * SIZE)
+SECOND = {"tp_size": 2, "place": SHARED}
+AROUND = ([4, 2, 3], (5, SIZE + 3)), {4: range(5), 2: range(3, SIZE)}
+CASES = {
+    **{layout.name: (attention(), {"layout": layout}, *AROUND) for layout in LAYOUTS},
+    "CPU": (
+        attention(),
+        {"backend": "CPU_ATTN", "isa": "vec"},
+        ([1], (2 * SIZE, 2 * SIZE + 7), 2),
+        {1: range(7, SIZE)},
+    ),
+    "kernel blocks": (
+        attention(block_size=2 * SIZE),
+        {"backend": "FLASHINFER", "kernel_block_size": SIZE},
+        ([6, 7], (0, SIZE)),
+        {7: range(SIZE)},
+    ),
+    # up to SIZE + 5 of its own in the second block: of the joined one, whose kernel blocks are 4 and 5
+    "joined kernel blocks": (
+        LATENT,
+        {"backend": "FLASHMLA", "layout": LBNHC, "kernel_block_size": SIZE, **SECOND},
+        ([4, 2], (0, 7 * SIZE + 5)),
+        {2: range(SIZE + 5, 2 * SIZE)},
+    ),
+}
 
 
-@pytest.mark.parametrize("layout", [KVCacheLayout.LBHNC, KVCacheLayout.LBNHC, KVCacheLayout.BLHNC])
-def test_slots_around_a_load_are_zero_in_every_layout(layout):
-    group, caches = made_of_nan(attention(), layout)
-    clear_unwritten([group], load([4, 2, 3], (5, SIZE + 3)))
-    for number, name in enumerate(NAMES):
-        assert is_zero(group, number, 4)[:, :, :5].all()
-        assert is_zero(group, number, 2)[:, :, 3:].all()
-        # each token has K and V
-        cleared = (caches[name] == 0).sum(dim=(1, 3)) / (caches[name].shape[1] * 2 * DIM)
-        assert cleared.count_nonzero() == 5 + SIZE - 3
-
-
-def test_slots_around_a_load_are_zero_where_the_cpu_attention_keeps_them():
-    current_platform.import_kernels()
-    if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
-        pytest.skip("this vLLM is its Python sources alone, without the CPU's kernels")
-    group, caches = made_of_nan(attention(), backend="CPU_ATTN", isa="vec")
-    clear_unwritten([group], load([1], (2 * SIZE, 2 * SIZE + 7), first=2))
-    zero = is_zero(group, 0, 1)
-    assert zero[:, :, 7:].all()
-    assert not zero[:, :, :7].any()
-    assert not (caches[NAMES[0]][[0, 2, 3, 4]] == 0).any()
-
-
-def test_the_other_kernel_blocks_of_a_block_are_zero():
-    spec = attention(block_size=2 * SIZE)
-    group, caches = made_of_nan(spec, backend="FLASHINFER", kernel_block_size=SIZE)
-    clear_unwritten([group], load([6, 7], (0, SIZE)))
-    assert (caches[NAMES[0]][7] == 0).all()
-    assert not (caches[NAMES[0]][6] == 0).any()
-    assert len(caches[NAMES[0]]) == 2 * BLOCKS
-
-
-def test_slots_around_a_load_are_zero_in_joined_kernel_blocks():
-    spec = attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * SIZE)
-    place = placed(1, world_size=2, rank=1, interleave_tokens=2 * SIZE)
-    engine = {"kernel_block_size": SIZE, "tp_size": 2, "place": place}
-    group, caches = made_of_nan(spec, KVCacheLayout.LBNHC, "FLASHMLA", **engine)
-    # this rank has the second half of each 4 x SIZE tokens: here up to SIZE + 5 of its own in the second block
-    clear_unwritten([group], load([4, 2], (0, 7 * SIZE + 5)))
-    cleared = (caches[NAMES[0]] == 0).all(dim=(1, 3))
-    assert not cleared[[8, 9, 4]].any()
-    assert cleared[5].tolist() == [False] * 5 + [True] * (SIZE - 5)
-    assert int(cleared.sum()) == SIZE - 5
+@pytest.mark.parametrize("name", CASES)
+def test_slots_around_a_load_are_zero(name):
+    """Every element of them in every layer, and nothing else."""
+    spec, engine, order, expected = CASES[name]
+    if name == "CPU":
+        current_platform.import_kernels()
+        if not hasattr(torch.ops._C, "cpu_attn_reshape_and_cache"):
+            pytest.skip("this vLLM is its Python sources alone, without the CPU's kernels")
+    group, caches = made_of_nan(spec, **engine)
+    clear_unwritten([group], load(*order))
+    for number, layer in enumerate(NAMES):
+        parts = [slots_of(group.tensors[layer], view) for view in group.cache.views[number]]
+        zero = torch.cat([part.flatten(3) == 0 for part in parts], dim=3)  # [B, H, N, parts x D]
+        found = {tuple(place) for place in zero.all(dim=(1, 3)).nonzero().tolist()}
+        assert found == {(block, slot) for block, slots in expected.items() for slot in slots}
+        assert int((caches[layer] == 0).sum()) == len(found) * zero[0, :, 0].numel()
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
