@@ -73,24 +73,19 @@ class Deployment:
         """Request number `index` of those that are in flight at once, which share no blocks; one of another length has
         the first of the same blocks.
         """
-
-        def choose(shape: EngineShape) -> Blocks:
-            chosen = []
-            longest = shape.first_blocks(self.options.model, self._longest)
-            needed = shape.first_blocks(self.options.model, num_tokens)
+        options, blocks = self.options, []
+        for shape in self.shapes.values():
+            longest = shape.first_blocks(options.model, self._longest)
+            needed = shape.first_blocks(options.model, num_tokens)
+            chosen: Blocks = []
             for (_, most), (_, count), size in zip(
                 longest, needed, self.num_blocks(shape), strict=True
             ):
-                ids = choose_blocks(
-                    most * self.in_flight,
-                    size,
-                    scattered=self.options.scattered,
-                    rng=np.random.default_rng(SEED),
-                )
+                rng, wanted = np.random.default_rng(SEED), most * self.in_flight
+                ids = choose_blocks(wanted, size, scattered=options.scattered, rng=rng)
                 chosen.append(ids[index * most :][:count])
-            return chosen
-
-        return Transfer(num_tokens, *map(choose, self.shapes.values()))
+            blocks.append(chosen)
+        return Transfer(num_tokens, *blocks)
 
     def spec(self, engine_id: str) -> EngineSpec:
         """The engine "prefill" or "decode"; consumers get the GPUs after the producers'."""

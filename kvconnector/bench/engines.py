@@ -40,24 +40,21 @@ class Engine(ExitStack):
     def __init__(self, ranks: EngineProcesses, model: ModelShape) -> None:
         super().__init__()
         self.ranks = self.enter_context(ranks)
-        self._scheduling = self.enter_context(ExitStack())
         self._model = model
         self._aggregator = KVOutputAggregator(len(ranks.spec.shape.ranks))
 
     def start(self, config: ConnectorConfig) -> Callable[[], None]:
-        """Begin to start a worker in every rank, in the place of the one that it has. The function that comes back
-        waits for them, and raises CallFailedError: a rank did not start.
+        """Begin to start a worker in every rank. The function that comes back waits for them, and raises
+        CallFailedError: a rank did not start.
         """
-        self._scheduling.close()
         workers = self.ranks.begin(RankProcess.start_worker, config)
 
         def end() -> None:
             self.started = workers()
             metadata = [each.metadata for each in self.started]
             retentions = [group.retention for group in self._model.groups] or None
-            self.scheduler = self._scheduling.enter_context(
-                Scheduler(config, metadata, retentions=retentions)
-            )
+            scheduler = Scheduler(config, metadata, retentions=retentions)
+            self.scheduler = self.enter_context(scheduler)
 
         return end
 
@@ -251,12 +248,6 @@ class EnginePair(ProcessPair):
         if options.connect:
             settings = {**settings, "control": msgspec.to_builtins(control_settings())}
         return options.config(engine_id, ROLES[engine_id], settings)
-
-    def start_again(self, settings: Settings) -> None:
-        """Start new workers with these settings in the processes of both engines, in the place of those there."""
-        self._settings = settings
-        self._start()
-        self.paths.clear()
 
     def restart(self, engine_id: str, *, is_killed: bool = True) -> None:
         """End an engine, without a word to anybody or in order, and start it again under the same id."""

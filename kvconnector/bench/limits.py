@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvconnector.bench.between_hosts import bandwidth, find_perftest, open_stream, ucx_variables
+from kvconnector.bench.between_hosts import open_stream
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
@@ -99,18 +99,6 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
             limits.insert(0, Limit("memcpy, one thread", kind, model, host_copy(nbytes)))
         yield limits
-
-
-def measure_ucx(pair: EnginePair, num_tokens: int) -> float:
-    """Bytes a second of UCX alone, from the producer's host to this one, with the UCX and settings of the connector.
-    Raises TransportError: it brings no `ucx_perftest`. CallFailedError: nor does the one of the producer's host.
-    """
-    options = pair.deployment.options
-    config = options.config("bench", "consumer")
-    command, library = find_perftest(config.ucx.library), config.ucx.library
-    ranks = pair.prefill.ranks
-    port = ranks.serve_perftest(library, ucx_variables(config))
-    return bandwidth(command, (ranks.host, port), config, options.model.request_bytes(num_tokens))
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:

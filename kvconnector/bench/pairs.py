@@ -13,11 +13,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from rich.console import Console
 from rich.table import Table
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import Engine
+from kvconnector.bench.environment import Environment
 from kvconnector.bench.options import WARMUP, BenchOptions, control_settings
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
 from kvconnector.bench.rank_process import RankProcess
@@ -39,32 +41,28 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
-    """All pairs of the job. `hosts` are by rank."""
+    """All pairs of the job. `hosts` are by rank, `gigabytes_per_s` by producer and consumer: None on the diagonal and
+    where a pair failed.
+    """
 
     nbytes: int
     hosts: list[str]
     pairs: list[Pair]
+    gigabytes_per_s: list[list[float | None]]
+    environment: Environment = msgspec.field(default_factory=Environment)
 
-    def gigabytes_per_s(self) -> list[list[float | None]]:
-        """By producer and consumer; None on the diagonal and where a pair failed."""
-        found: list[list[float | None]] = [[None] * len(self.hosts) for _ in self.hosts]
-        for pair in self.pairs:
-            if pair.samples_s:
-                seconds = float(np.median(pair.samples_s))
-                found[pair.producer][pair.consumer] = self.nbytes / seconds / 1e9
-        return found
-
-    def table(self) -> Table:
+    def print_to(self, console: Console) -> None:
         """A row for each producer, a column for each consumer."""
         table = Table("GB/s from")
         for rank in range(len(self.hosts)):
             table.add_column(f"to {rank}", justify="right")
-        rows = zip(self.hosts, self.gigabytes_per_s(), strict=True)
+        rows = zip(self.hosts, self.gigabytes_per_s, strict=True)
         for rank, (host, row) in enumerate(rows):
             cells = ["failed" if each is None else f"{each:.2f}" for each in row]
             cells[rank] = "-"
             table.add_row(f"{rank} {host}", *cells)
-        return table
+        console.print(table)
+        console.print(str(self.environment), soft_wrap=True)
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
@@ -101,7 +99,12 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
         store.wait([f"read/{each}" for each in range(size)])
     if wrong := [pair.error for pair in pairs if ResultMismatchError.__name__ in pair.error]:
         raise ResultMismatchError(wrong[0])
-    return Matrix(nbytes=options.model.token_bytes * num_tokens, hosts=hosts, pairs=pairs)
+    nbytes = options.model.token_bytes * num_tokens
+    speeds: list[list[float | None]] = [[None] * size for _ in range(size)]
+    for pair in pairs:
+        if pair.samples_s:
+            speeds[pair.producer][pair.consumer] = nbytes / float(np.median(pair.samples_s)) / 1e9
+    return Matrix(nbytes=nbytes, hosts=hosts, pairs=pairs, gigabytes_per_s=speeds)
 
 
 def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from kvconnector.bench.shapes import Layout
 from kvconnector.datapath import CacheGroup
+from kvconnector.errors import ConfigError
 from kvconnector.layout import KVView
 from kvconnector.topology import GroupGeometry, PartGeometry
 
@@ -91,10 +92,8 @@ class RankPools:
             found, held = elements[ids].reshape(-1, *values.shape[1:]), len(values)
             differs = found[:held] != values
             if differs.any():
-                wrong = _host(differs.any(2).any(1)).nonzero()[0]
-                return (
-                    f"{where}: {wrong.size} of {held} tokens differ, first that in slot {wrong[0]}"
-                )
+                wrong = differs.any(2).any(1).tolist()
+                return f"{where}: {sum(wrong)} of {held} tokens differ, first that in slot {wrong.index(True)}"
             if (found[held:] != poison).any():
                 return f"{where}: the room after the last token was written"
             if (elements[others] != poison).any():
@@ -151,19 +150,16 @@ def choose_blocks(
 def _allocate(nbytes: int, device: str) -> Any:
     """That many bytes, each page touched."""
     if device == "cpu":
-        # in pages of its own, so that the worker can share it
-        storage = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        try:
+            # in pages of its own, so that the worker can share it
+            storage = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+        except (OSError, OverflowError) as error:
+            raise ConfigError(f"no memory for a cache: {error}", nbytes=nbytes) from error
         storage[...] = POISON
         return storage
     import torch
 
     return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
-
-
-def _host(storage: Any) -> npt.NDArray[Any]:
-    """Its elements, or a copy of them."""
-    host: npt.NDArray[Any] = storage if isinstance(storage, np.ndarray) else storage.cpu().numpy()
-    return host
 
 
 def _beside(storage: Any, host: npt.NDArray[Any]) -> Any:

@@ -167,12 +167,10 @@ class RankProcess:
         self._exits.close()
 
     def start_worker(self, config: ConnectorConfig) -> Started:
-        """Register the pools with a worker of this configuration, after the one before has ended."""
-        self._exits.close()
+        """Register the pools with a worker of this configuration."""
         logger = logging.getLogger("kvconnector")
         logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
-        self._log.texts.clear()
         if self._control is not None:
             config = msgspec.structs.replace(config, control=self._control)
         self._worker = Worker(config, rank=self._rank, model=self._model)

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.deployment import SPARE_FACTOR
+from kvconnector.bench.deployment import SPARE_FACTOR, Deployment
 from kvconnector.bench.limits import host_copy, repeat
 from kvconnector.bench.options import SEED, WARMUP, BenchOptions
 from kvconnector.bench.pools import RankPools, choose_blocks
@@ -33,8 +33,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Sequence[CaseResult]:
 def _measure(
     options: BenchOptions, shapes: Sequence[EngineShape], tokens: int, progress: ShowProgress
 ) -> CaseResult:
-    device, nbytes = options.device, options.model.token_bytes * tokens
-    device += ":0" * (device == "cuda")
+    device, *_ = Deployment(options, (tokens,)).spec("prefill").devices()
+    nbytes = options.model.token_bytes * tokens
     cuts = " to ".join(f"{shape.layout}{shape.block}" for shape in shapes)
     case = f"{tokens} tokens, {format_bytes(nbytes)}, {cuts}"
     progress(case)

@@ -43,10 +43,10 @@ class Thread(ABC):
         self.world = world
         self.free_at = 0.0
         self.busy_s = 0.0
-        self.links: dict[LinkId, tuple[Thread, LinkId]] = {}
+        self.links: dict[LinkId, tuple[Thread, LinkId, float]] = {}
+        """The other side, its name for the link, and when the link is up."""
         self.peak_links = 0
         self._incoming = count(1)
-        self._usable_at: dict[LinkId, float] = {}
 
     def spend(self, seconds: float) -> None:
         """Work, now or when what came before is done."""
@@ -56,16 +56,15 @@ class Thread(ABC):
     def connect(self, link: LinkId, peer: Thread) -> None:
         """Open a link, which takes a round trip."""
         theirs = LinkId(-next(peer._incoming))
-        self.links[link], peer.links[theirs] = (peer, theirs), (self, link)
-        self._usable_at[link] = self.free_at + 2 * self.world.costs.latency_s
+        self.links[link] = peer, theirs, self.free_at + 2 * self.world.costs.latency_s
+        peer.links[theirs] = self, link, 0.0
         for thread in (self, peer):
             thread.peak_links = max(thread.peak_links, len(thread.links))
 
     def disconnect(self, link: LinkId) -> None:
         """End a link; the other side is notified."""
-        self._usable_at.pop(link, None)
         if link in self.links:
-            peer, theirs = self.links.pop(link)
+            peer, theirs, _ = self.links.pop(link)
             world = self.world
             world.at(self.free_at + world.costs.latency_s, partial(peer.lost, theirs))
 
@@ -80,9 +79,10 @@ class Thread(ABC):
         self.spend(world.costs.turn_s)
         world.messages[type(message).__name__] += 1
         world.message_bytes += len(encode(message))
-        peer, theirs = self.links[link]
-        leaves_at = max(self.free_at, self._usable_at.get(link, 0.0))
-        world.at(leaves_at + world.costs.latency_s, partial(peer.arrived, theirs, message))
+        peer, theirs, up_at = self.links[link]
+        world.at(
+            max(self.free_at, up_at) + world.costs.latency_s, partial(peer.arrived, theirs, message)
+        )
 
     @abstractmethod
     def arrived(self, link: LinkId, message: m.Message) -> None:
@@ -185,7 +185,7 @@ class ProducerRank(SessionThread):
                 super()._execute(command)
 
     def _consumer(self, link: LinkId) -> tuple[ConsumerRank, LinkId]:
-        consumer, theirs = self.links[link]
+        consumer, theirs, _ = self.links[link]
         assert isinstance(consumer, ConsumerRank)  # nobody else greets, or reads
         return consumer, theirs
 

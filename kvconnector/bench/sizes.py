@@ -6,12 +6,17 @@ import re
 
 from kvconnector.errors import ConfigError
 
+MAX_TOKENS = 10_000_000
+"""Of a request."""
+
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """Request sizes from "2000" or "16,128,2048". Raises ConfigError: something else, or a size below one token."""
+    """Request sizes from "2000" or "16,128,2048". Raises ConfigError: something else, or a size that no request has."""
     tokens = parse_numbers(text)
-    if not tokens or min(tokens) < 1:
-        raise ConfigError("expected positive numbers with commas between them", given=text)
+    if not tokens or not all(0 < each <= MAX_TOKENS for each in tokens):
+        raise ConfigError(
+            "expected positive numbers with commas between them", given=text, most=MAX_TOKENS
+        )
     return tokens
 
 

@@ -8,9 +8,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
+from kvconnector.bench.between_hosts import bandwidth, find_perftest, ucx_variables
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, PeerPair, Runner
-from kvconnector.bench.limits import limits_of, measure_ucx
+from kvconnector.bench.limits import limits_of
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.rank_process import CallFailedError
@@ -113,10 +114,19 @@ def _start_peers(
 
 
 def _ucx_alone(pair: EnginePair, num_tokens: int) -> list[float]:
-    """Bytes a second of `ucx_perftest` between two hosts; nothing on one, or where UCX brings no such program."""
-    if pair.deployment.options.connect:
+    """Bytes a second of `ucx_perftest` between two hosts, with the UCX and settings of the connector; nothing on one
+    host, or where either UCX brings no such program.
+    """
+    options, ranks = pair.deployment.options, pair.prefill.ranks
+    if options.connect:
+        config, nbytes = (
+            options.config("bench", "consumer"),
+            options.model.request_bytes(num_tokens),
+        )
         with suppress(TransportError, CallFailedError):
-            return [measure_ucx(pair, num_tokens)]
+            command = find_perftest(config.ucx.library)
+            port = ranks.serve_perftest(config.ucx.library, ucx_variables(config))
+            return [bandwidth(command, (ranks.host, port), config, nbytes)]
     return []
 
 

@@ -24,6 +24,7 @@ from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
     MIN_WIDTH,
     PATH,
+    FiniteRange,
     draw_loglog,
     host_and_port,
     picture,
@@ -55,10 +56,8 @@ _OPTIONS = (
     ),
     _numbers(["--tokens"], default="2048", help="Request sizes."),
     click.Option(["--iterations"], type=click.IntRange(1), default=10, help="Timed repetitions."),
-    click.Option(["--minutes"], type=click.FloatRange(1e-3), default=1.0, help="How long it runs."),
-    click.Option(
-        ["--hours"], type=click.FloatRange(0), help="How long it runs, instead of --minutes."
-    ),
+    click.Option(["--minutes"], type=FiniteRange(1e-3), default=1.0, help="How long it runs."),
+    click.Option(["--hours"], type=FiniteRange(0), help="How long it runs, instead of --minutes."),
     click.Option(
         ["--state"],
         metavar="FILE",
@@ -182,11 +181,7 @@ BENCHMARKS = {
 
 
 def _run(name: str, **given: Any) -> int:
-    """Print each case when it is known; libraries' pools have a single thread. Returns the exit status.
-
-    Raises:
-        ConfigError: the report or the picture cannot be written.
-    """
+    """Print each case when it is known; libraries' pools have a single thread. Returns the exit status."""
     from kvconnector.bench.environment import Environment
     from kvconnector.bench.results import BenchReport, CaseResult
 
@@ -235,7 +230,7 @@ def _options(given: dict[str, Any]) -> BenchOptions:
     return BenchOptions(**given)
 
 
-def _publish(report: dict[str, Any], output: Path | None, *, as_json: bool) -> None:
+def _publish(report: object, output: Path | None, *, as_json: bool) -> None:
     if as_json:
         print_json(report)
     if output is not None:
@@ -316,20 +311,15 @@ def _serve() -> None:
 def _pairs(**given: Any) -> int:
     """Rank 0 of the job reports for all. Returns the exit status."""
     from kvconnector.bench import pairs
-    from kvconnector.bench.environment import Environment
 
     output, as_json = given.pop("output"), given.pop("json")
     is_first = os.environ.get("RANK") == "0"
     with progress_bar("pairs") as progress:
         matrix = pairs.run(_options(given), progress)
-    environment = Environment()
     if is_first:
-        found = {**msgspec.to_builtins(matrix), "gigabytes_per_s": matrix.gigabytes_per_s()}
-        found["environment"] = msgspec.to_builtins(environment)
-        _publish(found, output, as_json=as_json)
+        _publish(matrix, output, as_json=as_json)
     if is_first and not as_json:
-        terminal().print(matrix.table())
-        terminal().print(str(environment), soft_wrap=True)
+        matrix.print_to(terminal())
     failed = [each for each in matrix.pairs if each.error]
     for each in failed if is_first else ():
         click.echo(f"from rank {each.producer} to rank {each.consumer}: {each.error}", err=True)

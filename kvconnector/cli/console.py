@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
@@ -30,6 +31,16 @@ json_flag = click.option("--json", is_flag=True, help="Print JSON.")
 picture_option = click.option("--svg", type=PATH, help="Draw it into this file, .svg or .png.")
 
 
+class FiniteRange(click.FloatRange):
+    """A number in a range, and neither nan nor inf."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
+
 def host_and_port(text: str) -> str:
     """HOST:PORT or HOST:PORT,KEY as they are. Raises ConfigError: something else."""
     host, _, port = text.partition(",")[0].rpartition(":")
@@ -55,30 +66,30 @@ def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
 
     The bar is drawn at most every `REFRESH_S`, within the call: nothing disturbs what is measured between two calls.
     """
-    from rich import console as consoles
     from rich import progress as bars
+    from rich.console import Console
 
-    console = consoles.Console(stderr=True)
+    console = Console(stderr=True)
     columns = bars.TimeElapsedColumn(), bars.BarColumn(20), bars.TextColumn("{task.description}")
-    bar = bars.Progress(*columns, console=console, auto_refresh=False, transient=True)
+    how: dict[str, Any] = {
+        "auto_refresh": False,
+        "transient": True,
+        "disable": not console.is_terminal,
+    }
     drawn_s, last = 0.0, ""
+    with bars.Progress(*columns, console=console, **how) as bar:
+        task = bar.add_task("", total=None)
 
-    def show(text: str, share: float | None = None, /) -> None:
-        nonlocal drawn_s, last
-        if console.is_terminal:
-            bar.update(task, description=text, completed=share or 0.0, total=share and 1.0)
-            if text != last or time.monotonic() > drawn_s + REFRESH_S:
-                drawn_s = time.monotonic()
+        def show(text: str, share: float | None = None, /) -> None:
+            nonlocal drawn_s, last
+            if bar.disable and text != last:
+                click.echo(f"{subject}: {text}", err=True)
+            elif text != last or time.monotonic() > drawn_s + REFRESH_S:
+                bar.update(task, description=text, completed=share or 0.0, total=share and 1.0)
                 bar.refresh()
-        elif text != last:
-            click.echo(f"{subject}: {text}", err=True)
-        last = text
+                drawn_s = time.monotonic()
+            last = text
 
-    task = bar.add_task("", total=None)
-    if not console.is_terminal:
-        yield show
-        return
-    with bar:
         yield show
 
 

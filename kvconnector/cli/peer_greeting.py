@@ -63,7 +63,6 @@ RESOLVE_S, ASK_S, CONNECT_S = 1.5, 2.5, 0.5
 TURN_S, MEASURE_S = 1e-4, 5.0
 """How long one turn takes at most, and how long the heartbeats, and one probe, may take."""
 RANK = Rank(0, 0)
-"""Ours."""
 
 
 def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:

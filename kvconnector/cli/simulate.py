@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from math import nan
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from rich.table import Table
 from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
-from kvconnector.bench.sizes import parse_numbers
+from kvconnector.bench.sizes import MAX_TOKENS, parse_numbers
 from kvconnector.cli.console import (
     PATH,
+    FiniteRange,
     draw_loglog,
     json_flag,
     picture,
@@ -31,6 +32,7 @@ from kvconnector.config import PeerConfig
 from kvconnector.errors import ConfigError
 
 PEER = PeerConfig()
+MAX_ENGINES = 100_000
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,20 +69,18 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
     default="llama-3.1-70b",
     help=", ".join(MODELS),
 )
+@click.option("--rate", type=FiniteRange(1e-6), default=1.0, help="Requests/s of a decode engine.")
+@click.option("--seconds", type=FiniteRange(1e-6), default=20.0, help="How long requests come.")
 @click.option(
-    "--rate", type=click.FloatRange(1e-6), default=1.0, help="Requests/s of a decode engine."
+    "--tokens", type=click.IntRange(1, MAX_TOKENS), default=4096, help="Median prompt, lognormal."
 )
-@click.option(
-    "--seconds", type=click.FloatRange(1e-6), default=20.0, help="How long requests come."
-)
-@click.option("--tokens", type=click.IntRange(1), default=4096, help="Median prompt, lognormal.")
-@click.option("--spread", type=click.FloatRange(0), default=0.8, help="Sigma of its logarithm.")
+@click.option("--spread", type=FiniteRange(0, 10), default=0.8, help="Sigma of its logarithm.")
 @click.option("--trace", type=PATH, help='Requests instead: a line "seconds tokens" each.')
-@click.option("--link", type=click.FloatRange(1e-3), default=400.0, help="Gbit/s of a rank's link.")
-@click.option("--latency-us", type=click.FloatRange(0), default=20.0, help="Of a link.")
+@click.option("--link", type=FiniteRange(1e-3), default=400.0, help="Gbit/s of a rank's link.")
+@click.option("--latency-us", type=FiniteRange(0), default=20.0, help="Of a link.")
 @click.option(
     "--idle-timeout",
-    type=click.FloatRange(PEER.timeout_s),
+    type=FiniteRange(PEER.timeout_s),
     default=PEER.idle_timeout_s,
     help="Seconds until idle engines disconnect.",
 )
@@ -106,8 +106,8 @@ def simulate(
     json: bool,
 ) -> None:
     """Simulate growing clusters: greetings, control messages, staging slots, times to completion. Nothing is sent."""
-    if not engines or min(engines) < 2:
-        raise ConfigError("a cluster has two engines at least", engines=engines)
+    if not engines or min(engines) < 2 or max(engines) > MAX_ENGINES:
+        raise ConfigError(f"a cluster has two engines to {MAX_ENGINES}", engines=engines)
     report = Report(
         model=model,
         prefill=prefill,
@@ -144,7 +144,8 @@ def _poisson(
     arrivals = []
     at_s = rng.expovariate(rate)
     while at_s < seconds:
-        arrivals.append((at_s, max(1, round(tokens * rng.lognormvariate(0, spread)))))
+        drawn = round(tokens * rng.lognormvariate(0, spread))
+        arrivals.append((at_s, min(max(1, drawn), MAX_TOKENS)))
         at_s += rng.expovariate(rate)
     return arrivals
 
@@ -153,7 +154,8 @@ def _read_trace(path: Path) -> list[tuple[float, int]]:
     with file_errors("cannot read the trace", path):
         lines = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line]
         arrivals = [(float(at_s), int(tokens)) for at_s, tokens in lines]
-    if not arrivals or any(at_s < 0 or tokens < 1 for at_s, tokens in arrivals):
+    are_possible = [0 <= at_s < inf and 0 < tokens <= MAX_TOKENS for at_s, tokens in arrivals]
+    if not arrivals or not all(are_possible):
         raise ConfigError('a trace has a line "seconds tokens" for each request', path=str(path))
     return arrivals
 

@@ -27,7 +27,7 @@ from rich.text import Text
 from kvconnector.bench import file_errors
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli import EXIT_FAULT
-from kvconnector.cli.console import PATH, json_flag, right_aligned, terminal
+from kvconnector.cli.console import PATH, FiniteRange, json_flag, right_aligned, terminal
 from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ TIMEOUT_S = 3.0
 MAX_METRICS_BYTES = 16 << 20
 MAX_LOADS = 20
 """That are shown one by one."""
-
-
 _FIELDS = {
     "kvconnector_transfer_seconds_bucket": "buckets",
     "kvconnector_transfer_seconds_count": "loads",
@@ -85,7 +83,7 @@ class Snapshot:
 @click.command(epilog="Example: kvconnector top http://10.0.0.5:8100 http://10.0.0.6:8200")
 @click.argument("endpoints", nargs=-1, required=True)
 @click.option(
-    "--interval", type=click.FloatRange(0.1, 3600.0), default=2.0, help="Seconds between two looks."
+    "--interval", type=FiniteRange(0.1, 3600.0), default=2.0, help="Seconds between two looks."
 )
 @click.option("--count", type=click.IntRange(1), help="End after this many looks, not at Ctrl-C.")
 @click.option("--svg", type=PATH, help="Write the last screen here.")
@@ -123,19 +121,19 @@ def top(
             before = {url: each for url, each in now.items() if isinstance(each, dict)}
             time.sleep(max(0.0, interval - (time.monotonic() - started_s)))
     if svg is not None:
-        _write_screen(screen, svg)
+        recorded = Console(record=True, width=140, file=StringIO(), markup=False)
+        recorded.print(screen)
+        with file_errors("cannot write the screen", svg):
+            recorded.save_svg(str(svg), title="kvconnector top")
     return EXIT_FAULT if all(isinstance(each, str) for each in now.values()) else 0
 
 
 def _metrics_url(endpoint: str) -> str:
-    try:
+    with suppress(ValueError):  # of a host or a port
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
-        is_endpoint = url.scheme in ("http", "https") and bool(url.netloc) and url.port != 0
-    except ValueError:  # of a host or a port
-        is_endpoint = False
-    if not is_endpoint:
-        raise ConfigError("an endpoint is an http URL or HOST:PORT", given=endpoint)
-    return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()
+        if url.scheme in ("http", "https") and url.netloc and url.port != 0:
+            return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()
+    raise ConfigError("an endpoint is an http URL or HOST:PORT", given=endpoint)
 
 
 def _fetch(url: str) -> bytes:
@@ -266,10 +264,3 @@ def _loads_at(url: str) -> list[LoadInFlight]:
         return msgspec.json.decode(_fetch(url), type=list[LoadInFlight])
     except (OSError, HTTPException, msgspec.DecodeError, RecursionError):
         return []  # not every engine tells
-
-
-def _write_screen(screen: RenderableType, path: Path) -> None:
-    console = Console(record=True, width=140, file=StringIO(), markup=False)
-    console.print(screen)
-    with file_errors("cannot write the screen", path):
-        console.save_svg(str(path), title="kvconnector top")

@@ -2,6 +2,7 @@ import pytest
 
 from kvconnector.bench.pools import RankPools
 from kvconnector.bench.shapes import EngineShape, ModelShape, rank_geometry
+from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 
 MODEL = ModelShape(name="x", num_layers=3, num_kv_heads=4, head_dim=6)
@@ -29,3 +30,8 @@ def test_one_wrong_byte_anywhere_is_a_mismatch(layout):
     assert "after the last token" in pools.mismatch(SEED, [5, 0], 7)
     pools.poison()
     assert pools.mismatch(SEED, [5, 0], 8)
+
+
+def test_a_cache_that_no_memory_holds_is_refused():
+    with pytest.raises(ConfigError, match="no memory"):
+        _pools(EngineShape(block=4), num_blocks=1 << 60)

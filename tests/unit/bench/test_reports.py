@@ -13,12 +13,6 @@ from kvconnector.cli.bench import draw_handover, write_page
 from kvconnector.errors import ConfigError
 
 
-def _measurement(contender, kind, *samples_s, nbytes=1_000_000, figures=None):
-    return Measurement(
-        contender=contender, kind=kind, samples_s=samples_s, nbytes=nbytes, figures=figures or {}
-    )
-
-
 def _report(*cases):
     return BenchReport(
         benchmark="transfer",
@@ -31,10 +25,8 @@ def _report(*cases):
 
 def test_the_tables_hold_times_and_figures():
     figures = {"decode_step_s": 0.002, "decode_steps_kept": 0.75, "requests": 4309.0}
-    ours = _measurement("kvconnector", "ours", 0.1, figures=figures)
-    report = _report(
-        CaseResult(case="one", measurements=(ours, _measurement("memcpy", "limit", 0.05)))
-    )
+    ours = Measurement("kvconnector", "ours", (0.1,), figures=figures)
+    report = _report(CaseResult("one", (ours, Measurement("memcpy", "limit", (0.05,)))))
     out = io.StringIO()
     report.cases[0].print_to(Console(file=out, width=100))
     lines = out.getvalue().strip().splitlines()
@@ -56,7 +48,7 @@ def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
         CaseResult(
             case="one",
             measurements=tuple(
-                _measurement(way, kind, 0.01, 0.02, figures={"prompt_tokens": tokens, "prompts": 1})
+                Measurement(way, kind, (0.01, 0.02), 1, {"prompt_tokens": tokens, "prompts": 1})
                 for way, kind in (("streamed", "ours"), ("one after the other", "naive"))
             ),
         )
@@ -67,16 +59,12 @@ def test_a_handover_is_drawn_over_the_prompts_length(tmp_path):
 
 
 def test_a_page_of_bursts_needs_nothing_from_elsewhere(tmp_path):
+    sizes = {"prompt_tokens": 8192, "page_tokens": 16}
     cases = [
         CaseResult(
             case=f"{requests} <at> once",
             measurements=tuple(
-                _measurement(
-                    name,
-                    kind,
-                    0.01,
-                    figures={"prompt_tokens": 8192, "page_tokens": 16, "requests": requests},
-                )
+                Measurement(name, kind, (0.01,), 1_000_000, {**sizes, "requests": requests})
                 for name, kind in (("kvconnector", "ours"), ("nixl", "peer"))
             ),
         )

@@ -2,6 +2,7 @@ import pytest
 
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_bytes, parse_tokens
+from kvconnector.cli.doctor import _self_test
 from kvconnector.errors import ConfigError
 
 
@@ -21,6 +22,7 @@ def test_sizes_are_read_with_their_unit(text, nbytes):
             EngineShape.parse,
             ["tp=", "tp=0", "tp=two", "tq=1", "tp=1,tp=2", "layout=DHN", "block=1.5"],
         ),
+        (lambda device: [*_self_test(device, "")], ["cuda:x"]),
         (parse_tokens, ["", "0", "1,", "a", "1,-2", "1.5"]),
         (ModelShape.parse, ["qwen9", "qwen3-8b,layers=x", "qwen3-8b,layers=0", "qwen3-8b,heads=1"]),
     ],

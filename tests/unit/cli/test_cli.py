@@ -111,6 +111,8 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("plan --dtype bfloat17", "'bfloat17'"),
         ("bench transfer --peer moon", "'moon'"),
         ("bench relayout --device tpu", "'tpu'"),
+        ("bench relayout --tokens 99999999999999", "most=10000000"),
+        ("simulate --engines 99999999999999", "two engines to"),
         ("bench transfer --device cuda:0,x:1", "'0,x'"),
     ],
 )
@@ -124,7 +126,8 @@ def test_an_error_is_one_line_that_names_the_value_and_status_2(kvconnector, lin
 
 
 @pytest.mark.parametrize(
-    "line", ["nonsense", "plan --nonsense", "bench speed", "bench relayout --peer nixl"]
+    "line",
+    ["plan --nonsense", "bench speed", "bench relayout --peer nixl", "simulate --seconds inf"],
 )
 def test_wrong_usage_is_status_2(kvconnector, line):
     status, _, err = kvconnector(line)
