@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
+from kvconnector.control.address import HostPort
 from kvconnector.errors import AuthenticationError, ConfigError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.channels import security_of
@@ -88,12 +89,9 @@ def prefill_address(bootstrap_addr: str, config: ConnectorConfig) -> EngineAddre
     host, _, port = bootstrap_addr.rpartition(":")
     if not host or not port.isdecimal():
         raise ConfigError("a bootstrap address is host:port", address=bootstrap_addr)
-    shown = f"[{host}]" if ":" in host and not host.startswith("[") else host
-    return EngineAddress(
-        EngineId(prefill_engine_id(int(port))),
-        f"tcp://{shown}:{port}",
-        _key_of(bootstrap_addr, config),
-    )
+    address = HostPort(host.strip("[]"), int(port))
+    name = EngineId(prefill_engine_id(address.port))
+    return EngineAddress(name, str(address), _key_of(bootstrap_addr, config))
 
 
 def _key_of(bootstrap_addr: str, config: ConnectorConfig) -> str:
