@@ -35,7 +35,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector": Size(740, target=560),
     "kvconnector/bench": Size(4671),
     "kvconnector/cache": Size(3016, target=3280),
-    "kvconnector/cli": Size(2951),
+    "kvconnector/cli": Size(2929),
     "kvconnector/control": Size(1327, target=1330),
     "kvconnector/datapath": Size(4413, target=4050),
     "kvconnector/integrations": Size(3377, target=3510),

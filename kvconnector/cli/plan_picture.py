@@ -46,10 +46,10 @@ def draw_plan(report: PlanReport, path: Path) -> None:
     what another rank holds too, and is not read.
     Raises ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    scale = ROW_INCHES / min(
-        row.bytes for row in (*report.producers, *report.consumers) if row.bytes
-    )
-    scale = min(scale, MAX_RANKS_INCHES / report.total_bytes)
+    from matplotlib import colormaps
+
+    least = min(row.bytes for row in (*report.producers, *report.consumers) if row.bytes)
+    scale = min(ROW_INCHES / least, MAX_RANKS_INCHES / report.total_bytes)
     producers, consumers = _stack(report.producers, scale), _stack(report.consumers, scale)
     bottoms = [boxes[-1].top + boxes[-1].height for boxes in (producers, consumers)]
     bottom = max(bottoms)
@@ -57,19 +57,22 @@ def draw_plan(report: PlanReport, path: Path) -> None:
         [box._replace(top=box.top + (bottom - own) / 2) for box in boxes]
         for boxes, own in zip((producers, consumers), bottoms, strict=True)
     )
+    if (num_stages := report.prefill.pp) <= 10:
+        stages = [colormaps["tab10"](stage) for stage in range(num_stages)]
+    else:
+        stages = [colormaps["turbo"](share) for share in np.linspace(0.05, 0.95, num_stages)]
+    kinds = {group.kind: colormaps["Dark2"](at) for at, group in enumerate(report.model.groups)}
     with picture(path, WIDTH_INCHES, bottom + 1.2) as figure:
         axes = figure.add_axes((0, 0, 1, 1))
         axes.set_xlim(0, WIDTH_INCHES)
         axes.set_ylim(bottom + 0.2, -1.0)
         axes.axis("off")
-        colors = _stage_colors(report.prefill.pp)
-        kinds = _draw_kinds(axes, report)
-        _draw_ribbons(axes, report.reads, producers, consumers, colors=colors, kinds=kinds)
+        _draw_ribbons(axes, report.reads, producers, consumers, kinds or stages)
         for box in producers:
-            _draw_rank(axes, box, LEFT, colors[box.rank.stage])
+            _draw_rank(axes, box, LEFT, stages[box.rank.stage])
         for box in consumers:
             _draw_rank(axes, box, RIGHT, "0.35")
-        _draw_titles(axes, report)
+        _draw_titles(axes, report, kinds)
 
 
 def _stack(ranks: Sequence[RankRow], scale: float) -> list[Box]:
@@ -86,40 +89,10 @@ def _stack(ranks: Sequence[RankRow], scale: float) -> list[Box]:
     return boxes
 
 
-def _stage_colors(num_stages: int) -> list[Any]:
-    from matplotlib import colormaps
-
-    if num_stages <= 10:
-        return [colormaps["tab10"](stage) for stage in range(num_stages)]
-    return [colormaps["turbo"](share) for share in np.linspace(0.05, 0.95, num_stages)]
-
-
-def _draw_kinds(axes: Any, report: PlanReport) -> dict[str, Any]:
-    """Name the kinds of a model's layers below the picture. Returns the colour of each; none where all are alike."""
-    from matplotlib import colormaps
-    from matplotlib.patches import Patch
-
-    kinds = {group.kind: colormaps["Dark2"](at) for at, group in enumerate(report.model.groups)}
-    nbytes = report.bytes_by_kind()
-    patches = [
-        Patch(color=color, alpha=RIBBON_ALPHA, label=f"{kind}, {format_bytes(nbytes[kind])}")
-        for kind, color in kinds.items()
-    ]
-    if patches:
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncols": len(patches)}
-        axes.legend(handles=patches, frameon=False, fontsize=9, **place)
-    return kinds
-
-
 def _draw_ribbons(
-    axes: Any,
-    reads: Sequence[ReadRow],
-    producers: Sequence[Box],
-    consumers: Sequence[Box],
-    *,
-    colors: Sequence[Any],
-    kinds: Mapping[str, Any],
+    axes: Any, reads: Sequence[ReadRow], producers: list[Box], consumers: list[Box], colors: Any
 ) -> None:
+    """`colors` are of kinds by name, or of stages."""
     begin, end = (
         {box.rank.rank: box.middle - box.ribbons / 2 for box in boxes}
         for boxes in (producers, consumers)
@@ -140,7 +113,7 @@ def _draw_ribbons(
             LEFT + BAR_WIDTH + (RIGHT - LEFT - BAR_WIDTH) * share,
             edge,
             edge + thickness,
-            color=kinds.get(read.kind, colors[source.rank.stage]),
+            color=colors[read.kind or source.rank.stage],
             alpha=RIBBON_ALPHA,
             linewidth=0.3,
             gid="_".join(("read", read.producer, read.consumer, *read.kind.split())),
@@ -149,28 +122,25 @@ def _draw_ribbons(
 
 def _draw_rank(axes: Any, box: Box, x: float, color: Any) -> None:
     is_read, on_left = box.rank.bytes > 0, x == LEFT
+    look = {"facecolor": color} if is_read else {"facecolor": "white", "hatch": "////"}
     axes.bar(
-        x,
-        box.height,
-        BAR_WIDTH,
-        box.top,
-        align="edge",
-        facecolor=color if is_read else "white",
-        edgecolor=color,
-        hatch=None if is_read else "////",
-        linewidth=0.8,
+        x, box.height, BAR_WIDTH, box.top, align="edge", edgecolor=color, linewidth=0.8, **look
     )
+    moved = format_bytes(box.rank.bytes) if is_read else "not read"
     axes.text(
         x - 0.1 if on_left else x + BAR_WIDTH + 0.1,
         box.middle,
-        f"{box.rank.rank}   {box.rank.holds}   {format_bytes(box.rank.bytes) if is_read else 'not read'}",
+        f"{box.rank.rank}   {box.rank.holds}   {moved}",
         ha="right" if on_left else "left",
         va="center",
         fontsize=8,
     )
 
 
-def _draw_titles(axes: Any, report: PlanReport) -> None:
+def _draw_titles(axes: Any, report: PlanReport, kinds: Mapping[str, Any]) -> None:
+    """Name the plan and its engines above the picture, and the kinds of a model's layers, if it has several, below."""
+    from matplotlib.patches import Patch
+
     tokens = report.tokens[1] - report.tokens[0]
     title = f"{report.model.name}, {tokens} tokens: {format_bytes(report.total_bytes)}"
     if report.prediction:
@@ -178,3 +148,11 @@ def _draw_titles(axes: Any, report: PlanReport) -> None:
     axes.text(WIDTH_INCHES / 2, -0.75, title, ha="center", fontsize=11, fontweight="bold")
     axes.text(LEFT + BAR_WIDTH, -0.35, f"prefill: {report.prefill}", ha="right", fontsize=9)
     axes.text(RIGHT, -0.35, f"decode: {report.decode}", ha="left", fontsize=9)
+    nbytes = report.bytes_by_kind()
+    patches = [
+        Patch(color=color, alpha=RIBBON_ALPHA, label=f"{kind}, {format_bytes(nbytes[kind])}")
+        for kind, color in kinds.items()
+    ]
+    if patches:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "ncols": len(patches)}
+        axes.legend(handles=patches, frameon=False, fontsize=9, **place)
