@@ -6,8 +6,9 @@ from pathlib import Path
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.machine import Machine
-from tests.integration.runtime_pair import DEADLINE_S, Engine, keyed_controls, same, until
+from tests.integration.runtime_pair import Engine, keyed_controls, same, until
 from tests.support.remote import RemoteObject
+from tests.support.waiting import DEADLINE_S
 
 MANIFEST = Path(__file__).parents[2] / "docs/kubernetes.md"
 TOKENS, SOURCE, TARGET = 30, [9, 3], [5, 6]

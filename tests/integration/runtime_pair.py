@@ -1,6 +1,5 @@
 """Engines over real UCX and ZMQ, in this process or in one of their own that tests may kill."""
 
-import time
 from types import MappingProxyType
 
 import numpy as np
@@ -9,6 +8,7 @@ from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
+from tests.support import waiting
 from tests.support.fakes import (
     FakeEngine,
     attention_model,
@@ -18,7 +18,6 @@ from tests.support.fakes import (
 )
 from tests.support.remote import RemoteObject
 
-DEADLINE_S = 40.0
 PEER = {
     "hello_timeout_s": 30,
     "heartbeat_interval_s": 0.5,
@@ -117,13 +116,14 @@ def keyed_controls(folder, **trusts):
 
 
 def until(condition, *engines):
-    """Step the engines until the condition holds; fail after `DEADLINE_S`."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
+    """Step the engines until the condition holds."""
+
+    def step():
         for engine in engines:
             engine.step()
             engine.workers[0].wait(0.002)
+
+    waiting.until(condition, step)
 
 
 def same(first, second):

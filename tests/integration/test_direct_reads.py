@@ -9,7 +9,8 @@ from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pump.machine import Machine
 from kvconnector.runtime import layers
 from kvconnector.session import load
-from tests.integration.runtime_pair import DEADLINE_S, same, until
+from tests.integration.runtime_pair import same, until
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 

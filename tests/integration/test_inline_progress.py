@@ -2,13 +2,14 @@
 
 import sys
 import threading
-import time
 
 import pytest
 
 from kvconnector.datapath.pump import machine
 from kvconnector.runtime.driver import Driver
-from tests.integration.runtime_pair import DEADLINE_S, arrives, same, until
+from tests.integration.runtime_pair import arrives, same, until
+from tests.support import waiting
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
@@ -39,11 +40,7 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
     try:
         for block in blocks:
             d.load(f"r{block}", p.offer(f"r{block}", [block], 16), [block], 17)
-        deadline = time.monotonic() + DEADLINE_S
-        while not (names <= d.received and names <= p.sent):
-            assert time.monotonic() < deadline
-            p.step()
-            d.step()
+        waiting.until(lambda: names <= d.received and names <= p.sent, lambda: (p.step(), d.step()))
     finally:
         sys.setswitchinterval(interval_s)
     assert not d.failed
@@ -71,11 +68,7 @@ def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, 
     (worker,) = d.workers
     try:
         d.load("r", params, [3, 4], 30)
-        deadline = time.monotonic() + DEADLINE_S
-        while "r" not in d.received:
-            assert time.monotonic() < deadline
-            worker.wait(0.1)
-            d.step()
+        waiting.until(lambda: "r" in d.received, lambda: (worker.wait(0.1), d.step()))
     except KeyboardInterrupt:
         assert isinstance(error, KeyboardInterrupt)
         until(lambda: "r" in d.received, d)

@@ -5,12 +5,12 @@ import select
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from tests.hosts.network import descendants
 from tests.support.forked import environment
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
@@ -33,10 +33,7 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path, number):
         demo = subprocess.Popen(
             command, stdout=log, stderr=log, env={**environment(), "TMPDIR": str(tmp_path)}
         )
-        deadline = time.monotonic() + DEADLINE_S
-        while len(below := descendants(demo.pid)) < DEMO_PROCESSES:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        below = until(lambda: len(found := descendants(demo.pid)) >= DEMO_PROCESSES and found)
         ends = [os.pidfd_open(pid) for pid in below]
         demo.send_signal(number)
         code = demo.wait(DEADLINE_S)

@@ -7,7 +7,8 @@ import pytest
 
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
-from tests.integration.runtime_pair import DEADLINE_S, PEER, arrives, same, until
+from tests.integration.runtime_pair import PEER, arrives, same, until
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 

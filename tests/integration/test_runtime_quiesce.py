@@ -3,7 +3,8 @@
 import pytest
 
 from kvconnector.errors import MemoryInUseError
-from tests.integration.runtime_pair import DEADLINE_S, arrives, until
+from tests.integration.runtime_pair import arrives, until
+from tests.support.waiting import DEADLINE_S
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 

@@ -8,7 +8,8 @@ import pytest
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.errors import MemoryInUseError
 from kvconnector.runtime import driver_thread
-from tests.integration.runtime_pair import DEADLINE_S, Engine, same, until
+from tests.integration.runtime_pair import Engine, same, until
+from tests.support.waiting import DEADLINE_S
 from tests.unit.runtime.test_unmapping import cuda_export
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from kvconnector.session.completion import (
     KVOutputAggregator,
+    LoadInFlight,
+    RequestTrace,
     TransferStats,
     WorkerOutput,
     WorkerStats,
@@ -18,20 +20,19 @@ EVENTS = "wxyz"
 requests = st.sampled_from(["a", "b", "c"])
 some_requests = st.frozensets(requests)
 failures = st.dictionaries(requests, st.sampled_from(["lost", "refused"]))
+counts = st.dictionaries(st.sampled_from(["LeaseExpiredError", "X"]), st.integers(1, 3))
+moved = {"request_id": requests, "nbytes": st.integers(0, 9)}
+timed = {**moved, "seconds": st.just(0.5), "path": st.just("packed")}
+place = {"rank": st.just("pp0tp0"), "peer": st.just("p"), "total_bytes": st.just(9)}
+ended = {"kind": st.just("load"), "outcome": st.just("done"), "phases": st.just(())}
 stats = st.builds(
     WorkerStats,
-    transfers=st.lists(
-        st.builds(
-            TransferStats,
-            request_id=requests,
-            nbytes=st.integers(0, 9),
-            seconds=st.just(0.5),
-            path=st.just("packed"),
-        ),
-        max_size=2,
-    ),
-    failures=st.dictionaries(st.sampled_from(["LeaseExpiredError", "X"]), st.integers(1, 3)),
+    transfers=st.lists(st.builds(TransferStats, **timed), max_size=2),
+    failures=counts,
     leases_expired=st.integers(0, 2),
+    traces=st.lists(st.builds(RequestTrace, **moved, **ended), max_size=2),
+    loading=st.lists(st.builds(LoadInFlight, **timed, **place), max_size=2).map(tuple),
+    packed=counts,
 )
 outputs = st.builds(
     WorkerOutput,
@@ -115,12 +116,16 @@ class Model:
         assert self.events_told == Counter(
             {event: min(counts[event] for counts in self.events) for event in EVENTS}
         )
-        assert engine.stats.transfers == [t for o in self.said for t in o.stats.transfers]
-        assert engine.stats.leases_expired == sum(o.stats.leases_expired for o in self.said)
-        total = Counter()
-        for output in self.said:
-            total.update(output.stats.failures)
-        assert engine.stats.failures == total
+        stats = [output.stats for output in self.said]
+        for name in ("transfers", "traces", "loading"):
+            found = list(getattr(engine.stats, name))
+            assert found == [item for each in stats for item in getattr(each, name)]
+        for name in ("failures", "packed"):
+            total = Counter()
+            for each in stats:
+                total.update(getattr(each, name))
+            assert getattr(engine.stats, name) == total
+        assert engine.stats.leases_expired == sum(each.leases_expired for each in stats)
         counts = [o.expected_finished_count for o in self.said if o.expected_finished_count]
         assert engine.expected_finished_count == (counts[-1] if counts else 0)
         self.said, self.sent, self.received = [], {}, {}

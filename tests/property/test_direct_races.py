@@ -16,6 +16,7 @@ from kvconnector.errors import LeaseExpiredError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from tests.property.races import StaleBytesError
+from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Shape
 from tests.unit.datapath.direct_pair import MANY_TOKENS, DirectPair, direct_read, give_up
 from tests.unit.datapath.pump_pair import both_programs
@@ -54,7 +55,7 @@ class Races:
         taker.start()
         begins.set()
         d.path.reads.submit(*read)
-        ended = self._until_over(number)
+        ended = self._until_over()
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):
             found = d.dense(destination, TOKENS)
@@ -83,14 +84,14 @@ class Races:
         for array in self._pair.p.arrays.values():
             array[...] = content
 
-    def _until_over(self, number):
-        deadline_s = time.monotonic() + 30.0
-        while time.monotonic() < deadline_s:
+    def _until_over(self):
+        kinds = ev.ReceivePosted | ev.ReceiveFinished | ev.ReceiveFailed
+
+        def end():
             self._pair.d.path.pump(0.0, ())
-            for event in self._pair.d.step():
-                if isinstance(event, ev.ReceivePosted | ev.ReceiveFinished | ev.ReceiveFailed):
-                    return event
-        raise AssertionError(f"read {number} does not end")
+            return next((each for each in self._pair.d.step() if isinstance(each, kinds)), None)
+
+        return until(end, lambda: None)
 
 
 @pytest.mark.parametrize("num_threads", [1, 4])

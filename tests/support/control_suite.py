@@ -29,6 +29,7 @@ from kvconnector.errors import (
     RemoteError,
     TransportError,
 )
+from tests.support import waiting
 
 DEADLINE_S = 20.0
 """After this long a test that waits for an event fails. Far beyond what a loaded machine needs."""
@@ -66,10 +67,7 @@ class Recorder:
             seen.extend(channel.poll(STEP_S))
 
     def until(self, condition):
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"not within {DEADLINE_S} s; seen: {self.events}"
-            self.step()
+        waiting.until(condition, self.step, lambda: self.events)
 
     def payloads(self, channel, handle=None):
         """Messages a channel received, from one handle or from all."""
@@ -247,12 +245,13 @@ class ControlChannelSuite:
             for number in range(40):
                 near.send(near_handle, bytes([number]))
             received = []
-            deadline = time.monotonic() + DEADLINE_S
-            while len(received) < 40:
-                assert time.monotonic() < deadline, f"only {len(received)} arrived"
+
+            def poll():
                 events = far.poll(STEP_S)
                 assert len(events) <= 5
-                received += events
+                received.extend(events)
+
+            waiting.until(lambda: len(received) == 40, poll, lambda: received)
 
     def test_wake_ends_a_poll_of_another_thread(self):
         with self.pair() as (near, _far, _recorder):

@@ -3,7 +3,6 @@
 import gc
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,13 @@ from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.endpoints import QUARANTINE_S
 from tests.support.remote import RemoteObject
 from tests.support.transport_suite import (
-    DEADLINE_S,
     HostMemory,
     Ledger,
     TransportPair,
     TransportSuite,
     Worker,
     exchange,
+    first_error,
 )
 from tests.transport.remote import RemoteTransport
 
@@ -81,17 +80,6 @@ def met(a, remote, tag):
     there = Worker(remote, remote.connect(a.address), remote.allocate)
     exchange(Ledger(a, remote), here, there, tag)
     return here, there
-
-
-def first_error(transport, ticket):
-    """Drive one side until a ticket ends."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline_s:
-        for completion in transport.progress():
-            if completion.ticket == ticket:
-                return completion.error
-        time.sleep(0.001)
-    raise AssertionError(f"ticket {ticket} did not end")
 
 
 @pytest.mark.parametrize("options", [{}, RENDEZVOUS_OVER_TCP], ids=["default", "tcp"])

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from kvconnector.session import events as ev
+from tests.support.waiting import until
 from tests.unit.datapath.caches import half
 from tests.unit.datapath.pump_pair import TO_P, Pair, receive_of
 
@@ -31,12 +32,12 @@ def direct_read(read_id, theirs, ours, tokens, *, remote_blocks=None, lease_key=
 
 def only_consumer_steps(pair, read_id, kind):
     """Go on without the producer until a read has had an event."""
-    for _ in range(1000):
+
+    def step():
         pair.d.path.pump(1e-3, ())
         pair.events += pair.d.step()
-        if pair.find(kind, read_id) is not None:
-            return
-    raise AssertionError(f"no {kind.__name__}: {pair.events}")
+
+    until(lambda: pair.find(kind, read_id) is not None, step, lambda: pair.events)
 
 
 def give_up(pair, read_id):

@@ -17,9 +17,9 @@ from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId, StartReceive, StartSend
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 
-DEADLINE_S = 30.0
 QUARANTINE_S = 60.0
 SETTINGS = ConnectorConfig(
     engine_id="one of two",
@@ -109,10 +109,7 @@ class Pair:
             self.events += side.step()
 
     def until(self, condition):
-        deadline = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < deadline, f"events so far: {self.events}"
-            self.step()
+        until(condition, self.step, lambda: self.events)
 
     def find(self, kind, read_id=None):
         for event in self.events:

@@ -21,10 +21,10 @@ from kvconnector_kernels.pump.records import ALL, MORE
 from tests.kernels.pump.test_read_cpu import job_of, read_of
 from tests.kernels.relayout.pools import DTYPES, Pool, Window, check_copy_equals_naive, windows
 from tests.support.examples import examples
+from tests.support.waiting import until
 from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, DirectPair, only_consumer_steps
 from tests.unit.datapath.test_direct_reads import ask, check_read
 
-DEADLINE_S = 30.0
 HELPER, OPEN = 1 << 16, 1 << 30
 """What each thread that helps adds to a read's fence, and that others may join."""
 
@@ -50,15 +50,7 @@ class SharedReader:
         while (status := self.call(read)) == MORE:
             pass
         assert status == ALL
-        self.until(lambda: self.fence[0] == 1)
-
-    def until(self, condition):
-        done = threading.Event()
-        for _ in range(round(DEADLINE_S / 1e-3)):
-            if condition():
-                return
-            done.wait(1e-3)
-        raise AssertionError(f"fence {self.fence[0]:#x}")
+        until(lambda: self.fence[0] == 1)
 
 
 def shared(*jobs, piece_bytes):
@@ -97,7 +89,7 @@ def test_helpers_go_on_while_the_driver_is_elsewhere_and_a_read_is_over_once_the
         reader = SharedReader(threads)
         read = shared(job_of(*sides, **counts), piece_bytes=1 << 16)
         status = reader.call(read)
-        reader.until(lambda: read[1] >= 128 and reader.fence[0] & (0x3FFF * HELPER) == 0)
+        until(lambda: read[1] >= 128 and reader.fence[0] & (0x3FFF * HELPER) == 0)
         if status == MORE:  # else the helpers were faster
             assert reader.fence[0] != 1
             assert reader.call(read) == ALL

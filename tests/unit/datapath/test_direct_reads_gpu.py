@@ -1,7 +1,6 @@
 """Direct reads between GPUs' pools: another process on this GPU or on another one, and the own process."""
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
 from kvconnector.session.commands import LinkId
 from kvconnector.transport.ucx import open_ucx_transport
+from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, direct_read
 from tests.unit.datapath.exporter import CONTAINER, Exporter
@@ -22,7 +22,6 @@ from tests.unit.datapath.exporter import CONTAINER, Exporter
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 LINK = LinkId(1)
-DEADLINE_S = 60.0
 SLOT_BYTES = 1 << 20
 OURS = "cuda:0"
 
@@ -61,18 +60,20 @@ class Consumer(Caches):
 
     def until_over(self, read_id):
         """The event that ends a read."""
-        deadline_s = time.monotonic() + DEADLINE_S
         kinds = ev.ReceiveFinished | ev.ReceiveFailed | ev.ReceiveStopped
-        while time.monotonic() < deadline_s:
+
+        def step():
             self.path.pump(1e-2, ())
             self.path.step()
             self.events += self.path.events
             self.path.events.clear()
-            for event in self.events:
-                assert not isinstance(event, ev.ReceivePosted), "the read is sent, not read"
-                if isinstance(event, kinds) and event.read_id == read_id:
-                    return event
-        raise AssertionError(f"read {read_id} does not end: {self.events}")
+
+        def end():
+            assert not any(isinstance(each, ev.ReceivePosted) for each in self.events), "it is sent"
+            ends = (each for each in self.events if isinstance(each, kinds))
+            return next((each for each in ends if each.read_id == read_id), None)
+
+        return until(end, step, lambda: self.events)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import ctypes
 import os
 import sys
 import threading
-import time
 from functools import reduce
 from operator import and_, or_
 
@@ -25,6 +24,7 @@ from tests.support.examples import examples
 from tests.support.fakes import AheadClock
 from tests.unit.datapath import pump_pair
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
+from tests.unit.datapath.direct_pair import only_consumer_steps
 from tests.unit.datapath.pump_pair import (
     QUARANTINE_S,
     Pair,
@@ -116,13 +116,8 @@ def test_the_first_chunk_is_sent_at_once(make_pair):
     pair = make_pair()
     _, _, send, receive = both_programs(pair, range(48), **SMALL)
     pair.serve(pair.ask(1, receive), send)
-    deadline = time.monotonic() + 10.0
-    events = []
-    while not any(isinstance(event, ev.ReceiveAdvanced) for event in events):
-        assert time.monotonic() < deadline, events
-        # the producer's thread is still busy with other things
-        pair.d.path.pump(2e-4, ())
-        events += pair.d.step()
+    # the producer's thread is still busy with other things
+    only_consumer_steps(pair, 1, ev.ReceiveAdvanced)
 
 
 def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
