@@ -26,6 +26,20 @@ def environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
+def run_python(*arguments, **variables):
+    """What a new interpreter prints that finds what this one does, and succeeds."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 class Process(ForkServerProcess):
     """What tests use of `subprocess.Popen`, for `python arguments...`; it is killed when this process ends.
 

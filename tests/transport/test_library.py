@@ -2,35 +2,24 @@
 
 import ctypes
 import importlib.util
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kvconnector.errors import ConfigError, TransportError
 from kvconnector.transport.ucx import abi, library, load_library
+from tests.support.forked import run_python
 
 pytestmark = pytest.mark.ucx
 needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 
 
-def in_a_new_process(program, **environment):
-    """What an interpreter prints that has loaded no UCX yet; in a failure, what it wrote to stderr."""
-    environment = {**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path)), **environment}
-    environment.pop("KVCONNECTOR_UCX_LIBRARY", None)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def in_a_new_process(program, **variables):
+    """What an interpreter prints that has loaded no UCX yet."""
+    program = f"import os\nos.environ.pop('KVCONNECTOR_UCX_LIBRARY', '')\n{program}"
+    return run_python("-c", program, **variables).strip()
 
 
 LOAD = "from kvconnector.transport.ucx import load_library as load\n"
@@ -51,9 +40,7 @@ def test_a_source_is_a_name_that_is_known_or_a_path():
 
 
 def test_loading_leaves_the_environment_alone():
-    in_a_new_process(
-        f"import os\nbefore = dict(os.environ)\n{LOAD}load()\nassert dict(os.environ) == before"
-    )
+    in_a_new_process(f"before = dict(os.environ)\n{LOAD}load()\nassert dict(os.environ) == before")
 
 
 def test_the_systems_is_found_where_the_loader_looks(wheel, tmp_path):

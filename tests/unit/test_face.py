@@ -1,9 +1,7 @@
-import subprocess
-import sys
-
 import pytest
 
 import kvconnector as kvc
+from tests.support.forked import run_python
 
 
 def test_every_name_of_the_face_is_there_and_documented():
@@ -26,9 +24,4 @@ def test_every_name_of_the_face_is_there_and_documented():
 )
 def test_importing_imports_nothing_heavy(module, heavy):
     code = f"import sys, {module}; sys.exit({heavy} & set(sys.modules) or None)"
-    path = {"PYTHONPATH": ":".join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=100, check=False, env=path
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    run_python("-W", "error", "-c", code)

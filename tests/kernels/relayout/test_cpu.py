@@ -1,11 +1,8 @@
 """What only the CPU copy promises: threads, forks, far addresses, light imports."""
 
 import mmap
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,12 +11,12 @@ import torch
 from kvconnector_kernels.relayout import (
     PackedSide,
     PagedSide,
-    cpu,
     relayout,
     relayout_cpu,
     relayout_triton,
 )
 from tests.kernels.relayout.pools import TRITON_DEVICE, Pool, Window, expected_buffer, part_table
+from tests.support.forked import run_python
 
 
 def test_many_threads_may_copy_at_once():
@@ -37,17 +34,6 @@ def test_many_threads_may_copy_at_once():
         list(threads.map(copy, pools))
     for (_, dst), want in zip(pools, wants, strict=True):
         assert torch.equal(dst.buffer, want)
-
-
-def _script(source):
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env={"PYTHONPATH": str(Path(cpu.__file__).parents[2]), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
 
 
 _SMALL_COPY = """
@@ -70,8 +56,7 @@ def copy_and_check():
 
 def test_copying_on_the_cpu_imports_neither_torch_nor_triton():
     check = "import sys\ncopy_and_check()\nassert not {'torch', 'triton'} & set(sys.modules)\n"
-    result = _script(_SMALL_COPY + check)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", _SMALL_COPY + check)
 
 
 def test_a_forked_child_may_copy_after_its_parent_did():
@@ -85,8 +70,7 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 7
 """
-    result = _script(_SMALL_COPY + check)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", _SMALL_COPY + check)
 
 
 @pytest.mark.skipif(TRITON_DEVICE != "cpu", reason="sparse host memory is not the GPU's to read")

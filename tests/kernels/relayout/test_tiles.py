@@ -1,10 +1,6 @@
 """The GPU plan: tiles that hide latency, and 16-byte accesses where alignment allows them."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +8,8 @@ from kvconnector_kernels.relayout import PackedSide
 from kvconnector_kernels.relayout.sides import CopyGeometry
 from kvconnector_kernels.relayout.tiles import plan_tiles
 from tests.kernels.relayout.pools import Pool, Window
+from tests.support.forked import run_python
 
-ROOT = Path(__file__).parents[3]
 PAIRS = [
     (("HND", 16), ("NHD", 64)),
     (("HND", 16), ("NHD", 0)),
@@ -44,17 +40,6 @@ def test_accesses_are_no_wider_than_the_alignment():
 
 
 def test_hopper_code_moves_16_bytes_per_access(tmp_path):
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    environment["PYTHONPATH"] = f"{ROOT}:{ROOT / 'kernels'}"
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.relayout.hopper_accesses", json.dumps(PAIRS)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    wide = ["ld.global 16 bytes", "st.global 16 bytes"]
-    assert json.loads(result.stdout) == [wide] * len(PAIRS)
+    command = ("-m", "tests.kernels.relayout.hopper_accesses", json.dumps(PAIRS))
+    found = run_python(*command, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    assert json.loads(found) == [["ld.global 16 bytes", "st.global 16 bytes"]] * len(PAIRS)
