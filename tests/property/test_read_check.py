@@ -11,16 +11,10 @@ from kvconnector.planning import route as route_module
 from kvconnector.session.lease import Lease
 from kvconnector.session.orders import HoldRequest
 from kvconnector.session.read_check import check_read, check_route
-from kvconnector.topology import (
-    EngineGeometry,
-    GroupGeometry,
-    ModelDescription,
-    PartGeometry,
-    RankGeometry,
-    Segment,
-)
+from kvconnector.topology import Segment
 from kvconnector.wire import messages as m
 from tests.support.examples import examples
+from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 from tests.unit.session import harness
 
 MAX_CHUNK_BYTES = 512
@@ -29,25 +23,20 @@ COUNTS = st.just(NUM_TOKENS) | st.integers(5, NUM_TOKENS)
 WATERMARKS = st.builds(Watermark, COUNTS, COUNTS, st.integers(0, 6))
 
 
-def part(name, head_dim):
-    return PartGeometry(
-        name=name, total_heads=4, head_start=1, head_stop=4, head_dim=head_dim, item_size_bytes=2
-    )
-
-
-def groups(dcp_rank):
-    parts = (part("k", 8), part("v", 8), part("scale", 1))
-    shared = {"dcp_size": 2, "dcp_rank": dcp_rank, "interleave_tokens": 1}
-    return (
-        GroupGeometry(block_size=4, layers=(1, 3, 5), parts=parts),
-        GroupGeometry(block_size=2, layers=(2,), parts=parts[:1], **shared),
-    )
-
-
-MINE = groups(dcp_rank=1)
-RANKS = [RankGeometry(pp_rank=0, tp_rank=n, groups=groups(1 - n)) for n in range(2)]
-MODEL = ModelDescription(model="m", dtype="bfloat16", num_layers=6)
-ENGINE = EngineGeometry(engine_id="e", tp_size=2, pp_size=1, model=MODEL, ranks=tuple(RANKS))
+PARTS = FakePart("k", 4, 8), FakePart("v", 4, 8), FakePart("scale", 4, 1)
+SHAPE = FakeModel(6, (FakeGroup((1, 3, 5), PARTS), FakeGroup((2,), PARTS[:1])))
+"""Every rank has the last three of four heads; two share the tokens of the second group."""
+ENGINE = cut_engine(
+    SHAPE,
+    engine_id="e",
+    stages=[range(6)],
+    block_sizes=(4, 2),
+    tp_size=2,
+    splits={(4, shares): [range(1, 4)] * shares for shares in (1, 2)},
+    dcp=[(1, 1), (2, 1)],
+)
+RANK = ENGINE.ranks[1]
+MINE = RANK.groups
 LEASED = (GroupBlocks.of([7, 3, 9, 1], first_block=1), GroupBlocks.of([4, 5, 2, 0, 8]))
 OTHER_BLOCKS = (
     (GroupBlocks.of([7, 3, 9, 1]), LEASED[1]),
@@ -87,7 +76,7 @@ WRONG_SEGMENTS = (
 
 
 def route_of(*segments):
-    return check_route(harness.hello(ENGINE, segments=segments), RANKS[0])
+    return check_route(harness.hello(ENGINE, segments=segments), RANK)
 
 
 def lease_of(watermark):
