@@ -17,10 +17,6 @@ TOKENS, SOURCE, TARGET = 30, [9, 3], [5, 6]
 class PodEngine(Engine):
     """An engine whose next direct read can be held after it found its lease, while nothing moves inline."""
 
-    def __init__(self, *arguments, **options):
-        super().__init__(*arguments, **options)
-        self._may_go_on = threading.Event()
-
     def sends(self, name):
         self.step()
         return name in self.sent
@@ -32,6 +28,7 @@ class PodEngine(Engine):
 
     def hold_next_read(self):
         found, original = threading.Event(), RemotePools.is_published
+        self._may_go_on = threading.Event()
 
         def is_published(pools, *arguments):
             answer = original(pools, *arguments)

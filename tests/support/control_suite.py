@@ -234,7 +234,7 @@ class ControlChannelSuite:
         with self.pair(**limits) as (near, far, recorder):
             near_handle, _far_handle = recorder.link(near, far)
             with pytest.raises(PeerLostError, match="queued_messages="):
-                _send_until_refused(near, near_handle, bytes(1 << 20))
+                waiting.until(lambda: False, lambda: near.send(near_handle, bytes(1 << 20)))
             with pytest.raises(PeerLostError):
                 near.send(near_handle, b"after it")
             assert isinstance(Recorder(near).wait_loss(near, near_handle), PeerLostError)
@@ -299,12 +299,6 @@ class ControlChannelSuite:
             near.close()
             far.close()
             near.close()
-
-
-def _send_until_refused(channel, handle, payload):
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline:
-        channel.send(handle, payload)
 
 
 def _poll_returns(channel, *, before, extra_fds=()):

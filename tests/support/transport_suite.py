@@ -118,17 +118,6 @@ def quiet(transport, ledger):
     return poller
 
 
-def first_error(transport, ticket):
-    """Drive one side until a ticket ends; its error."""
-    ended = {}
-
-    def step():
-        ended.update((each.ticket, each.error) for each in transport.progress())
-
-    until(lambda: ticket in ended, step)
-    return ended[ticket]
-
-
 def pattern(nbytes, seed):
     """Bytes that differ by position and by seed."""
     period = bytes((seed * 37 + i * 11) % 251 for i in range(251))

@@ -9,6 +9,7 @@ from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.loopback import NO_FILENO
 from tests.support.remote import RemoteObject
 from tests.support.transport_suite import HostMemory
+from tests.support.waiting import until
 
 
 class RemoteMemory:
@@ -64,6 +65,17 @@ class RemoteTransport(RemoteObject):
     def kill(self):
         self._is_closing = self._is_closed = True
         super().kill()
+
+
+def first_error(transport, ticket):
+    """Drive one side until a ticket ends; its error."""
+    ended = {}
+
+    def step():
+        ended.update((each.ticket, each.error) for each in transport.progress())
+
+    until(lambda: ticket in ended, step)
+    return ended[ticket]
 
 
 class Child:

@@ -15,10 +15,9 @@ from tests.support.transport_suite import (
     TransportSuite,
     Worker,
     exchange,
-    first_error,
     pattern,
 )
-from tests.transport.remote import RemoteTransport
+from tests.transport.remote import RemoteTransport, first_error
 
 MESSAGE_BYTES = 16 << 20
 

@@ -22,9 +22,8 @@ from tests.support.transport_suite import (
     TransportSuite,
     Worker,
     exchange,
-    first_error,
 )
-from tests.transport.remote import RemoteTransport
+from tests.transport.remote import RemoteTransport, first_error
 
 TCP = {"TLS": "tcp"}
 OPTIONS_JUDGED_SINCE = (1, 20, 1)

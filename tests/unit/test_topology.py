@@ -6,7 +6,7 @@ from kvconnector.ids import Rank
 from kvconnector.layout import Stripe
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry, TpKVTopology
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
-from tests.support.topologies import LAYERS, engine, mla, relisted, sharing, topology
+from tests.unit.topologies import LAYERS, engine, mla, relisted, sharing, topology
 
 
 def part(**changes):

@@ -8,7 +8,7 @@ import pytest
 from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError
 from kvconnector.topology import TpKVTopology, tp_kv
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
-from tests.support.topologies import LAYERS, engine, mla, relisted, sharing, topology
+from tests.unit.topologies import LAYERS, engine, mla, relisted, sharing, topology
 
 
 def stored(order, **cut):
