@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -34,10 +35,13 @@ class AgentOpened(msgspec.Struct, frozen=True):
     device_index: int
 
 
-class PeerAgent(ABC):
-    """One rank's agent over its pools. Raises ConfigError: no such library here. TransportError: it refuses."""
+class PeerAgent(ExitStack):
+    """One rank's agent over its pools; `close` gives back what it has. Raises ConfigError: no such library here.
+    TransportError: it refuses.
+    """
 
     def __init__(self, pools: Sequence[RankPools]) -> None:
+        super().__init__()
         self._pools = pools
         self._device = pools[0].device
         self._index = int(self._device.partition(":")[2] or 0)
@@ -55,10 +59,6 @@ class PeerAgent(ABC):
         """Read requests into these blocks and wait for them as an engine would, by polling: seconds with making the
         requests. Raises TransportError: a transfer failed. TransferTimeoutError: it did not end in time.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what it has."""
 
     def _addresses(self) -> list[int]:
         return [address for pools in self._pools for address in pools.addresses()]
@@ -115,11 +115,11 @@ class NixlAgent(PeerAgent):
         regions = [(address, nbytes, self._index, "") for address, nbytes in self._regions()]
         try:
             self._agent: Any = api.nixl_agent(f"agent-{os.getpid()}", config)
-            self._registration = self._agent.register_memory(regions, self._memory)
+            self.callback(
+                self._agent.deregister_memory, self._agent.register_memory(regions, self._memory)
+            )
         except Exception as error:
             raise TransportError(f"NIXL cannot start: {error}") from error
-        self._peer_name = ""
-        self._lists: tuple[Any, Any] | None = None
 
     def opened(self) -> AgentOpened:
         return AgentOpened(self._agent.get_agent_metadata(), self._addresses(), self._index)
@@ -127,27 +127,22 @@ class NixlAgent(PeerAgent):
     def join(self, peer: AgentOpened) -> None:
         try:
             name = self._agent.add_remote_agent(peer.metadata)
-            self._peer_name = name.decode() if isinstance(name, bytes) else str(name)
-            self._agent.make_connection(self._peer_name)
-            mine = self._descriptors(self._addresses(), self._index)
-            theirs = self._descriptors(peer.addresses, peer.device_index)
-            self._lists = (
-                self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", mine, self._memory),
-                self._agent.prep_xfer_dlist(self._peer_name, theirs, self._memory),
-            )
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            self.callback(self._agent.remove_remote_agent, name)
+            self._agent.make_connection(name)
+            self._mine = self._prepared("NIXL_INIT_AGENT", self._addresses(), self._index)
+            self._theirs = self._prepared(name, peer.addresses, peer.device_index)
         except Exception as error:
             raise TransportError(f"NIXL cannot connect: {error}") from error
 
     def read(self, remote: Bursts, local: Bursts) -> float:
-        if self._lists is None:
-            raise TransportError("the agents are not connected")
         pairs = [(self._indices(a), self._indices(b)) for a, b in zip(local, remote, strict=True)]
         deadline_s = time.monotonic() + TIMEOUT_S
         began_s = time.perf_counter()
         handles = []
         for mine, theirs in pairs:
             handles.append(
-                self._agent.make_prepped_xfer("READ", self._lists[0], mine, self._lists[1], theirs)
+                self._agent.make_prepped_xfer("READ", self._mine, mine, self._theirs, theirs)
             )
             self._agent.transfer(handles[-1])
         for handle in handles:
@@ -160,18 +155,14 @@ class NixlAgent(PeerAgent):
             self._agent.release_xfer_handle(handle)
         return ended_s - began_s
 
-    def close(self) -> None:
-        for prepared in self._lists or ():
-            self._agent.release_dlist_handle(prepared)
-        self._agent.deregister_memory(self._registration)
-        if self._peer_name:
-            self._agent.remove_remote_agent(self._peer_name)
-
-    def _descriptors(self, addresses: Sequence[int], device_index: int) -> npt.NDArray[np.uint64]:
-        """`(address, bytes, device)` of every block."""
+    def _prepared(self, agent: str, addresses: Sequence[int], device_index: int) -> Any:
+        """A list of `(address, bytes, device)` of every block of an agent."""
         blocks = self._blocks(addresses)
         devices = np.full(len(blocks), device_index, dtype=np.uint64)
-        return np.column_stack([blocks, devices])
+        table = np.column_stack([blocks, devices])
+        prepared = self._agent.prep_xfer_dlist(agent, table, self._memory)
+        self.callback(self._agent.release_dlist_handle, prepared)
+        return prepared
 
 
 TCP_DESCRIPTORS = 1000
@@ -189,7 +180,7 @@ class MooncakeAgent(PeerAgent):
             raise TransportError("Mooncake cannot start")
         if self._engine.batch_register_memory([*addresses], [*sizes]):
             raise TransportError("Mooncake cannot register memory")
-        self._peer = ""
+        self.callback(self._engine.batch_unregister_memory, [*addresses])
 
     def opened(self) -> AgentOpened:
         name = f"127.0.0.1:{self._engine.get_rpc_port()}".encode()
@@ -216,9 +207,6 @@ class MooncakeAgent(PeerAgent):
                     raise TransportError("a Mooncake transfer failed", state=state)
                 _await(deadline_s, "Mooncake")
         return time.perf_counter() - began_s
-
-    def close(self) -> None:
-        self._engine.batch_unregister_memory([address for address, _ in self._regions()])
 
 
 class PeerSetting(NamedTuple):

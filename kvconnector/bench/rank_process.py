@@ -270,8 +270,7 @@ class RankProcess:
 
     def open_agent(self, peer: int) -> AgentOpened:
         """Register the pools with an agent of `PEERS[peer]`."""
-        self._agent = PEERS[peer].agent(self._pools)
-        self._exits.callback(self._agent.close)
+        self._agent = self._exits.enter_context(PEERS[peer].agent(self._pools))
         return self._agent.opened()
 
     def join_agent(self, peers: list[AgentOpened]) -> None:
