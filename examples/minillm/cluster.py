@@ -34,6 +34,13 @@ class Server:
         except aiohttp.ClientError:
             return False  # not listening yet, or gone
 
+    async def metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
+        """The engine's gauges; those with labels have them in their names."""
+        async with session.get(f"{self.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, value in pairs}
+
     async def wait_healthy(self, session: aiohttp.ClientSession, deadline: float) -> None:
         """Poll the port file if there is one, then /health.
 

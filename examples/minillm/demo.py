@@ -38,7 +38,6 @@ from minillm.config import (
     parse_engine_options,
 )
 from minillm.demo_picture import draw_picture
-from minillm.metrics import read_metrics
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
 
 PATHS = {"direct": "auto", "packed": "never"}
@@ -189,7 +188,7 @@ async def run(arguments: argparse.Namespace, console: Console, cluster: Cluster)
             results = [each for found in await asyncio.gather(*map(one, prompts)) for each in found]
             swapped = 0.0
             for decode in servers.decodes.values():
-                gauges = await read_metrics(cluster.session, decode.url)
+                gauges = await decode.metrics(cluster.session)
                 swapped += gauges["minillm_swapped_blocks"]
             progress.update(task, description="stopping the engines")
             await cluster.stop(list(cluster.servers))

@@ -7,7 +7,6 @@ import random
 from minillm.client import complete
 from minillm.config import ModelConfig
 from minillm.demo import LOGPROB_TOLERANCE
-from minillm.metrics import read_metrics
 from tests.support.local_engines import generate, token_ids
 
 RELEASE_TIMEOUT_S = 20.0
@@ -56,7 +55,7 @@ async def wait_all_blocks_free(cluster, *servers):
     deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
     for server in servers:
         while True:
-            values = await read_metrics(cluster.session, server.url)
+            values = await server.metrics(cluster.session)
             if values["minillm_free_blocks"] == values["minillm_blocks"]:
                 break
             late = asyncio.get_running_loop().time() >= deadline

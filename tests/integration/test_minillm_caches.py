@@ -9,7 +9,6 @@ import functools
 import pytest
 
 from minillm.config import ModelConfig
-from minillm.metrics import read_metrics
 from tests.integration.minillm_engines import (
     answered,
     complete_on,
@@ -107,9 +106,9 @@ def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run
             assert (stats["cached_tokens"], stats["loaded_tokens"]) == (at_d, missing)
             assert stats["bytes"] == bytes_of(model, **loaded)
             total_bytes += stats["bytes"]
-        gauges = await read_metrics(cluster.session, prefill.url)
+        gauges = await prefill.metrics(cluster.session)
         assert gauges["minillm_prefix_hit_rate"] > 0.2
-        counters = await read_metrics(cluster.session, decode.url)
+        counters = await decode.metrics(cluster.session)
         name = "kvconnector_transfer_bytes_total"
         assert sum(v for k, v in counters.items() if k.startswith(name)) == total_bytes
         await wait_all_blocks_free(cluster, prefill, decode)
@@ -135,7 +134,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device
         )
         prompts = [prompt_of(30 + index, index) for index in range(6)]
         await asyncio.gather(*(answered(cluster, router, p, TOKENS_TO_SWAP) for p in prompts))
-        values = await read_metrics(cluster.session, decode.url)
+        values = await decode.metrics(cluster.session)
         assert values["minillm_swapped_blocks"] > 0
         # none is computed twice, and of each prompt all but the last token come from the other engine
         assert values["minillm_computed_tokens"] == len(prompts) * TOKENS_TO_SWAP

@@ -15,7 +15,6 @@ import pytest
 
 from minillm.cluster import Cluster, Server
 from minillm.config import ModelConfig, parse_engine_options
-from minillm.metrics import read_metrics
 from tests.integration.minillm_engines import (
     DIRECT,
     PACKED,
@@ -218,7 +217,7 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
 
 
 async def _step_count(cluster, server):
-    return (await read_metrics(cluster.session, server.url))["minillm_steps"]
+    return (await server.metrics(cluster.session))["minillm_steps"]
 
 
 @pytest.mark.parametrize("stream", [(True, True), (True, False), (False, True)])
