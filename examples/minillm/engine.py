@@ -31,8 +31,8 @@ HOUSEKEEPING_S = 0.25
 """Period of steps while there is no request at all: the connector still has peers and leases to look after."""
 
 
-def create_scheduler(config: EngineConfig, transfer: SchedulerTransfer) -> Scheduler:
-    """The scheduler of an engine, with the blocks that its memory holds."""
+def create_scheduler(config: EngineConfig) -> Scheduler:
+    """The scheduler of an engine, with the blocks that its memory holds, and no connector yet."""
     return Scheduler(
         RequestBlocks(
             layer_groups(config.model, config.cache, config.parallel.dcp_size),
@@ -43,7 +43,7 @@ def create_scheduler(config: EngineConfig, transfer: SchedulerTransfer) -> Sched
             scatter_seed=config.cache.scatter_seed,
             lookahead=config.cache.lookahead,
         ),
-        transfer,
+        SchedulerTransfer(),
         max_model_len=config.model.max_model_len,
         max_encoder_len=cache_limits(config).max_num_encoder_tokens,
         max_batched_tokens=config.max_batched_tokens,
@@ -65,8 +65,7 @@ class Engine:
         self.steps_total = 0
         self.tokens_total = 0
         self._ranks = RankGroup(config, log_dir)
-        self._transfer: SchedulerTransfer = create_scheduler_transfer(config)
-        self.scheduler = create_scheduler(config, self._transfer)
+        self.scheduler = create_scheduler(config)
         self._queues: dict[str, asyncio.Queue[RequestUpdate | Exception]] = {}
         self._wake = asyncio.Event()
         self._loop_task: asyncio.Task[None] | None = None
@@ -74,7 +73,8 @@ class Engine:
     async def __aenter__(self) -> Engine:
         try:
             ready = await self._ranks.start()
-            self._transfer.start([message.connector for message in ready])
+            metadata = [message.connector for message in ready]
+            self.scheduler.transfer = create_scheduler_transfer(self.config, metadata)
         except BaseException:
             await self.close()
             raise
@@ -93,7 +93,7 @@ class Engine:
         try:
             await self._ranks.close()
         finally:
-            self._transfer.close()
+            self.scheduler.transfer.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
         """Run one request. Yields an update per token; the last of each answer has a finish reason. Leaving early
@@ -122,7 +122,7 @@ class Engine:
                 yield update
         finally:
             del self._queues[request.request_id]
-            self._transfer.stats.pop(request.request_id, None)
+            self.scheduler.transfer.stats.pop(request.request_id, None)
             if unfinished:
                 self.abort(request.request_id)
 
@@ -139,16 +139,16 @@ class Engine:
     @property
     def transfer_registry(self) -> CollectorRegistry:
         """The connector's Prometheus metrics."""
-        return self._transfer.registry
+        return self.scheduler.transfer.registry
 
     @property
     def loads_in_flight(self) -> Sequence[LoadInFlight]:
         """How far the connector's loads are."""
-        return self._transfer.loads_in_flight
+        return self.scheduler.transfer.loads_in_flight
 
     def transfer_stats(self, request_id: str) -> LoadStats | None:
         """What moving this request's cache took, once its tokens flow; None if nothing was moved."""
-        return self._transfer.stats.get(request_id)
+        return self.scheduler.transfer.stats.get(request_id)
 
     async def _run(self) -> None:
         try:
@@ -180,11 +180,11 @@ class Engine:
             work.tables,
             work.moves,
             work.common_blocks,
-            self._transfer.build_step(),
+            self.scheduler.transfer.build_step(),
             idle_wait_s,
         )
         results = await self._ranks.step(step)
-        events = self._transfer.update([result.connector for result in results])
+        events = self.scheduler.transfer.update([result.connector for result in results])
         tokens = {name: token for result in results for name, token in result.tokens.items()}
         self.steps_total += 1
         self.tokens_total += work.num_tokens

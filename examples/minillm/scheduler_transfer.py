@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvconnector.errors import LocalError
 from kvconnector.ids import Rank
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.runtime import (
@@ -59,36 +58,26 @@ class ConnectorTransfer(SchedulerTransfer):
     prompts that another engine computed into local blocks.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, metadata: Sequence[msgspec.Raw]) -> None:
         super().__init__()
         groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
-        self._retentions = [group.retention for group in groups]
         self._is_producer = config.role == "prefill"
-        self._config = connector_config(config)
-        self._started: Scheduler | None = None
-        self._decoder = msgspec.msgpack.Decoder(WorkerOutput | None)
-        self._aggregator: KVOutputAggregator | None = None
-        self._metrics: EngineMetrics | None = None
-
-    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
-        """Start the scheduler half, and with it a prefill engine's directory service."""
+        settings = connector_config(config)
         workers = [msgspec.msgpack.decode(item, type=WorkerMetadata) for item in metadata]
-        self._started = Scheduler(self._config, workers, retentions=self._retentions)
-        self._aggregator = KVOutputAggregator.from_connector(self._started, len(workers))
-        self._metrics = EngineMetrics(self._config.engine_id, self._started, registry=self.registry)
-        for line in cache_forms(TpKVTopology(joined_geometry(self._config, workers), FIRST)):
+        for line in cache_forms(TpKVTopology(joined_geometry(settings, workers), FIRST)):
             logger.info(line)
+        # of a prefill engine with its directory service
+        self._scheduler = Scheduler(
+            settings, workers, retentions=[group.retention for group in groups]
+        )
+        self._decoder = msgspec.msgpack.Decoder(WorkerOutput | None)
+        self._aggregator = KVOutputAggregator.from_connector(self._scheduler, len(workers))
+        self._metrics = EngineMetrics(settings.engine_id, self._scheduler, registry=self.registry)
 
     @property
     def loads_in_flight(self) -> list[LoadInFlight]:
         """See `SchedulerTransfer`."""
-        return self._metrics.in_flight() if self._metrics is not None else []
-
-    @property
-    def _scheduler(self) -> Scheduler:
-        if self._started is None:
-            raise LocalError("the ranks' handshakes come first")
-        return self._started
+        return self._metrics.in_flight()
 
     def on_new_request(self, request_id: str, params: Params) -> None:
         """Keep the producer's lease alive while the request queues; or let a consumer follow it from now on."""
@@ -167,9 +156,11 @@ class ConnectorTransfer(SchedulerTransfer):
 
     def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
         """Requests that no consumer will read any more; loads that all ranks have finished, and those that failed."""
-        output = self._aggregated(outputs)
+        # each rank answers every step, so its output is never absent
+        decoded = [self._decoder.decode(output) or WorkerOutput() for output in outputs]
+        output = self._aggregator.aggregate(decoded) or WorkerOutput()
         self._scheduler.update(output)
-        if self._metrics is not None and not output.stats.is_empty:
+        if not output.stats.is_empty:
             self._metrics.observe(output.stats)
         for item in output.stats.transfers:
             if stats := self.stats.get(item.request_id):
@@ -185,14 +176,6 @@ class ConnectorTransfer(SchedulerTransfer):
             stored=frozenset(output.kv_cache_events),
         )
 
-    def _aggregated(self, outputs: Sequence[msgspec.Raw]) -> WorkerOutput:
-        """The engine's output, of those of its ranks: each answers every step, so it is never absent."""
-        if self._aggregator is None:
-            return WorkerOutput()
-        decoded = [self._decoder.decode(output) or WorkerOutput() for output in outputs]
-        return self._aggregator.aggregate(decoded) or WorkerOutput()
-
     def close(self) -> None:
         """Close the scheduler half."""
-        if self._started is not None:
-            self._started.close()
+        self._scheduler.close()

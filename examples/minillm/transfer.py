@@ -71,9 +71,6 @@ class SchedulerTransfer:
         """How far loads are."""
         return ()
 
-    def start(self, metadata: Sequence[msgspec.Raw]) -> None:
-        """Take every rank's handshake metadata, in rank order."""
-
     def on_new_request(self, request_id: str, params: Params) -> None:
         """A request was queued."""
 
@@ -144,11 +141,13 @@ def connector_config(config: EngineConfig) -> ConnectorConfig:
     return ConnectorConfig.from_env(os.environ, {**settings, **config.connector})
 
 
-def create_scheduler_transfer(config: EngineConfig) -> SchedulerTransfer:
-    """The half that the engine's role needs."""
+def create_scheduler_transfer(
+    config: EngineConfig, metadata: Sequence[msgspec.Raw]
+) -> SchedulerTransfer:
+    """The half that the engine's role needs, by every rank's handshake metadata, in rank order."""
     if config.role == "mono":
         return SchedulerTransfer()
     # imported here so that a monolithic engine runs without the connector's runtime
     from minillm.scheduler_transfer import ConnectorTransfer
 
-    return ConnectorTransfer(config)
+    return ConnectorTransfer(config, metadata)

@@ -98,8 +98,8 @@ def blocks_of(load: LoadRequest, block_tokens: Sequence[int]) -> Iterator[int]:
     groups = zip(block_tokens, load.local_blocks, load.token_ranges, strict=True)
     for group, (size, blocks, (start, stop)) in enumerate(groups):
         if start < stop:
-            first, last = start // size - blocks.first_block, -(-stop // size) - blocks.first_block
-            for block_id in blocks.block_ids[first:last]:
+            filled = blocks.covering(range(start, stop), size, what="a load's blocks")
+            for block_id in filled.block_ids:
                 yield block_number(group, int(block_id), len(block_tokens))
 
 

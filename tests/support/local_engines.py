@@ -19,14 +19,14 @@ class LocalEngine:
     """What `Engine` and its rank do, a step at a time. Messages go through their encoding."""
 
     def __init__(self, config, run_dir):
-        self.transfer = create_scheduler_transfer(config)
-        self.scheduler = create_scheduler(config, self.transfer)
+        self.scheduler = create_scheduler(config)
         self.rank = RankWorker(config, 0, run_dir)
         try:
-            self.transfer.start([self.rank.ready().connector])
+            self.transfer = create_scheduler_transfer(config, [self.rank.ready().connector])
         except BaseException:
-            self.close()
+            self.rank.close()
             raise
+        self.scheduler.transfer = self.transfer
         self.answers = {}
         self.params = {}
         self.steps = 0
