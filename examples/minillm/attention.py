@@ -133,7 +133,8 @@ def local_attention(
         rows = torch.arange(sequence.start, sequence.start + sequence.count, device=q_THD.device)
         oldest = int(first_seen(rows[:1]))
         block_ids = cache.block_ids(name, sequence.block_ids)
-        k_past, v_past = cache.read_range(name, block_ids, range(oldest, sequence.start))
+        past_HLD = cache.read(name, block_ids, range(oldest, sequence.start))
+        k_past, v_past = (part_HLD.transpose(0, 1) for part_HLD in past_HLD)
         keys = torch.arange(oldest, sequence.start + sequence.count, device=q_THD.device)
         mask_TL = (keys <= rows.unsqueeze(1)) & (keys >= first_seen(rows).unsqueeze(1))
         outputs.append(

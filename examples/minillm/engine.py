@@ -5,22 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry
-
 from kvconnector.errors import KVConnectorError
-from kvconnector.session import LoadInFlight
 from minillm.cache_groups import cache_limits, layer_groups, pool_sizes
 from minillm.config import EngineConfig
-from minillm.messages import Step
 from minillm.processes import ChildFailedError
 from minillm.rank_client import RankGroup
 from minillm.request import Request, RequestUpdate
 from minillm.request_blocks import RequestBlocks
 from minillm.scheduler import Scheduler
-from minillm.transfer import LoadStats, SchedulerTransfer, create_scheduler_transfer
+from minillm.transfer import SchedulerTransfer, create_scheduler_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -124,31 +120,13 @@ class Engine:
             del self._queues[request.request_id]
             self.scheduler.transfer.stats.pop(request.request_id, None)
             if unfinished:
-                self.abort(request.request_id)
+                self.scheduler.abort(request.request_id)
+                self._wake.set()
 
     @property
     def failure_summary(self) -> str:
         """The failure in one line, for clients: the rest, such as the end of a rank's log, is in our own log."""
         return str(self.failure).partition("\n")[0] if self.failure is not None else ""
-
-    def abort(self, request_id: str) -> None:
-        """Drop a request, also one whose blocks are only held for a consumer. Idempotent."""
-        self.scheduler.abort(request_id)
-        self._wake.set()
-
-    @property
-    def transfer_registry(self) -> CollectorRegistry:
-        """The connector's Prometheus metrics."""
-        return self.scheduler.transfer.registry
-
-    @property
-    def loads_in_flight(self) -> Sequence[LoadInFlight]:
-        """How far the connector's loads are."""
-        return self.scheduler.transfer.loads_in_flight
-
-    def transfer_stats(self, request_id: str) -> LoadStats | None:
-        """What moving this request's cache took, once its tokens flow; None if nothing was moved."""
-        return self.scheduler.transfer.stats.get(request_id)
 
     async def _run(self) -> None:
         try:
@@ -171,24 +149,15 @@ class Engine:
             return
 
     async def _step(self, step_id: int) -> None:
-        work = self.scheduler.schedule()
-        inputs = work.inputs
-        idle_wait_s = IDLE_WAIT_S if not inputs and self.scheduler.has_requests else 0.0
-        step = Step(
-            step_id,
-            inputs,
-            work.tables,
-            work.moves,
-            work.common_blocks,
-            self.scheduler.transfer.build_step(),
-            idle_wait_s,
-        )
+        step = self.scheduler.schedule()
+        step.step_id, step.connector = step_id, self.scheduler.transfer.build_step()
+        step.idle_wait_s = IDLE_WAIT_S if not step.inputs and self.scheduler.has_requests else 0.0
         results = await self._ranks.step(step)
         events = self.scheduler.transfer.update([result.connector for result in results])
         tokens = {name: token for result in results for name, token in result.tokens.items()}
         self.steps_total += 1
-        self.tokens_total += work.num_tokens
-        for update in self.scheduler.update(inputs, tokens, events):
+        self.tokens_total += step.num_tokens
+        for update in self.scheduler.update(step.inputs, tokens, events):
             if queue := self._queues.get(update.request_id):
                 queue.put_nowait(update)
 

@@ -71,21 +71,27 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True):
     """(source id, destination id)."""
 
 
-class Step(msgspec.Struct, frozen=True, tag="step"):
-    """One engine step. Without sequences it is idle: it only serves the connector, for up to `idle_wait_s`.
+class Step(msgspec.Struct, tag="step"):
+    """One engine step. Without inputs it is idle: it only serves the connector, for up to `idle_wait_s`.
 
     `moves` come first, in their order: what the connector and the sequences write may lie in blocks that they read.
+    Then come changed tables, then the sequences. The scheduler says these, the engine the rest.
     """
 
-    step_id: int
-    sequences: list[SequenceInput]
-    tables: TableChanges
+    step_id: int = 0
+    inputs: list[SequenceInput] = []
+    tables: TableChanges = msgspec.field(default_factory=TableChanges)
     moves: list[BlockMove] = []
     common_blocks: list[int] = []
     """By cache group, leading blocks that all sequences have in common; empty for none."""
     connector: msgspec.Raw = EMPTY
     """This step's connector metadata, encoded; empty in an engine without a connector."""
     idle_wait_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute."""
+        return sum(len(item.token_ids) for item in self.inputs)
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -95,7 +101,6 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """A rank has its weights, its cache and its registered connector."""
 
-    rank: int
     connector: msgspec.Raw = EMPTY
 
 
@@ -109,7 +114,6 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
     """What one rank did in one step. Only the last stage's first rank fills `tokens`."""
 
-    rank: int
     step_id: int
     tokens: dict[str, list[SampledToken]] = {}
     connector: msgspec.Raw = EMPTY
@@ -118,7 +122,6 @@ class StepResult(msgspec.Struct, frozen=True, tag="result"):
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """A rank hit an error it cannot continue after."""
 
-    rank: int
     error: str
 
 

@@ -122,20 +122,14 @@ class PagedCache:
         return (turns % group.world_size == group.rank).nonzero().squeeze(1)
 
     def read(self, name: str, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
-        """Tokens in a sequence's blocks, from the start of a block on: one `[H, L, D]` tensor per part. Copies."""
+        """Some tokens of a sequence's blocks: one `[H, L, D]` tensor per part. Copies."""
         block_size = self.groups[self.group_of[name]].kernel_block_size
         used = block_ids[tokens.start // block_size : -(-tokens.stop // block_size)]
+        first = tokens.start % block_size
         return tuple(
-            part_BHND[used].permute(1, 0, 2, 3).flatten(1, 2)[:, : len(tokens)]
+            part_BHND[used].permute(1, 0, 2, 3).flatten(1, 2)[:, first : first + len(tokens)]
             for part_BHND in self.parts[name]
         )
-
-    def read_range(self, name: str, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
-        """Some tokens of a sequence's blocks, one `[L, H, D]` tensor per part. Copies."""
-        positions = torch.arange(tokens.start, tokens.stop, device=block_ids.device)
-        block_size = self.groups[self.group_of[name]].kernel_block_size
-        places = (block_ids[positions // block_size], positions % block_size)
-        return tuple(part_BHND[places[0], :, places[1]] for part_BHND in self.parts[name])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from minillm.messages import BlockMove, NewRequest, SampledToken, SequenceInput, TableChanges
+from minillm.messages import NewRequest, SampledToken, TableChanges
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -96,22 +96,6 @@ class RequestUpdate:
     kv_transfer_params: dict[str, Any] | None = None
     cached_tokens: int = 0
     """At the end: tokens of the prompt that were found in this engine's cache."""
-
-
-@dataclass(slots=True)
-class Schedule:
-    """One step's work for the ranks: block moves in order, then changed tables, then the sequences."""
-
-    inputs: list[SequenceInput] = field(default_factory=list)
-    moves: list[BlockMove] = field(default_factory=list)
-    tables: TableChanges = field(default_factory=TableChanges)
-    common_blocks: list[int] = field(default_factory=list)
-    """By group, leading blocks that all sequences have in common; empty for none."""
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens to compute."""
-        return sum(len(item.token_ids) for item in self.inputs)
 
 
 class SentTables:

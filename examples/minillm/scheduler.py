@@ -14,8 +14,8 @@ from typing import Any
 from kvconnector.cache.block_manager import AllocStatus
 from kvconnector.errors import LocalError
 from minillm.config import FailurePolicy
-from minillm.messages import SampledToken, SequenceInput, stored_event
-from minillm.request import FinishReason, Request, RequestState, RequestUpdate, Schedule, SentTables
+from minillm.messages import SampledToken, SequenceInput, Step, stored_event
+from minillm.request import FinishReason, Request, RequestState, RequestUpdate, SentTables
 from minillm.request_blocks import RequestBlocks
 from minillm.transfer import SchedulerTransfer, TransferEvents
 
@@ -100,10 +100,10 @@ class Scheduler:
         elif request.state is not RequestState.HELD:
             self._forget(request)
 
-    def schedule(self) -> Schedule:
+    def schedule(self) -> Step:
         """The next step's work within the token budget: running requests, then swapped ones, then waiting ones."""
         self._steps += 1
-        step = Schedule()
+        step = Step()
         preempted = self._schedule_running(step)
         while self._swapped and not preempted and self._swap_in(self._swapped[0], step):
             self._swapped.popleft()
@@ -125,10 +125,10 @@ class Scheduler:
             )
         return step
 
-    def _has_budget(self, step: Schedule) -> bool:
+    def _has_budget(self, step: Step) -> bool:
         return step.num_tokens < self.max_batched_tokens
 
-    def _schedule_running(self, step: Schedule) -> bool:
+    def _schedule_running(self, step: Step) -> bool:
         """Take the running requests into the step. Returns True if one had to be preempted."""
         preempted = False
         for request in list(self._running):
@@ -140,7 +140,7 @@ class Scheduler:
                 preempted = True
         return preempted
 
-    def _take_in(self, request: Request, step: Schedule) -> bool:
+    def _take_in(self, request: Request, step: Step) -> bool:
         """Give a running request its slots and its share of the step; False, and no change, without blocks."""
         stop = request.next_stop(self.max_batched_tokens - step.num_tokens)
         moves = self.blocks.grow(request.request_id, request.num_computed, stop)
@@ -272,7 +272,7 @@ class Scheduler:
         request.state = RequestState.WAITING_FOR_REMOTE_KV if loads else RequestState.RUNNING
         return True
 
-    def _preempt_last(self, step: Schedule) -> None:
+    def _preempt_last(self, step: Step) -> None:
         """Take the blocks of the youngest running request that is not yet in this step.
 
         They go to host memory; where that is full, the request will be recomputed.
@@ -296,7 +296,7 @@ class Scheduler:
         request.state = RequestState.WAITING
         self._waiting.appendleft(request)
 
-    def _swap_in(self, request: Request, step: Schedule) -> bool:
+    def _swap_in(self, request: Request, step: Step) -> bool:
         """Let a swapped request run on; False if it has to stay."""
         if not (self._has_budget(step) and self._has_free_place(request)):
             return False

@@ -137,7 +137,7 @@ class CompletionHandler:
         if update.finish_reason is None:
             return {}
         fields: dict[str, Any] = {"kv_transfer_params": update.kv_transfer_params}
-        if stats := self.engine.transfer_stats(update.request_id):
+        if stats := self.engine.scheduler.transfer.stats.get(update.request_id):
             fields["kv_transfer_stats"] = msgspec.to_builtins(stats)
         return fields
 
@@ -156,7 +156,9 @@ class StatusHandlers:
 
     async def transfers(self, request: web.Request) -> web.Response:
         """The loads under way, as `kvconnector top` reads them."""
-        return web.json_response(msgspec.to_builtins(self.engine.loads_in_flight))
+        return web.json_response(
+            msgspec.to_builtins(self.engine.scheduler.transfer.loads_in_flight)
+        )
 
     async def metrics(self, request: web.Request) -> web.Response:
         """Counters and gauges in Prometheus' text format."""
@@ -179,7 +181,7 @@ class StatusHandlers:
         states = Gauge("minillm_requests", "requests by state", ["state"], registry=registry)
         for state, count in engine.scheduler.counts().items():
             states.labels(state.name.lower()).set(count)
-        body = generate_latest(registry) + generate_latest(engine.transfer_registry)
+        body = generate_latest(registry) + generate_latest(engine.scheduler.transfer.registry)
         return web.Response(body=body, content_type="text/plain")
 
 

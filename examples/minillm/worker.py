@@ -77,7 +77,7 @@ class RankWorker:
     """The model share, cache and connector half of one rank."""
 
     def __init__(self, config: EngineConfig, global_rank: int, run_dir: Path) -> None:
-        self.config, self.global_rank = config, global_rank
+        self.config = config
         self.transfer = WorkerTransfer()
         self.device = choose_device(config, global_rank)
         share = rank_share(config.model, config.parallel, global_rank)
@@ -134,7 +134,7 @@ class RankWorker:
 
     def ready(self) -> Ready:
         """This rank's greeting, with the connector's handshake metadata."""
-        return Ready(rank=self.global_rank, connector=self.transfer.handshake())
+        return Ready(self.transfer.handshake())
 
     def run(self, step: Step) -> StepResult:
         """One step: move blocks, hand the connector its metadata, compute, collect what the connector finished."""
@@ -145,9 +145,9 @@ class RankWorker:
         self.transfer.start_step(step.connector)
         tokens: dict[str, list[SampledToken]] = {}
         self.tables.update(step.tables)
-        if step.sequences:
+        if step.inputs:
             groups = self.cache.groups
-            batch = Batch.build(step.sequences, groups, self.tables, step.common_blocks)
+            batch = Batch.build(step.inputs, groups, self.tables, step.common_blocks)
             sampled = self.stage.run(batch, self.transfer.layer_written)
             # the scheduler may offer this step's cache to a consumer as soon as all ranks have answered
             self._synchronize()
@@ -155,16 +155,15 @@ class RankWorker:
                 left = iter(sampled)
                 tokens = {
                     item.request_id: list(islice(left, item.num_samples))
-                    for item in step.sequences
+                    for item in step.inputs
                     if item.num_samples
                 }
         elif step.idle_wait_s > 0:
             self.transfer.wait(step.idle_wait_s)
         return StepResult(
-            rank=self.global_rank,
             step_id=step.step_id,
             tokens=tokens,
-            connector=self.transfer.poll(tuple(map(stored_event, step.sequences))),
+            connector=self.transfer.poll(tuple(map(stored_event, step.inputs))),
         )
 
     def _synchronize(self) -> None:
@@ -194,7 +193,7 @@ def serve(socket: zmq.Socket[bytes], config: EngineConfig, global_rank: int, run
             send(worker.run(message))
     except Exception as error:  # whatever it is, the engine has to hear of it
         traceback.print_exc()
-        send(Failed(rank=global_rank, error=f"{type(error).__name__}: {error}"))
+        send(Failed(f"{type(error).__name__}: {error}"))
         return 1
     finally:
         if worker is not None:

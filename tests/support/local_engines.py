@@ -37,17 +37,15 @@ class LocalEngine:
         self.transfer.close()
 
     def step(self):
-        work = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         self.steps += 1
-        idle_wait_s = 0.0 if work.inputs else 0.005
-        connector = self.transfer.build_step()
-        tasks = (work.inputs, work.tables, work.moves, work.common_blocks)
-        step = Step(self.steps, *tasks, connector, idle_wait_s)
+        step.step_id, step.connector = self.steps, self.transfer.build_step()
+        step.idle_wait_s = 0.0 if step.inputs else 0.005
         received = to_worker_decoder.decode(encoder.encode(step))
         assert isinstance(received, Step)
         result = self.rank.run(received)
         events = self.transfer.update([result.connector])
-        for update in self.scheduler.update(work.inputs, result.tokens, events):
+        for update in self.scheduler.update(step.inputs, result.tokens, events):
             assert update.token is not None, update.error
             tokens = self.answers.setdefault((update.request_id, update.answer), [])
             tokens.append(update.token)

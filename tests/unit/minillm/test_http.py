@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from contextlib import AsyncExitStack, asynccontextmanager
+from types import SimpleNamespace
 
 import aiohttp
 import msgspec
@@ -38,6 +39,7 @@ class ScriptedEngine:
         self.endless = endless
         self.requests = []
         self.broken_off = asyncio.Event()
+        self.scheduler = SimpleNamespace(transfer=SimpleNamespace(stats={}))
 
     async def generate(self, request):
         if not request.prompt:
@@ -47,6 +49,7 @@ class ScriptedEngine:
         if request.kv_transfer_params == {"bug": 1}:
             raise ZeroDivisionError
         self.requests.append(request)
+        self.scheduler.transfer.stats[request.request_id] = msgspec.convert(TRANSFER, LoadStats)
         if self.error:
             yield RequestUpdate(
                 request_id=request.request_id, finish_reason="error", error=self.error
@@ -69,9 +72,6 @@ class ScriptedEngine:
         finally:
             if not finished:
                 self.broken_off.set()
-
-    def transfer_stats(self, request_id):
-        return msgspec.convert(TRANSFER, LoadStats)
 
 
 def ask(client_of, *bodies):
