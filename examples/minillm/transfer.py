@@ -1,8 +1,9 @@
-"""The scheduler's side of KV transfer: what the engine asks of it, and an engine without any."""
+"""Both sides of KV transfer: what an engine and its ranks ask of them, and those of an engine without any."""
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -124,6 +125,31 @@ class SchedulerTransfer:
     def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
         """Book the ranks' outputs of a step, in rank order."""
         return TransferEvents()
+
+    def close(self) -> None:
+        """Bounded and idempotent."""
+
+
+class WorkerTransfer:
+    """The worker half of a connector as the rank's loop uses it; this one is that of a rank without a connector."""
+
+    def handshake(self) -> msgspec.Raw:
+        """What the scheduler process must know of this rank."""
+        return EMPTY
+
+    def start_step(self, metadata: msgspec.Raw) -> None:
+        """Take the scheduler's metadata; never blocks."""
+
+    def layer_written(self, layer: int) -> None:
+        """The step has written its tokens of a layer and of those before it; never blocks."""
+
+    def wait(self, timeout_s: float) -> None:
+        """An idle step: return when something finished, or after `timeout_s`."""
+        time.sleep(timeout_s)
+
+    def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
+        """What finished since the last step, and with it the cache events of this one; never blocks."""
+        return EMPTY
 
     def close(self) -> None:
         """Bounded and idempotent."""

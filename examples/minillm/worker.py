@@ -49,8 +49,8 @@ from minillm.parallel import ProcessGroups, choose_backend
 from minillm.partition import rank_share
 from minillm.processes import die_with_parent, log_to_stderr
 from minillm.rank_tables import create_rank_tables
+from minillm.transfer import WorkerTransfer
 from minillm.weights import weight_source
-from minillm.worker_transfer import WorkerTransfer, create_worker_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,10 @@ class RankWorker:
             device=self.device,
         )
         if config.role != "mono":
-            self.transfer = create_worker_transfer(config, share, self.cache)
+            # imported here so that a rank without a connector starts without its transports and kernels
+            from minillm.worker_transfer import ConnectorWorkerTransfer
+
+            self.transfer = ConnectorWorkerTransfer(config, share, self.cache)
 
     def ready(self) -> Ready:
         """This rank's greeting, with the connector's handshake metadata."""

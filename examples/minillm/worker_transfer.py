@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvconnector.runtime import CacheGroup, StepMetadata, Worker
+from kvconnector.session.orders import LoadRequest
+from kvconnector.topology import GroupGeometry, ModelDescription, PartGeometry
 from minillm.config import ITEM_SIZE_BYTES, CacheKind, EngineConfig, ModelConfig
 from minillm.messages import EMPTY, block_number
-from minillm.transfer import connector_config
-
-if TYPE_CHECKING:
-    from kvconnector.runtime import CacheGroup, Worker
-    from kvconnector.session.orders import LoadRequest
-    from kvconnector.topology import PartGeometry
-    from minillm.paged_cache import PagedCache
-    from minillm.partition import RankShare
-
-
-class WorkerTransfer:
-    """The worker half of a connector as the rank's loop uses it; this one is that of a rank without a connector."""
-
-    def handshake(self) -> msgspec.Raw:
-        """What the scheduler process must know of this rank."""
-        return EMPTY
-
-    def start_step(self, metadata: msgspec.Raw) -> None:
-        """Take the scheduler's metadata; never blocks."""
-
-    def layer_written(self, layer: int) -> None:
-        """The step has written its tokens of a layer and of those before it; never blocks."""
-
-    def wait(self, timeout_s: float) -> None:
-        """An idle step: return when something finished, or after `timeout_s`."""
-        time.sleep(timeout_s)
-
-    def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """What finished since the last step, and with it the cache events of this one; never blocks."""
-        return EMPTY
-
-    def close(self) -> None:
-        """Bounded and idempotent."""
+from minillm.paged_cache import PagedCache
+from minillm.partition import RankShare
+from minillm.transfer import WorkerTransfer, connector_config
 
 
 class ConnectorWorkerTransfer(WorkerTransfer):
     """A rank whose cache is served or filled by a kvconnector worker."""
 
-    def __init__(self, worker: Worker, block_tokens: Sequence[int]) -> None:
-        self.worker = worker
-        self._block_tokens = block_tokens
+    def __init__(self, config: EngineConfig, share: RankShare, cache: PagedCache) -> None:
+        model = ModelDescription(
+            model=model_name(config.model), dtype="float32", num_layers=config.model.num_layers
+        )
+        groups = cache_groups(config, share, cache)
+        self._block_tokens = [group.geometry.virtual_block_tokens for group in groups]
         """Of each cache group, tokens of one block to the connector."""
         self._loads: dict[str, LoadRequest] = {}
+        self.worker = Worker(connector_config(config), rank=share.rank, model=model)
+        try:
+            self.worker.register(groups)
+        except BaseException:
+            self.worker.close()
+            raise
 
     def handshake(self) -> msgspec.Raw:
         """The worker's handshake metadata."""
@@ -60,9 +40,6 @@ class ConnectorWorkerTransfer(WorkerTransfer):
 
     def start_step(self, metadata: msgspec.Raw) -> None:
         """Decode and hand over the step's metadata."""
-        from kvconnector.runtime import StepMetadata
-        from kvconnector.session.orders import LoadRequest
-
         step = msgspec.msgpack.decode(metadata, type=StepMetadata)
         loads = (order for order in step.orders if isinstance(order, LoadRequest))
         self._loads.update((load.request_id, load) for load in loads)
@@ -105,9 +82,6 @@ def blocks_of(load: LoadRequest, block_tokens: Sequence[int]) -> Iterator[int]:
 
 def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> list[CacheGroup]:
     """This rank's cache in the connector's terms: by group, its views in the order of their parts."""
-    from kvconnector.runtime import CacheGroup
-    from kvconnector.topology import GroupGeometry
-
     found = []
     for index, group in enumerate(cache.groups):
         caches = {cache.layer_of[name]: cache.views[name] for name in cache.names_of(index)}
@@ -130,8 +104,6 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
 
 def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartGeometry, ...]:
     """The parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
-    from kvconnector.topology import PartGeometry
-
     heads, total = share.kv_heads, model.cache_heads
     widths = {"latent": model.cache_dim} if share.is_mla else dict.fromkeys("kv", model.cache_dim)
     if kind == "state":
@@ -154,26 +126,3 @@ def model_name(model: ModelConfig) -> str:
     sights = {"window": model.mixer.sliding_window, "chunk": model.mixer.attention_chunk}
     sight = "".join(f"-{kind}{size}" for kind, size in sights.items() if kind in model.layer_kinds)
     return f"minillm-{model.architecture}-seed{model.seed}{sight}"
-
-
-def create_worker_transfer(
-    config: EngineConfig, share: RankShare, cache: PagedCache
-) -> WorkerTransfer:
-    """Create the worker that this engine's role needs and register the cache with it."""
-    # imported here so that a monolithic rank starts without the connector's transports and kernels
-    from kvconnector.runtime import Worker
-    from kvconnector.topology import ModelDescription
-
-    model = ModelDescription(
-        model=model_name(config.model), dtype="float32", num_layers=config.model.num_layers
-    )
-    worker = Worker(connector_config(config), rank=share.rank, model=model)
-    try:
-        groups = cache_groups(config, share, cache)
-        worker.register(groups)
-    except BaseException:
-        worker.close()
-        raise
-    return ConnectorWorkerTransfer(
-        worker, [group.geometry.virtual_block_tokens for group in groups]
-    )
