@@ -17,12 +17,11 @@ from torch import Tensor
 
 from minillm.batch import Batch
 from minillm.cache_groups import cache_name
-from minillm.config import LayerKind, ModelConfig
+from minillm.config import LayerKind
 from minillm.paged_cache import PagedCache
 from minillm.parallel import ProcessGroups
-from minillm.partition import RankShare
 from minillm.shared_attention import shared_attention
-from minillm.weights import WeightSource
+from minillm.weights import RankWeights
 
 
 class Rotary:
@@ -156,28 +155,26 @@ def full_attention(
     return shared_attention(q_THD, cache, name, batch, scale=scale, groups=context.groups)
 
 
-def rows_of(weight: Tensor, heads: range, width: int) -> Tensor:
-    """The rows of `heads`, `width` each."""
-    return weight[heads.start * width : heads.stop * width]
-
-
 class HeadProjections:
-    """The weights of grouped-query attention for this rank's heads."""
+    """The weights of grouped-query attention for a rank's heads."""
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, name: str, source: WeightSource, device: str
-    ) -> None:
-        self.dim = config.head_dim
+    def __init__(self, weights: RankWeights, name: str) -> None:
+        config, share = weights.config, weights.share
+        self.dim, hidden = config.head_dim, config.hidden_size
         self.counts = (len(share.q_heads), len(share.kv_heads), len(share.kv_heads))
-        q_shape = (config.num_heads * config.head_dim, config.hidden_size)
-        kv_shape = (config.num_kv_heads * config.head_dim, config.hidden_size)
-        o_shape = (config.hidden_size, config.num_heads * config.head_dim)
-        q = rows_of(source(f"{name}.q_proj.weight", q_shape), share.q_heads, self.dim)
-        k = rows_of(source(f"{name}.k_proj.weight", kv_shape), share.kv_heads, self.dim)
-        v = rows_of(source(f"{name}.v_proj.weight", kv_shape), share.kv_heads, self.dim)
-        self.qkv = torch.cat((q, k, v)).to(device)
-        o = rows_of(source(f"{name}.o_proj.weight", o_shape).T, share.q_heads, self.dim)
-        self.o = o.T.contiguous().to(device)
+        q_width, kv_width = (count * self.dim for count in (config.num_heads, config.num_kv_heads))
+        self.qkv = torch.cat(
+            [
+                weights.rows(f"{name}.{each}_proj.weight", (width, hidden), heads, self.dim)
+                for each, width, heads in (
+                    ("q", q_width, share.q_heads),
+                    ("k", kv_width, share.kv_heads),
+                    ("v", kv_width, share.kv_heads),
+                )
+            ]
+        )
+        shape = (hidden, q_width)
+        self.o = weights.columns(f"{name}.o_proj.weight", shape, share.q_heads, self.dim)
 
     def __call__(self, x_TE: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values, `[T, H, D]` each."""
@@ -193,7 +190,7 @@ class HeadProjections:
 
     def _project(self, x_TE: Tensor, first: int, stop: int) -> tuple[Tensor, ...]:
         heads = range(sum(self.counts[:first]), sum(self.counts[:stop]))
-        weight = rows_of(self.qkv, heads, self.dim)
+        weight = self.qkv[heads.start * self.dim : heads.stop * self.dim]
         projected_THD = F.linear(x_TE, weight).unflatten(1, (len(heads), self.dim))
         return tuple(projected_THD.split(self.counts[first:stop], dim=1))
 
@@ -205,16 +202,15 @@ class HeadProjections:
 class GroupedAttention:
     """Causal attention of a decoder's tokens to its own; the caller all-reduces the result."""
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
+    def __init__(self, weights: RankWeights, layer: int) -> None:
+        mixer, kinds = weights.config.mixer, weights.config.layer_kinds
         self.name = cache_name(layer, "full")
-        self.heads = HeadProjections(config, share, self.name, source, device)
+        self.heads = HeadProjections(weights, self.name)
         local: dict[LayerKind, FirstSeen] = {
-            "window": first_of_window(config.mixer.sliding_window),
-            "chunk": first_of_chunk(config.mixer.attention_chunk),
+            "window": first_of_window(mixer.sliding_window),
+            "chunk": first_of_chunk(mixer.attention_chunk),
         }
-        self.first_seen = local.get(config.layer_kinds[layer])
+        self.first_seen = local.get(kinds[layer])
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Cache this step's K and V and attend. Returns this rank's partial sum, `[T, E]`."""
@@ -234,10 +230,8 @@ class GroupedAttention:
 class EncoderAttention:
     """Attention among all tokens of an encoder's input, which one step encodes: nothing is cached."""
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
-        self.heads = HeadProjections(config, share, cache_name(layer, "full"), source, device)
+    def __init__(self, weights: RankWeights, layer: int) -> None:
+        self.heads = HeadProjections(weights, cache_name(layer, "full"))
 
     def __call__(self, x_ME: Tensor, context: StepContext) -> Tensor:
         """This rank's partial sum, `[M, E]`."""
@@ -253,13 +247,11 @@ class EncoderAttention:
 class CrossAttention:
     """Attention of a decoder's tokens to the encoder's output, whose K and V are cached when it is encoded."""
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
+    def __init__(self, weights: RankWeights, layer: int) -> None:
         self.name = cache_name(layer, "cross")
-        self.eps = config.norm_eps
-        self.norm = source(f"{self.name}.encoder_norm.weight", (config.hidden_size,)).to(device)
-        self.heads = HeadProjections(config, share, self.name, source, device)
+        self.eps = weights.config.norm_eps
+        self.norm = weights.whole(f"{self.name}.encoder_norm.weight", weights.config.hidden_size)
+        self.heads = HeadProjections(weights, self.name)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Cache K and V of what is encoded now, and attend. Returns this rank's partial sum, `[T, E]`."""
@@ -285,22 +277,20 @@ class LatentAttention:
     The cache stores, once for all heads and on every tensor rank, `[latent (C - rope), rotary key (rope)]`.
     """
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
+    def __init__(self, weights: RankWeights, layer: int) -> None:
+        config, share = weights.config, weights.share
         self.name, self.config, self.share = cache_name(layer, "full"), config, share
         name = f"{self.name}."
         hidden, heads, dim = config.hidden_size, config.num_heads, config.head_dim
         rank, rope = config.mixer.latent_rank, config.mixer.rope_dim
-        q = source(name + "q_proj.weight", (heads * (dim + rope), hidden))
-        self.q = rows_of(q, share.q_heads, dim + rope).contiguous().to(device)
-        self.kv_a = source(name + "kv_a_proj_with_mqa.weight", (rank + rope, hidden)).to(device)
-        self.kv_a_norm = source(name + "kv_a_layernorm.weight", (rank,)).to(device)
-        kv_b = source(name + "kv_b_proj.weight", (heads * 2 * dim, rank))
-        kv_b_HDC = rows_of(kv_b, share.q_heads, 2 * dim).unflatten(0, (-1, 2 * dim)).to(device)
-        self.k_up_HDC, self.v_up_HDC = kv_b_HDC.split(dim, dim=1)
-        o = rows_of(source(name + "o_proj.weight", (hidden, heads * dim)).T, share.q_heads, dim)
-        self.o = o.T.contiguous().to(device)
+        q_shape, kv_b_shape = (heads * (dim + rope), hidden), (heads * 2 * dim, rank)
+        self.q = weights.rows(name + "q_proj.weight", q_shape, share.q_heads, dim + rope)
+        self.kv_a = weights.whole(name + "kv_a_proj_with_mqa.weight", rank + rope, hidden)
+        self.kv_a_norm = weights.whole(name + "kv_a_layernorm.weight", rank)
+        kv_b = weights.rows(name + "kv_b_proj.weight", kv_b_shape, share.q_heads, 2 * dim)
+        self.k_up_HDC, self.v_up_HDC = kv_b.unflatten(0, (-1, 2 * dim)).split(dim, dim=1)
+        o_shape = (hidden, heads * dim)
+        self.o = weights.columns(name + "o_proj.weight", o_shape, share.q_heads, dim)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Cache this step's latent and attend. Returns this rank's partial sum, `[T, E]`."""

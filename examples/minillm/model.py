@@ -19,31 +19,25 @@ from minillm.attention import (
     LatentAttention,
     Rotary,
     StepContext,
-    rows_of,
 )
 from minillm.batch import Batch
-from minillm.config import ModelConfig
 from minillm.messages import SampledToken
 from minillm.paged_cache import PagedCache
 from minillm.parallel import ProcessGroups
-from minillm.partition import RankShare
 from minillm.state_mixer import StateMixer
-from minillm.weights import WeightSource
+from minillm.weights import RankWeights
 
 
 class Mlp:
     """SwiGLU over this rank's rows; the caller all-reduces the result."""
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
+    def __init__(self, weights: RankWeights, layer: int) -> None:
+        config, own = weights.config, weights.share.mlp_rows
         name = f"model.layers.{layer}.mlp."
         wide = (config.intermediate_size, config.hidden_size)
-        gate = rows_of(source(name + "gate_proj.weight", wide), share.mlp_rows, 1)
-        up = rows_of(source(name + "up_proj.weight", wide), share.mlp_rows, 1)
-        self.gate_up = torch.cat((gate, up)).to(device)
-        down = source(name + "down_proj.weight", (config.hidden_size, config.intermediate_size))
-        self.down = rows_of(down.T, share.mlp_rows, 1).T.contiguous().to(device)
+        gate, up = (weights.rows(f"{name}{each}_proj.weight", wide, own) for each in ("gate", "up"))
+        self.gate_up = torch.cat((gate, up))
+        self.down = weights.columns(name + "down_proj.weight", wide[::-1], own)
 
     def __call__(self, x_TE: Tensor) -> Tensor:
         """This rank's partial sum, `[T, E]`."""
@@ -57,26 +51,25 @@ Mixer = LatentAttention | GroupedAttention | StateMixer | EncoderAttention | Cro
 class Layer:
     """Pre-norm attention, or a recurrent mixer, then cross-attention in a decoder, and MLP, with residuals."""
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
+    def __init__(self, weights: RankWeights, layer: int) -> None:
+        config = weights.config
         kind = config.layer_kinds[layer]
         self.is_encoder = kind == "encoder"
         self.eps = config.norm_eps
         mixer: type[LatentAttention | GroupedAttention | StateMixer | EncoderAttention]
-        mixer = LatentAttention if share.is_mla else GroupedAttention
+        mixer = LatentAttention if weights.share.is_mla else GroupedAttention
         if kind in ("state", "encoder"):
             mixer = StateMixer if kind == "state" else EncoderAttention
-        mixers: dict[str, Mixer] = {"input": mixer(config, share, layer, source, device)}
+        mixers: dict[str, Mixer] = {"input": mixer(weights, layer)}
         if kind == "decoder":
-            mixers["cross"] = CrossAttention(config, share, layer, source, device)
-        name, width = f"model.layers.{layer}.", (config.hidden_size,)
+            mixers["cross"] = CrossAttention(weights, layer)
+        name, hidden = f"model.layers.{layer}.", config.hidden_size
         self.mixers = [
-            (source(f"{name}{norm}_layernorm.weight", width).to(device), mixer)
+            (weights.whole(f"{name}{norm}_layernorm.weight", hidden), mixer)
             for norm, mixer in mixers.items()
         ]
-        self.post_norm = source(name + "post_attention_layernorm.weight", width).to(device)
-        self.mlp = Mlp(config, share, layer, source, device)
+        self.post_norm = weights.whole(name + "post_attention_layernorm.weight", hidden)
+        self.mlp = Mlp(weights, layer)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """The layer's output `[T, E]`, or the encoder's `[M, E]`, equal on all tensor ranks."""
@@ -94,28 +87,19 @@ def _tell_nobody(layer: int) -> None:
 class Stage:
     """The pipeline stage of one rank: embedding (first stage), layers, norm and vocabulary (last stage)."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        share: RankShare,
-        *,
-        cache: PagedCache,
-        groups: ProcessGroups,
-        source: WeightSource,
-        device: str,
-    ) -> None:
-        self.config, self.share, self.cache, self.groups = config, share, cache, groups
+    def __init__(self, weights: RankWeights, cache: PagedCache, groups: ProcessGroups) -> None:
+        self.config, self.share = config, share = weights.config, weights.share
+        self.cache, self.groups = cache, groups
         rotary_dim = config.mixer.rope_dim if share.is_mla else config.head_dim
         longest = max(config.max_model_len, config.mixer.max_encoder_len)
-        self.rotary = Rotary(rotary_dim, longest, config.rope_theta, device)
-        self.layers = [Layer(config, share, layer, source, device) for layer in share.layers]
+        self.rotary = Rotary(rotary_dim, longest, config.rope_theta, weights.device)
+        self.layers = [Layer(weights, layer) for layer in share.layers]
         vocab = (config.vocab_size, config.hidden_size)
         if share.is_first_stage:
-            self.embedding = source("model.embed_tokens.weight", vocab).to(device)
+            self.embedding = weights.whole("model.embed_tokens.weight", *vocab)
         if share.is_last_stage:
-            self.norm = source("model.norm.weight", (config.hidden_size,)).to(device)
-            head = rows_of(source("lm_head.weight", vocab), share.vocab_rows, 1)
-            self.head = head.contiguous().to(device)
+            self.norm = weights.whole("model.norm.weight", config.hidden_size)
+            self.head = weights.rows("lm_head.weight", vocab, share.vocab_rows)
 
     @torch.inference_mode()
     def run(

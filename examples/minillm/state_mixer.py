@@ -11,13 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minillm.attention import StepContext, rows_of
+from minillm.attention import StepContext
 from minillm.batch import SequenceSlice
 from minillm.cache_groups import cache_name
-from minillm.config import ModelConfig
 from minillm.paged_cache import PagedCache
-from minillm.partition import RankShare
-from minillm.weights import WeightSource
+from minillm.weights import RankWeights
 
 CHUNK_TOKENS = 64
 DECAY_OFFSET = 3.0
@@ -31,38 +29,29 @@ class StateMixer:
     block that the sequence has left stays as it was after its last token.
     """
 
-    def __init__(
-        self, config: ModelConfig, share: RankShare, layer: int, source: WeightSource, device: str
-    ) -> None:
-        self.name, self.config, self.heads = (
-            cache_name(layer, "state"),
-            config,
-            len(share.state_heads),
-        )
+    def __init__(self, weights: RankWeights, layer: int) -> None:
+        config, own = weights.config, weights.share.state_heads
+        self.name, self.config, self.heads = cache_name(layer, "state"), config, len(own)
         name = f"{self.name}."
         hidden, dim, rank = config.hidden_size, config.head_dim, config.mixer.state_dim
         # per head: gate and input [P], b and c [N], decay [1]
-        self.widths = (dim, dim, rank, rank, 1)
-        names = ("gate_proj", "in_proj", "b_proj", "c_proj", "decay_proj")
-        weights = [
-            rows_of(
-                source(f"{name}{each}.weight", (config.num_heads * width, hidden)),
-                share.state_heads,
-                width,
+        self.widths = {"gate": dim, "in": dim, "b": rank, "c": rank, "decay": 1}
+        self.projections = [
+            weights.rows(
+                f"{name}{each}_proj.weight", (config.num_heads * width, hidden), own, width
             )
-            for each, width in zip(names, self.widths, strict=True)
+            for each, width in self.widths.items()
         ]
-        self.projections = [weight.contiguous().to(device) for weight in weights]
-        conv = source(name + "conv.weight", (config.num_heads * dim, config.mixer.conv_width))
-        self.conv = rows_of(conv, share.state_heads, dim).unsqueeze(1).contiguous().to(device)
-        o = source(name + "o_proj.weight", (hidden, config.num_heads * dim))
-        self.o = rows_of(o.T, share.state_heads, dim).T.contiguous().to(device)
+        conv_shape = (config.num_heads * dim, config.mixer.conv_width)
+        self.conv = weights.rows(name + "conv.weight", conv_shape, own, dim).unsqueeze(1)
+        o_shape = (hidden, config.num_heads * dim)
+        self.o = weights.columns(name + "o_proj.weight", o_shape, own, dim)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
         """Advance every sequence's state. Returns this rank's partial sum, `[T, E]`."""
         gate, u, b, c, decay = (
             F.linear(x_TE, weight).unflatten(1, (self.heads, width))
-            for weight, width in zip(self.projections, self.widths, strict=True)
+            for weight, width in zip(self.projections, self.widths.values(), strict=True)
         )
         log_a_TH = -F.softplus(decay.squeeze(2) - DECAY_OFFSET)
         outputs = []

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvconnector.errors import ConfigError
 from minillm.config import ModelConfig
+from minillm.partition import RankShare
 
 WeightSource = Callable[[str, tuple[int, ...]], Tensor]
 """`source(name, shape)`: the whole tensor, float32 on the CPU. The caller slices its shard out of it."""
@@ -78,6 +79,31 @@ def file_source(path: str) -> WeightSource:
     return source
 
 
-def weight_source(config: ModelConfig) -> WeightSource:
-    """The source that `config` names."""
-    return file_source(config.weights) if config.weights else random_source(config.seed)
+class RankWeights:
+    """One rank's part of a model's weights, on its device.
+
+    Args:
+        config: The model's, which names the source.
+        share: What the rank holds.
+        device: The rank's.
+    """
+
+    def __init__(self, config: ModelConfig, share: RankShare, device: str) -> None:
+        self.config, self.share, self.device = config, share, device
+        self._source = file_source(config.weights) if config.weights else random_source(config.seed)
+
+    def whole(self, name: str, *shape: int) -> Tensor:
+        """A tensor that all ranks have."""
+        return self._source(name, shape).to(self.device)
+
+    def rows(self, name: str, shape: tuple[int, int], own: range, width: int = 1) -> Tensor:
+        """The rank's rows of a tensor: those of `own`, `width` each."""
+        return _rows(self._source(name, shape), own, width).contiguous().to(self.device)
+
+    def columns(self, name: str, shape: tuple[int, int], own: range, width: int = 1) -> Tensor:
+        """The rank's columns of a tensor: those of `own`, `width` each."""
+        return _rows(self._source(name, shape).T, own, width).T.contiguous().to(self.device)
+
+
+def _rows(tensor: Tensor, own: range, width: int) -> Tensor:
+    return tensor[own.start * width : own.stop * width]

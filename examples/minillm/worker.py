@@ -50,7 +50,7 @@ from minillm.partition import rank_share
 from minillm.processes import die_with_parent, log_to_stderr
 from minillm.rank_tables import create_rank_tables
 from minillm.transfer import WorkerTransfer
-from minillm.weights import weight_source
+from minillm.weights import RankWeights
 
 logger = logging.getLogger(__name__)
 
@@ -121,14 +121,8 @@ class RankWorker:
             context_parallel=share.context_parallel,
         )
         self.tables.warm_up()
-        self.stage = Stage(
-            config.model,
-            share,
-            cache=self.cache,
-            groups=self.groups,
-            source=weight_source(config.model),
-            device=self.device,
-        )
+        weights = RankWeights(config.model, share, self.device)
+        self.stage = Stage(weights, self.cache, self.groups)
         if config.role != "mono":
             # imported here so that a rank without a connector starts without its transports and kernels
             from minillm.worker_transfer import ConnectorWorkerTransfer
