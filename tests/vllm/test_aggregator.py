@@ -4,8 +4,9 @@ import random
 from types import SimpleNamespace
 
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, KVConnectorKVEvents, KVEventAggregator
+from vllm.distributed.kv_events import BlockRemoved
 from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheKVEvents
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 
 from kvconnector.integrations.vllm.messages import WorkerReport
@@ -18,30 +19,11 @@ pytestmark = pytest.mark.vllm
 REQUESTS = [f"r{number}" for number in range(6)]
 
 
-class Events(KVConnectorKVEvents):  # type: ignore[misc]
-    """A worker's events, as connectors of vLLM's make them."""
-
-    def __init__(self, names):
-        self._counted = KVEventAggregator(1)
-        self.add_events([BlockRemoved(block_hashes=[1], medium=name) for name in names])
-
-    def add_events(self, events):
-        self._counted.add_events(events)
-
-    def increment_workers(self, count=1):
-        self._counted.increment_workers(count)
-
-    def get_all_events(self):
-        return self._counted.get_all_events()
-
-    def get_number_of_workers(self):
-        return self._counted.get_number_of_workers()
-
-    def clear_events(self):
-        self._counted.clear_events()
-
-    def aggregate(self):
-        return {event.medium for event in self._counted.get_common_events()}
+def events_of(names):
+    """A worker's events, as a connector of vLLM's makes them."""
+    events = LMCacheKVEvents(1)
+    events.add_events([BlockRemoved(block_hashes=[1], medium=name) for name in names])
+    return events
 
 
 class Worker:
@@ -90,7 +72,7 @@ def as_vllm(output):
             finished_recving=set(output.finished_recving) or None,
             failed_recving=set(output.failed_recving),
             invalid_block_ids=set(output.invalid_block_ids),
-            kv_cache_events=Events(output.kv_cache_events),
+            kv_cache_events=events_of(output.kv_cache_events),
             expected_finished_count=output.expected_finished_count,
             kv_connector_worker_meta=WorkerReport(begun=set(output.begun)),
             kv_connector_stats=ConnectorStats.of(output.stats),
@@ -126,4 +108,5 @@ def test_both_say_the_same_of_any_outputs(seed):
         stats = found.kv_connector_stats or ConnectorStats()
         assert ConnectorStats.of(mine.stats).data == stats.data
         if all(step):
-            assert set(mine.kv_cache_events) == found.kv_cache_events.aggregate()
+            theirs_of_all = found.kv_cache_events.aggregate().get_all_events()
+            assert set(mine.kv_cache_events) == {event.medium for event in theirs_of_all}
