@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.harness.report import NoAnswerError, end_with_parent
+from tests.vllm.harness.report import NoAnswerError, becomes, end_with_parent
 
 START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 60.0
@@ -125,11 +125,8 @@ class Engine:
 
     def forget(self, *, has_tier=False):
         """Empty the engine's prefix cache, once the blocks of its last request are free, and the tier that it has."""
-        deadline = time.monotonic() + ANSWER_TIMEOUT_S
-        while not self.call("reset_cache", has_tier):
-            if time.monotonic() > deadline:
-                raise NoAnswerError("an engine's prefix cache cannot be emptied")
-            time.sleep(POLL_S)
+        if not becomes(lambda: self.call("reset_cache", has_tier), poll_s=POLL_S):
+            raise NoAnswerError("an engine's prefix cache cannot be emptied")
 
     def kill(self):
         """End the engine and its workers, also those that outlived it, without a goodbye."""

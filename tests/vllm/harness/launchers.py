@@ -15,11 +15,11 @@ from types import MappingProxyType
 from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from tests.hosts.network import Network
 from tests.support.ports import free_ports
+from tests.vllm.harness.report import becomes
 from tests.vllm.harness.servers import (
     MAX_TOKENS,
     TIMEOUT_S,
     Servers,
-    becomes,
     complete,
     failures,
     fetch,

@@ -1,13 +1,12 @@
 """A prefill and a decode engine, and what a router does between them."""
 
 import random
-import time
 from functools import cached_property
 
 from tests.vllm.harness.digests import difference, merged
 from tests.vllm.harness.engine import Engine, run_steps
 from tests.vllm.harness.model import VOCAB_SIZE
-from tests.vllm.harness.report import NoAnswerError
+from tests.vllm.harness.report import NoAnswerError, becomes
 from vllm_1p1d.router import REMOTE_DECODE
 
 QUIET_TIMEOUT_S = 45.0
@@ -153,12 +152,11 @@ class Pair:
         """What these engines, or both, still hold when nothing is asked of them, after waiting for it to go."""
         found = []
         for name in names or ("prefill", "decode"):
-            deadline = time.monotonic() + QUIET_TIMEOUT_S
-            while (report := getattr(self, name).call("report"))["requests"]:
-                if time.monotonic() > deadline:
-                    found.append(f"{name} still holds {report['requests']} requests")
-                    break
-                time.sleep(0.05)
+            engine = getattr(self, name)
+            becomes(lambda: not engine.call("report")["requests"], QUIET_TIMEOUT_S)  # noqa: B023
+            report = engine.call("report")
+            if report["requests"]:
+                found.append(f"{name} still holds {report['requests']} requests")
             if report["used_blocks"]:
                 found.append(f"{name} leaks {report['used_blocks']} blocks")
         return found

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -111,6 +112,14 @@ class Report:
         failed = [row["case"] for row in rows]
         say(f"failed: {', '.join(failed)}" if failed else "no case failed")
         return 1 if failed else 0
+
+
+def becomes(condition, timeout_s=60.0, poll_s=0.05):
+    """What `condition` returns once that is true, or after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()) and time.monotonic() < deadline:
+        time.sleep(poll_s)
+    return found
 
 
 def say(text):

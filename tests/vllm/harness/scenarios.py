@@ -7,6 +7,7 @@ from itertools import product
 
 from tests.vllm.harness.engine import ANSWER_TIMEOUT_S
 from tests.vllm.harness.pair import prompt_of
+from tests.vllm.harness.report import becomes
 
 LENGTHS = (7, 64, 130, 600, 2000)
 SETTLE_S = 0.5
@@ -144,11 +145,7 @@ def streamed_then_killed(pair, outcome):
     prompt = prompt_of(3000, seed=2)
     expected = pair.alone(prompt)
     _, request = pair.begin_streamed(prompt)
-    deadline = time.monotonic() + ANSWER_TIMEOUT_S
-    while (
-        not (held := pair.decode.call("report")["used_blocks"] > 0) and time.monotonic() < deadline
-    ):
-        time.sleep(0.01)
+    held = becomes(lambda: pair.decode.call("report")["used_blocks"] > 0, poll_s=0.01)
     outcome.check("the decode engine has blocks for it", held)
     pair.prefill.kill()
     answer = pair.decode.answer(request, 2 * ANSWER_TIMEOUT_S)

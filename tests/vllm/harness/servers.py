@@ -6,13 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from contextlib import ExitStack
 from types import MappingProxyType, SimpleNamespace
 
 from tests.support.ports import free_ports
 from tests.vllm.harness.device import MEMORY_SHARE
 from tests.vllm.harness.model import make_model
+from tests.vllm.harness.report import becomes
 from vllm_1p1d import run as example
 from vllm_1p1d.model import save_tokenizer
 from vllm_1p1d.router import REMOTE_DECODE
@@ -231,13 +231,3 @@ def _compare(servers, outcome, what, seed, offer=None):
     expected = servers.ask("prefill", seed).tokens
     offer = offer or servers.offer(seed)  # last: its lease is short
     outcome.compare(what, servers.ask("decode", seed, kv_transfer_params=offer), expected)
-
-
-def becomes(condition):
-    """Returns True once something is true, False after `TIMEOUT_S`."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < deadline:
-        if condition():
-            return True
-        time.sleep(0.1)
-    return condition()
