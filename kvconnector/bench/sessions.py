@@ -23,7 +23,6 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.session import ConsumerSession, ProducerSession
-from kvconnector.session import commands as cmd
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -73,15 +72,12 @@ class _Queue(Simulation):
         self._loaded: set[str] = set()
         self._released: set[str] = set()
 
-    def handle(
-        self, session: ProducerSession | ConsumerSession, event: object, now: float
-    ) -> list[cmd.Command]:
+    def handle(self, session: ProducerSession | ConsumerSession, event: object, now: float) -> None:
         began, collecting_s = time.thread_time(), self._collecting_s
-        commands = session.handle(event, now)
+        session.handle(event, now)
         session.next_deadline()
         collecting_s = self._collecting_s - collecting_s
         self._took_s.append(time.thread_time() - began - collecting_s)
-        return commands
 
     def loaded(self, request_id: str, error: KVConnectorError | None, at_s: float) -> None:
         if error is None:

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.datapath.staging import slots_within
-from kvconnector.errors import PeerLostError
-from kvconnector.ids import Incarnation
+from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.ids import EngineId, Incarnation
 from kvconnector.runtime.directory import answer_to
 from kvconnector.session import ConsumerSession, ProducerSession
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.lease import Send
+from kvconnector.session.load import Load
+from kvconnector.session.port import NEVER, LinkId, Port
+from kvconnector.session.reads import RankRead
+from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, RankGeometry, Segment
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
@@ -61,7 +64,7 @@ class Thread(ABC):
         for thread in (self, peer):
             thread.peak_links = max(thread.peak_links, len(thread.links))
 
-    def disconnect(self, link: LinkId) -> None:
+    def close_link(self, link: LinkId) -> None:
         """End a link; the other side is notified."""
         if link in self.links:
             peer, theirs, _ = self.links.pop(link)
@@ -89,30 +92,24 @@ class Thread(ABC):
         """A message is here."""
 
 
-class SessionThread(Thread):
-    """A rank's thread: it runs a session, and what stands for the data path."""
+class SessionThread(Thread, Port):
+    """A rank's thread: it runs `session`, and is what stands for its data path."""
 
-    def __init__(
-        self,
-        world: Simulation,
-        packed: PackedGeometry,
-        holding: RankGeometry,
-        session: ProducerSession | ConsumerSession,
-    ) -> None:
+    session: ProducerSession | ConsumerSession
+
+    def __init__(self, world: Simulation, packed: PackedGeometry, holding: RankGeometry) -> None:
         super().__init__(world)
         self.packed = packed
         self.holding = holding
         self.address = f"{packed.engine_id}/{holding.rank}"
-        self.session = session
         self.interface_free_at = 0.0
         self._tick_at: float | None = None
         world.listening[self.address] = self
 
     def take(self, event: object) -> None:
-        """Have the session handle an event, and carry out what it commands."""
+        """Have the session handle an event."""
         self.spend(self.world.costs.turn_s)
-        for command in self.world.handle(self.session, event, self.free_at):
-            self._execute(command)
+        self.world.handle(self.session, event, self.free_at)
         self._plan_tick()
 
     def take_soon(self, event: object, at_s: float | None = None) -> None:
@@ -133,7 +130,7 @@ class SessionThread(Thread):
 
     def _plan_tick(self) -> None:
         deadline = self.session.next_deadline()
-        if deadline < (cmd.NEVER if self._tick_at is None else self._tick_at):
+        if deadline < (NEVER if self._tick_at is None else self._tick_at):
             self._tick_at = deadline
             self.world.at(max(deadline, self.world.now), partial(self._tick, deadline))
 
@@ -145,13 +142,6 @@ class SessionThread(Thread):
             self.take(ev.Tick())
         else:
             self._plan_tick()
-
-    def _execute(self, command: cmd.Command) -> None:
-        match command:
-            case cmd.SendMessage():
-                self.send(command.link, command.message)
-            case cmd.CloseLink():
-                self.disconnect(command.link)
 
 
 class ProducerRank(SessionThread):
@@ -167,35 +157,35 @@ class ProducerRank(SessionThread):
             timeout_ms=m.stated_timeout_ms(CONFIG.peer.timeout_s),
             lease_ms=m.stated_timeout_ms(CONFIG.lease.duration_s),
         )
-        session = ProducerSession(engine, rank.rank, reply, CONFIG.lease, CONFIG.peer.timeout_s)
-        super().__init__(world, packed, rank, session)
+        super().__init__(world, packed, rank)
+        lease, timeout_s = CONFIG.lease, CONFIG.peer.timeout_s
+        self.session = ProducerSession(engine, rank.rank, reply, lease, timeout_s, port=self)
 
-    def _execute(self, command: cmd.Command) -> None:
-        match command:
-            case cmd.OpenEndpoint(link):
-                self.spend(self.world.costs.endpoint_s)
-                self.take_soon(ev.EndpointOpened(link))
-                consumer, theirs = self._consumer(link)
-                consumer.take_soon(ev.WarmedUp(theirs), self.free_at + self.world.costs.latency_s)
-            case cmd.StartSend(link, read):
-                self._send(self._consumer(link)[0], link, read.read_id)
-            case cmd.ReleaseBlocks(request_id):
-                self.world.released(request_id)
-            case _:
-                super()._execute(command)
+    def open_endpoint(self, link: LinkId, hello: m.Hello) -> None:
+        self.spend(self.world.costs.endpoint_s)
+        self.take_soon(ev.EndpointOpened(link))
+        consumer, theirs = self._consumer(link)
+        consumer.take_soon(ev.WarmedUp(theirs), self.free_at + self.world.costs.latency_s)
+
+    def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
+        self.world.released(request_id)
 
     def _consumer(self, link: LinkId) -> tuple[ConsumerRank, LinkId]:
         consumer, theirs, _ = self.links[link]
         assert isinstance(consumer, ConsumerRank)  # nobody else greets, or reads
         return consumer, theirs
 
-    def _send(self, consumer: ConsumerRank, link: LinkId, read_id: int) -> None:
+    def start_send(self, send: Send) -> None:
         """Both interfaces carry the read, once they have carried those before it."""
-        costs = self.world.costs
+        costs, (consumer, _), read_id = (
+            self.world.costs,
+            self._consumer(send.link),
+            send.read.read_id,
+        )
         start = max(self.free_at, self.interface_free_at, consumer.interface_free_at)
         end = start + consumer.nbytes_of(read_id) / costs.bytes_per_s
         self.interface_free_at = consumer.interface_free_at = end
-        self.world.at(end, partial(self.take, ev.SendOver(link, read_id)))
+        self.world.at(end, partial(self.take, ev.SendOver(send)))
         self.world.at(end + costs.latency_s, partial(consumer.received, read_id))
 
 
@@ -215,78 +205,82 @@ class ConsumerRank(SessionThread):
             for index, group in enumerate(rank.groups)
             for family in range(len(group.families))
         }
-        session = ConsumerSession(engine, rank.rank, peer, chunk_bytes=CHUNK_BYTES, orders=orders)
-        super().__init__(world, packed, rank, session)
+        super().__init__(world, packed, rank)
+        self.session = ConsumerSession(
+            engine, rank.rank, peer, self, chunk_bytes=CHUNK_BYTES, orders=orders
+        )
         self._timeout_s = peer.timeout_s
         self._num_free_slots = NUM_SLOTS
-        self._waiting: deque[cmd.StartReceive] = deque()
-        self._reads: dict[int, tuple[int, int]] = {}
-        self._stopped: set[int] = set()
-        self._over: set[int] = set()
+        self._waiting: deque[RankRead] = deque()
+        self._windows: dict[int, tuple[RankRead, int]] = {}
+        """By the number of a read that has slots: how many."""
+        self._over: set[RankRead] = set()
         self.peak_slots = 0
 
     def nbytes_of(self, read_id: int) -> int:
         """Of a read that has slots; a stopped one may have lost them."""
-        return self._reads.get(read_id, (0, 0))[1]
+        return self._windows[read_id][0].source.total_bytes if read_id in self._windows else 0
 
     def received(self, read_id: int) -> None:
-        if read_id in self._stopped:
-            self._drained(read_id)
-        elif read_id in self._reads:
-            self._free(read_id)
-            self.take(ev.ReceiveFinished(read_id))
+        if read_id not in self._windows:
+            return
+        read, _ = self._windows[read_id]
+        if read.is_stopped:
+            self._drained(read)
+        else:
+            self._free(read)
+            self.take(ev.ReceiveFinished(read))
 
-    def _drained(self, read_id: int) -> None:
-        if read_id in self._reads:
-            self._free(read_id)
-            self.take_soon(ev.ReceiveDrained(read_id))
+    def _drained(self, read: RankRead) -> None:
+        if read.read_id in self._windows:
+            self._free(read)
+            self.take_soon(ev.ReceiveDrained(read))
 
-    def _free(self, read_id: int) -> None:
-        self._num_free_slots += self._reads.pop(read_id)[0]
+    def _free(self, read: RankRead) -> None:
+        self._num_free_slots += self._windows.pop(read.read_id)[1]
         self._admit()
 
     def _admit(self) -> None:
         """Give slots to reads in their order, each as many as its window wants and are left, and one at least."""
         while self._waiting and self._num_free_slots:
-            command = self._waiting.popleft()
-            window = min(CONFIG.staging.window, command.source.num_chunks, self._num_free_slots)
+            read = self._waiting.popleft()
+            window = min(CONFIG.staging.window, read.source.num_chunks, self._num_free_slots)
             self._num_free_slots -= window
             self.peak_slots = max(self.peak_slots, NUM_SLOTS - self._num_free_slots)
-            self._reads[command.read_id] = (window, command.source.total_bytes)
-            tag = command.read_id << m.CHUNK_TAG_BITS
-            self.take_soon(ev.ReceivePosted(command.read_id, window, tag))
+            self._windows[read.read_id] = read, window
+            self.take_soon(ev.ReceivePosted(read, window, read.read_id << m.CHUNK_TAG_BITS))
 
-    def _stop(self, read_id: int) -> None:
-        self._stopped.add(read_id)
-        self.take_soon(ev.ReceiveStopped(read_id))
-        if read_id in self._over:
-            self._drained(read_id)
-        elif read_id not in self._reads:
-            self._waiting = deque(w for w in self._waiting if w.read_id != read_id)
-            self.take_soon(ev.ReceiveDrained(read_id))
+    def open_link(self, link: LinkId, address: str, public_key: str, version: int) -> None:
+        self.connect(link, self.world.listening[address])
 
-    def _execute(self, command: cmd.Command) -> None:
-        world = self.world
-        match command:
-            case cmd.OpenLink():
-                self.connect(command.link, world.listening[command.address])
-            case cmd.ExpectWarmUp(link, segments):
-                self.send(link, self._hello(segments))
-            case cmd.TakeReply():
-                self.spend(world.costs.endpoint_s)
-            case cmd.StartReceive():
-                self._waiting.append(command)
-                self._admit()
-            case cmd.StopReceive():
-                self._stop(command.read_id)
-            case cmd.DrainReceive() if not command.sent_chunks:
-                self._over.add(command.read_id)
-                if command.read_id in self._stopped:
-                    self._drained(command.read_id)
-            case cmd.FinishLoad():
-                world.loaded(command.request_id, command.error, self.free_at)
-            case _:
-                super()._execute(command)
+    def greet(self, link: LinkId, segments: tuple[Segment, ...]) -> None:
+        self.send(link, self._hello(segments))
+
+    def take_reply(
+        self, link: LinkId, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
+    ) -> None:
+        self.spend(self.world.costs.endpoint_s)
+
+    def start_receive(self, read: RankRead) -> None:
+        self._waiting.append(read)
+        self._admit()
+
+    def stop_receive(self, read: RankRead) -> None:
+        self.take_soon(ev.ReceiveStopped(read))
+        if read in self._over:
+            self._drained(read)
+        elif read in self._waiting:
+            self._waiting.remove(read)
+            self.take_soon(ev.ReceiveDrained(read))
+
+    def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
+        if not sent_chunks:
+            self._over.add(read)
+            if read.is_stopped:
+                self._drained(read)
+
+    def finish_load(self, load: Load, error: KVConnectorError | None) -> None:
+        self.world.loaded(load.request_id, error, self.free_at)
 
     def _hello(self, segments: tuple[Segment, ...]) -> m.Hello:
         return m.Hello(

@@ -22,7 +22,6 @@ from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import ConsumerSession, ProducerSession
-from kvconnector.session import commands as cmd
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.wire.packed_geometry import PackedGeometry
 
@@ -142,11 +141,9 @@ class Simulation:
             action()
         self.now = until_s
 
-    def handle(
-        self, session: ProducerSession | ConsumerSession, event: object, now: float
-    ) -> list[cmd.Command]:
-        """Have a rank's session handle an event. Returns its commands."""
-        return session.handle(event, now)
+    def handle(self, session: ProducerSession | ConsumerSession, event: object, now: float) -> None:
+        """Have a rank's session handle an event."""
+        session.handle(event, now)
 
     def run(self) -> Outcome:
         """The outcome; the same for the same requests."""

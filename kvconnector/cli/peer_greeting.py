@@ -41,11 +41,10 @@ from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.links import Link
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
 from kvconnector.session.export_check import check_export
 from kvconnector.session.orders import LoadRequest, WantRequest
+from kvconnector.session.port import LinkId, Port
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport.ucx import load_library
@@ -126,29 +125,29 @@ def resolve(host: str) -> str:
 class _Session(ConsumerSession):
     """Meets the engine `name`, and notes what its ranks answer; `error` if it was lost."""
 
-    def __init__(self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig) -> None:
+    def __init__(
+        self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig, port: Port
+    ) -> None:
         orders = defaultdict[tuple[int, int], str](lambda: "NHD")
-        super().__init__(ours, RANK, peer, chunk_bytes=WARM_UP_BYTES, orders=orders)
+        super().__init__(ours, RANK, peer, port, chunk_bytes=WARM_UP_BYTES, orders=orders)
         self.engine = self._engines.engine_of(name)
         self.patience_s = self._engines.patience_s(name)
         self.replies: dict[LinkId, m.HelloReply] = {}
         self.round_trips_s: defaultdict[LinkId, list[float]] = defaultdict(list)
-        self.error: KVConnectorError | None = None
 
-    def handle(self, event: object, now: float) -> list[cmd.Command]:
-        commands = super().handle(event, now)
+    @property
+    def error(self) -> KVConnectorError | None:
+        """Why the engine was lost, if it was."""
+        return None if self.engine.loss is None else self.engine.loss.error
+
+    def handle(self, event: object, now: float) -> None:
+        super().handle(event, now)
         match event:
-            case ev.LinkLost():
-                self.error = self.error or event.error
             case ev.FromPeer(link, m.HelloReply() as reply):
                 self.replies[link] = reply
             case ev.FromPeer(link, m.HeartbeatReply()):
                 sent_s = {each.link: each.alive_at for each in self.engine.workers.values()}
                 self.round_trips_s[link].append(now - sent_s[link])
-        for command in commands:
-            if isinstance(command, cmd.FinishLoad) and command.error is not None:
-                self.error = command.error
-        return commands
 
 
 class PeerGreeting(ExitStack):
@@ -226,7 +225,8 @@ class PeerGreeting(ExitStack):
             outbox=Outbox(),
         )
         name = EngineAddress(EngineId(theirs.engine_id), self._address, self._key)
-        session = self._driver.consumer = self._session = _Session(name, ours, config.peer)
+        self._session = session = _Session(name, ours, config.peer, self._driver.port)
+        self._driver.consumer = session
         no_tokens = ((0, 0),) * ours.num_groups
         self._driver.submit(
             WantRequest("doctor", "doctor", new_secret(), name),

@@ -6,7 +6,7 @@ from secrets import randbits
 
 from kvconnector.datapath.base import EventQueue
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.port import LinkId
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS

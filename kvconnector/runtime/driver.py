@@ -3,9 +3,9 @@
 Theory of operation
 -------------------
 One turn: wait in the data path until something happens; take what came (control messages over the transport, the data
-path's events, the control channel, the engine's orders); give each to the sessions; carry out what they command; send
-each peer its messages, as one batch. Sessions are pure: they get events and the time, and return commands. What follows
-from a command comes back as an event of the same turn, until nothing is queued.
+path's events, the control channel, the engine's orders); give each to the sessions; send each peer its messages, as one
+batch. Sessions are pure: they get events and the time, and call a `Port`, the executor. What follows from a call comes
+back as an event of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
@@ -16,17 +16,16 @@ by the outbox.
 Clock. `clock` is asked once for each event, and the sessions' deadlines are by it. Time alone is an event, `Tick`,
 which comes when the first deadline has passed; a turn never sleeps beyond that.
 
-What may block. Only `DataPath.pump` sleeps, without the GIL. Commands in `_SLOW` take long (they map a peer's memory,
-compile kernels, open endpoints): an engine's thread stops before the first of them and leaves it, and all after it, to
-the driver's thread, so order is kept. A turn decodes messages, handles events and commands for `MAX_WORK_S` at most,
-then passes through the data path, which lets go of the GIL; a peer that sends without end is not read beyond
-`MAX_QUEUED_EVENTS`.
+What may block. Only `DataPath.pump` sleeps, without the GIL. Greetings take long (they map a peer's memory, compile
+kernels, open endpoints): an engine's thread stops before the first event in `_SLOW` and leaves it, and all after it, to
+the driver's thread, so order is kept. A turn decodes messages and handles events for `MAX_WORK_S` at most, then passes
+through the data path, which lets go of the GIL; a peer that sends without end is not read beyond `MAX_QUEUED_EVENTS`.
 
 Order. What a peer has sent counts before its loss: messages over the transport are taken before the control channel is
-asked, and again before a disconnection is believed. Events are handled in the order of their arrival; commands of one
-event before the next event. A `CloseLink` is carried out after the messages that its session sent before.
+asked, and again before a disconnection is believed. Events are handled in the order of their arrival. A link is closed
+after the messages that its session sent before.
 
-What breaks if this changes: a second caller at a time corrupts everything here; a command that waits stops all
+What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all
 transfers of the worker, and the engine where it is inline; an event given to the sessions beside the queue may overtake
 one that a session relies on; a session's exception must leave its state as it was, since the driver goes on.
 """
@@ -35,7 +34,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -49,10 +47,9 @@ from kvconnector.runtime.greetings import hello_of, hello_reply
 from kvconnector.runtime.links import Link, Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
+from kvconnector.session.port import LinkId
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
@@ -68,7 +65,7 @@ BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
 """A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
 MAX_WORK_S = 1e-3
-"""How long a turn decodes messages and handles events and commands. The next one begins in the data path, which
+"""How long a turn decodes messages and handles events. The next one begins in the data path, which
 releases the GIL.
 """
 MAX_QUEUED_EVENTS = 1024
@@ -101,25 +98,9 @@ class Driver:
     ) -> None:
         self.datapath = datapath
         self.clock = clock
-        self.producer: ProducerSession | None = None
-        self.consumer: ConsumerSession | None = None
-        if config.role != "consumer":
-            reply = hello_reply(config, pools, transport, datapath, incarnation)
-            self.producer = ProducerSession(
-                engine, rank, reply, config.lease, config.peer.timeout_s
-            )
-        if config.role != "producer":
-            self.consumer = ConsumerSession(
-                engine,
-                rank,
-                config.peer,
-                chunk_bytes=config.chunk_bytes(pools.device),
-                orders=pools.orders(),
-                stream=config.stream,
-            )
-        self._events = datapath.events  # what follows from a command comes here, too
+        self._events = datapath.events  # what follows from a session's call comes here, too
         self.links = Links(control, transport, config.control, report=self._events.append)
-        self._actions = Executor(
+        self.port = Executor(
             config,
             self.links,
             datapath,
@@ -127,8 +108,24 @@ class Driver:
             hello=hello_of(engine, rank, incarnation, config, transport),
             transport=transport,
             clock=clock,
-        ).actions()
-        self._commands: deque[cmd.Command] = deque()
+        )
+        self.producer: ProducerSession | None = None
+        self.consumer: ConsumerSession | None = None
+        if config.role != "consumer":
+            reply = hello_reply(config, pools, transport, datapath, incarnation)
+            self.producer = ProducerSession(
+                engine, rank, reply, config.lease, config.peer.timeout_s, port=self.port
+            )
+        if config.role != "producer":
+            self.consumer = ConsumerSession(
+                engine,
+                rank,
+                config.peer,
+                self.port,
+                chunk_bytes=config.chunk_bytes(pools.device),
+                orders=pools.orders(),
+                stream=config.stream,
+            )
         self._outbox = outbox
         self._ends_when_filled = False
         self._late_at = 0.0
@@ -137,8 +134,7 @@ class Driver:
         self._intake = intake
 
     def __repr__(self) -> str:
-        queued = f"{len(self._events)} events, {len(self._commands)} commands"
-        return f"<Driver {queued}, {self.links!r}>"
+        return f"<Driver {len(self._events)} events, {self.links!r}>"
 
     def submit(self, *events: object) -> None:
         """Queue events for the sessions; they are handled in this turn, in order."""
@@ -150,8 +146,8 @@ class Driver:
 
     @property
     def num_queued(self) -> int:
-        """Events that no session has seen yet, and commands that are not carried out."""
-        return len(self._events) + len(self._commands)
+        """Events that no session has seen yet."""
+        return len(self._events)
 
     def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
         """Wait at most `timeout_s` for something to do, and do it. `ends_when_filled`, for an engine's thread: once the
@@ -165,11 +161,11 @@ class Driver:
     def progress_inline(self, limit_s: float, *, orders_only: bool = False) -> None:
         """Do what there is to do, without waiting for more, in an engine's thread.
 
-        Left to the driver's thread are the first command of `_SLOW` and all that comes after it, and what is not done
+        Left to the driver's thread are the first event of `_SLOW` and all that comes after it, and what is not done
         after `limit_s` or once the outbox has something.
 
         Args:
-            limit_s: How long to handle events and commands, in seconds.
+            limit_s: How long to handle events, in seconds.
             orders_only: Handle only the engine's orders and what follows from them.
         """
         self._ends_when_filled = True
@@ -210,7 +206,7 @@ class Driver:
 
     def work(self, *, inline: bool = False) -> None:
         """Handle what is queued, and what follows from it, until nothing moves, it is enough, or it has gone on for
-        long. Inline only as far as the first command that takes long.
+        long. Inline only as far as the first event that takes long.
         """
         for _ in range(MAX_ROUNDS):
             if not self._carry_out(inline):
@@ -228,34 +224,27 @@ class Driver:
 
     def _carry_out(self, inline: bool) -> bool:
         """Handle what is queued, and send what is to be said. Returns True if that was all, and is not enough."""
-        commands, events = self._commands, self._events
-        if not (commands or events):
-            return True  # only commands send messages
-        is_all = True
-        while is_all and (commands or events):
+        events = self._events
+        self.port.has_reported = False
+        while events:
             now = self.clock()
-            if now > self._late_at or (inline and commands and type(commands[0]) in _SLOW):
-                is_all = False
-            elif not commands:
-                self._handle(events.popleft(), now)
-            else:
-                command = commands.popleft()
-                self._actions[type(command)](command)
-                if (
-                    self._ends_when_filled
-                    and type(command) in _ENDINGS
-                    and self._outbox.is_filled()
-                ):
-                    is_all = False
-                    if not (commands or events):
-                        # the loop reports an ending once: once queued, the driver's thread takes it at once
-                        self.datapath.step()
+            if now > self._late_at or (inline and ev.kind_of(events[0]) in _SLOW):
+                break
+            had_unsent = self.links.has_unsent
+            self._handle(events.popleft(), now)
+            if self._ends_when_filled and self.port.has_reported and self._outbox.is_filled():
+                if not events:
+                    # the loop reports an ending once: once queued, the driver's thread takes it at once
+                    self.datapath.step()
+                if had_unsent:  # else all that is to be said is about what has ended, and can wait
+                    self.links.flush()
+                return False
         self.links.flush()
-        return is_all
+        return not events
 
     def _pump_s(self, timeout_s: float) -> float:
         """How long to stay in the data path: what the control channel does not show is asked for soon."""
-        if self._events or self._commands or self.links.has_more:
+        if self._events or self.links.has_unsent or self.links.has_more:
             return 0.0
         timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
         return min(timeout_s, max(0.0, self._next_deadline() - self.clock()))
@@ -303,19 +292,19 @@ class Driver:
         return messages
 
     def _handle(self, event: object, now: float) -> None:
-        """Hand an event to the sessions that it is for, and queue their commands."""
+        """Hand an event to the sessions that it is for."""
         self._deadline = None  # it may change
         kind = type(event)
         if kind is ev.Tick:
             self._is_ticking = False
         link: LinkId | None = getattr(event, "link", None)
-        is_producers = kind in _PRODUCER_ORDERS if link is None else link < 0
+        is_producers = kind in _PRODUCER_EVENTS if link is None else link < 0
         for_producer = self.producer if is_producers or kind is ev.Tick else None
         for session in (for_producer, None if is_producers else self.consumer):
             if session is None:
                 continue
             try:
-                self._commands += session.handle(event, now)
+                session.handle(event, now)
             except KVConnectorError as error:
                 self._refuse(event, link, error)
 
@@ -327,18 +316,18 @@ class Driver:
         )
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
-            self._commands.append(cmd.FinishLoad(event.request_id, error))
+            self.port.has_reported = True
+            self._outbox.load_ended(event.request_id, error)
         elif isinstance(event, HoldRequest) and not (
             self.producer is not None and self.producer.holds(event.request_id)
         ):
             # a lease that was not granted never ends, so its engine gets the blocks back now; not those of a lease that
             # it has under the same name, whose end answers for both
             trace = HoldTrace(self.clock(), self.clock())
-            self._commands.append(cmd.ReleaseBlocks(event.request_id, "aborted", trace))
+            self.port.release(event.request_id, "aborted", trace)
 
 
-_ENDINGS = frozenset({cmd.FinishLoad, cmd.ReleaseBlocks, cmd.NotifyPrefillStarted})
-"""Commands that report a request to the engine."""
-_PRODUCER_ORDERS = frozenset({GrowRequest, HoldRequest, WithdrawRequest})
-_SLOW = frozenset({cmd.OpenEndpoint, cmd.TakeReply})
-"""Commands that map a peer's memory, compile kernels for it, or open an endpoint to it."""
+_PRODUCER_EVENTS = frozenset({GrowRequest, HoldRequest, WithdrawRequest, ev.SendOver})
+"""Those without a link that are for the producer's session; the others are for the consumer's."""
+_SLOW = frozenset({m.Directory, m.Hello, m.HelloReply})
+"""Events after which a peer's memory is mapped, kernels are compiled for it, or connections to it are opened."""

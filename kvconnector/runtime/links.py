@@ -6,8 +6,8 @@ be woken for one, and nobody while it moves chunks. The consumer changes over wh
 producer when the first message of the consumer has come, so no message can overtake one on the other channel.
 
 Four things end a link: the control channel reports it, a message cannot be sent, messages were lost or make no sense,
-the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits for its
-`CloseLink`; one that the peer opened is forgotten, and the peer notified, since only the side that connected can close
+the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits until
+it is closed; one that the peer opened is forgotten, and the peer notified, since only the side that connected can close
 a control connection.
 """
 
@@ -32,7 +32,7 @@ from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.port import LinkId
 from kvconnector.topology import RankGeometry
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
@@ -297,6 +297,11 @@ class Links:
             self._transport.send_control(link.endpoint, tag, link.sealer.seal(batch))
         except KVConnectorError as error:
             self.lose(link, error)
+
+    @property
+    def has_unsent(self) -> bool:
+        """Returns True if messages wait for `flush`."""
+        return bool(self._with_unsent)
 
     @property
     def has_more(self) -> bool:

@@ -1,4 +1,4 @@
-"""Protocol state machines: events in, commands out. No clock, no threads, no sockets."""
+"""Protocol state machines: events in, calls of a `Port` out. No clock, no threads, no sockets."""
 
 from kvconnector.session.completion import (
     KVOutputAggregator,

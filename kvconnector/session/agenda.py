@@ -7,14 +7,14 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Generic, TypeVar
 
-from kvconnector.session.commands import NEVER
+from kvconnector.session.port import NEVER
 
 ThingT = TypeVar("ThingT", bound=Hashable)
 
 AT_ONCE = 0.0
 """The time of what is to be looked at by the next tick."""
 
-MAX_AT_ONCE = 64
+MAX_AT_ONCE = 16
 """Things that one `Tick` looks at, and what one event starts or ends at once: the next tick, which is due at once, goes
 on. So no event keeps the engine's thread waiting for long, however many requests it is about.
 """

@@ -21,15 +21,14 @@ from kvconnector.errors import (
     UnknownRequestError,
 )
 from kvconnector.ids import Rank
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
-from kvconnector.session.commands import NEVER, Command, LinkId
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import RemoteEngines
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.reads import OpenReads, read_message
+from kvconnector.session.port import NEVER, LinkId, Port
+from kvconnector.session.reads import RankRead, Reads
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
 from kvconnector.wire import messages as m
@@ -48,6 +47,7 @@ class ConsumerSession:
         geometry: EngineGeometry,
         rank: Rank,
         peer: PeerConfig,
+        port: Port,
         *,
         chunk_bytes: int,
         orders: Mapping[tuple[int, int], str],
@@ -61,30 +61,31 @@ class ConsumerSession:
         self._num_groups = geometry.num_groups
         self._loads: dict[str, Load] = {}
         self._asked: dict[str, Load] = {}
-        self._agenda: Agenda[Load | cmd.StartReceive | RemoteEngine | ConsumerSession] = Agenda()
+        self._agenda: Agenda[Load | RankRead | RemoteEngine | ConsumerSession] = Agenda()
         self.next_deadline = self._agenda.next_deadline
         self._backlog: deque[tuple[ev.EngineReady | ev.EngineLost, Iterator[Load]]] = deque()
         self._progress_at = 0.0
-        self._reads = OpenReads(self._agenda, drain_timeout_s=self._timeout_s)
+        self._port = port
+        self._reads = Reads(port, self._agenda, drain_timeout_s=self._timeout_s)
         topology = TpKVTopology(geometry, rank)
         self._engines = RemoteEngines(
-            topology, peer, orders, self._agenda, on_change=self._engine_changed
+            topology, peer, orders, self._agenda, port, on_change=self._engine_changed
         )
 
-    def handle(self, event: object, now: float) -> list[Command]:
-        """Return the commands for `event`. The only method that changes loads and engines.
+    def handle(self, event: object, now: float) -> None:
+        """Take an event. The only method that changes loads and engines.
 
         Raises:
             LocalError: the engine asked for a load twice, or for one of an unknown request.
         """
-        commands: list[Command] = []
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
-            commands += self._fail_if_lost(self._reads[event.read_id], now)
+            self._fail_if_lost(event.read, now)
         handler = self._HANDLERS.get(ev.kind_of(event))
         if handler is None:  # it is about a link
-            return self._engines.handle(event, now)
-        return commands + handler(self, event, now)
+            self._engines.handle(event, now)
+        else:
+            handler(self, event, now)
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
@@ -97,7 +98,7 @@ class ConsumerSession:
         load.deadline = deadline
         self._agenda.plan(load, deadline)
 
-    def _wanted(self, event: WantRequest, now: float) -> list[Command]:
+    def _wanted(self, event: WantRequest, now: float) -> None:
         if event.request_id in self._loads:
             raise LocalError("a request was wanted twice", request=event.request_id)
         load = Load(event, self._engines.engine_of(event.engine), now)
@@ -105,57 +106,56 @@ class ConsumerSession:
         load.engine.loads.add(load)
         if load.is_followed:
             self._give_until(load, now + self._progress_timeout_s)
-        return self._engines.want(event, now)
+        self._engines.want(event, now)
 
-    def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
+    def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> None:
         engine = self._engines.ready_at(event.link)
-        loads = [] if engine is None else engine.loads.following(event.message.transfer_id)
-        commands: list[Command] = []
-        for load in loads:
+        for load in [] if engine is None else engine.loads.following(event.message.transfer_id):
             load.accept(event, now)
-            commands += self._take_report(load, event, now)
-        return commands
+            self._take_report(load, event, now)
 
-    def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> list[Command]:
+    def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> None:
         try:
             is_new = load.record_progress(event.link, event.message, self._num_groups)
         except KVConnectorError as error:
-            return self._fail(load, error, now)
+            self._fail(load, error, now)
+            return
         if not is_new:
-            return []
+            return
         if load.state is LoadState.FOLLOWING:
-            return self._advance(load, now)
-        if load.asked is not None:
-            return []  # progress of the prompt does not bring chunks that were lost
-        self._give_until(load, now + self._progress_timeout_s)
-        should_notify = load.should_notify(event.link, is_streamed=self._stream)
-        return self._notify_prefill_started(load) if should_notify else []
+            self._advance(load, now)
+        elif load.asked is None:  # else progress of the prompt does not bring chunks that were lost
+            self._give_until(load, now + self._progress_timeout_s)
+            if load.should_notify(event.link, is_streamed=self._stream):
+                self._notify_prefill_started(load)
 
-    def _notify_prefill_started(self, load: Load) -> list[Command]:
+    def _notify_prefill_started(self, load: Load) -> None:
         """Let the engine ask for the load, once."""
         is_first = load.asked is None and not load.has_begun
         load.has_begun = True
-        return [cmd.NotifyPrefillStarted(load.request_id)] if is_first else []
+        if is_first:
+            self._port.begun(load.request_id)
 
-    def _load_asked(self, event: LoadRequest, now: float) -> list[Command]:
+    def _load_asked(self, event: LoadRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
         if load is None:
             raise UnknownRequestError("a load needs a wanted request", request=event.request_id)
         load.accept(event, now)
         error = load.ask(event, now)
         if error is not None:
-            return self._close(load, error, now)
+            self._close(load, error, now)
+            return
         self._asked[load.request_id] = load
         loads = load.engine.loads
         loads.depending[load] = None
         if load.engine.is_ready:
-            return self._advance(load, now)
+            self._advance(load, now)
+            return
         loads.connecting[load] = None
         self._give_until(load, now + self._engines.patience_s(load.engine.name))
         load.move(LoadState.CONNECTING)
-        return []
 
-    def _advance(self, load: Load, now: float) -> list[Command]:
+    def _advance(self, load: Load, now: float) -> None:
         """Open one read per rank of the ready producer that has something for us which was not read for yet."""
         engine = load.engine
         links = [worker.link for worker in engine.workers.values()] if load.is_followed else []
@@ -165,120 +165,116 @@ class ConsumerSession:
             if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
-            return self._close(load, error, now)
-        if not reads:
-            if load.is_complete(links):
-                return self._close(load, None, now)
+            self._close(load, error, now)
+            return
+        if reads:
+            self._give_until(load, now + self._timeout_s)
+            load.move(LoadState.READING)
+            for source in reads:
+                self._reads.begin(load, source, now)
+        elif load.is_complete(links):
+            self._close(load, None, now)
+        else:
             # where one rank has computed all of the prompt, the others are about to report that
             is_ending = any(each.is_complete for each in load.progress.values())
             patience_s = self._timeout_s if is_ending else self._progress_timeout_s
             self._give_until(load, now + patience_s)
             load.move(LoadState.FOLLOWING)
-            return []
-        self._give_until(load, now + self._timeout_s)
-        load.move(LoadState.READING)
-        return [self._reads.open(load, source, now) for source in reads]
 
-    def _receive_posted(self, event: ev.ReceivePosted, now: float) -> list[Command]:
-        read = self._reads[event.read_id]
+    def _receive_posted(self, event: ev.ReceivePosted, now: float) -> None:
+        read = event.read
         if read.is_stopped:  # the peer will never know of this read
-            return [cmd.DrainReceive(event.read_id, None if read.is_peer_over else 0)]
+            self._port.drain_receive(read, None if read.is_peer_over else 0)
+            return
         load = read.load
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
         self._give_until(load, now + self._timeout_s)
-        return [cmd.SendMessage(read.link, read_message(read, event))]
+        self._port.send(read.link, read.message(event.window, event.first_tag))
 
-    def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> list[Command]:
-        read = self._reads[event.read_id]
+    def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
+        read = event.read
         if read.load.state is LoadState.READING:
             read.share = event.share
             self._give_until(read.load, now + self._timeout_s)
-        return []
 
-    def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> list[Command]:
-        commands: list[Command] = []
-        read = self._reads[event.read_id]
+    def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> None:
+        read = event.read
         if not read.is_stopped and now >= read.worker.deadline:
             # this worker was paused longer than its timeout: the producer may have given it up and reused its slots
-            lost = PeerLostError("this worker was silent too long")
-            commands += self._lose(read.link, lost, now)
-            commands += self._fail_if_lost(read, now)
-        load = self._reads.close(event.read_id).load
-        load.accept(event, now)
-        del load.reads[event.read_id]
-        load.trace.finished(event, read.source.total_bytes, read.link)
-        return commands + self._after_read(load, now)
-
-    def _receive_stopped(
-        self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float
-    ) -> list[Command]:
-        """The data plane writes nothing more for a read that is incomplete."""
-        read = self._reads[event.read_id]
+            self._lose(read.link, PeerLostError("this worker was silent too long"), now)
+            self._fail_if_lost(read, now)
+        self._reads.close(read)
         load = read.load
         load.accept(event, now)
-        commands = self._reads.stop(read, now)
-        del load.reads[event.read_id]
+        del load.reads[read.read_id]
+        load.trace.finished(event, read.source.total_bytes, read.link)
+        self._after_read(load, now)
+
+    def _receive_stopped(self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float) -> None:
+        """The data plane writes nothing more for a read that is incomplete."""
+        read = event.read
+        load = read.load
+        load.accept(event, now)
+        self._reads.stop(read, now)
+        del load.reads[read.read_id]
         if isinstance(event, ev.ReceiveFailed) and load.state is LoadState.READING:
             event.error.context["rank"] = str(read.source.source)
-            return commands + self._fail(load, event.error, now)
-        return commands + self._after_read(load, now)
+            self._fail(load, event.error, now)
+        else:
+            self._after_read(load, now)
 
-    def _receive_drained(self, event: ev.ReceiveDrained, now: float) -> list[Command]:
-        self._reads.close(event.read_id)
-        return []
+    def _receive_drained(self, event: ev.ReceiveDrained, now: float) -> None:
+        self._reads.close(event.read)
 
-    def _after_read(self, load: Load, now: float) -> list[Command]:
+    def _after_read(self, load: Load, now: float) -> None:
         if load.reads:
-            return []
+            return
         if load.error is not None or not load.is_followed:
-            return self._close(load, load.error, now)
-        load.note_filled()
-        return self._advance(load, now)  # the loss of its engine would be the load's error
+            self._close(load, load.error, now)
+        else:
+            load.note_filled()
+            self._advance(load, now)  # the loss of its engine would be the load's error
 
-    def _read_cut_short(
-        self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float
-    ) -> list[Command]:
-        ended = event.message
-        read = self._reads.at_peer(event.link, ended.read_id)
-        if read is None:
-            return []
+    def _read_cut_short(self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
+        ended, engine = event.message, self._engines.ready_at(event.link)
+        read = None if engine is None else engine.reads.get(ended.read_id)
+        # a peer ends no read but its own, once, and only after it was asked
+        if read is None or read.link != event.link or not read.is_asked or read.is_peer_over:
+            return
         sent_chunks = ended.sent_chunks if isinstance(ended, m.ReadEnded) else 0
-        commands = self._reads.peer_over(read, sent_chunks, now)
+        self._reads.peer_over(read, sent_chunks, now)
         if not read.is_stopped:
             read.load.accept(event, now)
             error = refusal_error(ended.refusal, ended.text, rank=str(read.source.source))
-            commands += self._fail(read.load, error, now)
-        return commands
+            self._fail(read.load, error, now)
 
-    def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> list[Command]:
+    def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> None:
         """Begin what waits for an engine that is ready, or fail what depends on one that is lost."""
-        engine, commands = event.engine, []
+        engine = event.engine
         begin, engine.loads.connecting = engine.loads.connecting, {}
         if isinstance(event, ev.EngineReady):
             self._backlog.append((event, iter(begin)))
-            return self._work_off(now)
-        fail, engine.loads.depending = engine.loads.depending, {}
-        self._backlog.append((event, iter(fail)))
-        for read in engine.reads.values():
-            read.is_peer_over = True
-        for read in engine.reads.values():
-            if read.is_asked:  # no more than there are slots
-                commands += self._fail_if_lost(read, now)
-                commands += self._reads.peer_over(read, None, now)
-        return commands + self._work_off(now)
+        else:
+            fail, engine.loads.depending = engine.loads.depending, {}
+            self._backlog.append((event, iter(fail)))
+            for read in engine.reads.values():
+                read.is_peer_over = True
+            for read in engine.reads.values():
+                if read.is_asked:  # no more than there are slots
+                    self._fail_if_lost(read, now)
+                    self._reads.peer_over(read, None, now)
+        self._work_off(now)
 
-    def _fail_if_lost(self, read: cmd.StartReceive, now: float) -> list[Command]:
+    def _fail_if_lost(self, read: RankRead, now: float) -> None:
         """Fail a load before its turn whose engine was lost, since something happens to its read."""
         lost = read.load.engine.loss
-        if lost is None or not read.is_peer_over or read.is_stopped:
-            return []
-        read.load.accept(lost, now)
-        return self._fail(read.load, lost.error, now)
+        if lost is not None and read.is_peer_over and not read.is_stopped:
+            read.load.accept(lost, now)
+            self._fail(read.load, lost.error, now)
 
-    def _work_off(self, now: float) -> list[Command]:
+    def _work_off(self, now: float) -> None:
         """Begin or fail some of the loads whose engine is ready, or lost: there may be thousands of them."""
-        commands: list[Command] = []
         left = MAX_AT_ONCE
         while self._backlog and left:
             event, loads = self._backlog[0]
@@ -291,52 +287,49 @@ class ConsumerSession:
                 continue  # it has ended in the meantime
             if isinstance(event, ev.EngineLost):
                 load.accept(event, now)
-                commands += self._fail(load, event.error, now)
+                self._fail(load, event.error, now)
             elif load.engine.is_ready and load.state is LoadState.CONNECTING:
                 load.accept(event, now)
-                commands += self._advance(load, now)
+                self._advance(load, now)
         if self._backlog:
             self._agenda.plan(self, AT_ONCE)
-        return commands
 
-    def _lose(self, link: LinkId, error: KVConnectorError, now: float) -> list[Command]:
+    def _lose(self, link: LinkId, error: KVConnectorError, now: float) -> None:
         """Give the engine at `link` up."""
-        return self._engines.handle(ev.LinkLost(link, error), now)
+        self._engines.handle(ev.LinkLost(link, error), now)
 
-    def _withdrawn(self, event: DropRequest, now: float) -> list[Command]:
+    def _withdrawn(self, event: DropRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
         if load is None:
-            return []  # it finished in the meantime
+            return  # it finished in the meantime
         load.accept(event, now)
         error = TransferAbortedError("the request was aborted here", request=load.request_id)
         if load.state is LoadState.READING:
-            return self._fail(load, error, now)
-        if load.state is LoadState.DRAINING:
-            return []
-        return self._close(load, error, now)
+            self._fail(load, error, now)
+        elif load.state is not LoadState.DRAINING:
+            self._close(load, error, now)
 
-    def _tick(self, event: ev.Tick, now: float) -> list[Command]:
-        commands: list[Command] = []
+    def _tick(self, event: ev.Tick, now: float) -> None:
         for thing in self._agenda.due(now):
             if isinstance(thing, Load):
-                commands += self._load_due(thing, event, now)
-            elif isinstance(thing, cmd.StartReceive):
-                commands += self._read_due(thing, now)
+                self._load_due(thing, event, now)
+            elif isinstance(thing, RankRead):
+                self._read_due(thing, now)
             elif isinstance(thing, RemoteEngine):
-                commands += self._engines.tick(thing, event, now)
+                self._engines.tick(thing, event, now)
             else:
-                commands += self._work_off(now)
-        return commands
+                self._work_off(now)
 
-    def _read_due(self, read: cmd.StartReceive, now: float) -> list[Command]:
+    def _read_due(self, read: RankRead, now: float) -> None:
         """Lose a peer that did not end a cancelled read in time."""
         if read.deadline > now:
             self._agenda.plan(read, read.deadline)
-            return []
+            return
         lost = PeerLostError("a producer rank did not end a read that was cancelled")
-        return self._lose(read.link, lost, now) + self._reads.peer_over(read, None, now)
+        self._lose(read.link, lost, now)
+        self._reads.peer_over(read, None, now)
 
-    def _load_due(self, load: Load, event: ev.Tick, now: float) -> list[Command]:
+    def _load_due(self, load: Load, event: ev.Tick, now: float) -> None:
         """Give a load up whose deadline has passed."""
         is_asking = any(read.is_asked for read in load.reads.values())
         is_waiting = load.state is LoadState.READING and load.deadline <= now and not is_asking
@@ -344,11 +337,11 @@ class ConsumerSession:
             load.deadline = self._progress_at + self._timeout_s
         if load.deadline > now:
             self._give_until(load, load.deadline)
-            return []
+            return
         load.accept(event, now)
-        return self._fail(load, load.timeout_error(waits_for_slots=is_waiting), now)
+        self._fail(load, load.timeout_error(waits_for_slots=is_waiting), now)
 
-    def _fail(self, load: Load, error: KVConnectorError, now: float) -> list[Command]:
+    def _fail(self, load: Load, error: KVConnectorError, now: float) -> None:
         """Stop every read that is left; the load ends once none writes its blocks, and it was asked for."""
         error.context.setdefault("engine", load.engine.name.engine_id)
         load.error = error
@@ -356,26 +349,27 @@ class ConsumerSession:
         self._agenda.forget(load)
         load.engine.loads.give_up(load)
         if load.asked is None:
-            return self._notify_prefill_started(load)
-        commands = [c for read in load.reads.values() for c in self._reads.stop(read, now)]
-        if not load.reads:
-            return commands + self._close(load, error, now)
-        load.move(LoadState.DRAINING)
-        return commands
+            self._notify_prefill_started(load)
+            return
+        for read in load.reads.values():
+            self._reads.stop(read, now)
+        if load.reads:
+            load.move(LoadState.DRAINING)
+        else:
+            self._close(load, error, now)
 
-    def _close(self, load: Load, error: KVConnectorError | None, now: float) -> list[Command]:
+    def _close(self, load: Load, error: KVConnectorError | None, now: float) -> None:
         """End the load: report it to the engine, if it asked for it, then to the producer's ranks, which can wait."""
         ending = load.end(error)
         self._agenda.forget(load)
         load.engine.loads.give_up(load)
         self._asked.pop(load.request_id, None)
         del self._loads[load.request_id]
-        commands: list[Command] = []
         if load.asked is not None:
-            commands.append(load.finished(error))
-        return commands + self._engines.end_transfer(load.engine.name, ending, now)
+            self._port.finish_load(load, error)
+        self._engines.end_transfer(load.engine.name, ending, now)
 
-    _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
         WantRequest: _wanted,
         LoadRequest: _load_asked,
         DropRequest: _withdrawn,

@@ -16,11 +16,10 @@ from kvconnector.errors import (
 )
 from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_routes
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
-from kvconnector.session.commands import Command, LinkId
 from kvconnector.session.orders import WantRequest
+from kvconnector.session.port import LinkId, Port
 from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
@@ -43,8 +42,8 @@ class RemoteEngines:
     """All producer engines of one consumer rank.
 
     Heartbeats name the loads of each engine in turn, and keep their leases alive. An engine without loads and reads is
-    disconnected after `PeerConfig.idle_timeout_s`. Each is in the `agenda`, for `tick`. What `on_change` returns is
-    carried out after an engine's own commands.
+    disconnected after `PeerConfig.idle_timeout_s`. Each is in the `agenda`, for `tick`. `on_change` is called once an
+    engine is ready or lost.
     """
 
     def __init__(
@@ -53,12 +52,14 @@ class RemoteEngines:
         settings: PeerConfig,
         orders: Mapping[tuple[int, int], str],
         agenda: Agenda[Any],
+        port: Port,
         *,
-        on_change: Callable[[ev.EngineReady | ev.EngineLost, float], list[Command]],
+        on_change: Callable[[ev.EngineReady | ev.EngineLost, float], None],
     ) -> None:
         self._topology = topology
         self._orders = orders
         self._settings = settings
+        self._port = port
         self._on_change = on_change
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._by_link: dict[LinkId, tuple[RemoteEngine, RemoteWorker | None]] = {}
@@ -83,69 +84,66 @@ class RemoteEngines:
         factor = 1 if name in self._met else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
-    def want(self, event: WantRequest, now: float) -> list[Command]:
-        """Return the commands for a new load, which has been added to its engine."""
+    def want(self, event: WantRequest, now: float) -> None:
+        """Take a new load, which has been added to its engine."""
         engine = self.engine_of(event.engine)
         engine.accept(event, now)
-        commands: list[Command] = []
         if engine.state is EngineState.UNKNOWN:
-            commands = self._resolve(engine, now)
+            self._resolve(engine, now)
         elif engine.state is EngineState.RESOLVING:
             asked_at = engine.until - self.patience_s(engine.name)
             if now > asked_at + self._settings.timeout_s:
                 # a connection that was begun over a broken link may hang for long after the link is whole again
-                commands = [*self._close(engine), *self._resolve(engine, now)]
+                self._close(engine)
+                self._resolve(engine, now)
         elif engine.state is EngineState.BACKOFF:
             # somebody at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
-        return self._planned(engine, commands)
+        self.agenda.plan(engine, engine.deadline)
 
-    def handle(self, event: Any, now: float) -> list[Command]:
-        """Return the commands for an event of a link; those of links that were closed are stale and have none."""
+    def handle(self, event: Any, now: float) -> None:
+        """Take an event of a link; those of links that were closed are stale and change nothing."""
         if event.link not in self._by_link:
-            return []
+            return
         engine, worker = self._by_link[event.link]
         kind = ev.kind_of(event)
         if kind is ev.LinkLost:
-            commands = self._lose(engine, event, event.error, now)
+            self._lose(engine, event, event.error, now)
         elif (kind in (m.Directory, m.DirectoryRefused)) is not (worker is None):
             error: KVConnectorError = RemoteProtocolError(
                 f"a {kind.__name__} came from the wrong peer", engine=engine.name.engine_id
             )
-            commands = self._lose(engine, ev.LinkLost(event.link, error), error, now)
+            self._lose(engine, ev.LinkLost(event.link, error), error, now)
         elif worker is not None:
-            commands = self._of_worker(engine, worker, event, now)
+            self._of_worker(engine, worker, event, now)
         elif kind is m.DirectoryRefused:
             refused = event.message
-            error = refusal_error(refused.refusal, refused.text)
-            commands = self._lose(engine, event, error, now)
+            self._lose(engine, event, refusal_error(refused.refusal, refused.text), now)
         else:
-            commands = self._directory(engine, event, now)
-        return self._planned(engine, commands)
-
-    def tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command]:
-        """Return the commands for an engine that the agenda named."""
-        return self._planned(engine, self._tick(engine, event, now))
-
-    def _planned(self, engine: RemoteEngine, commands: list[Command]) -> list[Command]:
+            self._directory(engine, event, now)
         self.agenda.plan(engine, engine.deadline)
-        return commands
 
-    def end_transfer(
-        self, name: EngineAddress, ending: m.Done | m.Abort, now: float
-    ) -> list[Command]:
-        """Tell every worker of the engine that we are done with a transfer: now, or once it has greeted us."""
+    def tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
+        """Do what is due for an engine that the agenda named."""
+        self._tick(engine, event, now)
+        self.agenda.plan(engine, engine.deadline)
+
+    def end_transfer(self, name: EngineAddress, ending: m.Done | m.Abort, now: float) -> None:
+        """Notify every worker of the engine that we are done with a transfer: now, or once it has greeted us."""
         engine = self._engines.get(name)
         if engine is None:
-            return []
+            return
         engine.idle_since = now
         if engine.is_ready:
-            return engine.send_all(ending)
-        if engine.state in (EngineState.RESOLVING, EngineState.HELLO):
+            self._send_all(engine, ending)
+        elif engine.state in (EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
-        return []
 
-    def _resolve(self, engine: RemoteEngine, now: float) -> list[Command]:
+    def _send_all(self, engine: RemoteEngine, message: m.Message) -> None:
+        for worker in engine.workers.values():
+            self._port.send(worker.link, message)
+
+    def _resolve(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = LinkId(next(self._link_numbers))
@@ -154,15 +152,11 @@ class RemoteEngines:
         # a guess, right for an engine like ours: only its geometry shows which ranks of a large engine we need
         ours, rank = self._topology.engine, self._topology.rank
         replica = Rank(rank.pp_rank, self._topology.replica_index % ours.tp_size)
-        request = look_up(engine.name, (rank, replica), ours)
-        return [
-            cmd.OpenLink(link, engine.name.address, engine.name.public_key, versions.SPOKEN.oldest),
-            cmd.SendMessage(link, request),
-        ]
+        name = engine.name
+        self._port.open_link(link, name.address, name.public_key, versions.SPOKEN.oldest)
+        self._port.send(link, look_up(name, (rank, replica), ours))
 
-    def _directory(
-        self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float
-    ) -> list[Command]:
+    def _directory(self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float) -> None:
         directory = event.message
         engine.accept(event, now)
         try:
@@ -179,17 +173,17 @@ class RemoteEngines:
                         wanted=[str(rank) for rank in holders],
                     )
                 engine.has_named_ranks = True
-                return [cmd.SendMessage(event.link, look_up(engine.name, holders, geometry))]
+                self._port.send(event.link, look_up(engine.name, holders, geometry))
+                return
             engine.routes = plan_routes(self._topology, geometry, self._orders)
         except KVConnectorError as error:
-            return self._lose(engine, event, error, now)
-        summary = self._topology.describe(geometry)
-        commands: list[Command] = [
-            *self._close(engine),
-            cmd.LogEngine(engine.name.engine_id, summary),
-        ]
+            self._lose(engine, event, error, now)
+            return
+        self._close(engine)
+        self._port.met(engine.name.engine_id, self._topology.describe(geometry))
         if not holders:  # this rank holds nothing, so nobody waits for it either
-            return [*commands, *self._ready_now(engine, now)]
+            self._ready_now(engine, now)
+            return
         engine.move(EngineState.HELLO)
         # greeting all of them may take longer than a lease lasts
         engine.heartbeat_at = now + QUICK_GREETING_S
@@ -200,87 +194,91 @@ class RemoteEngines:
             worker = RemoteWorker(link, theirs, now, self._settings.timeout_s)
             self._by_link[link] = engine, worker
             engine.workers[rank] = worker
-            commands += (
-                cmd.OpenLink(link, entry.control_address, entry.public_key, version),
-                cmd.ExpectWarmUp(link, segments.get(rank, ())),
-            )
-        return commands
+            self._port.open_link(link, entry.control_address, entry.public_key, version)
+            self._port.greet(link, segments.get(rank, ()))
 
     def _of_worker(
         self, engine: RemoteEngine, worker: RemoteWorker, event: Any, now: float
-    ) -> list[Command]:
+    ) -> None:
         kind = ev.kind_of(event)
         if kind is m.HeartbeatReply:
             engine.accept(event, now)
             worker.heartbeat_answered(event.message.number)
-            return []
+            return
         is_repeated = kind is m.HelloReply and worker.answered
         if engine.state is not EngineState.HELLO or is_repeated:
-            return []
+            return
         engine.accept(event, now)
-        commands: list[Command] = []
         if kind is m.HelloReply:
             reply = event.message
             if reply.refusal is not None:
-                return self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
+                self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
+                return
             worker.greeted_by(reply, now)
-            name = engine.name.engine_id
-            commands.append(cmd.TakeReply(worker.link, name, worker.geometry, reply))
+            self._port.take_reply(worker.link, engine.name.engine_id, worker.geometry, reply)
         elif event.error is not None:
-            return self._lose(engine, event, event.error, now)
+            self._lose(engine, event, event.error, now)
+            return
         else:
             worker.warm = True
         if all(w.answered and w.warm for w in engine.workers.values()):
-            commands += self._ready_now(engine, now)
-        return commands
+            self._ready_now(engine, now)
 
-    def _ready_now(self, engine: RemoteEngine, now: float) -> list[Command]:
+    def _ready_now(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.READY)
         self._met.add(engine.name)
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
         engine.loads.num_unnamed = len(engine.loads.turns)  # it knows none of them yet
-        ready = self._on_change(ev.EngineReady(engine), now)
-        return [*self._send_endings(engine), *ready]
+        self._send_endings(engine)
+        self._on_change(ev.EngineReady(engine), now)
 
-    def _send_endings(self, engine: RemoteEngine) -> list[Command]:
-        endings = engine.unsent_endings
-        some = [endings.popleft() for _ in range(min(MAX_AT_ONCE, len(endings)))]
-        return [command for ending in some for command in engine.send_all(ending)]
+    def _send_endings(self, engine: RemoteEngine) -> None:
+        for _ in range(min(MAX_AT_ONCE, len(engine.unsent_endings))):
+            self._send_all(engine, engine.unsent_endings.popleft())
 
-    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> list[Command]:
+    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
         if now < engine.deadline:
-            return []
+            return
         engine.accept(event, now)
         if engine.state is EngineState.BACKOFF:
-            return self._resolve(engine, now) if engine.loads.turns else self._forget(engine)
+            if engine.loads.turns:
+                self._resolve(engine, now)
+            else:
+                self._forget(engine)
+        elif not engine.is_ready and engine.until > now:
+            self._heartbeats(engine, now)
+        elif (lost := self._found_lost(engine, now)) is not None:
+            self._lose(engine, event, lost, now)
+        else:
+            self._send_endings(engine)
+            idle_at = max(engine.heartbeat_at, engine.idle_since + self._settings.idle_timeout_s)
+            if now >= idle_at and not (engine.loads.turns or engine.reads):
+                self._forget(engine)
+            else:
+                self._heartbeats(engine, now)
+
+    def _found_lost(self, engine: RemoteEngine, now: float) -> KVConnectorError | None:
+        """Why an engine is given up that is not ready by its deadline, or has a worker that is silent for too long."""
         if not engine.is_ready:
-            if engine.until > now:
-                return self._heartbeats(engine, now)
-            error: KVConnectorError = PeerUnreachableError(
+            return PeerUnreachableError(
                 "the engine did not complete the handshake in time",
                 engine=engine.name.engine_id,
                 address=engine.name.address,
                 state=engine.state.value,
                 waited_s=self.patience_s(engine.name),
             )
-            return self._lose(engine, event, error, now)
         for rank, worker in engine.workers.items():
             if worker.silent_at <= now:
-                error = PeerLostError(
+                return PeerLostError(
                     "a producer rank went silent",
                     engine=engine.name.engine_id,
                     rank=str(rank),
                     timeout_s=worker.timeout_s,
                 )
-                return self._lose(engine, event, error, now)
-        endings = self._send_endings(engine)
-        is_idle = now >= max(engine.heartbeat_at, engine.idle_since + self._settings.idle_timeout_s)
-        if is_idle and not (engine.loads.turns or engine.reads):
-            return [*endings, *self._forget(engine)]
-        return [*endings, *self._heartbeats(engine, now)]
+        return None
 
-    def _heartbeats(self, engine: RemoteEngine, now: float) -> list[Command]:
+    def _heartbeats(self, engine: RemoteEngine, now: float) -> None:
         """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
         loads = engine.loads
         limit = min(m.MAX_NAMED, loads.num_unnamed)
@@ -290,51 +288,46 @@ class RemoteEngines:
             num_heartbeats = ceil(len(loads.turns) / m.MAX_NAMED)
             engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
         if not limit:
-            return []
+            return
         # only a worker that has greeted us answers
         links = [w.link for w in engine.workers.values()] if engine.is_ready else []
         transfers, followed = loads.take_turn(limit, links)
-        return [
-            cmd.SendMessage(
-                worker.link,
-                m.Heartbeat(
-                    transfers=transfers, number=worker.heartbeat_sent(now), followed=followed
-                ),
-            )
-            for worker in engine.workers.values()
-        ]
+        for worker in engine.workers.values():
+            number = worker.heartbeat_sent(now)
+            beat = m.Heartbeat(transfers=transfers, number=number, followed=followed)
+            self._port.send(worker.link, beat)
 
     def _lose(
         self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
-    ) -> list[Command]:
+    ) -> None:
         engine.accept(event, now)
         _, worker = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
         error.context.setdefault("engine", engine.name.engine_id)
         if worker is not None:
             error.context.setdefault("rank", str(worker.geometry.rank))
-        commands = self._close(engine)
+        self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
         engine.unsent_endings.clear()  # its leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(EngineState.BACKOFF)
         engine.loss = ev.EngineLost(engine, error)
-        return [*commands, *self._on_change(engine.loss, now)]
+        self._on_change(engine.loss, now)
 
-    def _forget(self, engine: RemoteEngine) -> list[Command]:
+    def _forget(self, engine: RemoteEngine) -> None:
         """Nobody wants the engine: the next request greets it as any other."""
         engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
         self.agenda.forget(engine)
-        return self._close(engine)
+        self._close(engine)
 
-    def _close(self, engine: RemoteEngine) -> list[Command]:
+    def _close(self, engine: RemoteEngine) -> None:
         """Close every link of the engine."""
         links = [worker.link for worker in engine.workers.values()]
         if engine.directory_link is not None:
             links.insert(0, engine.directory_link)
-        for link in links:
-            del self._by_link[link]
         engine.workers = {}
         engine.directory_link = None
-        return [cmd.CloseLink(link) for link in links]
+        for link in links:
+            del self._by_link[link]
+            self._port.close_link(link)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
-from kvconnector.session.commands import LinkId
 from kvconnector.session.completion import Phase
+from kvconnector.session.port import LinkId
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
+    from kvconnector.session.lease import Send
+    from kvconnector.session.reads import RankRead
     from kvconnector.session.remote_engine import RemoteEngine
 
 MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
@@ -49,8 +51,7 @@ class SendOver(msgspec.Struct, frozen=True):
     `sent_chunks` were or are being sent. `phases` are by the clock of the data path.
     """
 
-    link: LinkId
-    read_id: int
+    send: Send
     sent_chunks: int | None = None
     error: KVConnectorError | None = None
     phases: tuple[Phase, ...] = ()
@@ -82,7 +83,7 @@ class WarmedUp(msgspec.Struct, frozen=True):
 class OfReceive(msgspec.Struct, frozen=True):
     """A report of the data path about a read."""
 
-    read_id: int
+    read: RankRead
 
 
 class ReceivePosted(OfReceive, frozen=True):

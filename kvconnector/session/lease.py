@@ -5,17 +5,17 @@ Who owns the blocks, and when
 
 *FILLING.* The prompt is still computed, and the blocks are the engine's: it may take them back at any time by
 `WithdrawRequest`, or by granting other blocks, which voids the lease. Consumers read below the watermark and believe
-what they read only if the lease stands afterwards. Such a lease has no end in time, and no `ReleaseBlocks` answers it.
+what they read only if the lease stands afterwards. Such a lease has no end in time, and no `release` answers it.
 
-*HELD, READING.* The prompt is complete, and the blocks are the lease's until `ReleaseBlocks` gives them back. It comes
+*HELD, READING.* The prompt is complete, and the blocks are the lease's until `release` gives them back. It comes
 exactly once, whatever happens: all consumer ranks that the topology names have confirmed (`released`), the time is up
 (`expired`), or either side gave the request up (`aborted`). Heartbeats and reads extend the time, never shorten it.
 
 *DRAINING.* The outcome is known, and sends still read the blocks. They are stopped, nobody else may begin, and the last
 `SendOver` gives the blocks back.
 
-*Consumers on this host* read without asking, from what is published under the lease's keys. `RetractLease` comes before
-`ReleaseBlocks` in the same list of commands: what they read after it does not count for them. A key is never published
+*Consumers on this host* read without asking, from what is published under the lease's keys. `retract` comes before
+`release`, for the same event: what they read after it does not count for them. A key is never published
 again once it was retracted.
 
 *Before and after.* Messages about a transfer that is not granted yet are kept for a while (`EarlyEvents`), and so are
@@ -35,12 +35,15 @@ import struct
 from collections.abc import Sequence
 from enum import StrEnum
 
+import msgspec
+
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
+from kvconnector.planning import SourceRead
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, LinkId
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
+from kvconnector.session.port import NEVER, LinkId
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -136,7 +139,7 @@ class Lease(Tracked[LeaseState]):
         self.keys: tuple[bytes, ...] = ()
         self.followers: tuple[LinkId, ...] = ()
         self.confirmed: dict[EngineId, set[Rank]] = {}
-        self.sends: dict[tuple[LinkId, int], float] = {}
+        self.sends: dict[Send, None] = {}
         self.trace = HoldTrace(now, now)
         self.outcome: LeaseState | None = None
         self.extra = b""
@@ -144,7 +147,7 @@ class Lease(Tracked[LeaseState]):
     def __repr__(self) -> str:
         return (
             f"<Lease {self.transfer_id} of {self.request_id}: {self.state.value}, {self.watermark},"
-            f" sends {sorted(self.sends)}, followers {sorted(self.followers)},"
+            f" sends {[send.key for send in self.sends]}, followers {sorted(self.followers)},"
             f" until {self.expires_at}>"
         )
 
@@ -184,6 +187,27 @@ class Lease(Tracked[LeaseState]):
     def opens_with(self, secret: str) -> bool:
         """Returns True if a peer's secret is this lease's, in a time that does not depend on where they differ."""
         return _is_same(self.secret, secret)
+
+
+class Send(msgspec.Struct, eq=False):
+    """A consumer worker's read of a lease, from `began` on until nothing of `blocks` is sent any more: the record that
+    session, port and data path hand to each other. `read` is what it asks for, `source` the same as it is cut.
+    """
+
+    link: LinkId
+    lease: Lease
+    read: m.Read
+    source: SourceRead
+    blocks: tuple[GroupBlocks, ...]
+    began: float
+
+    def __repr__(self) -> str:
+        return f"<Send {self.key} of {self.lease}>"
+
+    @property
+    def key(self) -> tuple[LinkId, int]:
+        """The name that its consumer worker has for it."""
+        return self.link, self.read.read_id
 
 
 def _is_same(ours: str, theirs: str) -> bool:

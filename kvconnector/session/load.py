@@ -16,10 +16,11 @@ from kvconnector.errors import (
 from kvconnector.layout.watermark import ALL_LAYERS, MIN_PIECE_BYTES, Watermark
 from kvconnector.planning import Route, SourceRead, plan_reads
 from kvconnector.session import events as ev
-from kvconnector.session.commands import NEVER, FinishLoad, LinkId, StartReceive
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
+from kvconnector.session.port import NEVER, LinkId
+from kvconnector.session.reads import RankRead
 from kvconnector.session.trace import LoadTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error
@@ -126,7 +127,7 @@ class Load(Tracked[LoadState]):
         self.filled_tokens: int | None = None
         self.begun: Piece | None = None
         self.progress: dict[LinkId, m.Progress] = {}
-        self.reads: dict[int, StartReceive] = {}
+        self.reads: dict[int, RankRead] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
         self.trace = LoadTrace(wanted.engine.engine_id, wanted.is_followed, now)
@@ -287,12 +288,10 @@ class Load(Tracked[LoadState]):
             seconds=0.0 if trace.first_read_s is None else now - trace.first_read_s,
         )
 
-    def finished(self, error: KVConnectorError | None) -> FinishLoad:
-        """The command that reports the load's end to the engine."""
-        extra = b""
-        if self.is_followed:
-            extra = next((each.extra for each in self.progress.values() if each.extra), b"")
-        return FinishLoad(self.request_id, error, self.trace, self.filled_tokens, extra)
+    @property
+    def extra(self) -> bytes:
+        """What the producer's engine added to the end of a prompt that is followed: see `Progress`."""
+        return next((each.extra for each in self.progress.values() if each.extra), b"")
 
     @property
     def is_read(self) -> bool:

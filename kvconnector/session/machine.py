@@ -3,10 +3,10 @@
 Theory of operation of this room
 --------------------------------
 
-*What a session is.* A worker has up to two, `ProducerSession` and `ConsumerSession`. `handle(event, now)` returns
-commands; `next_deadline()` says when to send the next `Tick`. Nothing else goes in or out. Events are the engine's
-orders, messages of peers, reports of the data path and of links, and ticks. Commands are carried out by the driver,
-in their order, before the next event is handled.
+*What a session is.* A worker has up to two, `ProducerSession` and `ConsumerSession`. `handle(event, now)` takes an
+event and calls a `Port`; `next_deadline()` says when to send the next `Tick`. Nothing else goes in or out. Events are
+the engine's orders, messages of peers, reports of the data path and of links, and ticks. What the port's methods do is
+out of the session's sight: they return nothing, never call it back, and what comes of them is a later event.
 
 *Threads and time.* A session has no thread, lock or clock. One thread at a time calls it: the one that has the driver
 lock. `now` is the driver's monotonic clock and never goes back. Only `in_flight` may be called by any thread.

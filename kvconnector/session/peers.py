@@ -12,12 +12,11 @@ from weakref import WeakValueDictionary
 from kvconnector.errors import GeometryError, IncompatiblePeerError, KVConnectorError, PeerLostError
 from kvconnector.ids import EngineId, Rank
 from kvconnector.planning import Route
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
-from kvconnector.session.commands import Command, LinkId
-from kvconnector.session.lease import Lease
+from kvconnector.session.lease import Send
 from kvconnector.session.machine import Table, Tracked
+from kvconnector.session.port import LinkId, Port
 from kvconnector.session.read_check import check_route
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
@@ -66,7 +65,7 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and how long it may be silent. Once it is taken,
     `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
-    `sends` are the leases of its reads that are not over, `early` its messages about leases that are still to come.
+    `sends` are its reads that are not over, `early` its messages about leases that are still to come.
     """
 
     def __init__(self, link: LinkId, hello: m.Hello, now: float, timeout_s: float) -> None:
@@ -79,7 +78,7 @@ class Peer(Tracked[PeerState]):
         self.timeout_s = timeout_s
         self.readers: frozenset[Rank] = frozenset()
         self.route: Route | None = None
-        self.sends: dict[int, Lease] = {}
+        self.sends: dict[int, Send] = {}
         self.early: dict[int | m.TransferKey, EarlyEvent] = {}
 
     @property
@@ -177,12 +176,15 @@ class Peers:
         reply: m.HelloReply,
         timeout_s: float,
         agenda: Agenda[Any],
+        port: Port,
+        *,
         on_lost: Callable[[Peer], None],
     ) -> None:
         self._topology = topology
         self._reply = reply
         self._timeout_s = timeout_s
         self._agenda = agenda
+        self._port = port
         self._on_lost = on_lost
         self._peers: dict[LinkId, Peer] = {}
         self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
@@ -192,13 +194,12 @@ class Peers:
         peer = self._peers.get(link)
         return peer if peer is not None and peer.state is PeerState.READY else None
 
-    def end_send(self, link: LinkId, read_id: int) -> Lease:
-        """A read is over: return its lease. A peer that is lost is forgotten with its last one."""
-        peer = self._peers[link]
-        lease = peer.sends.pop(read_id)
+    def end_send(self, send: Send) -> None:
+        """A read is over. A peer that is lost is forgotten with its last one."""
+        peer = self._peers[send.link]
+        del peer.sends[send.read.read_id]
         if peer.is_lost and not peer.sends:
-            del self._peers[link]
-        return lease
+            del self._peers[send.link]
 
     def keep_alive(self, link: LinkId, now: float) -> None:
         """Any message came on `link`: the worker there lives."""
@@ -206,40 +207,40 @@ class Peers:
         if peer is not None:
             peer.last_message_at = now
 
-    def handle(self, event: object, now: float) -> list[Command]:
-        """Return the commands for `event`."""
+    def handle(self, event: object, now: float) -> None:
+        """Take an event of a link."""
         link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
         peer = self._peers.get(link)
         if isinstance(event, ev.FromPeer):
-            return self._greeted(peer, event, now)
-        if peer is None or peer.is_lost:
-            return []  # it was lost in the meantime
-        if isinstance(event, ev.EndpointOpened):
+            self._greeted(peer, event, now)
+        elif peer is None or peer.is_lost:
+            return  # it was lost in the meantime
+        elif isinstance(event, ev.EndpointOpened):
             peer.accept(event, now)
             peer.move(PeerState.READY)
-            return [cmd.SendMessage(peer.link, self._reply)]
-        assert isinstance(event, ev.LinkLost)  # see `ProducerSession.handle`
-        return self._lose(peer, event, event.error, now)
+            self._port.send(peer.link, self._reply)
+        else:
+            assert isinstance(event, ev.LinkLost)  # see `ProducerSession.handle`
+            self._lose(peer, event, event.error, now)
 
-    def tick(self, peer: Peer, event: ev.Tick, now: float) -> list[Command]:
+    def tick(self, peer: Peer, event: ev.Tick, now: float) -> None:
         """Give a consumer worker up that the agenda named, unless it has spoken since."""
         if peer.deadline > now:
             self._agenda.plan(peer, peer.deadline)
-            return []
+            return
         error = PeerLostError("a consumer worker went silent", timeout_s=peer.timeout_s)
-        return self._lose(peer, event, error, now)
+        self._lose(peer, event, error, now)
 
-    def _greeted(
-        self, known: Peer | None, event: ev.FromPeer[m.Hello], now: float
-    ) -> list[Command]:
+    def _greeted(self, known: Peer | None, event: ev.FromPeer[m.Hello], now: float) -> None:
         hello = event.message
         if known is not None:
             if known.is_lost or known.hello == hello:
-                return []  # a duplicate
+                return  # a duplicate
             twice = PeerLostError(
                 "a consumer worker greeted twice, with other values", link=known.link
             )
-            return self._lose(known, event, twice, now)
+            self._lose(known, event, twice, now)
+            return
         timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
         peer = self._peers[event.link] = Peer(event.link, hello, now, timeout_s)
         peer.accept(event, now)
@@ -254,13 +255,10 @@ class Peers:
                 )
             peer.route = check_route(hello, self._topology.geometry)
         except (IncompatiblePeerError, GeometryError) as reason:
-            return self._lose(peer, event, reason, now)
+            self._lose(peer, event, reason, now)
+            return
         peer.move(PeerState.HELLO)
-        return [
-            cmd.OpenEndpoint(
-                peer.link, hello.transport_address, hello.warm_up_tag, hello.warm_up_bytes
-            )
-        ]
+        self._port.open_endpoint(peer.link, hello)
 
     def _readers_of(self, geometry: PackedGeometry) -> frozenset[Rank]:
         """The ranks of a consumer engine that confirm; it is examined once while any of its workers is here.
@@ -275,25 +273,21 @@ class Peers:
             readers = self._readers[geometry] = self._topology.readers(engine)
         return readers
 
-    def _lose(
-        self, peer: Peer, event: object, error: KVConnectorError, now: float
-    ) -> list[Command]:
+    def _lose(self, peer: Peer, event: object, error: KVConnectorError, now: float) -> None:
         peer.accept(event, now)
-        text, answer = error.statement[:4096], []
+        text = error.statement[:4096]
         if peer.state is not _S.READY:  # it waits for an answer to its greeting
             incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
             refusal = Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL
             reply = m.HelloReply(incarnation=self._reply.incarnation, refusal=refusal, text=text)
-            answer = [cmd.SendMessage(peer.link, reply)]
+            self._port.send(peer.link, reply)
         peer.move(PeerState.LOST)
         self._agenda.forget(peer)
         if not peer.sends:
             del self._peers[peer.link]
         self._on_lost(peer)
+        for send in peer.sends.values():
+            self._port.stop_send(send)
         # only the side that connected can close a control connection, so it gets a Bye, if the link still works
-        return [
-            *answer,
-            *[cmd.StopSend(peer.link, read_id) for read_id in peer.sends],
-            cmd.SendMessage(peer.link, m.Bye(text=text)),
-            cmd.CloseLink(peer.link),
-        ]
+        self._port.send(peer.link, m.Bye(text=text))
+        self._port.close_link(peer.link)

@@ -12,14 +12,13 @@ from typing import ClassVar
 from kvconnector.config import LeaseConfig
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.ids import Rank
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
-from kvconnector.session.commands import Command
 from kvconnector.session.completion import Phase
-from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState
+from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState, Send
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers
+from kvconnector.session.port import LinkId, Port
 from kvconnector.session.read_check import check_read
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -47,7 +46,10 @@ class ProducerSession:
         reply: m.HelloReply,
         lease: LeaseConfig,
         timeout_s: float,
+        *,
+        port: Port,
     ) -> None:
+        self._port = port
         self._topology = TpKVTopology(geometry, rank)
         self._reply = reply
         self._config = lease
@@ -56,27 +58,30 @@ class ProducerSession:
         self.next_deadline = self._agenda.next_deadline
         self._by_request: dict[str, Lease] = {}
         self._early = EarlyEvents(self._agenda)
-        self._peers = Peers(self._topology, reply, timeout_s, self._agenda, self._early.drop)
+        self._peers = Peers(
+            self._topology, reply, timeout_s, self._agenda, port, on_lost=self._early.drop
+        )
         self.keep_alive = self._peers.keep_alive
         self._ended = EndedLeases(MAX_REMEMBERED_LEASES)
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
-    def handle(self, event: object, now: float) -> list[Command]:
-        """Return the commands for `event`. The only method that changes leases and peers.
+    def handle(self, event: object, now: float) -> None:
+        """Take an event. The only method that changes leases and peers.
 
         Raises:
             LocalError: the engine granted a request twice.
         """
         handler = self._HANDLERS.get(ev.kind_of(event))
         if handler is None:  # it is about a link
-            return self._peers.handle(event, now)
-        return handler(self, event, now)
+            self._peers.handle(event, now)
+        else:
+            handler(self, event, now)
 
     def holds(self, request_id: str) -> bool:
         """Returns True if a lease on the request's blocks has not ended."""
         return request_id in self._by_request
 
-    def _granted(self, event: LeaseOrder, now: float) -> list[Command]:
+    def _granted(self, event: LeaseOrder, now: float) -> None:
         lease = self._leases.get(event.transfer_id)
         if lease is not self._by_request.get(event.request_id) or (lease and lease.is_complete):
             raise LocalError(
@@ -86,25 +91,24 @@ class ProducerSession:
             )
         if lease is None:
             if self._given_up.find(event.transfer_id, event.secret) is not None:
-                if isinstance(event, GrowRequest):
-                    return []
-                return [cmd.ReleaseBlocks(event.request_id, _ABORTED.value, HoldTrace(now, now))]
+                if isinstance(event, HoldRequest):
+                    self._port.release(event.request_id, _ABORTED.value, HoldTrace(now, now))
+                return
             lease = Lease(event, now)
             self._leases[event.transfer_id] = self._by_request[event.request_id] = lease
         lease.accept(event, now)
         if isinstance(event, HoldRequest):
             lease.is_complete, lease.extra, lease.trace.complete_s = True, event.extra, now
         if lease.state is LeaseState.DRAINING:
-            return []
+            return
         if event.error is not None or not lease.grow(event):
-            commands = self._end(lease, _ABORTED)
+            self._end(lease, _ABORTED)
         else:
-            commands = self._grow(lease, event, now)
+            self._grow(lease, event, now)
         for early in self._early.take(event.transfer_id):
-            commands += self._HANDLERS[type(early.message)](self, early, now)
-        return commands
+            self._HANDLERS[type(early.message)](self, early, now)
 
-    def _grow(self, lease: Lease, event: LeaseOrder, now: float) -> list[Command]:
+    def _grow(self, lease: Lease, event: LeaseOrder, now: float) -> None:
         """Let consumers read what the lease has, and report it to its followers."""
         target = LeaseState.FILLING
         if isinstance(event, HoldRequest):
@@ -112,148 +116,151 @@ class ProducerSession:
             lease.expires_at = now + (event.lease_duration_s or self._config.duration_s)
             self._agenda.plan(lease, lease.expires_at)
         lease.move(target)
-        commands: list[Command] = []
         # a key that was retracted is not published again: who reads under it would take one lease for the other
         if self._reply.export is not None and self._find_ended(lease) is None:
             lease.keys = lease.names()
-            commands += [cmd.PublishLease(key, lease.watermark) for key in lease.keys]
-        commands += self._notify_followers(lease)
-        return [*commands, cmd.ExpectReads(lease.blocks)] if lease.is_complete else commands
+            for key in lease.keys:
+                self._port.publish(key, lease.watermark)
+        self._notify_followers(lease)
+        if lease.is_complete:
+            self._port.expect_reads(lease.blocks)
 
-    def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> list[Command]:
+    def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> None:
         """Answer a consumer how far a prompt is, now or when our engine knows it."""
         follow = event.message
         peer = self._peers.ready(event.link)
         if peer is None:
-            return []
+            return
         lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event, now)
             lease.followers = tuple(sorted({*lease.followers, event.link}))
-            return [cmd.SendMessage(event.link, lease.progress())]
-        ended = self._find_ended(follow)
-        if ended is not None:
-            return [_refuse(event, *REFUSAL_OF[ended])]
-        if lease is not None:
-            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
-        if self._early.keep(peer, event, now + self._config.early_follow_s):
-            return []
-        return [_refuse(event, Refusal.INTERNAL, "too many prompts are followed before their time")]
+            self._port.send(event.link, lease.progress())
+        elif (ended := self._find_ended(follow)) is not None:
+            self._refuse(event, *REFUSAL_OF[ended])
+        elif lease is not None:
+            self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
+        elif not self._early.keep(peer, event, now + self._config.early_follow_s):
+            self._refuse(event, Refusal.INTERNAL, "too many prompts are followed before their time")
 
-    def _withdrawn(self, event: WithdrawRequest, now: float) -> list[Command]:
+    def _withdrawn(self, event: WithdrawRequest, now: float) -> None:
         lease = self._by_request.get(event.request_id)
         if lease is None:
-            return []  # it was released in the meantime
+            return  # it was released in the meantime
         lease.accept(event, now)
-        return self._end(lease, LeaseState.ABORTED)
+        self._end(lease, LeaseState.ABORTED)
 
-    def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
+    def _read_asked(self, event: ev.FromPeer[m.Read], now: float) -> None:
         read = event.message
         peer = self._peers.ready(event.link)
-        if peer is None or peer.route is None:
-            return [_refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")]
-        if read.incarnation != self._reply.incarnation:
-            return [_refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")]
         lease = self._leases.get(read.transfer_id)
-        if lease is None or _is_early(read, lease):
-            return self._early_read(peer, event, now)
-        if not lease.opens_with(read.secret):
-            return [_refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)]
-        if read.read_id in peer.sends:
-            return []  # a duplicate
-        lease.accept(event, now)
-        if lease.state is LeaseState.DRAINING:
-            refusal, text = REFUSAL_OF[lease.outcome or LeaseState.ABORTED]
-            return [_refuse(event, refusal, text)]
-        try:
+        if peer is None or peer.route is None:
+            self._refuse(event, Refusal.NOT_GREETED, "a read came before the handshake")
+        elif read.incarnation != self._reply.incarnation:
+            self._refuse(event, Refusal.STALE_INCARNATION, "this engine was restarted")
+        elif lease is None or _is_early(read, lease):
+            self._early_read(peer, event, now)
+        elif not lease.opens_with(read.secret):
+            self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
+        elif read.read_id not in peer.sends:  # else a duplicate
+            lease.accept(event, now)
+            if lease.state is LeaseState.DRAINING:
+                self._refuse(event, *REFUSAL_OF[lease.outcome or _ABORTED])
+                return
             groups, max_chunk_bytes = self._topology.geometry.groups, self._reply.max_chunk_bytes
-            source = check_read(read, peer.route, groups, lease, max_chunk_bytes)
-        except KVConnectorError as error:
-            return [_refuse(event, Refusal.INVALID_READ, error.statement)]
-        lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
-        lease.sends[event.link, read.read_id] = now
-        peer.sends[read.read_id] = lease
-        if lease.state is LeaseState.HELD:
-            lease.move(LeaseState.READING)
-        return [cmd.StartSend(event.link, read, source, lease.blocks)]
+            try:
+                source = check_read(read, peer.route, groups, lease, max_chunk_bytes)
+            except KVConnectorError as error:
+                self._refuse(event, Refusal.INVALID_READ, error.statement)
+                return
+            lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
+            send = Send(event.link, lease, read, source, lease.blocks, now)
+            lease.sends[send] = None
+            peer.sends[read.read_id] = send
+            if lease.state is LeaseState.HELD:
+                lease.move(LeaseState.READING)
+            self._port.start_send(send)
 
-    def _early_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> list[Command]:
+    def _early_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> None:
         """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
         ended = self._find_ended(event.message)
         if ended is not None:
-            return [_refuse(event, *REFUSAL_OF[ended])]
+            self._refuse(event, *REFUSAL_OF[ended])
         # with another secret it may be a new request under an old name, whose lease is still to come
-        if self._early.keep(peer, event, now + self._config.early_read_s):
-            return []
-        return [_refuse(event, Refusal.INTERNAL, "too many reads came before their leases")]
+        elif not self._early.keep(peer, event, now + self._config.early_read_s):
+            self._refuse(event, Refusal.INTERNAL, "too many reads came before their leases")
 
-    def _read_cancelled(self, event: ev.FromPeer[m.CancelRead], now: float) -> list[Command]:
+    def _read_cancelled(self, event: ev.FromPeer[m.CancelRead], now: float) -> None:
         peer, read_id = self._peers.ready(event.link), event.message.read_id
-        if peer is not None and read_id in peer.sends:
-            return [cmd.StopSend(event.link, read_id)]
-        early = None if peer is None else peer.early.get(read_id)
-        if early is None:
-            return []  # everything was sent already: the consumer receives it all
-        self._early.remove(early)
-        ended = m.ReadEnded(
-            read_id=read_id, sent_chunks=0, refusal=Refusal.ABORTED, text="cancelled"
-        )
-        return [cmd.SendMessage(event.link, ended)]
+        if peer is None:
+            return
+        if read_id in peer.sends:
+            self._port.stop_send(peer.sends[read_id])
+        elif (early := peer.early.get(read_id)) is not None:
+            self._early.remove(early)
+            self._end_read(event.link, read_id, 0, Refusal.ABORTED, "cancelled")
+        # else everything was sent already: the consumer receives it all
 
-    def _send_over(self, event: ev.SendOver, now: float) -> list[Command]:
-        lease = self._peers.end_send(event.link, event.read_id)
+    def _send_over(self, event: ev.SendOver, now: float) -> None:
+        send = event.send
+        lease = send.lease
+        self._peers.end_send(send)
         lease.accept(event, now)
-        commands: list[Command] = []
-        if event.sent_chunks is not None and self._peers.ready(event.link) is not None:
+        if event.sent_chunks is not None and self._peers.ready(send.link) is not None:
             refusal, text = REFUSAL_OF[lease.outcome or _ABORTED]
             if event.error is not None:
                 refusal, text = Refusal.INTERNAL, event.error.statement
-            ended = m.ReadEnded(
-                read_id=event.read_id,
-                sent_chunks=event.sent_chunks,
-                refusal=refusal,
-                text=text[:4096],
-            )
-            commands.append(cmd.SendMessage(event.link, ended))
-        began = lease.sends.pop((event.link, event.read_id))
-        lease.trace.sends += (Phase("send", began, now), *event.phases)
+            self._end_read(*send.key, event.sent_chunks, refusal, text)
+        del lease.sends[send]
+        lease.trace.sends += (Phase("send", send.began, now), *event.phases)
         if lease.sends or lease.state is LeaseState.FILLING:
-            return commands
+            return
         if lease.outcome is not None:
-            return commands + self._close(lease, lease.outcome)
-        lease.move(LeaseState.HELD)
-        return commands
+            self._close(lease, lease.outcome)
+        else:
+            lease.move(LeaseState.HELD)
 
-    def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> list[Command]:
+    def _end_read(
+        self, link: LinkId, read_id: int, sent_chunks: int, refusal: Refusal, text: str
+    ) -> None:
+        """Notify a consumer worker that no more of its read comes than these chunks."""
+        ended = m.ReadEnded(
+            read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text=text[:4096]
+        )
+        self._port.send(link, ended)
+
+    def _over_for_peer(self, event: ev.FromPeer[m.Done | m.Abort], now: float) -> None:
         key = event.message
         peer = self._peers.ready(event.link)
         if peer is None:
-            return []  # it has not greeted us
+            return  # it has not greeted us
         lease = self._leases.get(key.transfer_id)
         if lease is None:
             # our engine's next step may bring it; a duplicate changes nothing
             if self._find_ended(key) is None:
                 self._early.keep(peer, event, now + self._config.early_read_s)
-            return []
+            return
         if not lease.opens_with(key.secret):
-            return []
+            return
         lease.accept(event, now)
         if isinstance(key, m.Abort):
-            return self._end(lease, LeaseState.ABORTED)
+            self._end(lease, LeaseState.ABORTED)
+            return
         ranks = lease.confirmed.setdefault(peer.engine_id, set())
         ranks.add(peer.rank)
-        return self._end(lease, LeaseState.RELEASED) if ranks >= peer.readers else []
+        if ranks >= peer.readers:
+            self._end(lease, LeaseState.RELEASED)
 
     def _find_ended(self, key: m.TransferKey | m.Read | Lease) -> LeaseState | None:
         remembered = self._ended, self._given_up
         found = [each.find(key.transfer_id, key.secret) for each in remembered]
         return found[0] or found[1]
 
-    def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> list[Command]:
-        is_met = self._peers.ready(event.link) is not None
-        return [cmd.SendProbe(event.link, event.message)] if is_met else []
+    def _probed(self, event: ev.FromPeer[m.Probe], now: float) -> None:
+        if self._peers.ready(event.link) is not None:
+            self._port.probe(event.link, event.message)
 
-    def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> list[Command]:
+    def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> None:
         """Renew the leases that it names, and answer what is followed."""
         heartbeat = event.message
         for key in (*heartbeat.transfers, *heartbeat.followed):
@@ -261,61 +268,73 @@ class ProducerSession:
             if lease is not None and lease.opens_with(key.secret):
                 lease.accept(event, now)
                 lease.expires_at = max(lease.expires_at, now + self._config.duration_s)
-        commands: list[Command] = []
         for follow in heartbeat.followed:
-            commands += self._followed(ev.FromPeer(event.link, follow), now)
-        return [*commands, cmd.SendMessage(event.link, m.HeartbeatReply(number=heartbeat.number))]
+            self._followed(ev.FromPeer(event.link, follow), now)
+        self._port.send(event.link, m.HeartbeatReply(number=heartbeat.number))
 
-    def _tick(self, event: ev.Tick, now: float) -> list[Command]:
+    def _tick(self, event: ev.Tick, now: float) -> None:
         """Give silent peers up, end the leases whose time is up, and refuse what came before a lease that never did."""
-        commands: list[Command] = []
         for thing in self._agenda.due(now):
             if isinstance(thing, Peer):
-                commands += self._peers.tick(thing, event, now)
+                self._peers.tick(thing, event, now)
             elif isinstance(thing, EarlyEvents):
                 thing.remove_lost()
             elif isinstance(thing, ev.FromPeer):
                 is_asking = isinstance(thing.message, m.Read | m.Follow)
                 if not self._early.remove(thing).is_lost and is_asking:
-                    commands.append(_refuse(thing, Refusal.UNKNOWN_TRANSFER, _UNKNOWN))
+                    self._refuse(thing, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
             elif thing.expires_at > now:
                 self._agenda.plan(thing, thing.expires_at)  # it was renewed
             else:
                 thing.accept(event, now)
-                commands += self._end(thing, LeaseState.EXPIRED)
-        return commands
+                self._end(thing, LeaseState.EXPIRED)
 
-    def _notify_followers(self, lease: Lease) -> list[Command]:
+    def _refuse(
+        self, event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str
+    ) -> None:
+        """Refuse a read, or that a prompt is followed."""
+        asked, text = event.message, text[:4096]
+        if isinstance(asked, m.Read):
+            refused: m.Message = m.ReadRefused(read_id=asked.read_id, refusal=refusal, text=text)
+        else:
+            refused = m.Progress(transfer_id=asked.transfer_id, refusal=refusal, text=text)
+        self._port.send(event.link, refused)
+
+    def _notify_followers(self, lease: Lease) -> None:
         """Report how far a prompt is to all that follow it, and forget those that are gone."""
         lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
         progress = lease.progress()
-        return [cmd.SendMessage(link, progress) for link in lease.followers]
+        for link in lease.followers:
+            self._port.send(link, progress)
 
-    def _end(self, lease: Lease, outcome: LeaseState) -> list[Command]:
+    def _end(self, lease: Lease, outcome: LeaseState) -> None:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""
-        commands: list[Command] = [cmd.RetractLease(key) for key in lease.keys]
+        for key in lease.keys:
+            self._port.retract(key)
         lease.keys = ()
         self._agenda.forget(lease)
         is_filling = lease.state is LeaseState.FILLING
         lease.outcome = lease.outcome or outcome
         if is_filling and outcome is not LeaseState.RELEASED:
-            commands += self._notify_followers(lease)
+            self._notify_followers(lease)
         if not lease.sends:
-            return commands + self._close(lease, outcome)
+            self._close(lease, outcome)
+            return
         lease.move(LeaseState.DRAINING)
         # also where all have confirmed: their sends are complete but for a local completion, and a consumer that
         # confirms before it has everything must not keep the blocks
-        return commands + [cmd.StopSend(*key) for key in sorted(lease.sends)]
+        for send in lease.sends:
+            self._port.stop_send(send)
 
-    def _close(self, lease: Lease, outcome: LeaseState) -> list[Command]:
+    def _close(self, lease: Lease, outcome: LeaseState) -> None:
         lease.move(outcome)
         del self._leases[lease.transfer_id]
         del self._by_request[lease.request_id]
         (self._ended if lease.is_complete else self._given_up).add(lease)
-        released = cmd.ReleaseBlocks(lease.request_id, outcome.value, lease.trace)
-        return [released] if lease.is_complete else []
+        if lease.is_complete:
+            self._port.release(lease.request_id, outcome.value, lease.trace)
 
-    _HANDLERS: ClassVar[dict[type, Callable[..., list[Command]]]] = {
+    _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
         GrowRequest: _granted,
         HoldRequest: _granted,
         WithdrawRequest: _withdrawn,
@@ -340,13 +359,3 @@ def _is_early(read: m.Read, lease: Lease) -> bool:
     """Returns True if it names blocks, which our engine answers with, before the lease is complete."""
     is_filling = lease.state is LeaseState.FILLING
     return is_filling and bool(read.blocks) and lease.opens_with(read.secret)
-
-
-def _refuse(event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str) -> Command:
-    """Refuse a read, or that a prompt is followed."""
-    asked, text = event.message, text[:4096]
-    if isinstance(asked, m.Read):
-        refused: m.Message = m.ReadRefused(read_id=asked.read_id, refusal=refusal, text=text)
-    else:
-        refused = m.Progress(transfer_id=asked.transfer_id, refusal=refusal, text=text)
-    return cmd.SendMessage(event.link, refused)

@@ -12,10 +12,11 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE
-from kvconnector.session.commands import NEVER, Command, LinkId, SendMessage, StartReceive
 from kvconnector.session.load import Load
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
+from kvconnector.session.port import NEVER, LinkId
+from kvconnector.session.reads import RankRead
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m
 from kvconnector.wire import versions
@@ -244,7 +245,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.workers: dict[Rank, RemoteWorker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
         self.loads = EngineLoads()
-        self.reads: dict[int, StartReceive] = {}
+        self.reads: dict[int, RankRead] = {}
         self.loss: ev.EngineLost | None = None
 
     @property
@@ -275,7 +276,3 @@ class RemoteEngine(Tracked[EngineState]):
         """
         times = [min(worker.timeout_s, worker.lease_s) for worker in self.workers.values()]
         return min(ours_s, max(min(times, default=NEVER) / 3, MIN_HEARTBEAT_INTERVAL_S))
-
-    def send_all(self, message: m.Message) -> list[Command]:
-        """Commands that send all of its workers a message."""
-        return [SendMessage(worker.link, message) for worker in self.workers.values()]

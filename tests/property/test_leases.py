@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvconnector.errors import PeerLostError
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import HoldRequest, WithdrawRequest
 from kvconnector.wire import messages as m
@@ -37,18 +36,18 @@ class Leases(RuleBasedStateMachine):
         self._tell(ev.EndpointOpened(self.links[link]))
 
     def _tell(self, event):
-        for command in self.side.tell(event):
-            match command:
-                case cmd.PublishLease(key):
-                    self.published.add(key)
-                case cmd.RetractLease(key):
-                    self.published.remove(key)
-                case cmd.StartSend(link, read):
-                    self.sends[link, read.read_id] = read.transfer_id
-                case cmd.StopSend(link, read_id):
-                    assert (link, read_id) in self.sends, "a send is stopped that is none"
-                case cmd.ReleaseBlocks(name, outcome):
-                    self._check_release(name, outcome)
+        for done in self.side.tell(event):
+            match done.call:
+                case "publish":
+                    self.published.add(done.key)
+                case "retract":
+                    self.published.remove(done.key)
+                case "start_send":
+                    self.sends[done.send] = done.send.read.transfer_id
+                case "stop_send":
+                    assert done.send in self.sends, "a send is stopped that is none"
+                case "release":
+                    self._check_release(done.request_id, done.outcome)
 
     def _check_release(self, name, outcome):
         assert name in self.held, "blocks are given back twice"
@@ -104,9 +103,9 @@ class Leases(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 99), is_whole=st.booleans())
     def a_send_ends(self, pick, is_whole):
         if self.sends:
-            key = sorted(self.sends)[pick % len(self.sends)]
-            del self.sends[key]
-            self._tell(ev.SendOver(*key) if is_whole else ev.SendOver(*key, 1))
+            send = [*self.sends][pick % len(self.sends)]
+            del self.sends[send]
+            self._tell(ev.SendOver(send) if is_whole else ev.SendOver(send, 1))
 
     @rule(link=LINKS)
     def a_link_is_lost(self, link):

@@ -111,7 +111,7 @@ class WorldWorker:
         return (
             not self.driver.num_queued
             and (producer is None or not producer._leases)
-            and (consumer is None or not (consumer._loads or list(consumer._reads)))
+            and (consumer is None or not consumer._loads)
             and not (machine.send_slots.num_busy or machine.recv_slots.num_busy)
         )
 

@@ -25,7 +25,7 @@ from kvconnector.datapath.pump.digests import Digests
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
-from kvconnector.session.commands import StartReceive
+from kvconnector.session.reads import RankRead
 from kvconnector_kernels.pump.digests import DIGEST_BYTES
 from kvconnector_kernels.relayout import (
     BlockIdsAt,
@@ -132,7 +132,7 @@ class Copies:
         """
 
     @abstractmethod
-    def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
+    def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         """The copies of a read from a peer's pools. Its windows there and its blocks there are what a peer stated and a
         router passed on, so they are checked here. Raises RelayoutError: what is outside the pools, or cannot be
         copied. TransportError: the device takes no block ids.
@@ -195,9 +195,7 @@ class Copies:
                 chunks = slice(first_chunk + piece, next_chunk, num_pieces)
                 yield Span(lane, src, dst, stop - first, chunks, rows)
 
-    def read_spans(
-        self, read: StartReceive, remote: RemotePools, ids: Sequence[int]
-    ) -> Iterator[Span]:
+    def read_spans(self, read: RankRead, remote: RemotePools, ids: Sequence[int]) -> Iterator[Span]:
         """The spans of a read from a peer's pools, one for each segment that brings something. `ids`: where the device
         reads the block ids of each group, the peer's and then ours. Raises RelayoutError: what is outside either's
         pools or blocks, or the peer exported no such table.

@@ -21,7 +21,7 @@ from kvconnector.datapath.pump.copies import (
 from kvconnector.datapath.pump.copy_threads import CopyThreads
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.planning import GroupBlocks, SourceRead
-from kvconnector.session.commands import StartReceive
+from kvconnector.session.reads import RankRead
 from kvconnector_kernels.pump.copy_cpu import (
     CALL_BYTES,
     JOB,
@@ -111,7 +111,7 @@ class CpuCopies(Copies):
             words[:, _NBYTES] += DIGEST_BYTES
         return address_of(words), buffer, words
 
-    def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
+    def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         blocks = (*read.remote_blocks, *read.blocks)
         room = READ.itemsize + len(read.source.members) * JOB.itemsize
         buffer, ids, first = self.ids.lend(blocks, more_bytes=room)

@@ -27,7 +27,7 @@ from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
 from kvconnector.datapath.pump.network import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
-from kvconnector.session.commands import StartReceive
+from kvconnector.session.reads import RankRead
 from kvconnector_kernels.pump.copy_cuda import (
     CONTEXT,
     JOB,
@@ -143,7 +143,7 @@ class CudaCopies(Copies):
             words[:, 0] += DIGEST_BYTES
         return address_of(words), buffer, words
 
-    def make_read(self, read: StartReceive, remote: RemotePools) -> Jobs:
+    def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
         """See `Copies`. The compiled function sends the block ids, right before its launches."""
         blocks = (*read.remote_blocks, *read.blocks)
         stream = self.streams.marks.stream_of(read.blocks)

@@ -9,8 +9,8 @@ may call `machine`'s `has_pending`, `notify`, `is_starved`, `is_ours` and `try_a
 all else is the owner's.
 
 *A turn.* The driver's thread calls `pump`, which returns when there is something to do, then clears what is pending,
-then calls `step` until that adds nothing to `events`. In between it calls what the sessions command, in `sends`,
-`receives` and `reads`. An engine's thread commands, calls `poll_once` and `step`, and releases.
+then calls `step` until that adds nothing to `events`. In between the sessions call `sends`, `receives` and `reads`,
+through their port. In an engine's thread they do, too; it calls `poll_once` and `step`, and releases.
 
 *Who owns what.* The blocks of a read belong to it from `submit` on until the one event that ends it: `SendOver`,
 `ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or

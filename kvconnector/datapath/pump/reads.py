@@ -16,7 +16,8 @@ from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId, StartReceive
+from kvconnector.session.port import LinkId
+from kvconnector.session.reads import RankRead
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
@@ -31,7 +32,7 @@ producer is asked to send it, and waits itself."""
 class _Read(Program, eq=False):
     """A direct read, whose lease is awaited until `until_s`."""
 
-    asked: StartReceive
+    asked: RankRead
     lease_key: bytes
     remote: RemotePools
     until_s: float
@@ -63,7 +64,7 @@ class DirectReads:
         self._clock = clock
         self._receives = receives
         self._paths = paths
-        self.waiting: OrderedDict[int, _Read] = OrderedDict()
+        self.waiting: OrderedDict[RankRead, _Read] = OrderedDict()
         """For their lease, or for their turn, the oldest first."""
         self._sources: dict[LinkId, RemotePools] = {}
         self._closing: list[RemotePools] = []
@@ -103,7 +104,7 @@ class DirectReads:
         self._closing.append(remote)
         self._close_unread(remote)
 
-    def submit(self, asked: StartReceive, lease_key: bytes) -> None:
+    def submit(self, asked: RankRead, lease_key: bytes) -> None:
         """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
         `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime. Or let the
         producer send it.
@@ -124,12 +125,12 @@ class DirectReads:
         remote.num_reads += 1
         read = _Read(asked, lease_key, remote, self._clock() + MAX_PATIENCE_S, jobs=jobs)
         if len(self._rows.active) >= MAX_READS or not self._begin_or_send(read):
-            self.waiting[asked.read_id] = read
+            self.waiting[asked] = read
         if self._copies.on_gpu:
             machine.begin(1)  # a GPU copies meanwhile
 
     def __repr__(self) -> str:
-        waiting = list(self.waiting)
+        waiting = [asked.read_id for asked in self.waiting]
         active = [read.asked.read_id for read in self._rows.active.values()]
         return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
 
@@ -158,17 +159,17 @@ class DirectReads:
             self._receives.submit(asked)
         return is_published or is_late
 
-    def stop(self, read_id: int) -> None:
+    def stop(self, asked: RankRead) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if (read := self.waiting.pop(read_id, None)) is not None:
-            self._report.stopped(read_id)
+        if (read := self.waiting.pop(asked, None)) is not None:
+            self._report.stopped(asked)
             self._drop(read)
             return
         for index, read in self._rows.active.items():
-            if read.asked.read_id == read_id:
+            if read.asked is asked:
                 self._rows.set(index, "stopped", 1)
                 return
-        self._receives.stop(read_id)
+        self._receives.stop(asked)
 
     def poll(self) -> None:
         """See how far the reads came, and begin what may begin now, the oldest first."""
@@ -181,16 +182,16 @@ class DirectReads:
                 self._leave(read.remote)
                 continue
             if row["num_calls"] > read.num_calls and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read.asked.read_id))
+                self._report.append(ev.ReceiveAdvanced(read.asked))
             read.num_calls = row["num_calls"]
-        begun: list[int] = []
-        for read_id, read in self.waiting.items():
+        begun: list[RankRead] = []
+        for asked, read in self.waiting.items():
             if len(rows.active) >= MAX_READS:
                 break
             if self._begin_or_send(read):
-                begun.append(read_id)
-        for read_id in begun:
-            del self.waiting[read_id]
+                begun.append(asked)
+        for asked in begun:
+            del self.waiting[asked]
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
@@ -203,29 +204,29 @@ class DirectReads:
 
     def _end(self, read: _Read, row: dict[str, int]) -> None:
         """Report how a read ended. If all bytes are here, they count if the lease still holds."""
-        read_id = read.asked.read_id
+        asked = read.asked
         if row["error_kind"] != r.NO_ERROR:
             error = TransportError(
                 "the GPU does not take a read of the producer's pools",
                 status=row["error_value"],
             )
-            self._report.failed(read_id, error)
+            self._report.failed(asked, error)
             return
         if not row["all_begun"]:
-            self._report.stopped(read_id)
+            self._report.stopped(asked)
             return
         try:
             # how far it is filled was seen before: now it may just be written again
             is_published = read.remote.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
-            self._report.failed(read_id, error)
+            self._report.failed(asked, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._report.failed(read_id, late)
+            self._report.failed(asked, late)
             return
         seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
-        self._report.append(ev.ReceiveFinished(read_id, seconds, ev.DIRECT_PATH))
+        self._report.append(ev.ReceiveFinished(asked, seconds, ev.DIRECT_PATH))
 
     def _drop(self, read: _Read) -> None:
         """A read that has not begun will not."""

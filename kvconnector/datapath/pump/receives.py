@@ -12,12 +12,13 @@ from kvconnector.datapath.pump.machine import Machine, Program, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.datapath.warm_ups import WarmUps, new_tags
-from kvconnector.errors import KVConnectorError, TransportError
+from kvconnector.errors import KVConnectorError
 from kvconnector.folded_log import Refusals
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId, StartReceive
+from kvconnector.session.port import LinkId
+from kvconnector.session.reads import RankRead
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
@@ -32,7 +33,7 @@ class _Receive(Program, eq=False):
     was first asked to end what is awaited for it.
     """
 
-    read: StartReceive
+    read: RankRead
     first_tag: int
     limit: int
     window: int = 0
@@ -75,14 +76,15 @@ class Receives:
         self._report = report
         self._window = config.staging.window
         self.warm_ups = WarmUps(transport, report)
-        self.waiting: OrderedDict[int, _Receive] = OrderedDict()
+        self.waiting: OrderedDict[RankRead, _Receive] = OrderedDict()
         """For their first slots, the oldest first."""
         self.promised: list[_Receive] = []
         """Those with slots that the machine does not have yet."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
-        active, waiting = [each.read.read_id for each in self._with_slots()], list(self.waiting)
+        active = [each.read.read_id for each in self._with_slots()]
+        waiting = [read.read_id for read in self.waiting]
         return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
     def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
@@ -90,33 +92,28 @@ class Receives:
         self._machine.is_handshaking = True
         return self.warm_ups.expect(link, self._slots.scratch(WARM_UP_BYTES))
 
-    def submit(self, read: StartReceive) -> None:
+    def submit(self, read: RankRead) -> None:
         """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
         `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
         """
         self._machine.stay_awake()
-        num_chunks = read.source.num_chunks
-        if num_chunks > MAX_CHUNKS:
-            error = TransportError("a read has too many chunks", chunks=num_chunks)
-            self._report.failed(read.read_id, error)
-            return
-        self.waiting[read.read_id] = _Receive(read, new_tags(), num_chunks)
+        self.waiting[read] = _Receive(read, new_tags(), read.source.num_chunks)
         self.admit()
 
-    def stop(self, read_id: int) -> None:
+    def stop(self, read: RankRead) -> None:
         """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if self.waiting.pop(read_id, None) is not None:
-            self._report.stopped(read_id)
-        elif receive := self._find(read_id):
+        if self.waiting.pop(read, None) is not None:
+            self._report.stopped(read)
+        elif receive := self._find(read):
             receive.is_stopped = True
             if receive.row >= 0:
                 self._rows.set(receive.row, "stopped", 1)
 
-    def drain(self, read_id: int, sent_chunks: int | None) -> None:
+    def drain(self, read: RankRead, sent_chunks: int | None) -> None:
         """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
         the slots accordingly.
         """
-        receive = self._find(read_id)
+        receive = self._find(read)
         if receive is None:
             return
         receive.limit = min(receive.limit, sent_chunks or 0)
@@ -134,8 +131,8 @@ class Receives:
         yield from self._rows.active.values()
         yield from self.promised
 
-    def _find(self, read_id: int) -> _Receive | None:
-        return next((each for each in self._with_slots() if each.read.read_id == read_id), None)
+    def _find(self, read: RankRead) -> _Receive | None:
+        return next((each for each in self._with_slots() if each.read is read), None)
 
     def admit(self) -> None:
         """Promise free slots to those that wait, in order. A receive before its first run has none yet."""
@@ -144,11 +141,11 @@ class Receives:
             if receive.row < 0 or not self._rows.rows[receive.row]["started_ns"]:
                 num_free -= receive.window
         while self.waiting and num_free:
-            read_id, receive = self.waiting.popitem(last=False)
+            read, receive = self.waiting.popitem(last=False)
             receive.window = min(self._window, receive.limit, num_free)
             num_free -= receive.window
             self.promised.append(receive)
-            self._report.append(ev.ReceivePosted(read_id, receive.window, receive.first_tag))
+            self._report.append(ev.ReceivePosted(read, receive.window, receive.first_tag))
 
     def begin(self) -> None:
         """Let the machine have what was promised: to be called before each of its runs, which then takes the slots.
@@ -178,17 +175,17 @@ class Receives:
     def poll(self) -> None:
         """See how far the receives came."""
         for index, receive in list(self._rows.active.items()):
-            row, read_id = self._rows.values(index), receive.read.read_id
+            row, read = self._rows.values(index), receive.read
             unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
             if receive.unpacked < unpacked < num_chunks and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read_id, unpacked / num_chunks))
+                self._report.append(ev.ReceiveAdvanced(read, unpacked / num_chunks))
             receive.unpacked = unpacked
             if phase != r.RUNNING and not receive.is_reported:
                 receive.is_reported = True
                 self._report.append(self._ended(receive, row))
             if phase == r.OVER:
                 if unpacked < num_chunks:
-                    self._report.append(ev.ReceiveDrained(read_id))
+                    self._report.append(ev.ReceiveDrained(read))
                 self._rows.remove(index)
 
     def refresh(self) -> None:
@@ -239,11 +236,11 @@ class Receives:
 
     def _ended(self, receive: _Receive, row: dict[str, int]) -> object:
         """What a receive that writes its blocks no more has come to."""
-        read_id = receive.read.read_id
+        read = receive.read
         if row["num_unpacked"] < row["num_chunks"]:
             error = receive.error or error_of(row, self._network)
-            return ev.ReceiveFailed(read_id, error) if error else ev.ReceiveStopped(read_id)
+            return ev.ReceiveFailed(read, error) if error else ev.ReceiveStopped(read)
         times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]
         phases = Phase("wire", arriving_s, arrived_s), Phase("unpack", arriving_s, ended_s)
-        return ev.ReceiveFinished(read_id, ended_s - started_s, ev.PACKED_PATH, phases)
+        return ev.ReceiveFinished(read, ended_s - started_s, ev.PACKED_PATH, phases)

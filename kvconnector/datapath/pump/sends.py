@@ -13,7 +13,8 @@ from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId, StartSend
+from kvconnector.session.lease import Send
+from kvconnector.session.port import LinkId
 from kvconnector.transport import Completion
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.messages import Probe
@@ -31,8 +32,7 @@ FIRST_PASSES = 4
 
 
 class _Send(Program, eq=False):
-    link: LinkId
-    read_id: int
+    send: Send
     endpoint: int
     error: KVConnectorError | None = None
 
@@ -69,7 +69,7 @@ class Sends:
         """Sends that were stopped may have left slots in flight."""
 
     def __repr__(self) -> str:
-        active = [send.read_id for send in self._rows.active.values()]
+        active = [each.send.read.read_id for each in self._rows.active.values()]
         return f"<Sends active {active}, {self._slots!r}>"
 
     def open_endpoint(
@@ -103,38 +103,38 @@ class Sends:
             self._transport.disconnect(self.endpoints.pop(link))
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """Prepare for a read of these blocks, if any reads come this way. Its `StartSend` has the same sequence."""
+        """Prepare for a read of these blocks, if any reads come this way. The `Send` of one has the same sequence."""
         if self._has_sent:
             self._machine.copies.expect(blocks)
 
-    def submit(self, command: StartSend) -> None:
+    def submit(self, send: Send) -> None:
         """Stream a read to a consumer worker: ends in `SendOver`."""
-        link, read, machine = command.link, command.read, self._machine
+        machine = self._machine
         machine.stay_awake()
         self._has_sent = True
         try:
-            endpoint = self.endpoints.get(link)
+            endpoint = self.endpoints.get(send.link)
             if endpoint is None:
                 raise PeerLostError("the consumer's endpoint was closed")
-            jobs = machine.copies.make_jobs(command.source, command.blocks, packing=True)
+            jobs = machine.copies.make_jobs(send.source, send.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
-            self._events.append(ev.SendOver(link, read.read_id, 0, as_connector_error(error)))
+            self._events.append(ev.SendOver(send, 0, as_connector_error(error)))
             return
         self._rows.add(
-            _Send(link, read.read_id, endpoint, jobs=jobs),
-            first_tag=read.first_tag,
-            num_chunks=command.source.num_chunks,
-            window=read.window,
+            _Send(send, endpoint, jobs=jobs),
+            first_tag=send.read.first_tag,
+            num_chunks=send.source.num_chunks,
+            window=send.read.window,
             owner=endpoint,
         )
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
         self.refresh_endpoints()
         machine.begin(FIRST_PASSES if machine.copies.on_gpu else 1)
 
-    def stop(self, link: LinkId, read_id: int) -> None:
+    def stop(self, send: Send) -> None:
         """Send no further chunk of a read; no effect if it has ended."""
-        for row, send in self._rows.active.items():
-            if (send.link, send.read_id) == (link, read_id):
+        for row, each in self._rows.active.items():
+            if each.send is send:
                 self._rows.set(row, "stopped", 1)
 
     def complete(self, completion: Completion) -> bool:
@@ -174,20 +174,20 @@ class Sends:
 
     def refresh_endpoints(self) -> None:
         """Before every run: there are new sends, handles may have changed, and a lost peer's is none any more."""
-        for row, send in self._rows.active.items():
-            if send.error is None:
+        for row, each in self._rows.active.items():
+            if each.error is None:
                 try:
-                    handle = self._network.handle(send.endpoint)
+                    handle = self._network.handle(each.endpoint)
                     self._rows.set(row, "endpoint", handle)
                 except KVConnectorError as error:
-                    self._fail(send.link, error)
+                    self._fail(each.send.link, error)
 
     def poll(self) -> None:
         """See what ended."""
-        for index, send in list(self._rows.active.items()):
+        for index, each in list(self._rows.active.items()):
             row = self._rows.values(index)
             if row["phase"] == r.OVER:
-                self._end(send, row)
+                self._end(each, row)
                 self._rows.remove(index)
 
     def release(self) -> None:
@@ -203,9 +203,9 @@ class Sends:
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
         rows, slots = self._rows.rows, self._slots.rows
-        for row, send in self._rows.active.items():
-            if send.link == link:
-                send.error = send.error or error
+        for row, each in self._rows.active.items():
+            if each.send.link == link:
+                each.error = each.error or error
                 self._rows.set(row, "stopped", 1)
         endpoint = self.endpoints.get(link)
         if endpoint is None:
@@ -228,21 +228,21 @@ class Sends:
         until_s = self._clock() + self._quarantine_s
         self._slots.quarantine(slot, lambda: self._clock() >= until_s)
 
-    def _end(self, send: _Send, row: dict[str, int]) -> None:
-        link, read_id, posted = send.link, send.read_id, row["num_posted"]
+    def _end(self, each: _Send, row: dict[str, int]) -> None:
+        link, posted = each.send.link, row["num_posted"]
         phases = tuple(
             Phase(name, row[first] / NS_PER_S, row[last] / NS_PER_S)
             for name, first, last in _PHASES
             if row[last]
         )
-        error = send.error
+        error = each.error
         if error is None and row["error_kind"] != r.NO_ERROR:
             error = error_of(row, self._network)
         if posted == row["num_chunks"] and error is None:
-            self._events.append(ev.SendOver(link, read_id, phases=phases))
+            self._events.append(ev.SendOver(each.send, phases=phases))
         else:
             self._take_failed()
             self.may_hold_slots = True
-            if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
+            if row["error_kind"] == r.UCX_ERROR and each.error is None and error is not None:
                 self._fail(link, error)
-            self._events.append(ev.SendOver(link, read_id, posted, error, phases))
+            self._events.append(ev.SendOver(each.send, posted, error, phases))

@@ -5,7 +5,7 @@ from typing import ClassVar
 from kvconnector.session import events as ev
 from tests.support.waiting import until
 from tests.unit.datapath.caches import half
-from tests.unit.datapath.pump_pair import TO_P, Pair, receive_of
+from tests.unit.datapath.pump_pair import READS, TO_P, Pair, receive_of
 
 KEY = b"sixteen bytes it"
 MANY_TOKENS = 1 << 20
@@ -42,6 +42,6 @@ def only_consumer_steps(pair, read_id, kind):
 
 def give_up(pair, read_id):
     """End a read that its producer was asked for, and does not send."""
-    pair.d.path.reads.stop(read_id)
-    pair.d.path.receives.drain(read_id, None)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, read_id) is not None)
+    pair.d.path.reads.stop(READS[read_id])
+    pair.d.path.receives.drain(READS[read_id], None)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, read_id))

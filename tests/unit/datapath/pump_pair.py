@@ -1,6 +1,7 @@
 """Two workers with pumped data paths over real UCX, in one process and one thread, and reads between them."""
 
 import time
+from types import SimpleNamespace
 from typing import ClassVar
 
 import msgspec
@@ -15,7 +16,9 @@ from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId, StartReceive, StartSend
+from kvconnector.session.lease import Send
+from kvconnector.session.port import LinkId
+from kvconnector.session.reads import RankRead
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
@@ -79,9 +82,19 @@ class Side(Caches):
         return events
 
 
+READS = {}  # the newest of each number
+
+
 def receive_of(read_id, half, *, remote_blocks=()):
-    """What asks the consumer for its half of a read."""
-    return StartReceive(read_id, None, None, TO_P, half.source, half.blocks, remote_blocks)
+    """The consumer's half of a read."""
+    halves = half.source, half.blocks, remote_blocks
+    READS[read_id] = RankRead(read_id, None, SimpleNamespace(link=TO_P), *halves)
+    return READS[read_id]
+
+
+def _number_of(event):
+    """Of the read that an event is about: a send's is what the consumer has posted."""
+    return (event.send.read if isinstance(event, ev.SendOver) else event).read.read_id
 
 
 class Pair:
@@ -100,8 +113,7 @@ class Pair:
         self.events = []
         tag, nbytes = d.path.receives.expect_warm_up(TO_P)
         p.path.sends.open_endpoint(TO_D, d.transport.address, tag, nbytes)
-        self.until(lambda: self.find(ev.WarmedUp) is not None)
-        assert self.find(ev.WarmedUp) == ev.WarmedUp(TO_P)
+        assert self.until(lambda: self.find(ev.WarmedUp)) == ev.WarmedUp(TO_P)
 
     def step(self):
         for side in (self.p, self.d):
@@ -109,23 +121,22 @@ class Pair:
             self.events += side.step()
 
     def until(self, condition):
-        until(condition, self.step, lambda: self.events)
+        return until(condition, self.step, lambda: self.events)
 
     def find(self, kind, read_id=None):
-        for event in self.events:
-            if isinstance(event, kind) and read_id in (None, getattr(event, "read_id", None)):
-                return event
-        return None
+        found = (event for event in self.events if isinstance(event, kind))
+        return next((e for e in found if read_id is None or read_id == _number_of(e)), None)
 
     def ask(self, read_id, receive):
         """Submit a receive and wait until it is posted."""
         self.d.path.receives.submit(receive_of(read_id, receive))
-        self.until(lambda: self.find(ev.ReceivePosted, read_id) is not None)
-        return self.find(ev.ReceivePosted, read_id)
+        return self.until(lambda: self.find(ev.ReceivePosted, read_id))
 
     def serve(self, posted, send):
-        """Let the producer stream a read that was asked for."""
-        self.p.path.sends.submit(StartSend(TO_D, posted, send.source, send.blocks))
+        """Let the producer stream a read that was asked for. Returns the send."""
+        begun = Send(TO_D, None, posted, send.source, send.blocks, 0.0)
+        self.p.path.sends.submit(begun)
+        return begun
 
     def check_arrived(self, source, destination, tokens, heads):
         """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
@@ -153,8 +164,5 @@ def both_programs(pair, tokens, **cut):
 
 def slots_are_free(pair):
     machines = [side.path.machine for side in (pair.p, pair.d)]
-    return all(
-        slots.num_free == len(slots.rows)
-        for machine in machines
-        for slots in (machine.send_slots, machine.recv_slots)
-    )
+    slots = [each for machine in machines for each in (machine.send_slots, machine.recv_slots)]
+    return all(each.num_free == len(each.rows) for each in slots)

@@ -30,7 +30,7 @@ from tests.unit.datapath.direct_pair import (
     give_up,
     only_consumer_steps,
 )
-from tests.unit.datapath.pump_pair import TO_P, both_programs
+from tests.unit.datapath.pump_pair import READS, TO_P, both_programs
 
 pytestmark = pytest.mark.ucx
 
@@ -128,11 +128,11 @@ def test_stopped_read_writes_nothing_more(pair, waits):
     if not waits:
         pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
     _, destination = ask(pair, 1)
-    pair.d.path.reads.stop(1)
+    pair.d.path.reads.stop(READS[1])
     if waits:
         pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
     only_consumer_steps(pair, 1, ev.ReceiveDrained)
-    assert pair.events[-2:] == [ev.ReceiveStopped(1), ev.ReceiveDrained(1)]
+    assert pair.events[-2:] == [ev.ReceiveStopped(READS[1]), ev.ReceiveDrained(READS[1])]
     assert not pair.d.dense(destination, TOKENS).any()
     # the row is as good as new
     ask(pair, 2)

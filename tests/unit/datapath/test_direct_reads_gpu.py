@@ -12,7 +12,7 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.port import LinkId
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
@@ -71,7 +71,7 @@ class Consumer(Caches):
         def end():
             assert not any(isinstance(each, ev.ReceivePosted) for each in self.events), "it is sent"
             ends = (each for each in self.events if isinstance(each, kinds))
-            return next((each for each in ends if each.read_id == read_id), None)
+            return next((each for each in ends if each.read.read_id == read_id), None)
 
         return until(end, step, lambda: self.events)
 

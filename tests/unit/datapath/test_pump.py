@@ -27,6 +27,7 @@ from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
 from tests.unit.datapath.direct_pair import only_consumer_steps
 from tests.unit.datapath.pump_pair import (
     QUARANTINE_S,
+    READS,
     Pair,
     Side,
     both_programs,
@@ -83,7 +84,7 @@ def test_more_sends_at_once_than_there_are_rows_for_at_first(make_pair):
         for read in tokens
     }
     for posted in [pair.ask(read, receive) for read, (_, receive) in programs.items()]:
-        pair.serve(posted, programs[posted.read_id][0])
+        pair.serve(posted, programs[posted.read.read_id][0])
     assert len(pair.p.path.machine.sends.rows) > len(rows)
     pair.until(lambda: all(pair.find(ev.ReceiveFinished, read) for read in tokens))
     source, destination, _, _ = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=8)
@@ -96,10 +97,8 @@ def test_a_data_path_names_its_reads_and_slots(make_pair):
     for read in (1, 2):
         pair.d.path.receives.submit(receive_of(read, receive))
     pair.until(lambda: not pair.p.path.machine.is_handshaking)
-    no_reads, free = (
-        "<DirectReads of 0 peers, active [], waiting []>",
-        "<Slots 3 of 3 free, 0 busy>",
-    )
+    no_reads = "<DirectReads of 0 peers, active [], waiting []>"
+    free = "<Slots 3 of 3 free, 0 busy>"
     assert repr(pair.p.path) == (
         f"<DataPath open, <Sends active [], {free}>,"
         f" <Receives active [], waiting for slots [], {free}>, {no_reads}>"
@@ -133,31 +132,28 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     cancel = machine.network.cancel
     held = []
     monkeypatch.setattr(machine.network, "cancel", held.append)
-    pair.d.path.reads.stop(1)
-    pair.d.path.receives.drain(1, None)
-    pair.until(lambda: pair.find(ev.ReceiveStopped, 1) is not None)
+    pair.d.path.reads.stop(READS[1])
+    pair.d.path.receives.drain(READS[1], None)
+    pair.until(lambda: pair.find(ev.ReceiveStopped, 1))
     clock.now_s = QUARANTINE_S / 2
     for _ in range(20):
         pair.step()
     assert pair.find(ev.ReceiveDrained, 1) is None
     clock.now_s = QUARANTINE_S + 1
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
     # others receive into other memory, whatever becomes of what UCX still holds
     assert addresses.isdisjoint(machine.recv_slots.rows["address"].tolist())
     pair.serve(pair.ask(2, receive), send)
-    pair.until(lambda: pair.find(ev.ReceiveFinished, 2) is not None)
-    np.testing.assert_array_equal(
-        pair.d.dense(destination, range(48)), pair.p.dense(source, range(48))
-    )
+    pair.until(lambda: pair.find(ev.ReceiveFinished, 2))
+    pair.check_arrived(source, destination, range(48), range(pair.p.shape.heads))
     assert len(held) == 2
     for request in held:
         cancel(request)
-    pool = machine.recv_slots
 
     def memory_is_back():
         clock.advance(1.0)
         pair.d.path.step()
-        return {address for _, address in pool._spare} == addresses
+        return {address for _, address in machine.recv_slots._spare} == addresses
 
     pair.until(memory_is_back)
 
@@ -176,10 +172,9 @@ def test_shorter_chunk_fails_the_receive(make_pair):
     receive = pair.d.program(destination, range(8), order="NHD", chunk_tokens=8, chunk_rows=4)
     send = pair.p.program(source, range(7), order="NHD", chunk_tokens=7, chunk_rows=4)
     pair.serve(pair.ask(1, receive), send)
-    pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
-    assert isinstance(pair.find(ev.ReceiveFailed, 1).error, MessageSizeError)
-    pair.d.path.receives.drain(1, 1)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    assert isinstance(pair.until(lambda: pair.find(ev.ReceiveFailed, 1)).error, MessageSizeError)
+    pair.d.path.receives.drain(READS[1], 1)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
     assert not pair.d.dense(destination, range(8)).any()
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvconnector.errors import TransportError
 from kvconnector.session import events as ev
-from tests.unit.datapath.pump_pair import TO_D, both_programs, receive_of, slots_are_free
+from tests.unit.datapath.pump_pair import READS, both_programs, receive_of, slots_are_free
 
 pytestmark = pytest.mark.ucx
 
@@ -23,11 +23,8 @@ def promised(pair, read_id, receive):
 def ends_of(pair, read_id):
     """What the consumer told of a read, but for its progress."""
     kinds = (ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished, ev.ReceiveDrained)
-    return [
-        type(event)
-        for event in pair.events
-        if isinstance(event, kinds) and event.read_id == read_id
-    ]
+    ends = [event for event in pair.events if isinstance(event, kinds)]
+    return [type(event) for event in ends if event.read.read_id == read_id]
 
 
 @pytest.mark.parametrize("drained", [False, True])
@@ -35,15 +32,15 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = promised(pair, 1, receive)
-    pair.d.path.reads.stop(1)
+    pair.d.path.reads.stop(READS[1])
     if drained:  # the producer never hears of it
-        pair.d.path.receives.drain(1, 0)
+        pair.d.path.receives.drain(READS[1], 0)
     else:
         pair.serve(posted, send)
-        pair.until(lambda: pair.find(ev.SendOver, 1) is not None)
+        pair.until(lambda: pair.find(ev.SendOver, 1))
         assert ends_of(pair, 1)[0] is ev.ReceiveStopped
-        pair.d.path.receives.drain(1, len(send.chunks))
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+        pair.d.path.receives.drain(READS[1], len(send.chunks))
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
     assert ends_of(pair, 1) == [ev.ReceiveStopped, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()
     pair.until(lambda: slots_are_free(pair))
@@ -54,18 +51,16 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(ma
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     receive.source.cuts[0].rows[:] = [1, 2, 3, 4, 5]
     posted = promised(pair, 1, receive)
-    pair.serve(posted, send)
-    pair.until(lambda: pair.find(ev.ReceiveFailed, 1) is not None)
-    failed = pair.find(ev.ReceiveFailed, 1)
+    begun = pair.serve(posted, send)
+    failed = pair.until(lambda: pair.find(ev.ReceiveFailed, 1))
     assert isinstance(failed.error, TransportError)
     assert "row 5 of 4" in str(failed.error)
     # the session stops its producer, who may have sent any number by then
-    pair.p.path.sends.stop(TO_D, 1)
-    pair.until(lambda: pair.find(ev.SendOver, 1) is not None)
-    sent_chunks = pair.find(ev.SendOver, 1).sent_chunks
-    pair.d.path.reads.stop(1)
-    pair.d.path.receives.drain(1, len(send.chunks) if sent_chunks is None else sent_chunks)
-    pair.until(lambda: pair.find(ev.ReceiveDrained, 1) is not None)
+    pair.p.path.sends.stop(begun)
+    sent_chunks = pair.until(lambda: pair.find(ev.SendOver, 1)).sent_chunks
+    pair.d.path.reads.stop(READS[1])
+    pair.d.path.receives.drain(READS[1], len(send.chunks) if sent_chunks is None else sent_chunks)
+    pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]
     assert not pair.d.dense(destination, TOKENS).any()
     pair.until(lambda: slots_are_free(pair))

@@ -8,7 +8,7 @@ from kvconnector.datapath.pump.machine import MAX_READS
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
-from tests.unit.datapath.pump_pair import both_programs, receive_of
+from tests.unit.datapath.pump_pair import READS, both_programs, receive_of
 
 pytestmark = pytest.mark.ucx
 
@@ -43,13 +43,16 @@ def test_a_receive_comes_and_goes_beside_many_that_wait(make_pair, num_waiting):
         path.receives.submit(receive_of(read, receive))
     pair.d.step()
     one = receive_of(-1, receive)
-    few = lines_of(lambda: path.receives.submit(one), lambda: path.reads.stop(-1))
-    assert few < 300
+    assert lines_of(lambda: path.receives.submit(one), lambda: path.reads.stop(one)) < 300
     assert {type(event) for event in pair.d.step()} >= {ev.ReceiveStopped, ev.ReceiveDrained}
     assert f"waiting for slots {list(range(1, num_waiting))}" in repr(path)
-    path.reads.stop(1)
-    path.reads.stop(num_waiting - 1)
+    path.reads.stop(READS[1])
+    path.reads.stop(READS[num_waiting - 1])
     assert f"waiting for slots {list(range(2, num_waiting - 1))}" in repr(path)
+
+
+def _finished(pair):
+    return [e.read.read_id for e in pair.events if isinstance(e, ev.ReceiveFinished)]
 
 
 @pytest.mark.parametrize("num_waiting", [4, 400])
@@ -61,13 +64,11 @@ def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
         pair.p.path.share.board.publish(KEY, Watermark(TOKENS.stop))
         for read in range(MAX_READS + num_waiting):
             path.reads.submit(*direct_read(read, theirs, ours, TOKENS))
-        last = direct_read(-1, theirs, ours, TOKENS)
-        few = lines_of(lambda: path.reads.submit(*last), lambda: path.reads.stop(-1))
-        assert few < 500
+        one, key = direct_read(-1, theirs, ours, TOKENS)
+        assert lines_of(lambda: path.reads.submit(one, key), lambda: path.reads.stop(one)) < 500
         waiting = [MAX_READS + read for read in range(num_waiting)]
         assert f"waiting {waiting}>" in repr(path)
-        pair.until(lambda: all(pair.find(ev.ReceiveFinished, read) for read in waiting))
-        begun = [e.read_id for e in pair.events if isinstance(e, ev.ReceiveFinished)]
-        assert begun[-num_waiting:] == waiting
+        pair.until(lambda: len(_finished(pair)) == MAX_READS + num_waiting)
+        assert _finished(pair)[-num_waiting:] == waiting
     finally:
         pair.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
+from kvconnector.session.port import LinkId
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of

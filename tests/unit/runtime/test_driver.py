@@ -11,8 +11,8 @@ from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_WORK_S
 from kvconnector.runtime.links import Link
 from kvconnector.session import events as ev
-from kvconnector.session.commands import LinkId
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
+from kvconnector.session.port import LinkId
 from kvconnector.transport.base import ControlMessage
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m

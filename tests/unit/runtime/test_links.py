@@ -8,7 +8,7 @@ from kvconnector.config import ControlConfig
 from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
 from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
-from kvconnector.session.commands import LinkId
+from kvconnector.session.port import LinkId
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
 from kvconnector.wire import messages as m

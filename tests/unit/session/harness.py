@@ -1,16 +1,20 @@
 """One session alone: its engine, its peers' words, and a look at every transition it makes."""
 
+import inspect
+from functools import partial
+from types import SimpleNamespace
+
 from msgspec import structs
 
 from kvconnector.config import LeaseConfig, PeerConfig
 from kvconnector.ids import EngineAddress, EngineId, Rank
 from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.load import Load
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
-from kvconnector.session.reads import read_message
+from kvconnector.session.port import Port
+from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteEngine, RemoteWorker
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
@@ -40,11 +44,28 @@ ROUTES = plan_routes(TpKVTopology(engine("d"), Rank(0, 0)), engine())
 WORKER = RemoteWorker(1, None, 0.0, 0.0, incarnation="one")
 
 
-class Side:
-    """A session at a time of the test's choice."""
+def call(name, *arguments):
+    """What a session has done: the name of a method of `Port`, and its arguments by name."""
+    _, *names = inspect.signature(getattr(Port, name)).parameters
+    return SimpleNamespace(call=name, **dict(zip(names, arguments, strict=True)))
 
-    def __init__(self, session):
-        self.session = session
+
+class Recorder:
+    """A port that keeps the calls."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *arguments: self.calls.append(call(name, *arguments))
+
+
+class Side:
+    """A session, made with `port`, at a time of the test's choice."""
+
+    def __init__(self, make_session):
+        self._port = Recorder()
+        self.session = make_session(port=self._port)
         self.now = 0.0
 
     @property
@@ -57,17 +78,17 @@ class Side:
 
     @property
     def num_reads(self):
-        return len(self.session._reads)
+        return sum(len(each.reads) for each in self.session._engines._engines.values())
 
     def tell(self, *events):
-        """What the session commands after these events."""
-        commands = []
+        """What the session does after these events."""
         for event in events:
-            commands += self.session.handle(event, self.now)
-        return commands
+            self.session.handle(event, self.now)
+        calls, self._port.calls = self._port.calls, []
+        return calls
 
     def receive(self, link, message):
-        """What the session commands after a peer's message."""
+        """What the session does after a peer's message."""
         return self.tell(ev.FromPeer(link, message))
 
     def tick(self, after_s=0.0):
@@ -75,31 +96,28 @@ class Side:
         return self.tell(ev.Tick())
 
 
-def messages(commands, kind):
-    """The messages of one kind among the commands."""
-    return [
-        c.message
-        for c in commands
-        if isinstance(c, cmd.SendMessage) and isinstance(c.message, kind)
-    ]
+def messages(calls, kind):
+    """The messages of one kind that are sent."""
+    return [each.message for each in of(calls, "send") if isinstance(each.message, kind)]
 
 
-def of(commands, kind):
-    """The commands of one kind."""
-    return [command for command in commands if isinstance(command, kind)]
+def of(calls, *names):
+    """The calls of methods of these names."""
+    assert all(hasattr(Port, name) for name in names)
+    return [each for each in calls if each.call in names]
 
 
 OK = [("w", type(None))]
 
 
-def finished(commands):
+def finished(calls):
     """The loads that ended, and the kinds of their errors."""
-    return [(command.request_id, type(command.error)) for command in of(commands, cmd.FinishLoad)]
+    return [(each.load.request_id, type(each.error)) for each in of(calls, "finish_load")]
 
 
-def released(commands):
+def released(calls):
     """The leases that ended, and how."""
-    return [(command.request_id, command.outcome) for command in of(commands, cmd.ReleaseBlocks)]
+    return [(each.request_id, each.outcome) for each in of(calls, "release")]
 
 
 def failed(error):
@@ -118,8 +136,8 @@ def producer(export=None, **shape):
         export=export,
         timeout_ms=m.stated_timeout_ms(PEER.timeout_s),
     )
-    session = ProducerSession(engine(**shape), Rank(0, 0), reply, LEASE, PEER.timeout_s)
-    return Side(session)
+    settings = engine(**shape), Rank(0, 0), reply, LEASE, PEER.timeout_s
+    return Side(partial(ProducerSession, *settings))
 
 
 def granted(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secret=SECRET):
@@ -149,9 +167,8 @@ def read(read_id=1, key=KEY, tokens=range(12), **changes):
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
     load = Load(wanted(key=key), RemoteEngine(ADDRESS), 0.0)
-    asked = cmd.StartReceive(read_id, load, WORKER, 1, source, BLOCKS, BLOCKS)
-    message = read_message(asked, ev.ReceivePosted(read_id, 2, 1 << 20))
-    return structs.replace(message, **changes)
+    asked = RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)
+    return structs.replace(asked.message(2, 1 << 20), **changes)
 
 
 def done(link=-1, key=KEY):
@@ -189,7 +206,7 @@ def cut_short(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
 def consumer(geometry=None, peer=PEER):
     """A consumer worker of rank 0."""
     settings = {"chunk_bytes": CHUNK_BYTES, "orders": {(0, 0): "HND"}}
-    return Side(ConsumerSession(geometry or engine("d"), Rank(0, 0), peer, **settings))
+    return Side(partial(ConsumerSession, geometry or engine("d"), Rank(0, 0), peer, **settings))
 
 
 def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
@@ -222,8 +239,8 @@ def taken(link, **changes):
 
 def resolve(side, geometry=None, request_id="w", is_followed=False):
     """Want a request and answer the look-up; the links to the workers."""
-    links = of(side.tell(wanted(request_id, is_followed=is_followed)), cmd.OpenLink)
-    return of(side.receive(links[0].link, directory(geometry)), cmd.OpenLink)
+    links = of(side.tell(wanted(request_id, is_followed=is_followed)), "open_link")
+    return of(side.receive(links[0].link, directory(geometry)), "open_link")
 
 
 def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
@@ -235,9 +252,9 @@ def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
 
 
 def start_load(side, geometry=None):
-    """A load that is reading: the links, and the ids of its reads."""
+    """A load that is reading: the links, and its reads."""
     links = connect(side, geometry)
-    reads = [command.read_id for command in of(side.tell(load_asked()), cmd.StartReceive)]
-    for read_id in reads:
-        side.tell(ev.ReceivePosted(read_id, 2, read_id << 20))
+    reads = [each.read for each in of(side.tell(load_asked()), "start_receive")]
+    for each in reads:
+        side.tell(ev.ReceivePosted(each, 2, each.read_id << 20))
     return links, reads

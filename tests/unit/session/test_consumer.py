@@ -10,7 +10,6 @@ from kvconnector.errors import (
     TransportError,
     UnknownRequestError,
 )
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.wire import messages as m
@@ -26,8 +25,8 @@ def side():
 
 def test_a_rank_speaks_for_its_own_reads_only(side):
     links, reads = harness.start_load(side, harness.engine(**WIDE))
-    assert side.tell(harness.cut_short(links[0], reads[1])) == []
-    assert side.tell(harness.cut_short(links[1], reads[0])) == []
+    assert side.tell(harness.cut_short(links[0], reads[1].read_id)) == []
+    assert side.tell(harness.cut_short(links[1], reads[0].read_id)) == []
     assert side.tell(harness.cut_short(links[0], 999)) == []
     side.tell(ev.ReceiveFinished(reads[0]))
     assert harness.finished(side.tell(ev.ReceiveFinished(reads[1]))) == harness.OK
@@ -40,10 +39,10 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
         side.tell(harness.beat(link))
     side.tell(ev.ReceiveAdvanced(read))
     for _ in range(11):
-        assert not harness.of(side.tick(harness.HEARTBEAT_S), cmd.StopReceive)
+        assert not harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
         side.tell(harness.beat(link))
     side.tell(harness.beat(link))
-    assert harness.of(side.tick(harness.HEARTBEAT_S), cmd.StopReceive)
+    assert harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
     assert harness.finished(side.tell(ev.ReceiveStopped(read))) == harness.failed(
         TransferTimeoutError
     )
@@ -51,8 +50,8 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
     for _ in range(12):  # the peer lives and never answers the cancellation
         side.tell(harness.beat(link))
         closed += side.tick(harness.HEARTBEAT_S)
-    assert cmd.CloseLink(link) in closed
-    assert cmd.DrainReceive(read, None) in closed
+    assert harness.call("close_link", link) in closed
+    assert harness.call("drain_receive", read, None) in closed
     side.tell(ev.ReceiveDrained(read))
     assert side.num_reads == 0
 
@@ -61,25 +60,25 @@ def test_a_load_that_names_no_blocks_of_its_producer_is_refused(side):
     harness.connect(side)
     commands = side.tell(replace(harness.load_asked(), remote_blocks=()))
     assert harness.finished(commands) == harness.failed(BlockIdError)
-    assert not harness.of(commands, cmd.StartReceive)
+    assert not harness.of(commands, "start_receive")
 
 
 def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
     (link,) = harness.connect(side)
     side.tell(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))
-    (first,) = harness.of(side.tell(harness.load_asked()), cmd.StartReceive)
-    side.tell(ev.ReceivePosted(first.read_id, 2, 1 << 20))
-    (second,) = harness.of(side.tell(harness.load_asked("x")), cmd.StartReceive)
+    (first,) = harness.of(side.tell(harness.load_asked()), "start_receive")
+    side.tell(ev.ReceivePosted(first.read, 2, 1 << 20))
+    (second,) = harness.of(side.tell(harness.load_asked("x")), "start_receive")
     for _ in range(60):
-        side.tell(ev.ReceiveAdvanced(first.read_id))
-        assert not harness.of(side.tick(harness.HEARTBEAT_S), cmd.StopReceive)
+        side.tell(ev.ReceiveAdvanced(first.read))
+        assert not harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
         side.tell(harness.beat(link))
     stopped = []
     for _ in range(13):
-        stopped += harness.of(side.tick(harness.HEARTBEAT_S), cmd.StopReceive)
+        stopped += harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
         side.tell(harness.beat(link))
-    assert cmd.StopReceive(second.read_id) in stopped
-    commands = side.tell(ev.ReceiveStopped(second.read_id))
+    assert harness.call("stop_receive", second.read) in stopped
+    commands = side.tell(ev.ReceiveStopped(second.read))
     assert harness.finished(commands) == [("x", TransferTimeoutError)]
 
 
@@ -100,12 +99,12 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(side, is_refused):
     links, reads = harness.start_load(side, harness.engine(**WIDE))
     error = LeaseExpiredError("too late") if is_refused else TransportError("broken")
     if is_refused:
-        commands = side.tell(harness.cut_short(links[0], reads[0]))
-        assert harness.of(commands, cmd.DrainReceive) == [cmd.DrainReceive(reads[0], 0)]
+        commands = side.tell(harness.cut_short(links[0], reads[0].read_id))
+        assert harness.of(commands, "drain_receive") == [harness.call("drain_receive", reads[0], 0)]
     else:
         commands = side.tell(ev.ReceiveFailed(reads[0], error))
-    assert cmd.StopReceive(reads[1]) in commands
-    assert m.CancelRead(read_id=reads[1]) in harness.messages(commands, m.CancelRead)
+    assert harness.call("stop_receive", reads[1]) in commands
+    assert m.CancelRead(read_id=reads[1].read_id) in harness.messages(commands, m.CancelRead)
     for read in reads if is_refused else reads[1:]:
         commands = side.tell(ev.ReceiveStopped(read))
     assert harness.finished(commands) == harness.failed(type(error))
@@ -114,5 +113,5 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(side, is_refused):
 def test_a_load_that_cannot_be_planned_fails(side):
     harness.connect(side)
     commands = side.tell(LoadRequest("w", ((0, 12), (0, 12)), harness.BLOCKS, harness.BLOCKS))
-    assert [c.request_id for c in harness.of(commands, cmd.FinishLoad) if c.error] == ["w"]
+    assert [c.load.request_id for c in harness.of(commands, "finish_load") if c.error] == ["w"]
     assert len(harness.messages(commands, m.Abort)) == 1

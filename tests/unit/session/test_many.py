@@ -7,11 +7,10 @@ import pytest
 
 from kvconnector.errors import PeerLostError, TransferAbortedError, TransferTimeoutError
 from kvconnector.layout import Watermark
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
-from kvconnector.session.commands import NEVER
 from kvconnector.session.orders import DropRequest, GrowRequest, WithdrawRequest
+from kvconnector.session.port import NEVER
 from kvconnector.wire import messages as m
 from tests.unit.session import harness
 
@@ -30,7 +29,7 @@ def _want(side, count, **how):
 
 
 def _until_it_rests(side):
-    """What a session commands until nothing is due, in pieces; no time passes."""
+    """What a session does until nothing is due, in pieces; no time passes."""
     pieces = []
     while side.session.next_deadline() <= side.now:
         pieces.append(side.tick())
@@ -94,12 +93,8 @@ def test_a_lost_engine_ends_all_of_its_loads_piece_by_piece_and_no_later_one(is_
     pieces += _until_it_rests(side)
     ended = [each for piece in pieces for each in harness.finished(piece)]
     if not is_early:
-        stopped = [c.read_id for piece in pieces for c in harness.of(piece, cmd.StopReceive)]
-        ended += [
-            each
-            for read in stopped
-            for each in harness.finished(side.tell(ev.ReceiveStopped(read)))
-        ]
+        stopped = [c.read for piece in pieces for c in harness.of(piece, "stop_receive")]
+        ended += harness.finished(side.tell(*map(ev.ReceiveStopped, stopped)))
     assert sorted(ended) == sorted((name, PeerLostError) for name in names)
     assert max(len(harness.finished(piece)) for piece in pieces) <= MAX_AT_ONCE
     assert side.num_loads == 2  # that of "w" was not asked for
@@ -109,14 +104,15 @@ def test_a_read_that_gets_its_slots_between_the_loss_and_its_end_keeps_none():
     side = harness.consumer()
     (link,) = harness.connect(side)
     names = _want(side, MANY)
-    reads = [started.read_id for started in harness.of(_asked_for(side, names), cmd.StartReceive)]
+    reads = [started.read for started in harness.of(_asked_for(side, names), "start_receive")]
     side.tell(ev.LinkLost(link, PeerLostError("gone")))
-    stopped = [cmd.StopReceive(reads[-1]), cmd.DrainReceive(reads[-1], None)]
-    assert side.tell(ev.ReceivePosted(reads[-1], 2, 1 << 20)) == stopped
-    assert cmd.StopReceive(reads[-1]) not in [c for piece in _until_it_rests(side) for c in piece]
-    assert harness.finished(side.tell(ev.ReceiveStopped(reads[-1]))) == [(names[-1], PeerLostError)]
-    side.tell(ev.ReceiveDrained(reads[-1]))
-    assert reads[-1] not in side.session._reads
+    last = reads[-1]
+    stop, drain = harness.call("stop_receive", last), harness.call("drain_receive", last, None)
+    assert side.tell(ev.ReceivePosted(last, 2, 1 << 20)) == [stop, drain]
+    assert stop not in [each for piece in _until_it_rests(side) for each in piece]
+    assert harness.finished(side.tell(ev.ReceiveStopped(last))) == [(names[-1], PeerLostError)]
+    side.tell(ev.ReceiveDrained(last))
+    assert side.num_reads == MANY - 1
 
 
 def _the_last_is_read(side, link, *, is_followed):
@@ -124,9 +120,9 @@ def _the_last_is_read(side, link, *, is_followed):
     names = _want(side, MANY, is_followed=is_followed)
     begun = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
     side.receive(link, begun)
-    *_, read = harness.of(_asked_for(side, names), cmd.StartReceive)
+    read = harness.of(_asked_for(side, names), "start_receive")[-1].read
     assert read.load.request_id == names[-1]
-    return names[-1], read.read_id
+    return names[-1], read
 
 
 def test_a_read_of_a_lost_engine_is_stopped_before_its_slots_are_drained():
@@ -135,8 +131,8 @@ def test_a_read_of_a_lost_engine_is_stopped_before_its_slots_are_drained():
     name, read = _the_last_is_read(side, link, is_followed=True)
     side.tell(ev.ReceivePosted(read, 2, 1 << 20))
     commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
-    ended = [c for c in commands if isinstance(c, cmd.StopReceive | cmd.DrainReceive)]
-    assert ended == [cmd.StopReceive(read), cmd.DrainReceive(read, None)]
+    ended = harness.of(commands, "stop_receive", "drain_receive")
+    assert ended == [harness.call("stop_receive", read), harness.call("drain_receive", read, None)]
     ended = side.tell(ev.ReceiveStopped(read), ev.ReceiveDrained(read))
     assert harness.finished(ended) == [(name, PeerLostError)]
     later = [each for piece in _until_it_rests(side) for each in harness.finished(piece)]
@@ -176,8 +172,8 @@ def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
     refused = m.Progress(refusal=m.Refusal.ABORTED, transfer_id=f"t{MANY - 2}")
     ended = side.tell(ev.FromPeer(opened.link, complete), ev.FromPeer(opened.link, refused))
     assert harness.finished(ended) == [(names[-2], TransferAbortedError)]
-    started = [c for piece in _until_it_rests(side) for c in harness.of(piece, cmd.StartReceive)]
-    assert [each.load.request_id for each in started] == [names[-1]]
+    started = [c for piece in _until_it_rests(side) for c in harness.of(piece, "start_receive")]
+    assert [each.read.load.request_id for each in started] == [names[-1]]
 
 
 def test_a_request_that_is_over_is_not_kept_until_its_deadline():
@@ -195,12 +191,11 @@ def test_how_far_loads_are_is_asked_of_those_that_have_blocks():
     side = harness.consumer()
     harness.connect(side)
     names = _want(side, MANY)
-    _asked_for(side, names[:3])
+    started = harness.of(_asked_for(side, names[:3]), "start_receive")
     assert [load.request_id for load in side.session.in_flight(side.now)] == names[:3]
     assert len(side.session._asked) == 3
     side.tell(*map(DropRequest, names))
-    for read in [*side.session._reads]:
-        side.tell(ev.ReceiveStopped(read))
+    side.tell(*[ev.ReceiveStopped(each.read) for each in started])
     assert not side.session._asked
 
 
@@ -212,26 +207,24 @@ def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_pi
     pieces = [side.receive(opened.link, m.HelloReply(incarnation="one"))]
     pieces += [side.tell(ev.WarmedUp(opened.link)), *_until_it_rests(side)]
     started = [
-        each.load.request_id for piece in pieces for each in harness.of(piece, cmd.StartReceive)
+        each.read.load.request_id for piece in pieces for each in harness.of(piece, "start_receive")
     ]
     assert sorted(started) == sorted(names)
-    assert max(len(harness.of(piece, cmd.StartReceive)) for piece in pieces) <= MAX_AT_ONCE
+    assert max(len(harness.of(piece, "start_receive")) for piece in pieces) <= MAX_AT_ONCE
 
 
 def test_loads_whose_time_is_up_end_piece_by_piece():
     side = harness.consumer(peer=harness.PeerConfig(timeout_s=1000.0, idle_timeout_s=2000.0))
     harness.connect(side)
     names = _want(side, MANY)
-    reads = [started.read_id for started in harness.of(_asked_for(side, names), cmd.StartReceive)]
+    reads = [started.read for started in harness.of(_asked_for(side, names), "start_receive")]
     for read in reads:
-        side.tell(ev.ReceivePosted(read, 2, read << 20))
+        side.tell(ev.ReceivePosted(read, 2, read.read_id << 20))
     side.now += harness.PEER.transfer_timeout_s
     pieces = _until_it_rests(side)
-    stopped = [c.read_id for piece in pieces for c in harness.of(piece, cmd.StopReceive)]
-    assert sorted(stopped) == sorted(reads)
-    ended = [
-        each for read in reads for each in harness.finished(side.tell(ev.ReceiveStopped(read)))
-    ]
+    stopped = [c.read for piece in pieces for c in harness.of(piece, "stop_receive")]
+    assert stopped == reads
+    ended = harness.finished(side.tell(*map(ev.ReceiveStopped, reads)))
     assert ended == [(name, TransferTimeoutError) for name in names]
 
 
@@ -266,7 +259,7 @@ def test_a_producer_gives_thousands_of_leases_back_in_their_time():
         ended = [each for piece in _until_it_rests(side) for each in harness.released(piece)]
         assert ended == [(f"r{number}", "expired") for number in range(parity, MANY, 2)]
     assert side.num_leases == 0
-    assert side.session.next_deadline() < cmd.NEVER  # the peer's
+    assert side.session.next_deadline() < NEVER  # the peer's
 
 
 def test_a_withdrawn_lease_of_thousands_ends_alone():
@@ -293,8 +286,8 @@ def test_leases_are_kept_alive_while_the_engine_is_still_being_greeted():
         side.tell(*[harness.beat(link, numbers[0]) for link in (first, second)])
     for link in (first, second):
         side.tell(*harness.taken(link))
-    assert not harness.of(side.tick(), cmd.CloseLink)
-    assert harness.of(side.tell(harness.load_asked()), cmd.StartReceive)
+    assert not harness.of(side.tick(), "close_link")
+    assert harness.of(side.tell(harness.load_asked()), "start_receive")
 
 
 def test_an_engine_whose_greeting_took_longer_than_its_timeout_is_not_lost_with_it():
@@ -303,9 +296,9 @@ def test_an_engine_whose_greeting_took_longer_than_its_timeout_is_not_lost_with_
     for _ in range(4):
         side.tick(harness.HEARTBEAT_S)  # it is about to answer
     side.tell(*harness.taken(opened.link))
-    assert not harness.of(side.tick(), cmd.CloseLink)
-    assert not harness.of(side.tick(harness.PEER_S - 0.1), cmd.CloseLink)
-    assert harness.of(side.tick(0.1), cmd.CloseLink) == [cmd.CloseLink(opened.link)]
+    assert not harness.of(side.tick(), "close_link")
+    assert not harness.of(side.tick(harness.PEER_S - 0.1), "close_link")
+    assert harness.of(side.tick(0.1), "close_link") == [harness.call("close_link", opened.link)]
 
 
 def test_requests_dropped_in_mid_greeting_are_no_errors():
@@ -316,7 +309,7 @@ def test_requests_dropped_in_mid_greeting_are_no_errors():
     ended = [each for name in names for each in harness.finished(side.tell(DropRequest(name)))]
     assert ended == [(name, TransferAbortedError) for name in names]
     side.receive(opened.link, m.HelloReply(incarnation="one"))
-    assert not harness.of(side.tell(ev.WarmedUp(opened.link)), cmd.StartReceive)
+    assert not harness.of(side.tell(ev.WarmedUp(opened.link)), "start_receive")
 
 
 def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks():

@@ -11,7 +11,6 @@ from kvconnector.errors import (
     TransferTimeoutError,
 )
 from kvconnector.layout import GroupBlocks, Watermark
-from kvconnector.session import commands as cmd
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
 from kvconnector.session.orders import GrowRequest, HoldRequest, WithdrawRequest
@@ -62,29 +61,29 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
 
 def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
     side = _filling()
-    assert not harness.of(side.tell(_granted(8)), cmd.ExpectReads)
-    (expected,) = harness.of(side.tell(_granted(12, is_complete=True)), cmd.ExpectReads)
+    assert not harness.of(side.tell(_granted(8)), "expect_reads")
+    (expected,) = harness.of(side.tell(_granted(12, is_complete=True)), "expect_reads")
     asked = ev.FromPeer(-1, harness.read(1, tokens=range(12), blocks=()))
-    (started,) = harness.of(side.tell(asked), cmd.StartSend)
-    assert started.blocks is expected.blocks
+    (started,) = harness.of(side.tell(asked), "start_send")
+    assert started.send.blocks is expected.blocks
 
 
 def test_a_name_that_is_used_again_is_sent_and_not_published():
     """A direct read that began under the first lease would not see that it has ended."""
     side = _filling(harness.EXPORT)
-    published = harness.of(side.tell(_granted(12, is_complete=True)), cmd.PublishLease)
+    published = harness.of(side.tell(_granted(12, is_complete=True)), "publish")
     assert KEY_OF_FOLLOWERS in {each.key for each in published}
-    assert harness.of(side.tell(harness.given_up()), cmd.RetractLease)
+    assert harness.of(side.tell(harness.given_up()), "retract")
     for again in (_granted(0), _granted(12, is_complete=True)):
-        assert not harness.of(side.tell(again), cmd.PublishLease)
+        assert not harness.of(side.tell(again), "publish")
     asked = harness.read(1, tokens=range(12), blocks=())
-    assert harness.of(side.receive(-1, asked), cmd.StartSend)
+    assert harness.of(side.receive(-1, asked), "start_send")
 
 
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     side = _filling()
     side.tell(_granted(8))
-    assert harness.of(side.receive(-1, harness.read(1, tokens=range(8), blocks=())), cmd.StartSend)
+    assert harness.of(side.receive(-1, harness.read(1, tokens=range(8), blocks=())), "start_send")
     beyond = side.receive(-1, harness.read(2, tokens=range(9), blocks=()))
     assert [each.refusal for each in harness.messages(beyond, m.ReadRefused)] == [
         Refusal.INVALID_READ
@@ -113,10 +112,10 @@ def test_what_the_engine_adds_to_the_end_of_a_prompt_comes_with_it():
 def test_a_load_ends_with_what_the_producers_engine_added(tp_size):
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
     complete = [ev.FromPeer(link, _said(12, is_complete=True, extra=b"token")) for link in links]
-    started = harness.of(side.tell(*complete), cmd.StartReceive)
-    ended = side.tell(*[ev.ReceiveFinished(each.read_id) for each in started])
-    (finished,) = harness.of(ended, cmd.FinishLoad)
-    assert (finished.error, finished.extra) == (None, b"token")
+    started = harness.of(side.tell(*complete), "start_receive")
+    ended = side.tell(*[ev.ReceiveFinished(each.read) for each in started])
+    (finished,) = harness.of(ended, "finish_load")
+    assert (finished.error, finished.load.extra) == (None, b"token")
 
 
 @pytest.mark.parametrize("how", ["preempted", "elsewhere"])
@@ -126,8 +125,8 @@ def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
     event = WithdrawRequest("r") if how == "preempted" else _granted(12, ids=(9, 1, 2))
     commands = side.tell(event)
     assert [said.refusal for said in harness.messages(commands, m.Progress)] == [Refusal.ABORTED]
-    assert harness.of(commands, cmd.RetractLease) == [cmd.RetractLease(KEY_OF_FOLLOWERS)]
-    assert not harness.of(commands, cmd.ReleaseBlocks)  # they are the engine's own
+    assert harness.of(commands, "retract") == [harness.call("retract", KEY_OF_FOLLOWERS)]
+    assert not harness.of(commands, "release")  # they are the engine's own
     late = side.tell(harness.followed())
     assert [said.refusal for said in harness.messages(late, m.Progress)] == [Refusal.ABORTED]
     assert side.tell(_granted(12)) == []
@@ -165,9 +164,9 @@ def test_a_read_by_the_producer_s_answer_waits_for_the_order_that_completes_the_
     side.tell(_granted(5))
     assert side.receive(-1, harness.read()) == []
     grown = side.tell(_granted(8))
-    assert [*harness.of(grown, cmd.StartSend), *harness.messages(grown, m.ReadRefused)] == []
+    assert [*harness.of(grown, "start_send"), *harness.messages(grown, m.ReadRefused)] == []
     complete = side.tell(_granted(12, is_complete=True))
-    assert [started.read.read_id for started in harness.of(complete, cmd.StartSend)] == [1]
+    assert [started.send.read.read_id for started in harness.of(complete, "start_send")] == [1]
 
 
 def test_three_thousand_followers_before_their_leases_are_all_served():
@@ -215,7 +214,7 @@ def _following(tokens=(0, 12), geometry=None, **settings):
 
 
 def _begun(commands):
-    return [command.request_id for command in harness.of(commands, cmd.NotifyPrefillStarted)]
+    return [each.request_id for each in harness.of(commands, "begun")]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -245,8 +244,8 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
     if not is_asked:
         assert _begun(commands) == ["w"]
         commands = side.tell(harness.load_asked())
-    (ended,) = harness.of(commands, cmd.FinishLoad)
-    assert (type(ended.error), ended.filled_tokens) == (error, 0)
+    (ended,) = harness.of(commands, "finish_load")
+    assert (type(ended.error), ended.load.filled_tokens) == (error, 0)
     assert side.num_loads == 0
 
 
@@ -256,23 +255,23 @@ def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
     complete = ev.FromPeer(links[0], _said(12, is_complete=True))
     commands = side.tell(complete)
-    for started in harness.of(commands, cmd.StartReceive):
-        side.tell(ev.ReceivePosted(started.read_id, 1, 1))
+    for started in harness.of(commands, "start_receive"):
+        side.tell(ev.ReceivePosted(started.read, 1, 1))
     for _ in range(12):
         side.tell(*[harness.beat(link) for link in links], complete)
         commands += side.tick(harness.HEARTBEAT_S)
-    for stopped in harness.of(commands, cmd.StopReceive):
-        commands += side.tell(ev.ReceiveStopped(stopped.read_id))
-    (ended,) = harness.of(commands, cmd.FinishLoad)
+    for stopped in harness.of(commands, "stop_receive"):
+        commands += side.tell(ev.ReceiveStopped(stopped.read))
+    (ended,) = harness.of(commands, "finish_load")
     assert isinstance(ended.error, TransferTimeoutError)
 
 
 def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     side, (link,) = _following()
-    (started,) = harness.of(side.receive(link, _said(8, is_complete=True)), cmd.StartReceive)
-    (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read_id)), cmd.FinishLoad)
+    (started,) = harness.of(side.receive(link, _said(8, is_complete=True)), "start_receive")
+    (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read)), "finish_load")
     assert isinstance(ended.error, RemoteProtocolError)
-    assert ended.filled_tokens == 8
+    assert ended.load.filled_tokens == 8
 
 
 def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
@@ -295,9 +294,9 @@ def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
     for _ in range(11):
         side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
         commands += side.tick(harness.HEARTBEAT_S)
-    assert harness.of(commands, cmd.FinishLoad) == []
+    assert harness.of(commands, "finish_load") == []
     (ended,) = harness.of(
-        side.tell(harness.beat(link)) + side.tick(harness.HEARTBEAT_S), cmd.FinishLoad
+        side.tell(harness.beat(link)) + side.tick(harness.HEARTBEAT_S), "finish_load"
     )
     assert "did not go on with the prompt" in str(ended.error)
     assert "reported_tokens=[0]" in str(ended.error)
