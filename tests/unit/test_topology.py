@@ -3,7 +3,7 @@ import pytest
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError
 from kvconnector.ids import Rank
-from kvconnector.layout import Stripe
+from kvconnector.layout import Stripe, common_stripes
 from kvconnector.topology import GroupGeometry, PartGeometry, RankGeometry, TpKVTopology
 from tests.support.fakes import FakeGroup, FakeModel, FakePart, cut_engine
 from tests.unit.topologies import LAYERS, engine, mla, relisted, sharing, topology
@@ -175,6 +175,11 @@ def test_every_rank_of_a_context_parallel_group_is_there_and_takes_the_same_turn
     assert refused.value.context["dcp_ranks"] == [0]
     with pytest.raises(GeometryError, match="same groups"):
         relisted(base, (base.ranks[0], other.ranks[1]))
+
+
+def test_a_long_turn_shares_tokens_with_every_short_one_inside_it():
+    ours, theirs = (sharing(2, turn).ranks[0].groups[0].context_parallel for turn in (4, 1))
+    assert common_stripes(ours, theirs) == (Stripe(0, 1, 8), Stripe(2, 1, 8))
 
 
 def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
