@@ -33,7 +33,7 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(740, target=560),
-    "kvconnector/bench": Size(4645),
+    "kvconnector/bench": Size(4643),
     "kvconnector/cache": Size(3016, target=3280),
     "kvconnector/cli": Size(2929),
     "kvconnector/control": Size(1327, target=1330),

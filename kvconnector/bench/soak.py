@@ -295,10 +295,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """
     total_s = options.minutes * 60
     deployment = Deployment(options, options.tokens, in_flight=IN_FLIGHT // 8)
-    name, path = (
-        f"{options.model.name}, {deployment}",
-        Path(options.state) if options.state else None,
-    )
+    name = f"{options.model.name}, {deployment}"
+    path = Path(options.state) if options.state else None
     state = load_state(path, name)
     begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""
     progress(f"{total_s / 60:g} minutes{begun}, {deployment}")
