@@ -55,7 +55,7 @@ ROOMS: dict[str, Size] = {
     "examples/launchers": Size(39),
     "examples/monitoring": Size(96),
     "examples/minillm": Size(5927),
-    "examples/sglang_1p1d": Size(216),
+    "examples/sglang_1p1d": Size(210),
     "examples/vllm_1p1d": Size(562),
     "scripts": Size(901),
     "tests": Size(91),

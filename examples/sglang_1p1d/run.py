@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -36,7 +35,10 @@ def main() -> int:
     router_url = f"http://127.0.0.1:{arguments.port}"
     with ExitStack() as stack:
         names = NAMES[: arguments.gpus.count(",") + 1] if arguments.gpus else NAMES
-        engines = {name: start_engine(stack, arguments, name) for name in names}
+        engines = {
+            name: start(stack, arguments.folder / f"{name}.log", *engine_command(arguments, name))
+            for name in names
+        }
         for name in names:
             wait_for(urls[name] + "/health", engines[name], f"{name} engine")
         command = [sys.executable, str(HERE / "router.py"), "--port", str(arguments.port)]
@@ -68,14 +70,6 @@ def parse() -> argparse.Namespace:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     return arguments
-
-
-def start_engine(
-    stack: ExitStack, arguments: argparse.Namespace, name: str
-) -> subprocess.Popen[bytes]:
-    """One SGLang server."""
-    command, environment = engine_command(arguments, name)
-    return start(stack, arguments.folder / f"{name}.log", command, environment)
 
 
 def engine_command(arguments: argparse.Namespace, name: str) -> tuple[list[str], dict[str, str]]:
