@@ -129,9 +129,8 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """UCX."""
 
     library: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
-    """Which libucp is used: `wheel` (of the package libucx), `system`, `nixl`, `ucxx` or `ucx-py` for the one that this
-    binding brings, or a path. `auto` takes what the process has loaded, else one that can use an active RDMA port,
-    else the first of these that is there.
+    """Which libucp is used: `wheel` (of libucx), `system`, `nixl`, `ucxx` or `ucx-py` for the one that this binding
+    brings, or a path. `auto`: the one that is loaded, else one for an active RDMA port, else the first that is there.
     """
     tls: str = ""
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""

@@ -62,7 +62,7 @@ ROOMS: dict[str, Size] = {
     "tests/control": Size(435),
     "tests/docs": Size(449),
     "tests/golden": Size(112),
-    "tests/hosts": Size(1455),
+    "tests/hosts": Size(1460),
     "tests/integration": Size(1724),
     "tests/kernels": Size(1974),
     "tests/property": Size(3087),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1523),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1151),
-    "tests/vllm": Size(6907),
+    "tests/vllm": Size(6914),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -1,5 +1,6 @@
 """Engines of several data-parallel ranks: whichever rank computed a prompt, whichever decodes it."""
 
+from collections import Counter
 from contextlib import ExitStack
 from itertools import product
 
@@ -58,12 +59,18 @@ def address_per_rank(kind, *, size, more=""):
 def _every_pair(servers, outcome, ranks):
     """Prompts from each prefill rank to each decode rank, which are `(server, rank)`: the number of transfers."""
     pairs = list(product(ranks["prefill"], ranks["decode"]))
+    sizes = Counter(server for places in ranks.values() for server, _ in places)
+
+    def number(server, rank):
+        # vLLM takes it only where the server has several ranks
+        return rank if sizes[server] > 1 else None
+
     engines = {}
     for seed, (theirs, ours) in enumerate(pairs):
-        expected = servers.ask(theirs[0], seed, theirs[1]).tokens
-        offer = servers.offer(seed, *theirs)
+        expected = servers.ask(theirs[0], seed, number(*theirs)).tokens
+        offer = servers.offer(seed, theirs[0], number(*theirs))
         engines.setdefault(theirs, set()).add((offer["remote_engine_id"], offer["remote_port"]))
-        answer = servers.ask(ours[0], seed, ours[1], kv_transfer_params=offer)
+        answer = servers.ask(ours[0], seed, number(*ours), kv_transfer_params=offer)
         outcome.compare(f"{theirs} to {ours}", answer, expected)
     known = [engine for named in engines.values() for engine in named]
     outcome.check("one name and one port a rank", len(known), len(ranks["prefill"]))
