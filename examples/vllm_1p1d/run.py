@@ -80,10 +80,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, default=HERE / "build", help="for logs and the model"
     )
-    for name in ("prefill", "decode"):
-        what = f"of the {name} engine"
-        parser.add_argument(f"--{name}-gpus", help=f"CUDA_VISIBLE_DEVICES {what}; none: CPU")
-        parser.add_argument(f"--{name}-args", default="", help=f"more options {what}")
+    for option in ("--prefill-gpus", "--decode-gpus"):
+        parser.add_argument(option, help="CUDA_VISIBLE_DEVICES of that engine; none: CPU")
+    for option in ("--prefill-args", "--decode-args"):
+        parser.add_argument(option, default="", help="more options of that engine")
     parser.add_argument(
         "--connector", default="KVConnector", help="or NixlConnector, where NIXL is installed"
     )
