@@ -56,7 +56,7 @@ ROOMS: dict[str, Size] = {
     "examples/monitoring": Size(96),
     "examples/minillm": Size(5927),
     "examples/sglang_1p1d": Size(210),
-    "examples/vllm_1p1d": Size(562),
+    "examples/vllm_1p1d": Size(571),
     "scripts": Size(901),
     "tests": Size(91),
     "tests/control": Size(435),
@@ -66,7 +66,7 @@ ROOMS: dict[str, Size] = {
     "tests/integration": Size(1724),
     "tests/kernels": Size(1974),
     "tests/property": Size(3087),
-    "tests/sglang/pure": Size(835),
+    "tests/sglang/pure": Size(845),
     "tests/support": Size(2738),
     "tests/transport": Size(1449),
     "tests/unit": Size(1746),
@@ -75,12 +75,12 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(1191),
     "tests/unit/control": Size(96),
     "tests/unit/datapath": Size(2581),
-    "tests/unit/minillm": Size(1768),
+    "tests/unit/minillm": Size(1769),
     "tests/unit/runtime": Size(2124),
     "tests/unit/session": Size(1523),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1151),
-    "tests/vllm": Size(6914),
+    "tests/vllm": Size(6934),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

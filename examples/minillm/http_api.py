@@ -90,7 +90,7 @@ async def read_completion_request(request: web.Request) -> CompletionRequest:
     """
     try:
         body = msgspec.json.decode(await request.read(), type=CompletionRequest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ApiError(400, f"invalid completion request: {error}") from error
     if body.temperature != 0.0:
         raise ApiError(400, "this engine is greedy: temperature must be 0")

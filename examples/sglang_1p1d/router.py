@@ -49,7 +49,7 @@ class Router(vllm.Router):
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST: ask both engines; the decode engine's answer is passed on as it comes."""
-        body = {**await request.json(), **self._where}
+        body = {**await vllm.body_of(request), **self._where}
         body["bootstrap_room"] = secrets.randbits(ROOM_BITS)
         prefilled = asyncio.create_task(self._read(next(self._prefill) + request.path, body))
         try:

@@ -107,12 +107,7 @@ class Router:
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         """POST: prefill with one token, and decode; the decode engine's answer is passed on as it comes."""
-        try:
-            body = json.loads(await request.read())
-        except ValueError as error:
-            raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise web.HTTPBadRequest(text="the body must be a JSON object")
+        body = await body_of(request)
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
             headers["Authorization"] = request.headers["Authorization"]
@@ -188,6 +183,8 @@ class Router:
         # the prompt is prefilled once, however many completions are asked
         for option in ("stream_options", "n"):
             short.pop(option, None)
+        if body.get("min_tokens"):
+            short["min_tokens"] = 1  # an engine refuses more than max_tokens
         if "max_completion_tokens" in body:
             short["max_completion_tokens"] = 1
         short["kv_transfer_params"] = {**REMOTE_DECODE, **names}
@@ -236,6 +233,18 @@ class Router:
             return await self._session.post(url, json=body, headers=headers)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _unanswered(url, error) from error
+
+
+async def body_of(request: web.Request) -> dict[str, Any]:
+    """A completion's body, less what a client may not say of transfers. Raises HTTPBadRequest: it is no JSON object."""
+    try:
+        body = json.loads(await request.read())
+    except (ValueError, RecursionError) as error:
+        raise web.HTTPBadRequest(text=f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise web.HTTPBadRequest(text="the body must be a JSON object")
+    body.pop("kv_transfer_params", None)
+    return body
 
 
 def _unanswered(url: str, error: Exception) -> web.HTTPException:

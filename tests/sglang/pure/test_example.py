@@ -1,6 +1,7 @@
 """The router of examples/sglang_1p1d, between two stand-in engines, and what the example starts its engines with."""
 
 import asyncio
+import json
 from argparse import Namespace
 from contextlib import AsyncExitStack
 
@@ -50,7 +51,10 @@ def through_router(prefill, decode, prompts):
             client = await stack.enter_async_context(TestClient(server))
             answers = []
             for prompt in prompts:
-                async with client.post("/generate", json={"input_ids": prompt}) as answer:
+                body = prompt if isinstance(prompt, bytes) else json.dumps({"input_ids": prompt})
+                async with client.post("/generate", data=body) as answer:
+                    if answer.status == 400:
+                        return [await answer.text()]
                     answers.append((answer.status, await answer.json()))
                 await prefill.is_over.wait()
                 prefill.is_over.clear()
@@ -76,6 +80,12 @@ def test_where_the_decode_engine_fails_the_prefill_engine_is_given_up():
     prefill, decode = Engine(delay_s=None), Engine(status=500)
     assert through_router(prefill, decode, [[1]]) == [(500, {"output_ids": [1]})]
     assert prefill.was_given_up
+
+
+def test_what_is_no_json_object_is_the_clients_mistake():
+    for body in (b"{", b"[1]"):
+        (text,) = through_router(Engine(), Engine(), [body])
+        assert "JSON" in text
 
 
 @pytest.mark.parametrize("gpus", [None, "0,1"])

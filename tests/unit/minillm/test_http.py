@@ -124,6 +124,7 @@ def test_every_answer_is_a_choice_of_its_own():
     "body,status,message",
     [
         ("{", 400, "invalid completion request"),
+        ('{"kv_transfer_params": {"a": ' + "[" * 10_000, 400, "invalid completion request"),
         ('{"prompt": 3}', 400, "invalid completion request"),
         ('{"prompt": [1, 99999]}', 400, "outside the vocabulary"),
         ('{"prompt": [], "stream": true}', 400, "at least one prompt token"),

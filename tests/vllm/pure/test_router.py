@@ -30,13 +30,17 @@ def engine(seen, answer, status=200):
 
 
 async def routed(prefill, decode, *bodies):
-    """`(status, answer)` of the last of these completions through a router between two engines."""
+    """`(status, answer)` of the last of these completions through a router between two engines. A body of bytes is sent
+    as it is, and its answer is text.
+    """
     async with prefill, decode:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (prefill, decode)]
         async with TestServer(Router(*urls).app()) as router, ClientSession() as session:
             for body in bodies:
-                async with session.post(router.make_url("/v1/completions"), json=body) as answer:
-                    found = answer.status, await answer.json()
+                is_raw = isinstance(body, bytes)
+                sent = {"data": body} if is_raw else {"json": body}
+                async with session.post(router.make_url("/v1/completions"), **sent) as answer:
+                    found = answer.status, await (answer.text() if is_raw else answer.json())
             return found
 
 
@@ -57,12 +61,28 @@ def test_a_prompt_is_prefilled_once_and_decoded_as_it_was_asked():
     assert decoded == [({**BODY, "kv_transfer_params": OFFER}, name)]
 
 
+def test_a_prefill_engine_is_asked_for_no_more_tokens_than_it_may_sample():
+    prefilled, decoded = [], []
+    engines = engine(prefilled, {"kv_transfer_params": OFFER}), engine(decoded, {})
+    asyncio.run(routed(*engines, {**BODY, "min_tokens": 8}))
+    asked = [(body["min_tokens"], body["max_tokens"]) for body, _ in prefilled + decoded]
+    assert asked == [(1, 1), (8, 16)]
+
+
 @pytest.mark.parametrize("offer", [None, {}])
 def test_without_an_offer_the_decode_engine_computes_the_prompt(offer):
+    """Whatever offer a client itself brings: it would send the decode engine to any host."""
     decoded = []
     prefill = engine([], {"kv_transfer_params": offer})
-    asyncio.run(routed(prefill, engine(decoded, {}), BODY))
+    asyncio.run(routed(prefill, engine(decoded, {}), {**BODY, "kv_transfer_params": OFFER}))
     assert decoded[0][0] == BODY
+
+
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"[]"])
+def test_what_is_no_json_object_is_the_clients_mistake(body):
+    status, text = asyncio.run(routed(engine([], {}), engine([], {}), body))
+    assert status == 400
+    assert "JSON" in text
 
 
 def streaming(decoding=None):
