@@ -146,12 +146,10 @@ class ConsumerSession:
             self._close(load, error, now)
             return
         self._asked[load.request_id] = load
-        loads = load.engine.loads
-        loads.depending[load] = None
+        load.engine.loads.depending[load] = None
         if load.engine.is_ready:
             self._advance(load, now)
             return
-        loads.connecting[load] = None
         self._give_until(load, now + self._engines.patience_s(load.engine.name))
         load.move(LoadState.CONNECTING)
 
@@ -252,12 +250,8 @@ class ConsumerSession:
     def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> None:
         """Begin what waits for an engine that is ready, or fail what depends on one that is lost."""
         engine = event.engine
-        begin, engine.loads.connecting = engine.loads.connecting, {}
-        if isinstance(event, ev.EngineReady):
-            self._backlog.append((event, iter(begin)))
-        else:
-            fail, engine.loads.depending = engine.loads.depending, {}
-            self._backlog.append((event, iter(fail)))
+        self._backlog.append((event, iter([*engine.loads.depending])))
+        if isinstance(event, ev.EngineLost):
             for read in engine.reads.values():
                 read.is_peer_over = True
             for read in engine.reads.values():

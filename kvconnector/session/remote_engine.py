@@ -167,14 +167,13 @@ class EngineLoads:
     """The loads from one engine that are not over and have not failed. No method takes longer where there are more.
 
     `turns` has each that heartbeats name, the next one first; the first `num_unnamed` should be named at once.
-    `depending` fail with the engine; of these, `connecting` begin with it.
+    `depending` fail with the engine, and those of them that wait for it begin with it.
     """
 
     def __init__(self) -> None:
         self.turns: OrderedDict[Load, None] = OrderedDict()
         self.num_unnamed = 0
         self.depending: dict[Load, None] = {}
-        self.connecting: dict[Load, None] = {}
         self._followed: dict[str, dict[Load, None]] = {}
 
     def add(self, load: Load) -> None:
@@ -193,7 +192,6 @@ class EngineLoads:
         del self.turns[load]
         self.num_unnamed = min(self.num_unnamed, len(self.turns))
         self.depending.pop(load, None)
-        self.connecting.pop(load, None)
         if load.is_followed:
             same = self._followed[load.key.transfer_id]
             del same[load]
