@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvconnector.errors import IncompatiblePeerError
+from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.transport.ucx.address import WorkerAddress, this_process
 from tests.support.remote import RemoteObject
 
@@ -34,6 +34,13 @@ def test_a_process_that_is_not_reaped_or_has_anothers_id_is_dead():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not replace(here, process_id=child.pid, start_time=started).process_alive()
     child.wait()
+
+
+@pytest.mark.parametrize("process_id", [0, -1, 1 << 31])
+def test_a_process_that_no_system_has_is_refused_before_it_is_looked_at(process_id):
+    address = replace(address_of_this_process(), process_id=process_id)
+    with pytest.raises(RemoteProtocolError, match="malformed"):
+        WorkerAddress.decode(address.encode())
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 
@@ -37,7 +39,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     """
 
     host_id: bytes
-    process_id: int
+    process_id: Annotated[int, Meta(ge=1, lt=1 << 31)]
     start_time: int
     shares_memory: bool
     ucx_address: bytes
