@@ -15,7 +15,7 @@ from kvconnector.runtime.params import StreamRequest
 from kvconnector.runtime.remote_request import block_lists, tokens_to_load
 from kvconnector.session.orders import GrowRequest, HoldRequest, Order, WithdrawRequest
 from kvconnector.topology import EngineGeometry
-from kvconnector.wire.messages import MAX_EXTRA_BYTES
+from kvconnector.wire.messages import MAX_EXTRA_BYTES, Id
 
 
 class Stream(msgspec.Struct, eq=False, gc=False):
@@ -157,6 +157,12 @@ class Offers:
             )
         ids, firsts = block_lists(request_id, blocks, first_blocks, len(self._groups))
         stream = self._streams.get(request_id) or Stream(request_id, new_secret())
+        try:
+            msgspec.convert(stream.transfer_id, Id).encode()
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:
+            raise LocalError(
+                "no message can carry this request's id", request=request_id
+            ) from error
         held = stream.blocks(ids, firsts)
         self._check_blocks(
             f"the blocks of request {request_id}", held, num_tokens, num_encoder_tokens

@@ -119,7 +119,8 @@ class Scheduler:
             The `kv_transfer_params` for the consumer's request.
 
         Raises:
-            LocalError: this engine is a consumer or closed, the request is offered already, or `extra` is too long.
+            LocalError: this engine is a consumer or closed, the request is offered already, no message can carry its id
+                (1 to 512 characters), or `extra` is too long.
             BlockIdError: another number of cache groups, ids outside the pool or twice in a group, or too few blocks.
         """
         if self._service is None:

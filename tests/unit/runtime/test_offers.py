@@ -117,3 +117,11 @@ def test_groups_that_keep_only_some_tokens_offer_these(blocks, first_blocks, is_
         refused = nullcontext() if is_enough else pytest.raises(BlockIdError, match="do not hold")
         with refused:
             producer.offer("r", blocks=blocks, first_blocks=first_blocks, num_tokens=40)
+
+
+@pytest.mark.parametrize("name", ["", "x" * 513, "half a pair: \ud800"])
+def test_an_id_that_no_message_can_carry_is_refused_and_leaves_nothing(producer, name):
+    with pytest.raises(LocalError, match="no message can carry"):
+        producer.offer(name, blocks=[[1, 2]], num_tokens=8)
+    assert not producer.held
+    assert producer.build_step().orders == ()
