@@ -21,6 +21,7 @@ from tests.support.fakes import FakeClock, FakeEngine, attention_model
 from tests.support.world import World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
+ADDRESS = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
 
 
 def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(monkeypatch):
@@ -33,12 +34,12 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
             driver.datapath.events.append(ended.pop())
 
     monkeypatch.setattr(driver.datapath, "step", step)
-    # nobody has asked for it, so it fails at once
-    driver.submit(LoadRequest("unknown", (), (), ()))
+    # nobody has asked for the load, so it fails at once; the peer of another request waits for what is said
+    driver.submit(WantRequest("w", "w", "5" * 32, ADDRESS), LoadRequest("unknown", (), (), ()))
     driver.progress_inline(MAX_WORK_S)
     assert worker.poll().failed_recving.keys() == {"unknown"}
-    # the driver's thread does not sleep on it
-    assert driver.num_queued
+    assert not driver.links.has_unsent
+    assert driver.num_queued  # the driver's thread does not sleep on it
     world.close()
 
 
@@ -135,10 +136,9 @@ class Slow(FakeClock):
 @pytest.mark.parametrize("is_inline", [True, False])
 def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inline):
     with closing(World()) as world:
-        (worker,) = world.start(FakeEngine("d", MODEL), role="consumer").workers
-        driver, address = worker.driver, EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
+        driver = world.start(FakeEngine("d", MODEL), role="consumer").workers[0].driver
         driver.clock = Slow()
-        driver.submit(*[WantRequest(f"w{i}", f"w{i}", "5" * 32, address) for i in range(1000)])
+        driver.submit(*[WantRequest(f"w{i}", f"w{i}", "5" * 32, ADDRESS) for i in range(1000)])
         if is_inline:
             driver.progress_inline(MAX_WORK_S)
         else:
