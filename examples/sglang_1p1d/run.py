@@ -21,7 +21,7 @@ PORTS = {"prefill": 1, "decode": 2, "alone": 3, "bootstrap": 4}
 """After the router's."""
 LENGTHS = (100, 300)
 CPU_OPTIONS = """--device cpu --attention-backend torch_native --dtype float32 --disable-overlap-schedule --page-size 16
- --chunked-prefill-size 64 --max-total-tokens 8192 --max-running-requests 4 --mem-fraction-static 0.1
+ --chunked-prefill-size 64 --max-total-tokens 8192 --max-running-requests 4 --mem-fraction-static 0.3
  --grammar-backend none --skip-tokenizer-init"""
 
 

@@ -44,7 +44,7 @@ OPTIONS = {
     "max-running-requests": 4,
     "page-size": 16,
     "chunked-prefill-size": 64,
-    "mem-fraction-static": 0.1,
+    "mem-fraction-static": 0.3,
     "grammar-backend": "none",
     "skip-server-warmup": True,
     "skip-tokenizer-init": True,
