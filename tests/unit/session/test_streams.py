@@ -274,6 +274,15 @@ def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     assert ended.load.filled_tokens == 8
 
 
+def test_a_producer_that_ends_after_the_last_token_leaves_all_of_them():
+    """It was to say that the prompt is complete, with the first token, perhaps."""
+    side, (link,) = _following()
+    (started,) = harness.of(side.receive(link, _said(12)), "start_receive")
+    assert not harness.of(side.tell(ev.ReceiveFinished(started.read)), "finish_load")
+    (ended,) = harness.of(side.tell(ev.LinkLost(link, PeerLostError("gone"))), "finish_load")
+    assert (type(ended.error), ended.load.filled_tokens) == (PeerLostError, 12)
+
+
 def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
     side, (link,) = _following(None)
     for _ in range(30):
