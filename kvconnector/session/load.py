@@ -246,9 +246,9 @@ class Load(Tracked[LoadState]):
     def note_filled(self) -> None:
         """Take that no read is open: all that was read for is in the blocks, and nothing of what is left."""
         if self.begun is None:
-            everything = max([tokens.stop for tokens in self.left], default=0)
             starts = [tokens.start for tokens in self.left if tokens]
-            self.filled_tokens = min(starts, default=everything)
+            everything = [tokens.stop for tokens in self.left]
+            self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
         """The error of a load whose deadline passed: it names what the load waited for."""

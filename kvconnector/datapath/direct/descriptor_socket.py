@@ -2,7 +2,7 @@
 
 *Why.* /proc/PID/fd leads to another process's memory within one pid namespace, and each pod has its own. What pods of a
 node can share is a volume. A socket file in it joins them whatever their namespaces, and carries open descriptors: of
-the memory, and of the file in /proc that says whether the producer lives, which is found by a process id otherwise. So
+the memory, and of the producer's statm in /proc, which shows that it lives and is found by a process id otherwise. So
 the memory is the same as without containers, sealed and without a name: nothing in the volume needs a size, and when
 the producer ends, however it does, its memory goes as well. Only an empty socket file may be left, which the next
 producer removes.

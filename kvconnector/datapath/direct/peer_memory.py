@@ -80,7 +80,7 @@ class PeerMemory:
 
 
 def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:
-    """Of the memory, and for a GPU's pools of what says whether the producer lives; to be closed by the caller."""
+    """Descriptors of the producer's memory and, for pools on a GPU, of its statm; to be closed by the caller."""
     names = [f"fd/{export.fd}", "statm"][: 2 if export.device == "cuda" else 1]
     if shared_folder:
         return fetch_descriptors(shared_folder, export.nonce, len(names))
@@ -101,7 +101,7 @@ def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:
 def _refusal(error: OSError, export: PoolExport) -> KVConnectorError:
     if isinstance(error, PermissionError):
         return TransportError(
-            f"the kernel does not let this process open the producer's memory: it is another user's{_OR_ELSEWHERE}",
+            f"this process may not open the producer's memory: it is another user's{_OR_ELSEWHERE}",
             pid=export.pid,
         )
     if not os.path.exists(f"/proc/{export.pid}"):
