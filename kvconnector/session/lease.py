@@ -20,8 +20,8 @@ again once it was retracted.
 
 *Before and after.* Messages about a transfer that is not granted yet are kept for a while (`EarlyEvents`), and so are
 reads that name the blocks of a lease that is not complete: a router can be faster than the engine's next step. How a
-lease ended is remembered (`EndedLeases`), so that who comes late knows why. A secret is compared in constant time, and
-a wrong one is answered like an unknown name.
+lease ended is remembered (`EndedLeases`), so that who comes late knows why, and that no other lease gets its name and
+secret. A secret is compared in constant time, and a wrong one is answered like an unknown name.
 
 *What breaks if this is changed.* A lease that ends with sends under way hands blocks to the next request while they are
 read. A `Done` that counts ranks by number instead of by identity ends a lease at a duplicate.
@@ -113,7 +113,7 @@ LEASE_TABLE: Table[LeaseState] = Table(
 )
 
 REFUSAL_OF = {
-    LeaseState.RELEASED: (Refusal.UNKNOWN_TRANSFER, "the transfer was completed and released"),
+    LeaseState.RELEASED: (Refusal.UNKNOWN_TRANSFER, "the transfer is complete: draw names anew"),
     LeaseState.EXPIRED: (Refusal.LEASE_EXPIRED, "the lease on the request's blocks has ended"),
     LeaseState.ABORTED: (Refusal.ABORTED, "the request was aborted"),
 }

@@ -90,7 +90,8 @@ class ProducerSession:
                 engine=self._topology.engine.engine_id,
             )
         if lease is None:
-            if self._given_up.find(event.transfer_id, event.secret) is not None:
+            # given up before it was computed; or its names are used again, and messages of the first use come late
+            if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
                     self._port.release(event.request_id, _ABORTED.value, HoldTrace(now, now))
                 return
@@ -116,8 +117,7 @@ class ProducerSession:
             lease.expires_at = now + (event.lease_duration_s or self._config.duration_s)
             self._agenda.plan(lease, lease.expires_at)
         lease.move(target)
-        # a key that was retracted is not published again: who reads under it would take one lease for the other
-        if self._reply.export is not None and self._find_ended(lease) is None:
+        if self._reply.export is not None:
             lease.keys = lease.names()
             for key in lease.keys:
                 self._port.publish(key, lease.watermark)
@@ -251,7 +251,7 @@ class ProducerSession:
         if ranks >= peer.readers:
             self._end(lease, LeaseState.RELEASED)
 
-    def _find_ended(self, key: m.TransferKey | m.Read | Lease) -> LeaseState | None:
+    def _find_ended(self, key: m.TransferKey | m.Read | LeaseOrder) -> LeaseState | None:
         remembered = self._ended, self._given_up
         found = [each.find(key.transfer_id, key.secret) for each in remembered]
         return found[0] or found[1]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUIESCE_S = 30.0
-GIVEN_UP = "TransferAbortedError: the decode engine gave the request up"
+GIVEN_UP = "TransferAbortedError: the decode engine gave it up, or its room was used before"
 
 
 class RankTransfers:
@@ -83,7 +83,7 @@ class RankTransfers:
         self.turn = 0
         """How often reports were taken: once each time that SGLang goes through its queue."""
         self.numbers = count()
-        """Of requests: a router may use a room again."""
+        """Of requests: one that has failed may come again with its room, which is refused."""
         self._transferring: dict[str, RoomTransfer] = {}
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         logger.info("kvconnector moves %s of %s as engine %s", kinds, rank, config.engine_id)

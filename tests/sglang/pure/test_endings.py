@@ -140,13 +140,22 @@ def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
     assert isinstance(error_of(sent[0]), BlockIdError)
 
 
-def test_a_room_is_used_again(patient):
-    for _ in range(2):
-        sent = _computed(patient, 8)
-        wanted = patient.want(8)
-        patient.load(wanted, OTHERS, TOKENS)
-        assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
-        patient.check(OTHERS, TOKENS)
+@pytest.mark.parametrize("is_prefill_first", [True, False], ids=["prefill", "decode"])
+def test_a_room_is_for_one_request_whichever_engine_hears_of_the_second_first(
+    patient, is_prefill_first
+):
+    sent, wanted = _computed(patient, 8), patient.want(8)
+    patient.load(wanted, OTHERS, TOKENS)
+    assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
+    patient.check(OTHERS, TOKENS)
+    sent = _computed(patient, 8) if is_prefill_first else []
+    wanted = patient.want(8)
+    patient.load(wanted, OTHERS, TOKENS)
+    assert {*patient.until_over(*wanted)} == {Stage.FAILED}
+    assert "draw names anew" in str(error_of(wanted[0]))
+    sent = sent or _computed(patient, 8)
+    assert {*patient.until_over(*sent)} == {Stage.FAILED}
+    assert "its room was used before" in str(error_of(sent[0]))
 
 
 def test_a_prefill_engine_that_is_gone_fails_its_requests_and_one_in_its_place_is_met(pair):

@@ -68,16 +68,37 @@ def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
     assert started.send.blocks is expected.blocks
 
 
-def test_a_name_that_is_used_again_is_sent_and_not_published():
-    """A direct read that began under the first lease would not see that it has ended."""
+def _ended(how):
+    """A producer whose first use of the names has ended."""
     side = _filling(harness.EXPORT)
-    published = harness.of(side.tell(_granted(12, is_complete=True)), "publish")
-    assert KEY_OF_FOLLOWERS in {each.key for each in published}
-    assert harness.of(side.tell(harness.given_up()), "retract")
-    for again in (_granted(0), _granted(12, is_complete=True)):
-        assert not harness.of(side.tell(again), "publish")
-    asked = harness.read(1, tokens=range(12), blocks=())
-    assert harness.of(side.receive(-1, asked), "start_send")
+    side.tell(_granted(12, is_complete=True))
+    ending = {"released": harness.done(), "aborted": harness.given_up(), "expired": ev.Tick()}[how]
+    if how == "expired":
+        side.session.keep_alive(-1, harness.LEASE_S)
+        side.now = harness.LEASE_S
+    assert harness.released(side.tell(ending)) == [("r", how)]
+    return side
+
+
+@pytest.mark.parametrize("how", ["released", "aborted", "expired"])
+def test_names_are_for_one_use(how):
+    """What consumers say late of the first one could not be told from what they say of the second."""
+    side = _ended(how)
+    assert side.tell(_granted(0), _granted(8)) == []
+    assert len(_refused(side.tell(harness.followed()))) == 1
+    second = side.tell(_granted(12, is_complete=True))
+    assert harness.released(second) == [("r", "aborted")]
+    assert not harness.of(second, "publish")
+    assert side.num_leases == 0
+
+
+def test_a_late_word_about_a_transfer_does_not_reach_the_next_one_of_its_name():
+    side = _ended("released")
+    side.tell(GrowRequest("r", "t", harness.OTHER_SECRET, harness.BLOCKS, Watermark(0)))
+    late = side.tell(harness.given_up(), harness.done(), harness.followed())
+    assert [refusal for _, refusal, _ in _refused(late)] == [Refusal.UNKNOWN_TRANSFER]
+    other = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
+    assert _told(side.tell(harness.followed(-1, other))) == [(0, False)]
 
 
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
