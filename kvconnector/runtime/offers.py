@@ -91,13 +91,15 @@ class Offers:
         """A request was queued that its consumer follows. `asked` has the router's name for its transfer.
 
         Raises:
+            LocalError: the request is not over, or its blocks are held.
             RemoteProtocolError: another request has the transfer's name.
         """
+        if request_id in self._streams or request_id in self.held:
+            raise LocalError("a request was queued twice", request=request_id)
         if asked.transfer_id in self._names:
             raise RemoteProtocolError(
                 "the name of a transfer is in use", request=request_id, transfer=asked.transfer_id
             )
-        self.close(request_id)
         stream = self._streams[request_id] = Stream(asked.transfer_id, asked.transfer_secret)
         self._names.add(asked.transfer_id)
         return stream.order(request_id, (_NO_BLOCKS,) * len(self._groups))
@@ -109,20 +111,29 @@ class Offers:
         stream = self._streams.get(request_id)
         if stream is None or stream.is_void:
             return []
+        require_at_least(0, BlockIdError, num_tokens=num_tokens, ahead_tokens=ahead_tokens)
         if num_tokens < stream.watermark.num_tokens:
             return self.withdraw(request_id)
         watermark = Watermark(num_tokens, ahead_tokens)
         if stream.has_begun and watermark == stream.watermark:
             return []
-        stream.watermark, stream.has_begun = watermark, True
+        all_ids, firsts = block_lists(request_id, blocks, None, len(self._groups))
         # consumers take a block without tokens for the beginning
         stop = max(1, watermark.step_stop)
         # only blocks of groups that keep every token stay the same while more tokens are computed
-        known = [
-            ids[: -(-stop // size)] if isinstance(retention, KeepsAll) else ()
-            for (size, retention, _), ids in zip(self._groups, blocks, strict=True)
-        ]
-        return [stream.order(request_id, stream.blocks(known, [0] * len(known)))]
+        known: list[list[int]] = []
+        for (size, retention, _), ids in zip(self._groups, all_ids, strict=True):
+            is_kept = isinstance(retention, KeepsAll)
+            known.append(ids[: -(-stop // size)] if is_kept else [])
+            if is_kept and len(ids) * size < watermark.step_stop:
+                raise BlockIdError(
+                    f"the blocks of request {request_id} do not hold these tokens",
+                    tokens=watermark.step_stop,
+                    blocks_hold=len(ids) * size,
+                )
+        held = stream.blocks(known, firsts)
+        stream.watermark, stream.has_begun = watermark, True
+        return [stream.order(request_id, held)]
 
     def withdraw(self, request_id: str) -> list[Order]:
         """See `Scheduler.withdraw`."""

@@ -164,7 +164,7 @@ class Scheduler:
                 (`Worker.layer_written`), the consumer reads these before the others are computed.
 
         Raises:
-            BlockIdError: block ids that no pool has.
+            BlockIdError: block ids that no pool has, too few blocks for the tokens, or another number of cache groups.
         """
         self._orders += self._offers.grow(request_id, blocks, num_tokens, ahead_tokens)
 
@@ -195,7 +195,7 @@ class Scheduler:
         Raises:
             RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
             IncompatiblePeerError: they are for another number of cache groups.
-            LocalError: this engine is a producer, or the request is queued already.
+            LocalError: this engine is a producer, the request is queued already, or its blocks are held.
         """
         if kv_transfer_params is None:
             return
@@ -205,33 +205,40 @@ class Scheduler:
                 request=request_id,
                 got=type(kv_transfer_params).__name__,
             )
+        wanted = self._wanted(request_id, kv_transfer_params)
         asked = StreamRequest.from_mapping(kv_transfer_params)
         if asked is not None and self._config.stream and self._service is not None:
             self._orders.append(self._offers.open(request_id, asked))
-        if not wants_remote_prefill(kv_transfer_params):
+        if wanted is None:
             return
+        self._requests[request_id] = RemoteRequest(wanted, self._retentions)
+        self._orders.append(
+            WantRequest(
+                request_id=request_id,
+                transfer_id=wanted.remote_request_id,
+                secret=wanted.transfer_secret,
+                engine=wanted.engine,
+                is_followed=wanted.is_followed,
+            )
+        )
+
+    def _wanted(self, request_id: str, params: Mapping[str, Any]) -> TransferParams | None:
+        """Return the producer's offer that a request is to load, if any. Errors are those of `on_new_request`."""
+        if not wants_remote_prefill(params):
+            return None
         if self._config.role == "producer":
             raise LocalError("a producer loads no requests", request=request_id)
         if request_id in self._requests:
             raise LocalError("a request was queued twice", request=request_id)
-        params = TransferParams.from_mapping(kv_transfer_params)
-        if not params.is_followed and len(params.remote_block_ids) != self._engine.num_groups:
+        wanted = TransferParams.from_mapping(params)
+        if not wanted.is_followed and len(wanted.remote_block_ids) != self._engine.num_groups:
             raise IncompatiblePeerError(
                 "the request's blocks are for another number of cache groups",
                 request=request_id,
-                theirs=len(params.remote_block_ids),
+                theirs=len(wanted.remote_block_ids),
                 ours=self._engine.num_groups,
             )
-        self._requests[request_id] = RemoteRequest(params, self._retentions)
-        self._orders.append(
-            WantRequest(
-                request_id=request_id,
-                transfer_id=params.remote_request_id,
-                secret=params.transfer_secret,
-                engine=params.engine,
-                is_followed=params.is_followed,
-            )
-        )
+        return wanted
 
     def matched_tokens(
         self, request_id: str, num_prompt_tokens: int, num_computed_tokens: int

@@ -8,7 +8,7 @@ from msgspec import structs
 from kvconnector.errors import BlockIdError, ConfigError, GeometryError, LocalError
 from kvconnector.runtime import Scheduler
 from tests.support.fakes import FakeEngine, attention_model, metadata_of
-from tests.unit.runtime.test_scheduler import CONFIG, hybrid
+from tests.unit.runtime.test_scheduler import CONFIG, STREAMED, hybrid
 
 PRODUCER = structs.replace(CONFIG, role="producer")
 
@@ -79,6 +79,33 @@ def test_an_offer_with_more_for_its_consumers_than_a_message_takes_is_refused(pr
     assert producer.build_step().orders == ()
     producer.offer("r", blocks=[[1]], num_tokens=3, extra=bytes(256))
     assert producer.build_step().orders[0].extra == bytes(256)
+
+
+@pytest.mark.parametrize(
+    "change, text",
+    [
+        ({"blocks": [[1], [2]]}, "of each cache group"),
+        ({"blocks": None}, "a list of block ids for each cache group"),
+        ({"blocks": [3]}, "a list of block ids for each cache group"),
+        ({"blocks": [[-1]]}, "block ids"),
+        ({"num_tokens": "3"}, "num_tokens must be an integer"),
+        ({"num_tokens": -1}, "num_tokens must be an integer"),
+        ({"ahead_tokens": 2.5}, "ahead_tokens must be an integer"),
+        # no message could carry them, and their consumer would end the connection
+        ({"num_tokens": 1 << 40}, "do not hold these tokens"),
+        ({"ahead_tokens": 5}, "do not hold these tokens"),
+    ],
+)
+def test_a_step_that_no_consumer_could_read_is_refused_at_the_call(producer, change, text):
+    producer.on_new_request("r", STREAMED)
+    producer.build_step()
+    grown = {"blocks": [[1]], "num_tokens": 2, "ahead_tokens": 4}
+    with pytest.raises(BlockIdError, match=text):
+        producer.grow("r", **{**grown, **change})
+    assert producer.build_step().orders == ()
+    producer.grow("r", **grown)
+    (order,) = producer.build_step().orders
+    assert (order.watermark.num_tokens, order.watermark.ahead_tokens) == (2, 4)
 
 
 def test_a_request_is_offered_once_and_not_after_close(producer):

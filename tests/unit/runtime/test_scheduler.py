@@ -224,6 +224,32 @@ def test_a_name_of_a_transfer_is_used_once_at_a_time(producer):
     producer.on_new_request("s", STREAMED)
 
 
+def test_a_request_that_is_not_over_is_not_streamed_anew(producer):
+    """Its workers have one lease for each request: they would never end the second one, nor give its blocks back."""
+    other = {**STREAMED, "transfer_id": "u"}
+    producer.on_new_request("r", STREAMED)
+    for _ in ("computed", "held"):
+        producer.build_step()
+        with pytest.raises(LocalError, match="queued twice"):
+            producer.on_new_request("r", other)
+        assert producer.build_step().orders == ()
+        if not producer.held:
+            producer.grow("r", blocks=[[3]], num_tokens=1)
+            producer.offer("r", blocks=[[3]], num_tokens=1)
+    producer.update(WorkerOutput(finished_sending=frozenset("r")))
+    producer.on_new_request("r", other)
+    producer.finish("r")
+    producer.on_new_request("r", STREAMED)
+
+
+def test_a_mistake_in_what_is_to_be_loaded_opens_no_stream():
+    config = structs.replace(CONFIG, role="both")
+    with Scheduler(config, metadata_of(role="both")) as scheduler:
+        with pytest.raises(RemoteProtocolError):
+            scheduler.on_new_request("r", {**STREAMED, "do_remote_prefill": True})
+        scheduler.on_new_request("r", STREAMED)
+
+
 def test_a_scheduler_that_is_collected_stops_its_directory_service():
     scheduler = Scheduler(structs.replace(CONFIG, role="producer"), metadata_of(role="producer"))
     thread = scheduler._service._thread
