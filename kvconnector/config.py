@@ -96,11 +96,11 @@ class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     budget_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB)] = 256 * MIB
     """All send and receive slots of one worker together."""
-    chunk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     """Bytes of one slot, and the longest message; 0 chooses by place: `CPU_CHUNK_BYTES` or `CUDA_CHUNK_BYTES`."""
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
-    max_programs: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    max_programs: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
     """Most programs of a Triton kernel, to leave multiprocessors to the model; 0: no limit, -1: half the GPU's."""
     spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
     """How long the driver's thread, and an engine's in `wait`, spin after something happened before they sleep, without
@@ -214,6 +214,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 raise ConfigError(
                     f"{field.name} must be a {SECTIONS[field.name].__name__}", got=value
                 )
+            _check_texts({field.name: value})
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
@@ -263,6 +264,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         if not isinstance(settings, Mapping):
             raise ConfigError("settings are a mapping", got=type(settings).__name__)
         _refuse_unknown_names(settings)
+        _check_texts(settings)
         try:
             # strict=False lets "30" from the environment or a command line be a number
             return msgspec.convert(dict(settings), cls, strict=False)
@@ -349,6 +351,19 @@ def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:
                 known = SECTIONS[name].__struct_fields__
                 if field not in known:
                     raise ConfigError(f"unknown setting {name}.{field}{_nearest(field, known)}")
+
+
+def _check_texts(settings: Mapping[str, Any], at: str = "") -> None:
+    """Raise ConfigError: a text that no message and no name of a file can be. A variable may have any bytes."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_texts(value, f"{name}.")
+        elif isinstance(value, str) and (
+            "\0" in value or value.encode(errors="ignore").decode() != value
+        ):
+            raise ConfigError(
+                f"invalid setting {at}{name}: not UTF-8, or with a zero byte", got=value
+            )
 
 
 def _worded(

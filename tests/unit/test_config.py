@@ -34,6 +34,7 @@ REFUSED = [
     ({5: 1}, r"unknown setting 5"),
     ({"engine_id": ""}, "engine_id"),
     ({"engine_id": "e" * 513}, "engine_id"),
+    ({"engine_id": "\udcff"}, r"engine_id: not UTF-8"),
     ({"engine_id": None}, r"engine_id: expected `str`, got `null` \[got=None\]"),
     ({"role": "prod"}, r"role: expected one of producer, consumer, both \[got='prod'\]"),
     ({"verify": "md5"}, "verify: expected one of none, checksum"),
@@ -51,14 +52,24 @@ REFUSED = [
             ("peer", "transfer_timeout_s", None),
             ("staging", "budget_bytes", 1024, 65536.5),
             ("staging", "chunk_bytes", -1),
+            ("staging", "max_programs", -2, 1 << 31),
             ("staging", "window", 0),
             ("control", "port", 65536, -1),
             ("control", "max_message_bytes", 100),
             ("ucx", "library", 1, ""),
             ("ucx", "tls", 3),
+            # as an environment of other bytes than UTF-8 has them
+            ("peer", "timeout_s", "\udcff"),
+            ("control", "secret_key_file", "\udcff", "\0"),
+            ("ucx", "library", "\udcff", "\0"),
             ("ucx", "tcp_segment_bytes", -4096, 5000),
         )
         for value in values
+    ),
+    # longer than what a greeting can state
+    (
+        {"staging": {"chunk_bytes": 1 << 31, "budget_bytes": 1 << 33}},
+        r"chunk_bytes: expected `int` <=",
     ),
     # settings that contradict each other are both named
     ({"peer": {"timeout_s": 5.0}}, "timeout_s=.*heartbeat_interval_s="),
