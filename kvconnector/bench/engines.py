@@ -210,10 +210,6 @@ class ProcessPair(ExitStack, Runner):
             if mismatch:
                 raise ResultMismatchError(f"{type(self).__name__}: {mismatch}", rank=str(rank))
 
-    def engine(self, engine_id: str) -> Engine:
-        """The engine "prefill" or "decode"."""
-        return self.prefill if engine_id == "prefill" else self.decode
-
     def pause(self) -> None:
         self.prefill.ranks.pause()
         self.decode.ranks.pause()
@@ -239,25 +235,15 @@ class EnginePair(ProcessPair):
         super().__init__(deployment)
 
     def _start(self) -> None:
-        begun = [self.engine(name).start(self._config(name)) for name in ("decode", "prefill")]
-        for end in reversed(begun):
-            end()
+        decode = self.decode.start(self._config("decode"))
+        self.prefill.start(self._config("prefill"))()
+        decode()
 
     def _config(self, engine_id: str) -> ConnectorConfig:
         options, settings = self.deployment.options, self._settings
         if options.connect:
             settings = {**settings, "control": msgspec.to_builtins(control_settings())}
         return options.config(engine_id, ROLES[engine_id], settings)
-
-    def restart(self, engine_id: str, *, is_killed: bool = True) -> None:
-        """End an engine, without a word to anybody or in order, and start it again under the same id."""
-        engine = self.engine(engine_id)
-        if is_killed:
-            engine.ranks.kill()
-        engine.close()
-        engine = self._open(engine_id)
-        setattr(self, engine_id, engine)
-        engine.start(self._config(engine_id))()
 
     def run(self, *transfers: Transfer) -> float:
         requests = [self.offer_and_want(each) for each in transfers]

@@ -45,11 +45,18 @@ class Compute(NamedTuple):
         return msgspec.convert((*numbers[:2], numbers[2:])[: len(numbers)], cls)
 
 
+class SoakOptions(NamedTuple):
+    """How long a soak runs, the file from which it goes on after an interruption, and a wheel or a folder."""
+
+    minutes: float = 1.0
+    state: str = ""
+    other_release: str = ""
+
+
 class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options; a benchmark uses some of them.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
-    `state` names the file of a run that goes on after an interruption.
     `bursts` are tokens of a page, and requests at once.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
@@ -65,8 +72,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     tls: str = ""
     peer: str = ""
     iterations: int = 10
-    minutes: float = 1.0
-    state: str = ""
+    soak: SoakOptions = SoakOptions()
     compute: Compute = Compute()
     connect: str = ""
     bursts: tuple[tuple[int, ...], tuple[int, ...]] = ((16, 64), (1, 2, 4, 8, 16, 32, 64))

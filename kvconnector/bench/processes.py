@@ -55,17 +55,20 @@ REMOTE = ("exchange", "serve_stream", "serve_perftest", "pause", "resume")
 Result = TypeVar("Result")
 
 
-class _Child:
-    """One process. Its stdout and stderr go to a file, whose end explains a failure."""
+class Child:
+    """A process that runs `kvconnector.bench.<module>` and answers calls, see `serve_calls`. It decodes `options` from
+    JSON. Its stdout and stderr go to a file, whose end explains a failure.
+    """
 
-    def __init__(self, spec: EngineSpec, rank_index: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, module: str, options: object, environment: Mapping[str, str]) -> None:
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the child
         with theirs:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "kvconnector.bench.rank_process"),
-                    *(str(theirs.fileno()), msgspec.json.encode((spec, rank_index)).decode()),
+                    # -P: what it imports does not depend on where this process was started
+                    *(sys.executable, "-P", "-m", f"kvconnector.bench.{module}"),
+                    *(str(theirs.fileno()), msgspec.json.encode(options).decode()),
                 ],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -74,8 +77,8 @@ class _Child:
                 env={
                     **os.environ,
                     **dict.fromkeys(THREAD_VARIABLES, "1"),
+                    "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
                     **environment,
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 },
             )
 
@@ -119,11 +122,11 @@ class EngineProcesses(ExitStack):
         super().__init__()
         self.spec = spec
         self.host = spec.control.host if spec.control else "127.0.0.1"
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         self._perftest = self.enter_context(ExitStack())
         try:
             for index in range(len(spec.shape.ranks)):
-                child = _Child(spec, index, environment)
+                child = Child("rank_process", (spec, index), environment)
                 self.callback(child.stop)
                 self._children.append(child)
         except BaseException:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
 
@@ -40,6 +40,10 @@ _PR_SET_PDEATHSIG = 1
 
 class CallFailedError(KVConnectorError):
     """A call raised in the other process, or that process is gone; the text is its own or the end of its log."""
+
+
+Usage: TypeAlias = tuple[float, float, int, int]
+"""Resident MiB of a process's own and shared with others (pools that a peer reads are), open descriptors, threads."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -86,6 +90,14 @@ def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any
     if isinstance(decoded, Failed):
         raise CallFailedError(f"{name} {decoded.text}")
     return decoded[0]
+
+
+def process_usage() -> Usage:
+    """Return what this process uses."""
+    status = dict(re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+    own_mib, shared_mib = (int(status[name]) / 1024 for name in ("RssAnon", "RssShmem"))
+    descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
+    return own_mib, shared_mib, descriptors, threads
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -217,12 +229,8 @@ class RankProcess:
             self._worker.poll()
         return time.perf_counter() - began_s
 
-    def usage(self) -> tuple[float, float, int, int]:
-        """Resident MiB of its own and shared with others (pools that a peer reads are), open descriptors, threads."""
-        status = dict(re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
-        own_mib, shared_mib = (int(status[name]) / 1024 for name in ("RssAnon", "RssShmem"))
-        descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-        return own_mib, shared_mib, descriptors, threads
+    def usage(self) -> Usage:
+        return process_usage()
 
     def drive(
         self,
@@ -293,25 +301,31 @@ class _Log(logging.Handler):
         self.texts[record.getMessage()] = record.levelno
 
 
-def _main(arguments: Sequence[str]) -> None:
-    """Answer calls until the parent closes the connection or is gone."""
+def serve_calls(descriptor: int, make: Callable[[], Any]) -> None:
+    """Answer calls of the public methods of what `make` returns, through a pipe, until the parent closes that or is
+    gone; then close it. The process ends with the error's text where it cannot be made.
+    """
     # while it is stopped, as between its turns, it cannot see that the connection is closed
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    spec, rank_index = msgspec.json.decode(arguments[1], type=tuple[EngineSpec, int])
     try:
-        rank = RankProcess(spec, spec.shape.ranks[rank_index])
+        target = make()
     except KVConnectorError as error:
         sys.exit(f"{type(error).__name__}: {error}")
-    methods = [name for name in vars(RankProcess) if not name.startswith("_")]
-    with Connection(int(arguments[0])) as connection:
+    methods = [name for name in vars(type(target)) if not name.startswith("_")]
+    with Connection(descriptor) as connection:
         try:
             while True:
-                connection.send_bytes(answer(rank, connection.recv_bytes(), methods))
+                connection.send_bytes(answer(target, connection.recv_bytes(), methods))
         except (EOFError, OSError):
             return
         finally:
-            rank.close()
+            target.close()
+
+
+def _main(descriptor: str, options: str) -> None:
+    spec, rank_index = msgspec.json.decode(options, type=tuple[EngineSpec, int])
+    serve_calls(int(descriptor), lambda: RankProcess(spec, spec.shape.ranks[rank_index]))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1:])
+    _main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -36,8 +37,8 @@ class Measurement(msgspec.Struct, frozen=True):
     figures: dict[str, float] = {}
 
     def percentile_s(self, percent: int) -> float:
-        """Interpolated where there are few samples."""
-        return float(np.percentile(self.samples_s, percent))
+        """Interpolated where there are few samples; without any it is no number."""
+        return float(np.percentile(self.samples_s, percent)) if self.samples_s else math.nan
 
     @property
     def gigabytes_per_s(self) -> float | None:
@@ -102,7 +103,7 @@ def _times(case: CaseResult) -> Table:
             str(len(each.samples_s)),
             *(format_seconds(each.percentile_s(p)) for p in PERCENTILES),
             "" if throughput is None else f"{throughput:.2f}",
-            f"{case.time_over_ours(each):.2f}",
+            f"{case.time_over_ours(each):.2f}".replace("nan", ""),
             style="bold" if each.kind == "ours" else None,
         )
     return table
@@ -129,7 +130,9 @@ def _figure(name: str, value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Three digits and a unit; nothing where it is no number."""
+    if math.isnan(seconds):
+        return ""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

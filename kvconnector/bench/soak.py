@@ -6,25 +6,39 @@ to an engine while they were loaded, or to themselves. All others count as `unex
 
 From time to time the load is drained, both engines' pools are filled with known bytes, and one more request is compared
 with what was sent, and all other blocks with what lay there: wrong bytes and late writes end the run.
+
+With another release at hand, an engine that is started again is of this one or of that one, so that all four pairs of
+releases meet, and equally often.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import TURN_S, EnginePair
+from kvconnector.bench.deployment import Blocks, Deployment
+from kvconnector.bench.engine_process import EngineOptions, EngineProcess, Turned, WholeEngine
+from kvconnector.bench.engines import TURN_S
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.rank_process import RankProcess
-from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
+from kvconnector.bench.releases import Release, open_release
+from kvconnector.bench.results import CaseResult, ShowProgress
 from kvconnector.bench.shapes import EngineShape
-from kvconnector.bench.soak_state import SoakState, load_state, rng_of, save_state
-from kvconnector.runtime import WorkerOutput
+from kvconnector.bench.soak_faults import FAULTS, PEER_TIMEOUT_S, SETTINGS, Fault
+from kvconnector.bench.soak_state import (
+    RELEASES,
+    PairCounts,
+    SoakState,
+    cases_of,
+    load_state,
+    pair_of,
+    rng_of,
+    save_state,
+)
 
 IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
@@ -33,63 +47,29 @@ FAULT_S = 45.0
 """Between two faults; in short runs fewer seconds, so that each kind has its turn in the first half."""
 CHECK_S = 60.0
 """Between two comparisons of bytes, and between two savings of the state; in short runs less."""
-PEER_TIMEOUT_S = 5.0
-SETTINGS = {
-    "lease": {"duration_s": 5.0},
-    "peer": {
-        "timeout_s": PEER_TIMEOUT_S,
-        "heartbeat_interval_s": 1.0,
-        "transfer_timeout_s": 10.0,
-    },
-}
 DRAIN_S = 60.0
 MAX_TOLD = 10
 """Errors without a cause that are reported in full."""
 
 
-class Fault(NamedTuple):
-    """What is done to an engine. `pause_s`: it is stopped for this time; a silent one is given up by its peer then."""
-
-    kind: str
-    engine: str
-    is_restart: bool = False
-    pause_s: float = 0.0
-
-    @property
-    def loses_peer(self) -> bool:
-        """Returns True if requests that are loaded meanwhile may fail."""
-        return self.is_restart or self.pause_s > PEER_TIMEOUT_S
-
-    def __str__(self) -> str:
-        return f"{self.engine}_{self.kind}"
-
-
-FAULTS = (
-    Fault("killed", "decode", is_restart=True),
-    Fault("paused", "prefill", pause_s=1.0),
-    Fault("restarted", "prefill", is_restart=True),
-    Fault("silent", "decode", pause_s=1.6 * PEER_TIMEOUT_S),
-    Fault("killed", "prefill", is_restart=True),
-    Fault("paused", "decode", pause_s=1.0),
-    Fault("restarted", "decode", is_restart=True),
-    Fault("silent", "prefill", pause_s=1.6 * PEER_TIMEOUT_S),
-)
-
-
 @dataclass(slots=True)
 class _Side:
-    """One engine's blocks: the free ones, and those of each request. `lives` counts its starts."""
+    """One engine, the release that it is of, and its blocks: the free ones, and those of each request. `lives` counts
+    its starts.
+    """
 
+    engine: WholeEngine
     shape: EngineShape
     free: list[int]
+    lives: int
+    release: str = RELEASES[0]
     held: dict[str, list[int]] = field(default_factory=dict)
-    lives: int = 1
 
     def has_room(self, num_tokens: int) -> bool:
         return len(self.free) >= self.shape.num_blocks(num_tokens)
 
-    def take(self, num_tokens: int) -> list[int]:
-        return [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
+    def take(self, request: str, num_tokens: int) -> None:
+        self.held[request] = [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
 
     def give_back(self, request: str) -> None:
         self.free += self.held.pop(request, [])
@@ -97,29 +77,28 @@ class _Side:
 
 @dataclass(slots=True)
 class _Loading:
-    """A request that the consumer loads. `is_first`: it was asked for before the engines had met."""
+    """A request that the consumer loads, and what is counted of its engines' releases. `is_first`: it was asked for
+    before the engines had met.
+    """
 
     started_s: float
     num_tokens: int
     is_first: bool
+    pair: PairCounts
 
 
 class Soak:
-    """One run, or what is left of it. The schedulers, the block managers and the router are this process."""
+    """One run, or what is left of it. The block managers and the router are this process. `close` ends the engines."""
 
     def __init__(
-        self, pair: EnginePair, options: BenchOptions, state: SoakState, progress: ShowProgress
+        self,
+        deployment: Deployment,
+        state: SoakState,
+        progress: ShowProgress,
+        other: Release | None = None,
     ) -> None:
-        deployment = pair.deployment
-        self._pair, self._state, self._progress = pair, state, progress
-        self._random = rng_of(state)
-        self._sides = {
-            name: _Side(shape, list(range(deployment.num_blocks(shape)[0])))
-            for name, shape in deployment.shapes.items()
-        }
-        for side in self._sides.values():
-            side.lives += 1000 * state.num_begun
-        self._token_bytes = options.model.token_bytes
+        self._deployment, self._state, self._progress = deployment, state, progress
+        self._other, self._random = other, rng_of(state)
         self._loading: dict[str, _Loading] = {}
         self._aborted: set[str] = set()
         self._troubled: dict[str, str] = {}
@@ -128,6 +107,34 @@ class Soak:
         """The last fault that loses a peer, and until when it may still fail new requests."""
         self._paused = ("", 0.0)
         self._have_met = False
+        self._sides: dict[str, _Side] = {}
+        for name, shape in deployment.shapes.items():
+            free, lives = list(range(deployment.num_blocks(shape)[0])), 1 + 1000 * state.num_begun
+            self._sides[name] = _Side(self._start(name, RELEASES[0]), shape, free, lives)
+        self._pair.started += 1
+
+    def _start(self, name: str, release: str) -> WholeEngine:
+        options = EngineOptions(
+            engine_id=name,
+            bench=self._deployment.options,
+            in_flight=self._deployment.in_flight,
+            settings=SETTINGS,
+        )
+        is_other = release != RELEASES[0]
+        return WholeEngine(options, self._other.environment if self._other and is_other else {})
+
+    def close(self) -> None:
+        for side in self._sides.values():
+            side.engine.close()
+
+    @property
+    def _releases(self) -> dict[str, str]:
+        return {name: side.release for name, side in self._sides.items()}
+
+    @property
+    def _pair(self) -> PairCounts:
+        """What is counted of the two releases that meet now."""
+        return self._state.pair(pair_of(self._releases))
 
     def run(self, total_s: float, path: Path | None) -> None:
         """Go on until `total_s` of the run are over.
@@ -145,13 +152,16 @@ class Soak:
                 self._resume()
             if elapsed_s > fault_at_s and not self._paused[0]:
                 fault_at_s = elapsed_s + fault_s
-                self._strike(FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)], total_s)
+                fault = FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)]
+                if self._strike(fault, total_s) and fault.is_restart:
+                    check_at_s = min(check_at_s, elapsed_s + fault_s / 2)  # before the next restart
             if elapsed_s > check_at_s and not self._paused[0]:
                 self._check()
                 save_state(path, state)
                 check_at_s = time.monotonic() - began_s + check_s
-            self._start_requests()
-            self._abort_some()
+            if not self._paused[0]:  # its scheduler is stopped, too
+                self._start_requests()
+                self._abort_some()
             self._step()
             self._progress("requests, aborts and faults", elapsed_s / total_s)
         self._resume()
@@ -165,37 +175,85 @@ class Soak:
         Raises:
             ResultMismatchError: see `run`.
         """
+        self._drain()
+        self._troubled.clear()
+        self._aborted.clear()
+        num_tokens = self._random.choice(self._deployment.tokens)
+        while not self._compare(num_tokens) and time.monotonic() < self._trouble[1]:
+            pass
+        self._state.count("checks")
+        self._pair.checks += 1
+        for name, side in self._sides.items():
+            usages = side.engine.call(EngineProcess.usage)
+            values = tuple(float(sum(each)) for each in zip(*usages, strict=True))
+            self._state.note_usage(name, side.lives, values)
+
+    def _compare(self, num_tokens: int) -> bool:
+        """Move one request alone, and compare all of the consumer's blocks. Returns False if the load failed, as it may
+        after a fault.
+
+        Raises:
+            ResultMismatchError: see `run`.
+        """
+        prefill, decode = self._sides.values()
+        failed, name = self._state.counts.get("failed", 0), self._take(num_tokens)
+        ours, theirs = [decode.held[name]], [prefill.held[name]]
+        self._prepare(theirs, num_tokens)
+        self._ask({name: num_tokens})
+        self._drain()
+        if self._state.counts.get("failed", 0) > failed:
+            return False
+        for mismatch in decode.engine.call_ranks(RankProcess.mismatch, ours, num_tokens):
+            if mismatch:
+                raise ResultMismatchError(mismatch, releases=pair_of(self._releases))
+        return True
+
+    def _prepare(self, blocks: Blocks, num_tokens: int) -> None:
+        """Write the sequence into the producer's blocks, and poison into the consumer's pools."""
+        prefill, decode = self._sides.values()
+        prefill.engine.call_ranks(RankProcess.write, blocks, num_tokens)
+        decode.engine.call_ranks(RankProcess.poison)
+
+    def _drain(self) -> None:
+        """Raises ResultMismatchError: blocks are still held in the end."""
         deadline = time.monotonic() + DRAIN_S
         while any(side.held for side in self._sides.values()) and time.monotonic() < deadline:
             self._step()
         leaked = {name: len(side.held) for name, side in self._sides.items() if side.held}
         if leaked:
             raise ResultMismatchError("blocks of requests leaked", requests=leaked)
-        self._troubled.clear()
-        self._aborted.clear()
-        deployment = self._pair.deployment
-        self._pair.verify(deployment.transfer(self._random.choice(deployment.tokens)))
-        self._have_met = True
-        self._state.count("checks")
-        for name in self._sides:
-            usages = self._pair.engine(name).ranks.call(RankProcess.usage)
-            values = tuple(float(sum(each)) for each in zip(*usages, strict=True))
-            self._state.note_usage(name, self._sides[name].lives, values)
 
     # -- load --
 
     def _start_requests(self) -> None:
-        sizes = self._pair.deployment.tokens
+        sizes, asked = self._deployment.tokens, dict[str, int]()
         for _ in range(IN_FLIGHT - len(self._loading)):
             num_tokens = self._random.randint(1, self._random.choice(sizes))
             if not all(side.has_room(num_tokens) for side in self._sides.values()):
-                return  # the engines would queue it
-            self._state.count("requests")
-            blocks = [side.take(num_tokens) for side in self._sides.values()]
-            name = self._pair.offer_and_want(Transfer(num_tokens, *([ids] for ids in blocks)))
-            for side, ids in zip(self._sides.values(), blocks, strict=True):
-                side.held[name] = ids
-            self._loading[name] = _Loading(time.perf_counter(), num_tokens, not self._have_met)
+                break  # the engines would queue it
+            asked[self._take(num_tokens)] = num_tokens
+        if asked:
+            self._ask(asked)
+
+    def _take(self, num_tokens: int) -> str:
+        """Take blocks for a request on both sides. Returns its name."""
+        self._state.count("requests")
+        name = f"request-{self._state.counts['requests']}"
+        for side in self._sides.values():
+            side.take(name, num_tokens)
+        return name
+
+    def _ask(self, asked: dict[str, int]) -> None:
+        """Offer requests of these numbers of tokens and load them, with both engines' next steps."""
+        prefill, decode = self._sides.values()
+        offered = [(name, [prefill.held[name]], count) for name, count in asked.items()]
+        params = prefill.engine.call(EngineProcess.offer, offered)
+        pairs = zip(asked.items(), params, strict=True)
+        wanted = [(name, offer, [decode.held[name]], count) for (name, count), offer in pairs]
+        decode.engine.call(EngineProcess.want, wanted)
+        for name, count in asked.items():
+            now_s, is_first = time.perf_counter(), not self._have_met
+            self._loading[name] = _Loading(now_s, count, is_first, self._pair)
             if time.monotonic() < self._trouble[1]:
                 self._troubled[name] = self._trouble[0]
 
@@ -205,56 +263,64 @@ class Soak:
             self._state.count("aborts")
             del self._loading[name]
             self._aborted.add(name)
-            self._pair.decode.scheduler.finish(name)
-            if not self._pair.decode.scheduler.is_loading(name):
+            if not self._sides["decode"].engine.call(EngineProcess.abort, name):
                 self._sides["decode"].give_back(name)
 
     def _step(self) -> None:
-        running = [self._pair.engine(name) for name in self._sides if name != self._paused[0]]
-        for end in [each.begin_turn(TURN_S) for each in running]:
+        running = [side.engine for name, side in self._sides.items() if name != self._paused[0]]
+        for end in [each.begin(EngineProcess.turn, TURN_S) for each in running]:
             self._record(end())
 
-    def _record(self, output: WorkerOutput) -> None:
-        for name in output.finished_sending:
+    def _record(self, turned: Turned) -> None:
+        for name in turned.sent:
             self._sides["prefill"].give_back(name)
-        for name in output.finished_recving:
+        for name, failed in turned.loads.items():
             self._sides["decode"].give_back(name)
-            failed = output.failed_recving.get(name)
-            if failed is not None:
-                self._state.count(f"{failed.partition(':')[0]}, {self._cause_of(name, failed)}")
             loading = self._loading.pop(name, None)
-            if loading is None:
-                continue  # it was aborted
-            self._pair.decode.scheduler.finish(name)
-            if failed is not None:
-                self._state.count("failed")
-                continue
-            self._state.count("bytes", loading.num_tokens * self._token_bytes)
-            self._have_met = True
-            if name not in self._troubled:  # it arrived before the fault, and nobody looked
-                samples = self._state.first_samples if loading.is_first else self._state.samples
-                samples.add(time.perf_counter() - loading.started_s, self._random)
+            if failed:
+                self._record_failure(name, failed, loading)
+            elif loading is not None:  # else it was aborted
+                self._record_arrival(name, loading)
 
-    def _cause_of(self, name: str, failed: str) -> str:
-        """What this process did to a request that failed."""
+    def _record_arrival(self, name: str, loading: _Loading) -> None:
+        self._state.count("bytes", loading.num_tokens * self._deployment.options.model.token_bytes)
+        loading.pair.served += 1
+        if loading.is_first and not self._have_met:
+            self._have_met = True
+            loading.pair.met += 1
         if name in self._troubled:
-            return self._troubled[name]
-        if name in self._aborted:
-            return "aborted"
-        self._state.count("unexplained")
-        if self._state.counts["unexplained"] <= MAX_TOLD:
-            self._progress(f"{name} failed, and nothing was done to it: {failed}")
-        return "unexplained"
+            return  # it may have arrived before the fault, and nobody looked
+        seconds = time.perf_counter() - loading.started_s
+        loading.pair.samples.add(seconds, self._random)
+        samples = self._state.first_samples if loading.is_first else self._state.samples
+        samples.add(seconds, self._random)
+
+    def _record_failure(self, name: str, failed: str, loading: _Loading | None) -> None:
+        """Count it by what this process did to the request, or to an engine while it was loaded."""
+        cause = self._troubled.get(name) or ("aborted" if name in self._aborted else "unexplained")
+        self._state.count(f"{failed.partition(':')[0]}, {cause}")
+        pair = loading.pair if loading else self._pair
+        if cause == "unexplained":
+            self._state.count("unexplained")
+            pair.unexplained += 1
+            if self._state.counts["unexplained"] <= MAX_TOLD:
+                self._progress(f"{name} failed, and nothing was done to it: {failed}")
+        elif loading is not None:
+            pair.explained += 1
+        if loading is not None:
+            self._state.count("failed")
 
     # -- faults --
 
-    def _strike(self, fault: Fault, total_s: float) -> None:
-        """Do it; in the second half nothing that ends a process, once each kind had its turn."""
+    def _strike(self, fault: Fault, total_s: float) -> bool:
+        """Do it; in the second half nothing that ends a process, once each kind had its turn. Returns True if it was
+        done.
+        """
         state = self._state
         state.count("fault_turns")
         is_late = state.elapsed_s > total_s / 2 and state.counts["fault_turns"] > len(FAULTS)
         if fault.is_restart and is_late:
-            return
+            return False
         state.count(str(fault))
         self._progress(f"{fault.engine} is {fault.kind}", state.elapsed_s / total_s)
         if fault.loses_peer:
@@ -264,67 +330,62 @@ class Soak:
         if fault.is_restart:
             self._restart(fault)
         else:
-            self._pair.engine(fault.engine).ranks.pause()
+            self._sides[fault.engine].engine.pause()
             self._paused = fault.engine, time.monotonic() + fault.pause_s
+        return True
 
     def _resume(self) -> None:
         name, _ = self._paused
         if name:
-            self._pair.engine(name).ranks.resume()
+            self._sides[name].engine.resume()
             self._paused = "", 0.0
 
     def _restart(self, fault: Fault) -> None:
         """End an engine and start it again under the same id. What it loaded or held is gone with it."""
-        name = fault.engine
+        side = self._sides[fault.engine]
         self._have_met = False
-        self._pair.restart(name, is_killed=fault.kind == "killed")
-        side = self._sides[name]
+        if fault.kind == "killed":
+            side.engine.kill()
+        side.engine.close()
+        if self._other is not None:
+            side.release = self._state.least_started(self._releases, fault.engine)
+            self._progress(f"{fault.engine} starts again: {pair_of(self._releases)} release")
+        side.engine = self._start(fault.engine, side.release)
         side.lives += 1
+        self._pair.started += 1
         for request in list(side.held):
             side.give_back(request)
-        if name == "decode":
+        if fault.engine == "decode":
             self._loading.clear()
+        for loading in self._loading.values():
+            loading.is_first = False  # of an engine that is gone
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Yield one case, of what was done until then where the run is interrupted.
+    """Yield what `cases_of` returns, of what was done until then where the run is interrupted.
 
     Raises:
         ResultMismatchError: blocks leaked, or bytes are wrong.
-        ConfigError: the state's file cannot be used.
+        ConfigError: the state's file or the other release cannot be used.
     """
-    total_s = options.minutes * 60
+    asked, total_s = options.soak, options.soak.minutes * 60
     deployment = Deployment(options, options.tokens, in_flight=IN_FLIGHT // 8)
     name = f"{options.model.name}, {deployment}"
-    path = Path(options.state) if options.state else None
-    state = load_state(path, name)
-    begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""
-    progress(f"{total_s / 60:g} minutes{begun}, {deployment}")
-    with EnginePair(deployment, SETTINGS) as pair:
-        soak = Soak(pair, options, state, progress)
+    path = Path(asked.state) if asked.state else None
+    with ExitStack() as exits:
+        other = None
+        if asked.other_release:
+            other = exits.enter_context(open_release(Path(asked.other_release)))
+            name += f", beside {other}"
+        state = load_state(path, name)
+        begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""
+        progress(f"{asked.minutes:g} minutes{begun}, {name}")
+        soak = exits.enter_context(closing(Soak(deployment, state, progress, other)))
         state.num_begun += 1
         try:
             soak.run(total_s, path)
         except KeyboardInterrupt:
             save_state(path, state)
-            yield case_of(name, state)
+            yield from cases_of(name, state)
             raise
-    yield case_of(name, state)
-
-
-def case_of(name: str, state: SoakState) -> CaseResult:
-    """Return what a run has found so far."""
-    figures = {
-        "unexplained": 0.0,
-        **{each: float(number) for each, number in sorted(state.counts.items())},
-        "interruptions": float(max(0, state.num_begun - 1)),
-        "arrived": float(state.samples.num_seen + state.first_samples.num_seen),
-        "first_contacts": float(state.first_samples.num_seen),
-        "first_contact_longest_s": state.first_samples.longest_s,
-        "longest_s": state.samples.longest_s,
-        **state.growth(),
-    }
-    nbytes = state.counts.get("bytes", 0) // max(1, int(figures["arrived"]))
-    contender = "kvconnector, requests that arrived, less first contacts"
-    ours = Measurement(contender, "ours", tuple(state.samples.kept_s), nbytes, figures)
-    return CaseResult(f"{state.elapsed_s / 60:.1f} minutes, {name}", (ours,))
+    yield from cases_of(name, state)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import numpy as np
 
 from kvconnector.bench import file_errors
 from kvconnector.bench.options import SEED
+from kvconnector.bench.results import CaseResult, ContenderKind, Measurement
 from kvconnector.errors import ConfigError
 
 MAX_SAMPLES = 20_000
@@ -22,6 +24,14 @@ SETTLE_SHARE = 0.25
 """Of an engine's life, in which pools are mapped and allocators fill."""
 MEASURES = ("own_mib", "shared_mib", "descriptors", "threads")
 """Shared memory is that of pools: a consumer's grows until it has read all of its producer's."""
+
+
+RELEASES = ("this", "other")
+
+
+def pair_of(releases: Mapping[str, str]) -> str:
+    """Name the releases of both engines, as in "this to other"."""
+    return f"{releases['prefill']} to {releases['decode']}"
 
 
 class Samples(msgspec.Struct):
@@ -48,8 +58,25 @@ class UsagePoint(msgspec.Struct, frozen=True):
     values: tuple[float, ...]
 
 
+class PairCounts(msgspec.Struct):
+    """What became of requests between engines of two releases: one of them was started `started` times, and the two had
+    `met` when a request arrived. `explained` and `unexplained` are requests that failed; in each of `checks` bytes were
+    compared.
+    """
+
+    started: int = 0
+    met: int = 0
+    served: int = 0
+    explained: int = 0
+    unexplained: int = 0
+    checks: int = 0
+    samples: Samples = msgspec.field(default_factory=Samples)
+
+
 class SoakState(msgspec.Struct):
-    """One run, over all its interruptions. `of` names what it runs; `elapsed_s` leaves out the time between them."""
+    """One run, over all its interruptions. `of` names what it runs; `elapsed_s` leaves out the time between them.
+    `pairs` are by the releases of both engines, see `pair_of`.
+    """
 
     of: str
     elapsed_s: float = 0.0
@@ -58,6 +85,18 @@ class SoakState(msgspec.Struct):
     samples: Samples = msgspec.field(default_factory=Samples)
     first_samples: Samples = msgspec.field(default_factory=Samples)
     usage: dict[str, list[UsagePoint]] = {}
+    pairs: dict[str, PairCounts] = {}
+
+    def pair(self, name: str) -> PairCounts:
+        """What was counted of a pair of releases so far, to count on."""
+        return self.pairs.setdefault(name, PairCounts())
+
+    def least_started(self, releases: Mapping[str, str], engine: str) -> str:
+        """Return the release to start an engine in: of the two pairs with the other engine that of fewer starts, and
+        the same as before where both have as many. `releases` are those of both engines now.
+        """
+        choices = sorted(RELEASES, key=lambda release: release != releases[engine])
+        return min(choices, key=lambda each: self.pair(pair_of({**releases, engine: each})).started)
 
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
@@ -128,3 +167,40 @@ def save_state(path: Path | None, state: SoakState) -> None:
 def rng_of(state: SoakState) -> random.Random:
     """Return a run's random numbers, which differ after each interruption."""
     return random.Random(f"{SEED} {state.num_begun}")
+
+
+def cases_of(name: str, state: SoakState) -> list[CaseResult]:
+    """Return what a run has found so far: of all requests, and where releases met, of those between each two."""
+    figures = {
+        "unexplained": 0.0,
+        **{each: float(number) for each, number in sorted(state.counts.items())},
+        "interruptions": float(max(0, state.num_begun - 1)),
+        "arrived": float(state.samples.num_seen + state.first_samples.num_seen),
+        "first_contacts": float(state.first_samples.num_seen),
+        "first_contact_longest_s": state.first_samples.longest_s,
+        "longest_s": state.samples.longest_s,
+        **state.growth(),
+    }
+    nbytes = state.counts.get("bytes", 0) // max(1, int(figures["arrived"]))
+    contender = "kvconnector, requests that arrived, less first contacts"
+    ours = Measurement(contender, "ours", tuple(state.samples.kept_s), nbytes, figures)
+    cases = [CaseResult(f"{state.elapsed_s / 60:.1f} minutes, {name}", (ours,))]
+    if len(state.pairs) > 1:
+        names = [pair_of({"prefill": p, "decode": d}) for p in RELEASES for d in RELEASES]
+        measured = tuple(_measured(each, state.pair(each)) for each in names)
+        cases.append(CaseResult("by the releases of prefill and decode engine", measured))
+    return cases
+
+
+def _measured(name: str, pair: PairCounts) -> Measurement:
+    figures = {
+        "started": float(pair.started),
+        "met": float(pair.met),
+        "served": float(pair.served),
+        "failed, explained": float(pair.explained),
+        "failed, unexplained": float(pair.unexplained),
+        "checks": float(pair.checks),
+        "longest_s": pair.samples.longest_s,
+    }
+    kind: ContenderKind = "variant" if RELEASES[1] in name else "ours"
+    return Measurement(name, kind, tuple(pair.samples.kept_s), figures=figures)

@@ -17,7 +17,7 @@ import click
 import msgspec
 
 from kvconnector.bench import file_errors
-from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute
+from kvconnector.bench.options import THREAD_VARIABLES, BenchOptions, Compute, SoakOptions
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
@@ -64,6 +64,11 @@ _OPTIONS = (
         help="File of what was found: an interrupted run goes on from there.",
     ),
     click.Option(
+        ["--other-release"],
+        metavar="PATH",
+        help="Wheel or folder of another release, which half of the engines' starts run.",
+    ),
+    click.Option(
         ["--scattered/--contiguous"], default=True, help="Blocks at random, or in one run."
     ),
     _shape(["--prefill"], help="Producer: tp=2,dcp=2,block=16,layout=HND."),
@@ -98,7 +103,8 @@ _OPTIONS = (
     click.Option(["--json"], is_flag=True, help="Print JSON."),
 )
 """Of all benchmarks; each has some of them, by name, and defaults of its own."""
-_PAIR = ("model", "tokens", "iterations", "scattered", "prefill", "decode", "device", "tls")
+_CUTS = ("prefill", "decode", "device", "tls")
+_PAIR = ("model", "tokens", "iterations", "scattered", *_CUTS)
 _REPORT = ("output", "json")
 FORMS = ("output", "svg", "html", "json")
 
@@ -158,9 +164,9 @@ BENCHMARKS = {
     ),
     "soak": Benchmark(
         "soak",
-        "Mixed load with aborts and faults, for days if need be: errors by cause, leaks, what grew.",
-        "soak --hours 48 --state soak.json",
-        ("model", "tokens", "minutes", "hours", "state", "prefill", "decode", "device", "tls"),
+        "Mixed load with aborts, faults and other releases, for days if need be: errors by cause, leaks, what grew.",
+        "soak --hours 48 --state soak.json --other-release kvconnector-0.1.0-py3-none-any.whl",
+        ("model", "tokens", "minutes", "hours", "state", "other_release", *_CUTS),
         {"tokens": "16,100,512"},
     ),
     "inferencex": Benchmark(
@@ -227,6 +233,8 @@ def _options(given: dict[str, Any]) -> BenchOptions:
         given["bursts"] = given.pop("pages"), given["bursts"]
     if hours := given.pop("hours", 0.0):
         given["minutes"] = hours * 60
+    soak = {name: given.pop(name) for name in SoakOptions._fields if name in given}
+    given["soak"] = SoakOptions(**soak)
     return BenchOptions(**given)
 
 

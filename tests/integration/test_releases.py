@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,40 +22,15 @@ from tests.integration.minillm_engines import (
     wait_all_blocks_free,
 )
 from tests.support.local_engines import token_ids
+from tests.support.releases import last_release
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 MAX_TOKENS = 4
 PROMPTS = tuple(prompt_of(length) for length in (17, 64, 150, 333))
 CLIENTS = 3
 CALM_REQUESTS = 6
 """Answered between two restarts."""
-
-
-def _git(*arguments):
-    return subprocess.run(("git", "-C", ROOT, *arguments), capture_output=True, check=False).stdout
-
-
-def last_release():
-    """The tree of the newest tag before this commit; without any, the last one that stated no wire versions. Its
-    compiled kernels stay beside it.
-    """
-    commit = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^").decode().strip()
-    if not commit:
-        added = ("--diff-filter=A", "--format=%H", "--", "kvconnector/wire/versions.py")
-        commit = _git("log", *added).decode().strip()
-        commit = _git("rev-parse", f"{commit}^").decode().strip() if commit else ""
-    archive = _git("archive", commit) if commit else b""
-    if not archive:
-        pytest.skip("the history of this checkout does not reach back to the last release")
-    tree = Path(sys.prefix, "releases", commit)
-    if not tree.exists():
-        made = tree.with_suffix(f".{os.getpid()}")
-        made.mkdir(parents=True)
-        subprocess.run(["tar", "-x", "-C", made], input=archive, check=True)
-        made.rename(tree)
-    return tree
 
 
 @dataclass

@@ -14,8 +14,10 @@ import threading
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from types import SimpleNamespace
 from unittest import mock
 
+from kvconnector.bench import processes as bench_processes
 from minillm import processes
 
 forkserver.set_forkserver_preload(["tests.support.preloaded"])
@@ -79,6 +81,12 @@ class Process(ForkServerProcess):
             os.kill(self.pid, number)
 
 
+POPEN = SimpleNamespace(
+    Popen=Process, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+)
+"""What `kvconnector.bench.processes` uses of `subprocess`."""
+
+
 def _become(command, environ, outputs, fds):
     """Do what `python command...` does."""
     os.setsid()
@@ -90,9 +98,12 @@ def _become(command, environ, outputs, fds):
     tempfile.tempdir = None
     random.seed()
     processes.Child.start = ForkedChild.start
+    bench_processes.subprocess = POPEN
     numbers = {str(number): str(os.dup(fd.fileno())) for number, fd in fds.items()}
     sys.argv = [numbers.get(argument, argument) for argument in command]
     try:
+        if sys.argv[0] == "-P":
+            del sys.argv[0]
         if sys.argv[0] == "-m":
             del sys.argv[0]
             sys.modules.pop(sys.argv[0], None)

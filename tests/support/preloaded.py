@@ -9,7 +9,7 @@ from kvconnector_kernels.pump import copy_cpu
 from tests.support.libraries import has_ucx
 
 for module in (
-    "kvconnector.bench.rank_process",
+    "kvconnector.bench.engine_process",
     "kvconnector.datapath.pump.opening",
     "minillm.router",
     "minillm.server",

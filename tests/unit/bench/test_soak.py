@@ -1,15 +1,36 @@
 """`soak`: what it keeps, how it goes on after an interruption, and that it finds what it looks for."""
 
+import io
 import random
+import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from kvconnector.bench import ResultMismatchError, soak, soak_state
-from kvconnector.bench.options import BenchOptions
+import kvconnector
+import kvconnector_kernels
+from kvconnector.bench import ResultMismatchError, processes, soak, soak_state
+from kvconnector.bench.options import BenchOptions, SoakOptions
 from kvconnector.bench.rank_process import RankProcess
+from kvconnector.bench.releases import open_release
 from kvconnector.bench.shapes import ModelShape
-from kvconnector.bench.soak_state import Samples, SoakState, load_state, save_state
+from kvconnector.bench.soak_faults import FAULTS
+from kvconnector.bench.soak_state import (
+    RELEASES,
+    Samples,
+    SoakState,
+    cases_of,
+    load_state,
+    pair_of,
+    save_state,
+)
+from kvconnector.cli import main
 from kvconnector.errors import ConfigError
+from tests.support.forked import run_python
+from tests.support.releases import last_release
 
 MODEL = ModelShape(name="tiny", num_layers=3, num_kv_heads=2, head_dim=16)
 
@@ -52,6 +73,7 @@ def test_a_state_comes_back_as_it_was_and_only_for_the_same_soak(tmp_path):
     path = tmp_path / "soak.json"
     state = life("decode", 1, 10.0, 0.0, 3)
     state.count("requests", 7)
+    state.pair("this to other").served = 3
     save_state(path, state)
     assert load_state(path, "x") == state
     assert [each.name for each in tmp_path.iterdir()] == ["soak.json"]
@@ -65,45 +87,170 @@ def test_a_state_comes_back_as_it_was_and_only_for_the_same_soak(tmp_path):
     assert load_state(None, "x") == SoakState(of="x")
 
 
+KERNELS = Path(kvconnector_kernels.__path__[0])
+PAIRS = ("this to this", "this to other", "other to this", "other to other")
+
+
+def restarted(state, now, rounds=1):
+    """The pairs that meet after each restart of that many rounds of all faults."""
+    for fault in rounds * FAULTS:
+        if fault.is_restart:
+            now[fault.engine] = state.least_started(now, fault.engine)
+            state.pair(pair_of(now)).started += 1
+            yield pair_of(now)
+
+
+def test_restarts_bring_all_pairs_of_releases_together_and_equally_often():
+    state, now = SoakState(of="x"), {"prefill": "this", "decode": "this"}
+    state.pair(pair_of(now)).started += 1
+    assert {"this to this", *restarted(state, now)} == {*PAIRS}
+    list(restarted(state, now, 50))
+    counts = [state.pair(each).started for each in PAIRS]
+    assert max(counts) - min(counts) <= 2
+
+
+def test_engines_of_either_release_are_killed_and_end_in_order():
+    state, now, ended = SoakState(of="x"), {"prefill": "this", "decode": "this"}, set()
+    for fault in 3 * [each for each in FAULTS if each.is_restart]:
+        ended.add((fault, now[fault.engine]))
+        now[fault.engine] = state.least_started(now, fault.engine)
+        state.pair(pair_of(now)).started += 1
+    assert len(ended) == 4 * len(RELEASES)
+
+
+def test_a_report_has_what_each_pair_of_releases_served_and_what_failed():
+    state, rng = SoakState(of="x", elapsed_s=600.0), random.Random(0)
+    assert len(cases_of("x", state)) == 1
+    for number, name in enumerate(PAIRS[:3], 1):
+        pair = state.pair(name)
+        pair.started, pair.met, pair.served, pair.checks = 2 * number, number, 100 * number, number
+        pair.explained, pair.unexplained = 10 * number, number - 1
+        pair.samples.add(0.1 * number, rng)
+    whole, by_pair = cases_of("x", state)
+    assert whole.ours.figures["unexplained"] == 0
+    assert [each.contender for each in by_pair.measurements] == [*PAIRS]
+    assert by_pair.ours.contender == "this to this"
+    found = {each.contender: each.figures for each in by_pair.measurements}
+    assert found["other to this"] == {
+        "started": 6.0,
+        "met": 3.0,
+        "served": 300.0,
+        "failed, explained": 30.0,
+        "failed, unexplained": 2.0,
+        "checks": 3.0,
+        "longest_s": pytest.approx(0.3),
+    }
+    assert found["other to other"]["served"] == 0
+    found = by_pair.measurements[3]
+    assert (found.kind, found.percentile_s(50)) == (
+        "variant",
+        pytest.approx(float("nan"), nan_ok=True),
+    )
+    out = io.StringIO()
+    by_pair.print_to(Console(file=out, width=100))
+    assert "nan" not in out.getvalue()
+
+
+def release(folder, wire="WireVersions(3, 3)"):
+    """A folder with this release, but for the wire versions that it speaks."""
+    package = Path(kvconnector.__file__).parent
+    for name, each in (("kvconnector", package), ("kvconnector_kernels", KERNELS)):
+        shutil.copytree(each, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    file = folder / "kvconnector" / "wire" / "versions.py"
+    text, count = re.subn(
+        r"^SPOKEN = .*$", f"SPOKEN = {wire}", file.read_text(), flags=re.MULTILINE
+    )
+    assert count == 1
+    file.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "what,words",
+    [
+        ("nothing", "there is no kvconnector"),
+        ("no kernels", "there is no kvconnector"),
+        ("no wheel", "this wheel cannot be opened"),
+        ("other wire", "no wire version in common [ours='3', theirs='1 to 2'"),
+        ("other names", "cannot run on that one: ImportError: cannot import name 'EngineGeometry'"),
+    ],
+)
+def test_a_release_that_cannot_be_met_is_refused_before_anything_runs(
+    what, words, tmp_path, capsys
+):
+    path = tmp_path / "x"
+    if what == "no wheel":
+        path = tmp_path / "x.whl"
+        path.write_bytes(b"PK")
+    elif what != "nothing":
+        release(path, "WireVersions(1, 2)" if what == "other wire" else "WireVersions(3, 3)")
+    if what == "no kernels":
+        shutil.rmtree(path / "kvconnector_kernels")
+    if what == "other names":
+        (path / "kvconnector" / "topology" / "__init__.py").write_text("")
+    assert main(["bench", "soak", "--minutes", "1", "--other-release", str(path)]) == 2
+    *_, line = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("kvconnector: ")
+    assert words in line
+
+
+def test_a_wheel_and_a_folder_are_opened_alike_with_this_releases_benchmarks(tmp_path):
+    folder = release(tmp_path / "x", "WireVersions(3, 7)")
+    wheel = shutil.make_archive(str(tmp_path / "x"), "zip", folder)
+    wheel = Path(wheel).rename(tmp_path / "kvconnector-0.1.0-py3-none-any.whl")
+    lines = "import kvconnector.bench, kvconnector.wire as w; print(kvconnector.bench.__file__, w.__file__)"
+    for path in (folder, wheel):
+        with open_release(path) as found:
+            assert (found.version, found.wire) == (kvconnector.__version__, (3, 7))
+            assert str(path) in str(found)
+            files = run_python("-P", "-c", lines, **found.environment).split()
+            bench, wire = (Path(each).resolve() for each in files)
+        assert bench == Path(kvconnector.__file__).parent / "bench" / "__init__.py"
+        assert (tmp_path in wire.parents) == (path == folder)
+    assert not wire.exists()  # what was unpacked is gone
+    assert folder.exists()
+
+
 def soaked(is_over, monkeypatch, **options):
-    """The case of a soak that is interrupted once `is_over(counts)`; None where the run ends by itself."""
+    """The cases of a soak of an hour that is interrupted once `is_over(state)`."""
     step = soak.Soak._step
 
     def interrupted(self):
-        if is_over(self._state.counts):
+        if is_over(self._state):
             raise KeyboardInterrupt
         step(self)
 
+    found = []
     with monkeypatch.context() as patch:
         patch.setattr(soak.Soak, "_step", interrupted)
-        asked = BenchOptions(model=MODEL, tokens=(9, 70), **options)
-        cases = soak.run(asked, lambda *step: None)
-        case = next(cases)
+        asked = BenchOptions(model=MODEL, tokens=(9, 70), soak=SoakOptions(60.0, **options))
         with pytest.raises(KeyboardInterrupt):
-            next(cases)
-        return case.ours.figures
+            found.extend(soak.run(asked, lambda *step: None))
+    return found
 
 
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_soak_meets_every_fault_and_goes_on_after_an_interruption(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "ABORT_PROBABILITY", 0.3)
     monkeypatch.setattr(soak, "FAULT_S", 1.0)
     monkeypatch.setattr(soak, "CHECK_S", 4.0)
-    options = {"minutes": 60.0, "state": str(tmp_path / "soak.json")}
-    before = soaked(lambda counts: counts.get("fault_turns", 0) > 2, monkeypatch, **options)
-    wanted = len(soak.FAULTS) + 1
-    after = soaked(
-        lambda counts: counts.get("fault_turns", 0) > wanted and counts.get("checks", 0) > 1,
-        monkeypatch,
-        **options,
-    )
+    options = {"state": str(tmp_path / "soak.json")}
+    cases = soaked(lambda state: state.counts.get("fault_turns", 0) > 2, monkeypatch, **options)
+    before = cases[0].ours.figures
+
+    def is_over(state):
+        turns, checks = (state.counts.get(name, 0) for name in ("fault_turns", "checks"))
+        return turns > len(FAULTS) + 1 and checks > 1
+
+    after = soaked(is_over, monkeypatch, **options)[0].ours.figures
     assert (before["interruptions"], after["interruptions"]) == (0, 1)
     assert after["requests"] > before["requests"] > 0
     assert after["aborts"] > 0
     assert after["unexplained"] == 0
-    for fault in soak.FAULTS:
+    for fault in FAULTS:
         assert after[str(fault)] >= 1
     assert after["decode_descriptors_last"] > 0
 
@@ -116,19 +263,34 @@ def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
         monkeypatch.setattr(soak, "DRAIN_S", 1.0)
         monkeypatch.setattr(soak._Side, "give_back", lambda self, request: None)
     else:
-        prepare = soak.EnginePair.prepare
+        prepare = soak.Soak._prepare
 
-        def written_late(self, transfer):
-            prepare(self, transfer)
-            ((blocks,), (own,)) = (
-                self.deployment.num_blocks(self.deployment.shapes["decode"]),
-                transfer.decode_blocks,
-            )
-            (unused, *_) = {*range(blocks)} - {*own}
-            self.decode.ranks.call(RankProcess.write, [[unused]], 1)
+        def written_late(self, blocks, num_tokens):
+            prepare(self, blocks, num_tokens)
+            decode = self._sides["decode"]
+            decode.engine.call_ranks(RankProcess.write, [[decode.free[0]]], 1)
 
-        monkeypatch.setattr(soak.EnginePair, "prepare", written_late)
+        monkeypatch.setattr(soak.Soak, "_prepare", written_late)
     text = "leaked" if what == "leak" else "another request"
-    options = BenchOptions(model=MODEL, tokens=(9, 70), minutes=0.05)
+    options = BenchOptions(model=MODEL, tokens=(9, 70), soak=SoakOptions(0.05))
     with pytest.raises(ResultMismatchError, match=text):
         list(soak.run(options, lambda *step: None))
+
+
+@pytest.mark.ucx
+@pytest.mark.integration
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_soak_serves_between_all_pairs_of_this_release_and_the_last(monkeypatch):
+    monkeypatch.setattr(processes, "subprocess", subprocess)  # not forked from this release
+    monkeypatch.setattr(soak, "FAULT_S", 1.0)
+    monkeypatch.setattr(soak, "CHECK_S", 2.0)
+
+    def is_over(state):
+        return all(state.pair(name).met and state.pair(name).checks for name in PAIRS)
+
+    whole, by_pair = soaked(is_over, monkeypatch, other_release=str(last_release()))
+    assert whole.ours.figures["unexplained"] == 0
+    for each in by_pair.measurements:
+        assert each.figures["served"] >= 1
+        assert each.figures["failed, unexplained"] == 0
