@@ -111,7 +111,6 @@ class Soak:
         for name, shape in deployment.shapes.items():
             free, lives = list(range(deployment.num_blocks(shape)[0])), 1 + 1000 * state.num_begun
             self._sides[name] = _Side(self._start(name, RELEASES[0]), shape, free, lives)
-        self._pair.started += 1
 
     def _start(self, name: str, release: str) -> WholeEngine:
         options = EngineOptions(
@@ -150,7 +149,7 @@ class Soak:
             state.elapsed_s = elapsed_s
             if self._paused[0] and time.monotonic() > self._paused[1]:
                 self._resume()
-            if elapsed_s > fault_at_s and not self._paused[0]:
+            if elapsed_s > fault_at_s and self._have_met and not self._paused[0]:
                 fault_at_s = elapsed_s + fault_s
                 fault = FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)]
                 if self._strike(fault, total_s) and fault.is_restart:
@@ -348,11 +347,10 @@ class Soak:
             side.engine.kill()
         side.engine.close()
         if self._other is not None:
-            side.release = self._state.least_started(self._releases, fault.engine)
+            side.release = self._state.least_met(self._releases, fault.engine)
             self._progress(f"{fault.engine} starts again: {pair_of(self._releases)} release")
         side.engine = self._start(fault.engine, side.release)
         side.lives += 1
-        self._pair.started += 1
         for request in list(side.held):
             side.give_back(request)
         if fault.engine == "decode":

@@ -59,12 +59,10 @@ class UsagePoint(msgspec.Struct, frozen=True):
 
 
 class PairCounts(msgspec.Struct):
-    """What became of requests between engines of two releases: one of them was started `started` times, and the two had
-    `met` when a request arrived. `explained` and `unexplained` are requests that failed; in each of `checks` bytes were
-    compared.
+    """What became of requests between engines of two releases, which have `met` when a first one arrives after a start.
+    `explained` and `unexplained` are requests that failed; in each of `checks` bytes were compared.
     """
 
-    started: int = 0
     met: int = 0
     served: int = 0
     explained: int = 0
@@ -91,12 +89,12 @@ class SoakState(msgspec.Struct):
         """What was counted of a pair of releases so far, to count on."""
         return self.pairs.setdefault(name, PairCounts())
 
-    def least_started(self, releases: Mapping[str, str], engine: str) -> str:
-        """Return the release to start an engine in: of the two pairs with the other engine that of fewer starts, and
-        the same as before where both have as many. `releases` are those of both engines now.
+    def least_met(self, releases: Mapping[str, str], engine: str) -> str:
+        """Return the release to start an engine in: of the two pairs with the other engine the one that met less often,
+        and the same as before where both met equally often. `releases` are those of both engines now.
         """
         choices = sorted(RELEASES, key=lambda release: release != releases[engine])
-        return min(choices, key=lambda each: self.pair(pair_of({**releases, engine: each})).started)
+        return min(choices, key=lambda each: self.pair(pair_of({**releases, engine: each})).met)
 
     def count(self, name: str, number: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + number
@@ -194,7 +192,6 @@ def cases_of(name: str, state: SoakState) -> list[CaseResult]:
 
 def _measured(name: str, pair: PairCounts) -> Measurement:
     figures = {
-        "started": float(pair.started),
         "met": float(pair.met),
         "served": float(pair.served),
         "failed, explained": float(pair.explained),
