@@ -1,11 +1,12 @@
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo, WorkerReport
 from kvconnector.runtime import TransferParams
 from tests.vllm import scheduler_world as w
-from tests.vllm.cache_world import attention
+from tests.vllm.cache_world import SIZE, attention
 
 pytestmark = pytest.mark.vllm
 
@@ -30,6 +31,29 @@ def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
         hit = engine.add(first + 1, offer, prompt=1)
         news, _ = engine.step()
         assert (hit.status.name, news.loads, news.dropped) == ("RUNNING", [], [hit.request_id])
+
+
+def test_a_window_is_loaded_into_the_blocks_after_those_that_are_gone(world):
+    engine = world(specs=[attention(), attention(SlidingWindowSpec, sliding_window=SIZE)])
+    request, news = _load(engine, remote_block_ids=[[1, 2, 3, 4]] * 2)
+    full, window = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    (load,) = news.loads
+    assert [(each.first_block, each.block_ids.tolist()) for each in load.local_blocks] == [
+        (0, full),
+        (window.count(0), [block for block in window if block]),
+    ]
+    assert window.count(0) > 0
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_why_a_load_failed_is_logged(world, caplog, is_whole):
+    engine = world()
+    request, _ = _load(engine)
+    (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    failure = {"failed_recving": {"r1"}} if is_whole else {"invalid_block_ids": {ids[2]}}
+    report = WorkerReport(failed={"r1": "PeerLostError: gone"})
+    engine.step(finished_recving={"r1"}, kv_connector_worker_meta=report, **failure)
+    assert "e: load of r1 failed: PeerLostError: gone" in caplog.messages
 
 
 def test_another_connectors_reports_reach_vllm(world):
