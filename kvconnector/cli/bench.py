@@ -23,7 +23,7 @@ from kvconnector.bench.sizes import parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
     MIN_WIDTH,
-    PATH,
+    OUTPUT,
     FiniteRange,
     draw_loglog,
     host_and_port,
@@ -97,9 +97,9 @@ _OPTIONS = (
     ),
     _numbers(["--pages"], default="16,64", help="Tokens of a page."),
     _numbers(["--bursts"], default="1,2,4,8,16,32,64", help="Requests at once."),
-    click.Option(["--html"], type=PATH, help="Write tables and pictures here, as one page."),
-    click.Option(["--svg"], type=PATH, help="Draw it into this file, .svg or .png."),
-    click.Option(["--output"], type=PATH, help="Write the report here, as JSON."),
+    click.Option(["--html"], type=OUTPUT, help="Write tables and pictures here, as one page."),
+    click.Option(["--svg"], type=OUTPUT, help="Draw it into this file, .svg or .png."),
+    click.Option(["--output"], type=OUTPUT, help="Write the report here, as JSON."),
     click.Option(["--json"], is_flag=True, help="Print JSON."),
 )
 """Of all benchmarks; each has some of them, by name, and defaults of its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -28,7 +29,23 @@ MIN_WIDTH = 100
 REFRESH_S = 0.25
 PATH = click.Path(path_type=Path)
 json_flag = click.option("--json", is_flag=True, help="Print JSON.")
-picture_option = click.option("--svg", type=PATH, help="Draw it into this file, .svg or .png.")
+
+
+class OutputPath(click.Path):
+    """A file that is written at the end: a wrong name is known at the start, not after hours."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(str(super().convert(value, param, ctx)))
+        if not (path.exists() or os.access(path.parent, os.W_OK | os.X_OK)):
+            self.fail(f"{path.parent} is no folder that can be written to.", param, ctx)
+        return path
+
+
+OUTPUT = OutputPath()
+picture_option = click.option("--svg", type=OUTPUT, help="Draw it into this file, .svg or .png.")
 
 
 class FiniteRange(click.FloatRange):

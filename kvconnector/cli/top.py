@@ -27,7 +27,7 @@ from rich.text import Text
 from kvconnector.bench import file_errors
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli import EXIT_FAULT
-from kvconnector.cli.console import PATH, FiniteRange, json_flag, right_aligned, terminal
+from kvconnector.cli.console import OUTPUT, FiniteRange, json_flag, right_aligned, terminal
 from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Snapshot:
     "--interval", type=FiniteRange(0.1, 3600.0), default=2.0, help="Seconds between two looks."
 )
 @click.option("--count", type=click.IntRange(1), help="End after this many looks, not at Ctrl-C.")
-@click.option("--svg", type=PATH, help="Write the last screen here.")
+@click.option("--svg", type=OUTPUT, help="Write the last screen here.")
 @json_flag
 def top(
     endpoints: tuple[str, ...], interval: float, count: int | None, svg: Path | None, json: bool

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from kvconnector import __version__
 from kvconnector.bench import relayout
 from kvconnector.cli import main
-from kvconnector.cli.bench import BENCHMARKS
+from kvconnector.cli.bench import BENCHMARKS, Benchmark
 from kvconnector.control.security import CurveKeys
 from tests.docs import commands
 
@@ -215,10 +215,16 @@ def test_an_interrupted_benchmark_keeps_the_cases_that_are_finished(
     assert f"1 finished cases are saved in {report}" in err
 
 
-def test_a_report_that_cannot_be_written_is_an_error(kvconnector, tmp_path):
-    status, _, err = kvconnector(BENCH, tmp_path / "no" / "x.json")
-    assert status == 2
-    assert "cannot write the report" in err
+@pytest.mark.parametrize("option", ["--output", "--svg", "--html"])
+def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
+    kvconnector, tmp_path, monkeypatch, option
+):
+    benchmark = {"--output": "relayout", "--svg": "handover", "--html": "inferencex"}[option]
+    monkeypatch.setattr(Benchmark, "run", lambda *_: pytest.fail("it was measured"))
+    for path in (tmp_path / "no" / "x.svg", tmp_path):
+        status, _, err = kvconnector("bench", benchmark, option, path)
+        assert status == 2
+        assert str(tmp_path) in err
 
 
 @pytest.mark.parametrize("output, status", [("/dev/full", 2), ("&-", 0)])
