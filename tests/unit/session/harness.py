@@ -203,9 +203,9 @@ def cut_short(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
     return ev.FromPeer(link, ended)
 
 
-def consumer(geometry=None, peer=PEER):
+def consumer(geometry=None, peer=PEER, **settings):
     """A consumer worker of rank 0."""
-    settings = {"chunk_bytes": CHUNK_BYTES, "orders": {(0, 0): "HND"}}
+    settings |= {"chunk_bytes": CHUNK_BYTES, "orders": {(0, 0): "HND"}}
     return Side(partial(ConsumerSession, geometry or engine("d"), Rank(0, 0), peer, **settings))
 
 

@@ -332,6 +332,22 @@ def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
     assert "reported_tokens=[0]" in str(ended.error)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_engine_asks_when_a_prompt_begins_or_is_complete_where_it_does_not_stream(stream):
+    side, (link,) = _following(None, stream=stream)
+    assert _begun(side.receive(link, _said(0))) == []
+    reports = [_said(4), _said(12), _said(12, is_complete=True)]
+    begun = [_begun(side.receive(link, report)) for report in reports]
+    assert begun == ([["w"], [], []] if stream else [[], [], ["w"]])
+
+
+def test_an_older_report_takes_nothing_back():
+    side, (link,) = _following(None)
+    side.tell(*[ev.FromPeer(link, _said(tokens)) for tokens in (8, 4)])
+    (started,) = harness.of(side.tell(harness.load_asked()), "start_receive")
+    assert started.read.source.token_ranges == (range(8),)
+
+
 def test_a_prompt_is_asked_for_until_every_worker_has_answered():
     side = harness.consumer()
     links = harness.connect(side, harness.engine(tp_size=2), is_followed=True)
