@@ -78,12 +78,17 @@ class EngineMetrics:
 
     def in_flight(self) -> list[LoadInFlight]:
         """The loads under way, by worker, for `kvconnector top`: engines serve them as JSON under `/transfers`."""
+        self._forget_stale()
+        return [load for load, _ in self._loading.values()]
+
+    def _forget_stale(self) -> None:
         since_s = time.monotonic() - FRESH_S
         self._loading = {key: seen for key, seen in self._loading.items() if seen[1] > since_s}
-        return [load for load, _ in self._loading.values()]
 
     def observe(self, stats: WorkerStats) -> None:
         """Count what `WorkerOutput.stats` reports."""
+        if stats.loading:
+            self._forget_stale()  # also where nobody asks for them: of those that fail no transfer is reported
         for each in stats.loading:
             self._loading[each.request_id, each.rank] = each, time.monotonic()
         ended = {load.request_id for load in stats.transfers}

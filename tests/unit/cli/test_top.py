@@ -5,6 +5,7 @@ import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -12,6 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from kvconnector.cli import main
 from kvconnector.cli.top import read_snapshots
+from kvconnector.integrations import prometheus
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.session import LoadInFlight, WorkerStats
 from kvconnector.session.completion import TransferStats
@@ -70,6 +72,16 @@ def test_loads_under_way_are_shown_with_their_progress(capsys):
     rows = [line.split() for line in shown.splitlines() if "p0" in line]
     assert [row[1] for row in rows] == ["late", "new"]
     assert {"pp0tp0", "packed", "1", "4", "MiB", "1.50"} <= set(rows[0])
+
+
+def test_loads_that_failed_are_not_kept_where_nobody_asks_for_those_under_way(monkeypatch):
+    metrics = EngineMetrics("d0", Gauges(), registry=CollectorRegistry())
+    now_s = [0.0]
+    monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    for request_id, now_s[0] in (("failed", 0.0), ("later", 2 * prometheus.FRESH_S)):
+        metrics.observe(WorkerStats(loading=(under_way(request_id),)))
+    now_s[0] = 0.0  # what is kept is fresh again
+    assert [each.request_id for each in metrics.in_flight()] == ["later"]
 
 
 def load(nbytes, seconds, path="direct", request_id="r"):
