@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(755, target=560),
-    "kvconnector/bench": Size(5110),
+    "kvconnector/bench": Size(5101),
     "kvconnector/cache": Size(3016, target=3280),
-    "kvconnector/cli": Size(2954),
+    "kvconnector/cli": Size(2943),
     "kvconnector/control": Size(1327, target=1330),
     "kvconnector/datapath": Size(4410, target=4050),
     "kvconnector/integrations": Size(3382, target=3510),

@@ -71,10 +71,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 
 def _measure(
-    pair: EnginePair,
-    at_pace: bool,
-    transfers: Sequence[Transfer],
-    loads: Loads,
+    pair: EnginePair, at_pace: bool, transfers: Sequence[Transfer], loads: Loads
 ) -> tuple[Measurement, Turns, Turns]:
     """Seconds until the engine's thread saw each end; what the engines did without requests, and beside them."""
     longest = max(transfers, key=lambda each: each.num_tokens)

@@ -36,13 +36,13 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         raise ConfigError("prompts fill pages: give multiples of 128", tokens=list(options.tokens))
     num_contenders = 1 + sum(peer.library in options.peers for peer in PEERS)
     budget = SHARE_OF_MEMORY * _free_bytes(options.device) / (2 * num_contenders * SPARE_FACTOR)
-    cases = list(product(options.tokens, *options.bursts))
+    cases = list(product(options.tokens, options.pages, options.bursts))
     for number, (tokens, page, burst) in enumerate(cases):
         nbytes = burst * options.model.request_bytes(tokens // ENTRY_TOKENS)
         name = f"{tokens} tokens, pages of {page}, {burst} at once, {format_bytes(nbytes)}"
         if nbytes > budget:
             progress(f"{name}: left out, this machine has memory for {format_bytes(int(budget))}")
-            if burst == min(options.bursts[1]):
+            if burst == min(options.bursts):
                 raise ConfigError(
                     "no request of this length fits the memory: give shorter --tokens",
                     tokens=tokens,

@@ -57,7 +57,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The command line's options; a benchmark uses some of them.
 
     `gpus`: those on which the producer's, and the consumer's, ranks take turns. `tls` is UCX_TLS, ours and the peer's.
-    `bursts` are tokens of a page, and requests at once.
+    `pages` are tokens of a page, `bursts` requests at once.
     `connect`: where a `bench serve` runs the producer, as "HOST:PORT" or "HOST:PORT,KEY".
     Raises ConfigError: a value is out of range.
     """
@@ -75,7 +75,8 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
     soak: SoakOptions = SoakOptions()
     compute: Compute = Compute()
     connect: str = ""
-    bursts: tuple[tuple[int, ...], tuple[int, ...]] = ((16, 64), (1, 2, 4, 8, 16, 32, 64))
+    pages: tuple[int, ...] = (16, 64)
+    bursts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
 
     def __post_init__(self) -> None:
         if self.device not in ("cpu", "cuda"):

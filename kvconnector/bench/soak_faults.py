@@ -7,11 +7,7 @@ from typing import NamedTuple
 PEER_TIMEOUT_S = 5.0
 SETTINGS = {
     "lease": {"duration_s": 5.0},
-    "peer": {
-        "timeout_s": PEER_TIMEOUT_S,
-        "heartbeat_interval_s": 1.0,
-        "transfer_timeout_s": 10.0,
-    },
+    "peer": {"timeout_s": PEER_TIMEOUT_S, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 10.0},
 }
 
 

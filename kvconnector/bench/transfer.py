@@ -139,10 +139,7 @@ def _share_of(alone: list[float], ours: Measurement, paths: Collection[str]) -> 
 
 
 def _take_turns(
-    runners: Sequence[Runner],
-    bursts: Bursts,
-    progress: Callable[[float], None],
-    num_following: int,
+    runners: Sequence[Runner], bursts: Bursts, progress: Callable[[float], None], num_following: int
 ) -> dict[str, list[list[float]]]:
     """Each runner's seconds, for bursts of requests that are asked for at once: in turns of one burst, and of the next
     ones that follow at once. What one request brings is checked before the first and after the last.

@@ -106,7 +106,6 @@ _OPTIONS = (
 _CUTS = ("prefill", "decode", "device", "tls")
 _PAIR = ("model", "tokens", "iterations", "scattered", *_CUTS)
 _REPORT = ("output", "json")
-FORMS = ("output", "svg", "html", "json")
 
 
 class Benchmark(NamedTuple):
@@ -186,12 +185,19 @@ BENCHMARKS = {
 }
 
 
-def _run(name: str, **given: Any) -> int:
+def _run(
+    name: str,
+    *,
+    output: Path | None,
+    json: bool,
+    svg: Path | None = None,
+    html: Path | None = None,
+    **given: Any,
+) -> int:
     """Print each case when it is known; libraries' pools have a single thread. Returns the exit status."""
     from kvconnector.bench.environment import Environment
     from kvconnector.bench.results import BenchReport, CaseResult
 
-    output, svg, html, as_json = (given.pop(each, None) for each in FORMS)
     options = _options(given)
     for variable in THREAD_VARIABLES:
         os.environ.setdefault(variable, "1")
@@ -201,7 +207,7 @@ def _run(name: str, **given: Any) -> int:
         try:
             for case in BENCHMARKS[name].run(options, progress):
                 cases.append(case)
-                if not as_json:
+                if not json:
                     case.print_to(terminal())
         except KeyboardInterrupt:
             is_interrupted = True
@@ -212,8 +218,8 @@ def _run(name: str, **given: Any) -> int:
         environment=environment,
         cases=tuple(cases),
     )
-    _publish(report.to_json(), output, as_json=as_json)
-    if not as_json:
+    _publish(report.to_json(), output, as_json=json)
+    if not json:
         terminal().print(str(environment), soft_wrap=True)
     if svg is not None and cases:
         draw_handover(report, svg)
@@ -229,8 +235,6 @@ def _options(given: dict[str, Any]) -> BenchOptions:
     given = {name: each for name, each in given.items() if each is not None}
     if "device" in given:
         given["device"], given["gpus"] = given["device"]
-    if "pages" in given:
-        given["bursts"] = given.pop("pages"), given["bursts"]
     if hours := given.pop("hours", 0.0):
         given["minutes"] = hours * 60
     soak = {name: given.pop(name) for name in SoakOptions._fields if name in given}
@@ -316,17 +320,16 @@ def _serve() -> None:
         serve(progress)
 
 
-def _pairs(**given: Any) -> int:
+def _pairs(*, output: Path | None, json: bool, **given: Any) -> int:
     """Rank 0 of the job reports for all. Returns the exit status."""
     from kvconnector.bench import pairs
 
-    output, as_json = given.pop("output"), given.pop("json")
     is_first = os.environ.get("RANK") == "0"
     with progress_bar("pairs") as progress:
         matrix = pairs.run(_options(given), progress)
     if is_first:
-        _publish(matrix, output, as_json=as_json)
-    if is_first and not as_json:
+        _publish(matrix, output, as_json=json)
+    if is_first and not json:
         matrix.print_to(terminal())
     failed = [each for each in matrix.pairs if each.error]
     for each in failed if is_first else ():

@@ -30,12 +30,7 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
-from kvconnector.runtime.channels import (
-    open_control,
-    open_transport,
-    security_of,
-    ucx_options,
-)
+from kvconnector.runtime.channels import open_control, open_transport, security_of, ucx_options
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.links import Link

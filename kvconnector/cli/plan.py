@@ -15,13 +15,7 @@ from rich.table import Table
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes, parse_bytes
-from kvconnector.cli.console import (
-    json_flag,
-    picture_option,
-    print_json,
-    right_aligned,
-    terminal,
-)
+from kvconnector.cli.console import json_flag, picture_option, print_json, right_aligned, terminal
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
@@ -120,10 +114,7 @@ SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 @click.option(
     "--decode", **SHAPE, default="tp=1,pp=1,block=16", help="Consumer: tp=1,pp=2,block=64."
 )
-@click.option(
-    "--model",
-    help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.",
-)
+@click.option("--model", help=f"{', '.join(MODELS)}, or the path of a Hugging Face config.json.")
 @click.option("--layers", "num_layers", type=int, help="Layers of the model.")
 @click.option("--kv-heads", "num_kv_heads", type=int, help="KV heads of the model.")
 @click.option("--head-dim", type=int, help="Elements of one head; of the latent with --mla.")
