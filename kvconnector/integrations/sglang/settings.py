@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
-from kvconnector.control.address import HostPort
+from kvconnector.control.address import parse_address
 from kvconnector.errors import AuthenticationError, ConfigError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.channels import security_of
@@ -83,13 +83,12 @@ def prefill_address(bootstrap_addr: str, config: ConnectorConfig) -> EngineAddre
         config: This engine's settings.
 
     Raises:
-        ConfigError: no port.
+        ConfigError: it is none.
         AuthenticationError: several keys, and none of them has this address.
     """
     host, _, port = bootstrap_addr.rpartition(":")
-    if not host or not port.isdecimal():
-        raise ConfigError("a bootstrap address is host:port", address=bootstrap_addr)
-    address = HostPort(host.strip("[]"), int(port))
+    host = host.strip("[]")
+    address = parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
     name = EngineId(prefill_engine_id(address.port))
     return EngineAddress(name, str(address), _key_of(bootstrap_addr, config))
 

@@ -76,9 +76,15 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
         key_of(first, second)
 
 
-def test_a_bootstrap_address_has_a_port():
-    with pytest.raises(ConfigError, match="host:port"):
-        prefill_address("p", _config(is_prefill=False))
+@pytest.mark.parametrize(
+    "address",
+    ["p", ":1", "p:", "p:70000", f"p:{'9' * 5000}", "p q:1", "\ud800:1", "[::1]x:1"],
+    ids=ascii,
+)
+def test_a_bootstrap_address_is_a_host_and_a_port(address):
+    """A client may name any: nothing but the request may end."""
+    with pytest.raises(ConfigError, match="control address"):
+        prefill_address(address, _config(is_prefill=False))
 
 
 def test_deployments_are_refused_by_name():
