@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,8 +60,9 @@ def open_release(path: Path) -> Iterator[Release]:
         if path.suffix == ".whl":
             folder = Path(made, "wheel")
             try:
-                ZipFile(path).extractall(folder)
-            except (OSError, BadZipFile) as error:
+                with ZipFile(path) as wheel:
+                    wheel.extractall(folder)
+            except (OSError, BadZipFile, zlib.error) as error:
                 raise ConfigError(
                     f"this wheel cannot be opened: {error}", path=str(path)
                 ) from error
