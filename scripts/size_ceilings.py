@@ -70,7 +70,7 @@ ROOMS: dict[str, Size] = {
     "tests/support": Size(2784),
     "tests/transport": Size(1456),
     "tests/unit": Size(1757),
-    "tests/unit/bench": Size(1082),
+    "tests/unit/bench": Size(1080),
     "tests/unit/cache": Size(1075),
     "tests/unit/cli": Size(1210),
     "tests/unit/control": Size(96),

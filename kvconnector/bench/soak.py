@@ -301,11 +301,11 @@ class Soak:
         pair = loading.pair if loading else self._pair
         if cause == "unexplained":
             self._state.count("unexplained")
-            pair.unexplained += 1
+            pair.failed_unexplained += 1
             if self._state.counts["unexplained"] <= MAX_TOLD:
                 self._progress(f"{name} failed, and nothing was done to it: {failed}")
         elif loading is not None:
-            pair.explained += 1
+            pair.failed_explained += 1
         if loading is not None:
             self._state.count("failed")
 
