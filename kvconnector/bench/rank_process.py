@@ -94,7 +94,9 @@ def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any
 
 def process_usage() -> Usage:
     """Return what this process uses."""
-    status = dict(re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
+    status = dict(
+        re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text("ascii", "replace"))
+    )
     own_mib, shared_mib = (int(status[name]) / 1024 for name in ("RssAnon", "RssShmem"))
     descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
     return own_mib, shared_mib, descriptors, threads

@@ -1,5 +1,6 @@
 """What a process may know of whether a peer's lives."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from msgspec.structs import replace
 
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.transport.ucx.address import WorkerAddress, this_process
+from kvconnector.transport.ucx.ports import lockable_bytes
 from tests.support.remote import RemoteObject
 
 
@@ -34,6 +36,17 @@ def test_a_process_that_is_not_reaped_or_has_anothers_id_is_dead():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not replace(here, process_id=child.pid, start_time=started).process_alive()
     child.wait()
+
+
+def test_a_process_may_have_any_bytes_as_its_name():
+    """The kernel cuts names after 15 bytes, in the middle of a letter too."""
+    libc, set_name, own = ctypes.CDLL(None), 15, Path("/proc/self/comm").read_bytes().strip()
+    libc.prctl(set_name, b") \xc3", 0, 0, 0)
+    try:
+        assert address_of_this_process().process_alive()
+        assert lockable_bytes() is None or lockable_bytes() > 0
+    finally:
+        libc.prctl(set_name, own, 0, 0, 0)
 
 
 @pytest.mark.parametrize("process_id", [0, -1, 1 << 31])

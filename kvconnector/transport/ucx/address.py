@@ -131,7 +131,7 @@ def _state_and_start(process_id: int) -> tuple[str, int] | None:
     Returns None if that cannot be read: there is no such process, or /proc hides those of other users (hidepid).
     """
     try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
+        stat = Path(f"/proc/{process_id}/stat").read_text("ascii", "replace")
     except OSError:
         return None
     # The name, in parentheses, may hold anything; the fields after it may not.

@@ -51,7 +51,7 @@ def active_drivers() -> set[str]:
 def lockable_bytes() -> int | None:
     """Memory that this process may lock, as registering it with a NIC does; None where there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    status = Path("/proc/self/status").read_text()
+    status = Path("/proc/self/status").read_text("ascii", "replace")
     capabilities = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
     is_exempt = capabilities >> _CAP_IPC_LOCK & 1
     return None if is_exempt or soft == resource.RLIM_INFINITY else soft
