@@ -77,7 +77,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2581),
     "tests/unit/minillm": Size(1769),
     "tests/unit/runtime": Size(2185),
-    "tests/unit/session": Size(1569),
+    "tests/unit/session": Size(1586),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1151),
     "tests/vllm": Size(6958),

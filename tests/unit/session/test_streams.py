@@ -12,6 +12,7 @@ from kvconnector.errors import (
 )
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.session import events as ev
+from kvconnector.session import load
 from kvconnector.session.lease import lease_key
 from kvconnector.session.orders import GrowRequest, HoldRequest, WithdrawRequest
 from kvconnector.session.peers import EVENT_BYTES, MAX_EARLY_BYTES
@@ -339,6 +340,22 @@ def test_the_engine_asks_when_a_prompt_begins_or_is_complete_where_it_does_not_s
     reports = [_said(4), _said(12), _said(12, is_complete=True)]
     begun = [_begun(side.receive(link, report)) for report in reports]
     assert begun == ([["w"], [], []] if stream else [[], [], ["w"]])
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_layers_of_a_step_are_read_from_the_least_bytes_a_producer_on(tp_size, monkeypatch):
+    def read_of_first_layer(least_bytes):
+        monkeypatch.setattr(load, "MIN_PIECE_BYTES", least_bytes)
+        side, links = _following(geometry=harness.engine(tp_size=tp_size))
+        blocks = (GroupBlocks.of(IDS),)
+        said = m.Progress(transfer_id="t", watermark=Watermark(0, 12, 1), blocks=blocks)
+        told = side.tell(*[ev.FromPeer(link, said) for link in links])
+        return sum(each.read.source.total_bytes for each in harness.of(told, "start_receive"))
+
+    nbytes = read_of_first_layer(1)
+    assert nbytes > 0
+    assert read_of_first_layer(nbytes // tp_size) == nbytes
+    assert read_of_first_layer(nbytes // tp_size + 1) == 0
 
 
 def test_an_older_report_takes_nothing_back():
