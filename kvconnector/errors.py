@@ -158,6 +158,13 @@ class StaleIncarnationError(ReadRefusedError):
     remedy = "that engine was restarted and has lost the blocks: prefill the request anew"
 
 
+def require_counts(error: type[LocalError], **values: object) -> None:
+    """Raise `error` for the first value that is no integer from 0 to 2^31 - 1, which is what messages carry."""
+    for name, value in values.items():
+        if type(value) is not int or not 0 <= value < 1 << 31:
+            raise error(f"{name} must be an integer from 0 to 2^31 - 1", **{name: value})
+
+
 def require_at_least(minimum: int, error: type[LocalError], **values: int | None) -> None:
     """Raise `error` for the first value that is no integer of at least `minimum`; None is skipped."""
     for name, value in values.items():

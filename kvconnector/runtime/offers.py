@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvconnector.errors import BlockIdError, LocalError, RemoteProtocolError, require_at_least
+from kvconnector.errors import BlockIdError, LocalError, RemoteProtocolError, require_counts
 from kvconnector.ids import new_secret
 from kvconnector.layout import NO_TOKENS, GroupBlocks, Watermark
 from kvconnector.planning import KeepsAll, KeepsState, Retention
@@ -111,7 +111,7 @@ class Offers:
         stream = self._streams.get(request_id)
         if stream is None or stream.is_void:
             return []
-        require_at_least(0, BlockIdError, num_tokens=num_tokens, ahead_tokens=ahead_tokens)
+        require_counts(BlockIdError, num_tokens=num_tokens, ahead_tokens=ahead_tokens)
         if num_tokens < stream.watermark.num_tokens:
             return self.withdraw(request_id)
         watermark = Watermark(num_tokens, ahead_tokens)
@@ -182,6 +182,12 @@ class Offers:
             raise LocalError(
                 f"an offer's extra is at most {MAX_EXTRA_BYTES} bytes", request=request_id
             )
+        if type(lease_duration_s) not in (int, float) or not 0 <= lease_duration_s <= 1e6:
+            raise LocalError(
+                "lease_duration_s must be a number from 0 to 10^6",
+                request=request_id,
+                lease_duration_s=lease_duration_s,
+            )
         self._streams.pop(request_id, None)
         self.held[request_id] = stream.transfer_id
         self._names.add(stream.transfer_id)
@@ -204,9 +210,7 @@ class Offers:
         self, what: str, held: Sequence[GroupBlocks], num_tokens: int, num_encoder_tokens: int
     ) -> None:
         """Raises BlockIdError: ids outside the pool, one twice, or too few for the tokens."""
-        require_at_least(
-            0, BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens
-        )
+        require_counts(BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens)
         for index, (group, (size, retention, limit)) in enumerate(
             zip(held, self._groups, strict=True)
         ):

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-from kvconnector.errors import BlockIdError, LocalError
+from kvconnector.errors import BlockIdError, LocalError, require_counts
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import KeepsEncoder, KeepsState, Retention
 from kvconnector.runtime.params import TransferParams
@@ -37,6 +37,8 @@ def block_lists(
             blocks=blocks,
             first_blocks=first_blocks,
         ) from error
+    for first in firsts:
+        require_counts(BlockIdError, first_block=first)
     if {len(ids), len(firsts)} != {num_groups}:
         raise BlockIdError(
             "a request names blocks and a first block of each cache group",
@@ -96,14 +98,17 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         num_groups = len(self.retentions)
         ids, firsts = block_lists(request_id, blocks, first_blocks, num_groups)
         default = [self.num_computed_tokens] * num_groups
+        require_counts(BlockIdError, num_tokens=num_tokens, num_encoder_tokens=num_encoder_tokens)
         computed = default if computed_tokens is None else computed_tokens
-        if len(computed) != num_groups:
+        if not isinstance(computed, Sequence) or len(computed) != num_groups:
             raise BlockIdError(
                 "a load names computed tokens of each cache group",
                 request=request_id,
                 groups=num_groups,
-                computed_tokens=len(computed),
+                computed_tokens=computed,
             )
+        for count in computed:
+            require_counts(BlockIdError, computed_tokens=count)
         stop = self.num_computed_tokens + num_tokens
         ranges = [
             tokens_to_load(kept, count, stop, num_encoder_tokens)

@@ -120,8 +120,9 @@ class Scheduler:
 
         Raises:
             LocalError: this engine is a consumer or closed, the request is offered already, no message can carry its id
-                (1 to 512 characters), or `extra` is too long.
-            BlockIdError: another number of cache groups, ids outside the pool or twice in a group, or too few blocks.
+                (1 to 512 characters), `extra` is too long, or `lease_duration_s` is no number from 0 to 10^6.
+            BlockIdError: another number of cache groups, ids outside the pool or twice in a group, too few blocks, or
+                counts that are no integers from 0 to 2^31 - 1.
         """
         if self._service is None:
             raise LocalError("a consumer holds no requests", request=request_id)
@@ -294,7 +295,8 @@ class Scheduler:
 
         Raises:
             UnknownRequestError: the request has no producer, or was loaded already.
-            BlockIdError: block ids that no pool has, or not one list, first block and count per cache group.
+            BlockIdError: block ids that no pool has, not one list, first block and count per cache group, or counts
+                that are no integers from 0 to 2^31 - 1.
         """
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":

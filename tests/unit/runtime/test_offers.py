@@ -58,8 +58,12 @@ def test_a_last_rank_that_is_missing_is_noticed_by_its_heads():
         ({"first_blocks": [0, 0]}, "of each cache group"),
         ({"blocks": [1]}, "a list of block ids for each cache group"),
         ({"blocks": None}, "a list of block ids for each cache group"),
-        ({"num_tokens": -1}, "num_tokens must be an integer"),
-        ({"num_tokens": "4"}, "num_tokens must be an integer"),
+        *(
+            ({"num_tokens": each}, "num_tokens must be an integer")
+            for each in (-1, "4", None, True)
+        ),
+        ({"num_encoder_tokens": 1 << 31}, "num_encoder_tokens must be an integer"),
+        ({"first_blocks": ["x"]}, "first_block must be an integer"),
     ],
 )
 def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, change, text):
@@ -92,7 +96,8 @@ def test_an_offer_with_more_for_its_consumers_than_a_message_takes_is_refused(pr
         ({"num_tokens": -1}, "num_tokens must be an integer"),
         ({"ahead_tokens": 2.5}, "ahead_tokens must be an integer"),
         # no message could carry them, and their consumer would end the connection
-        ({"num_tokens": 1 << 40}, "do not hold these tokens"),
+        ({"num_tokens": 1 << 31}, "num_tokens must be an integer"),
+        ({"num_tokens": 5}, "do not hold these tokens"),
         ({"ahead_tokens": 5}, "do not hold these tokens"),
     ],
 )
@@ -106,6 +111,14 @@ def test_a_step_that_no_consumer_could_read_is_refused_at_the_call(producer, cha
     producer.grow("r", **grown)
     (order,) = producer.build_step().orders
     assert (order.watermark.num_tokens, order.watermark.ahead_tokens) == (2, 4)
+
+
+@pytest.mark.parametrize("lease_s", [-1, float("nan"), float("inf"), "9", None])
+def test_a_lease_of_no_duration_is_refused(producer, lease_s):
+    offer = {"blocks": [[1]], "num_tokens": 3}
+    with pytest.raises(LocalError, match="lease_duration_s"):
+        producer.offer("r", **offer, lease_duration_s=lease_s)
+    producer.offer("r", **offer, lease_duration_s=9)
 
 
 def test_a_request_is_offered_once_and_not_after_close(producer):

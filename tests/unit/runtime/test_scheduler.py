@@ -103,9 +103,18 @@ def test_a_name_is_free_again_once_its_load_has_ended(scheduler):
 
 def test_mistakes_are_refused_before_anything_changes(scheduler):
     scheduler.on_new_request("w", PARAMS)
-    for blocks in ([[1], [2]], [[-1]]):
+    right = {"blocks": [[1, 2]], "num_tokens": 3}
+    for wrong in (
+        {"blocks": [[1], [2]]},
+        {"blocks": [[-1]]},
+        *({"num_tokens": each} for each in ("3", None, 1.5, -1, 1 << 31)),
+        {"num_encoder_tokens": -1},
+        *({"first_blocks": each} for each in ("x", [-1])),
+        *({"computed_tokens": each} for each in (1, "x", [-1], [0, 0])),
+    ):
         with pytest.raises(BlockIdError):
-            scheduler.load("w", blocks=blocks, num_tokens=3)
+            scheduler.load("w", **{**right, **wrong})
+    assert not _orders(scheduler.build_step(), LoadRequest)
     scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
     with pytest.raises(UnknownRequestError):
         scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
