@@ -194,19 +194,16 @@ class Load(Tracked[LoadState]):
             total_bytes = sum(read.total_bytes for read in planned)
             if not is_last and total_bytes < MIN_PIECE_BYTES * max(1, len(planned)):
                 break  # more layers are to come, or all of them
-            if self.begun is None:
-                self.left = tuple(
-                    range(taken.stop, tokens.stop)
-                    for taken, tokens in zip(piece.token_ranges, self.left, strict=True)
-                )
+            self.left = tuple(
+                range(taken.stop, tokens.stop)
+                for taken, tokens in zip(piece.token_ranges, self.left, strict=True)
+            )
             self.begun = None if is_last else piece
             reads += planned
         return reads
 
     def _ready(self, sources: Collection[LinkId]) -> Piece:
         """More layers of what was begun, else tokens in all layers, else the first layers of the newest step."""
-        if not sources:
-            return Piece(self.left)
         reports = [self.progress.get(link, _NOTHING) for link in sources]
         stop = min(each.watermark.num_tokens for each in reports)
         if self.begun is not None:

@@ -358,6 +358,17 @@ def test_layers_of_a_step_are_read_from_the_least_bytes_a_producer_on(tp_size, m
     assert read_of_first_layer(nbytes // tp_size + 1) == 0
 
 
+def test_tokens_of_all_layers_are_read_before_the_layers_of_the_newest_step(monkeypatch):
+    monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
+    side, (link,) = _following()
+    reported = side.receive(link, _said(12, watermark=Watermark(4, 12, 1)))
+    sources = [each.read.source for each in harness.of(reported, "start_receive")]
+    assert [(each.token_ranges, each.layer_stop) for each in sources] == [
+        ((range(4),), harness.MODEL.num_layers),
+        ((range(4, 12),), 1),
+    ]
+
+
 def test_an_older_report_takes_nothing_back():
     side, (link,) = _following(None)
     side.tell(*[ev.FromPeer(link, _said(tokens)) for tokens in (8, 4)])
