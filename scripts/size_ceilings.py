@@ -37,7 +37,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cache": Size(3016, target=3280),
     "kvconnector/cli": Size(2943),
     "kvconnector/control": Size(1327, target=1330),
-    "kvconnector/datapath": Size(4410, target=4050),
+    "kvconnector/datapath": Size(4520, target=4050),
     "kvconnector/integrations": Size(3382, target=3510),
     "kvconnector/integrations/sglang": Size(1305, target=900),
     "kvconnector/layout": Size(633, target=520),

@@ -25,6 +25,7 @@ from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
 from kvconnector.control.security import check_server
 from kvconnector.datapath import Pools
+from kvconnector.datapath.direct.export_check import check_export
 from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
@@ -37,7 +38,6 @@ from kvconnector.runtime.links import Link
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession
 from kvconnector.session import events as ev
-from kvconnector.session.export_check import check_export
 from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.session.port import LinkId, Port
 from kvconnector.session.remote_engine import RemoteWorker

@@ -12,6 +12,7 @@ import msgspec
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import check_server
+from kvconnector.datapath.direct.export_check import check_export
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineId
 from kvconnector.layout import GroupBlocks, Watermark
@@ -21,7 +22,6 @@ from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import Phase, RequestTrace, TransferStats
 from kvconnector.session import events as ev
 from kvconnector.session.events import DIRECT_PATH
-from kvconnector.session.export_check import check_export
 from kvconnector.session.lease import Send, lease_key
 from kvconnector.session.load import Load
 from kvconnector.session.port import LinkId, Port

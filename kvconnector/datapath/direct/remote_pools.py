@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.direct import board
+from kvconnector.datapath.direct.export_check import rows_of
 from kvconnector.datapath.direct.mappings import map_allocations
 from kvconnector.datapath.direct.peer_memory import PeerMemory, Place
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import Route
-from kvconnector.session.export_check import rows_of
 from kvconnector.wire.export import BOARD_OFFSET, PoolExport
 from kvconnector_kernels.relayout import PartTable, RelayoutError
 

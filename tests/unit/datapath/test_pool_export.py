@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export_check import check_export, rows_of
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
-from kvconnector.session.export_check import check_export, rows_of
 from kvconnector.wire.export import IpcAllocation, SharedRange
 from tests.support.fakes import (
     FakeCaches,
