@@ -212,19 +212,19 @@ class ConsumerRank(SessionThread):
         self._timeout_s = peer.timeout_s
         self._num_free_slots = NUM_SLOTS
         self._waiting: deque[RankRead] = deque()
-        self._windows: dict[int, tuple[RankRead, int]] = {}
-        """By the number of a read that has slots: how many."""
+        self._with_slots: dict[int, RankRead] = {}
+        """Reads that have slots, by their numbers."""
         self._over: set[RankRead] = set()
         self.peak_slots = 0
 
     def nbytes_of(self, read_id: int) -> int:
         """Of a read that has slots; a stopped one may have lost them."""
-        return self._windows[read_id][0].source.total_bytes if read_id in self._windows else 0
+        return self._with_slots[read_id].source.total_bytes if read_id in self._with_slots else 0
 
     def received(self, read_id: int) -> None:
-        if read_id not in self._windows:
+        if read_id not in self._with_slots:
             return
-        read, _ = self._windows[read_id]
+        read = self._with_slots[read_id]
         if read.is_stopped:
             self._drained(read)
         else:
@@ -232,23 +232,24 @@ class ConsumerRank(SessionThread):
             self.take(ev.ReceiveFinished(read))
 
     def _drained(self, read: RankRead) -> None:
-        if read.read_id in self._windows:
+        if read.read_id in self._with_slots:
             self._free(read)
             self.take_soon(ev.ReceiveDrained(read))
 
     def _free(self, read: RankRead) -> None:
-        self._num_free_slots += self._windows.pop(read.read_id)[1]
+        self._num_free_slots += self._with_slots.pop(read.read_id).window
         self._admit()
 
     def _admit(self) -> None:
         """Give slots to reads in their order, each as many as its window wants and are left, and one at least."""
         while self._waiting and self._num_free_slots:
             read = self._waiting.popleft()
-            window = min(CONFIG.staging.window, read.source.num_chunks, self._num_free_slots)
-            self._num_free_slots -= window
+            read.window = min(CONFIG.staging.window, read.source.num_chunks, self._num_free_slots)
+            read.first_tag = read.read_id << m.CHUNK_TAG_BITS
+            self._num_free_slots -= read.window
             self.peak_slots = max(self.peak_slots, NUM_SLOTS - self._num_free_slots)
-            self._windows[read.read_id] = read, window
-            self.take_soon(ev.ReceivePosted(read, window, read.read_id << m.CHUNK_TAG_BITS))
+            self._with_slots[read.read_id] = read
+            self.take_soon(ev.ReceivePosted(read))
 
     def open_link(self, link: LinkId, address: str, public_key: str, version: int) -> None:
         self.connect(link, self.world.listening[address])

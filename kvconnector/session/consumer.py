@@ -188,13 +188,12 @@ class ConsumerSession:
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
         self._give_until(load, now + self._timeout_s)
-        self._port.send(read.link, read.message(event.window, event.first_tag))
+        self._port.send(read.link, read.message())
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
-        read = event.read
-        if read.load.state is LoadState.READING:
-            read.share = event.share
-            self._give_until(read.load, now + self._timeout_s)
+        load = event.read.load
+        if load.state is LoadState.READING:
+            self._give_until(load, now + self._timeout_s)
 
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> None:
         read = event.read

@@ -89,14 +89,9 @@ class OfReceive(msgspec.Struct, frozen=True):
 class ReceivePosted(OfReceive, frozen=True):
     """Receives for a read are posted, `window` of them at a time: the producer may start."""
 
-    window: int
-    first_tag: int
-
 
 class ReceiveAdvanced(OfReceive, frozen=True):
-    """Another chunk of a read arrived: this share of it is here, 0 where that is not known."""
-
-    share: float = 0.0
+    """Another chunk of a read arrived."""
 
 
 DIRECT_PATH = "direct"

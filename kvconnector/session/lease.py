@@ -35,8 +35,6 @@ import struct
 from collections.abc import Sequence
 from enum import StrEnum
 
-import msgspec
-
 from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
@@ -44,6 +42,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.port import NEVER, LinkId
+from kvconnector.session.program import Program
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
@@ -189,7 +188,7 @@ class Lease(Tracked[LeaseState]):
         return _is_same(self.secret, secret)
 
 
-class Send(msgspec.Struct, eq=False):
+class Send(Program, eq=False):
     """A consumer worker's read of a lease, from `began` on until nothing of `blocks` is sent any more: the record that
     session, port and data path hand to each other. `read` is what it asks for, `source` the same as it is cut.
     """

@@ -5,12 +5,11 @@ from __future__ import annotations
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import SourceRead
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.port import NEVER, LinkId, Port
+from kvconnector.session.program import Receive
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -18,12 +17,12 @@ if TYPE_CHECKING:
     from kvconnector.session.remote_engine import RemoteWorker
 
 
-class RankRead(msgspec.Struct, eq=False):
+class RankRead(Receive, eq=False):
     """What a load reads at one producer worker at a time: `source`, from `remote_blocks` there into `blocks`. Session,
     port and data path hand this record to each other.
 
-    `share` of its bytes is here, 0 where that is not known. `is_asked`: the peer knows of it. `is_peer_over`: the peer
-    sends no more than the data plane knows of. `deadline` bounds the peer's answer to a cancellation.
+    `is_stopped`: no further chunk is to be written. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no
+    more than the data plane knows of. `deadline` bounds the peer's answer to a cancellation.
     """
 
     read_id: int
@@ -32,7 +31,6 @@ class RankRead(msgspec.Struct, eq=False):
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
     remote_blocks: tuple[GroupBlocks, ...]
-    share: float = 0.0
     is_stopped: bool = False
     is_asked: bool = False
     is_peer_over: bool = False
@@ -47,7 +45,7 @@ class RankRead(msgspec.Struct, eq=False):
         """Of its producer worker."""
         return self.worker.link
 
-    def message(self, window: int, first_tag: int) -> m.Read:
+    def message(self) -> m.Read:
         """The request to the producer worker, once chunks have slots. Blocks of a followed prompt it knows itself."""
         source, key = self.source, self.load.key
         return m.Read(
@@ -60,8 +58,8 @@ class RankRead(msgspec.Struct, eq=False):
             chunk_bytes=source.chunk_bytes,
             num_chunks=source.num_chunks,
             blocks=() if self.load.is_followed else self.remote_blocks,
-            window=window,
-            first_tag=first_tag,
+            window=self.window,
+            first_tag=self.first_tag,
         )
 
 

@@ -51,7 +51,6 @@ Jobs: TypeAlias = tuple[int, IdBuffer | None, Words | None]
 which begins with the chunk's `nbytes`.
 """
 
-NO_JOBS: Jobs = (0, None, None)
 _MAX_ROUTES = 1 << 10
 
 

@@ -7,14 +7,14 @@ import time
 from array import array
 from typing import Any, Generic, TypeVar
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.pump.copies import NO_JOBS, Copies, Jobs
+from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.id_buffers import IdBuffers
 from kvconnector.datapath.pump.network import NS_PER_S, Calls, UcxNetwork
 from kvconnector.datapath.staging import SlotPool
+from kvconnector.session.program import Program
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.driver_lock import (
     LOCK,
@@ -59,12 +59,6 @@ _ENTERING, _WANTS_SLOTS, _NUM_INLINE, _MOVED, _LEAVE, _LEFT, _TAKEN, _GRACE, _RE
 )
 
 
-class Program(msgspec.Struct, eq=False, kw_only=True):
-    """What a row does not say about a program."""
-
-    jobs: Jobs = NO_JOBS
-
-
 T = TypeVar("T", bound=Program)
 
 
@@ -87,34 +81,39 @@ class Rows(Generic[T]):
         self._numbers = r.numbers_of(rows)
         self._state[self._kind], self._state[f"num_{self._kind}"] = rows.ctypes.data, len(rows)
 
-    def values(self, index: int) -> dict[str, int]:
+    def values(self, program: T) -> dict[str, int]:
         """A program's fields by name."""
-        first = index * len(self._fields)
+        first = program.row * len(self._fields)
         return dict(
             zip(self._fields, self._numbers[first : first + len(self._fields)], strict=True)
         )
 
-    def add(self, program: T, **values: int) -> int:
-        """Run a program's jobs, with these fields and the others zero; the index of its row."""
+    def add(self, program: T, **values: int) -> None:
+        """Run a program's jobs, with these fields and the others zero."""
         if not self.vacant:
             self._set_rows(np.concatenate([self.rows, np.zeros_like(self.rows)]))
-        index = self.vacant.pop()
+        index = program.row = self.vacant.pop()
         begun = {"phase": r.RUNNING, "jobs": program.jobs[0]}
         row = dict.fromkeys(self._fields, 0) | values | begun
         first = index * len(row)
         self._numbers[first : first + len(row)] = array("l", row.values())
         self.active[index] = program
-        return index
 
-    def set(self, index: int, name: str, value: int) -> None:
+    def __contains__(self, program: Program) -> bool:
+        return self.active.get(program.row) is program
+
+    def set(self, program: T, name: str, value: int) -> None:
         """Change one field of a program."""
-        self._numbers[index * len(self._fields) + self._fields.index(name)] = value
+        self._numbers[program.row * len(self._fields) + self._fields.index(name)] = value
 
-    def remove(self, index: int) -> None:
+    def remove(self, program: T) -> None:
         """Forget a program that is over."""
+        index, program.row = program.row, -1
         self._numbers[index * len(self._fields)] = r.VACANT  # its phase is the first field
         self.vacant.append(index)
-        self._ids.give_back(self.active.pop(index).jobs[1])
+        del self.active[index]
+        self._ids.give_back(program.jobs[1])
+        program.jobs = None
 
 
 class Machine:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -11,7 +10,7 @@ from kvconnector.config import PathsConfig
 from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import addresses_of
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.machine import MAX_READS, Machine, Program, Rows
+from kvconnector.datapath.pump.machine import MAX_READS, Machine, Rows
 from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
@@ -27,16 +26,6 @@ logger = logging.getLogger(__name__)
 MAX_PATIENCE_S = 20e-3
 """How long a read waits for its lease to be published, or for the producer's kernels to fill its blocks. Then the
 producer is asked to send it, and waits itself."""
-
-
-class _Read(Program, eq=False):
-    """A direct read, whose lease is awaited until `until_s`."""
-
-    asked: RankRead
-    lease_key: bytes
-    remote: RemotePools
-    until_s: float
-    num_calls: int = 0
 
 
 class DirectReads:
@@ -57,14 +46,14 @@ class DirectReads:
         is_enabled: bool,
     ) -> None:
         self._machine = machine
-        self._rows: Rows[_Read] = machine.reads
+        self._rows: Rows[RankRead] = machine.reads
         self._copies = machine.copies
         self._is_enabled = is_enabled
         self._report = report
         self._clock = clock
         self._receives = receives
         self._paths = paths
-        self.waiting: OrderedDict[RankRead, _Read] = OrderedDict()
+        self.waiting: dict[RankRead, None] = {}
         """For their lease, or for their turn, the oldest first."""
         self._sources: dict[LinkId, RemotePools] = {}
         self._closing: list[RemotePools] = []
@@ -104,46 +93,47 @@ class DirectReads:
         self._closing.append(remote)
         self._close_unread(remote)
 
-    def submit(self, asked: RankRead, lease_key: bytes) -> None:
+    def submit(self, read: RankRead, lease_key: bytes) -> None:
         """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
         `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime. Or let the
         producer send it.
         """
         machine = self._machine
         machine.stay_awake()
-        remote = self._sources.get(asked.link)
+        remote = self._sources.get(read.link)
         if remote is None:
-            self._receives.submit(asked)
+            self._receives.submit(read)
             return
         try:
-            jobs = self._copies.make_read(asked, remote)
+            read.jobs = self._copies.make_read(read, remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and reports it
-            logger.debug("read %s is sent: %s", asked.read_id, error)
-            self._receives.submit(asked)
+            logger.debug("read %s is sent: %s", read.read_id, error)
+            self._receives.submit(read)
             return
         remote.num_reads += 1
-        read = _Read(asked, lease_key, remote, self._clock() + MAX_PATIENCE_S, jobs=jobs)
+        read.pools = remote
+        read.lease_key, read.until_s = lease_key, self._clock() + MAX_PATIENCE_S
         if len(self._rows.active) >= MAX_READS or not self._begin_or_send(read):
-            self.waiting[asked] = read
+            self.waiting[read] = None
         if self._copies.on_gpu:
             machine.begin(1)  # a GPU copies meanwhile
 
     def __repr__(self) -> str:
-        waiting = [asked.read_id for asked in self.waiting]
-        active = [read.asked.read_id for read in self._rows.active.values()]
+        waiting = [read.read_id for read in self.waiting]
+        active = [read.read_id for read in self._rows.active.values()]
         return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
 
-    def _begin_or_send(self, read: _Read) -> bool:
+    def _begin_or_send(self, read: RankRead) -> bool:
         """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
-        asked, remote = read.asked, read.remote
+        remote: RemotePools = read.pools
         is_late = remote.then is not None or self._clock() >= read.until_s
         try:
             is_published = remote.then is None and remote.is_published(
-                read.lease_key, asked.source.token_stop, asked.source.layer_stop
+                read.lease_key, read.source.token_stop, read.source.layer_stop
             )
         except KVConnectorError as error:
-            logger.debug("read %s is sent: %s", asked.read_id, error)
+            logger.debug("read %s is sent: %s", read.read_id, error)
             is_published, is_late = False, True
         if is_published:
             row = self._rows.vacant[-1]
@@ -156,42 +146,41 @@ class DirectReads:
             )
         elif is_late:
             self._drop(read)
-            self._receives.submit(asked)
+            self._receives.submit(read)
         return is_published or is_late
 
-    def stop(self, asked: RankRead) -> None:
-        """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if (read := self.waiting.pop(asked, None)) is not None:
-            self._report.stopped(asked)
+    def stop(self, read: RankRead) -> None:
+        """As `Receives.stop`, of a read that may be the producer's to send."""
+        if read in self.waiting:
+            del self.waiting[read]
+            self._report.stopped(read)
             self._drop(read)
-            return
-        for index, read in self._rows.active.items():
-            if read.asked is asked:
-                self._rows.set(index, "stopped", 1)
-                return
-        self._receives.stop(asked)
+        elif read in self._rows:
+            self._rows.set(read, "stopped", 1)
+        else:
+            self._receives.stop(read)
 
     def poll(self) -> None:
         """See how far the reads came, and begin what may begin now, the oldest first."""
         rows = self._rows
-        for index, read in list(rows.active.items()):
-            row = rows.values(index)
+        for read in list(rows.active.values()):
+            row = rows.values(read)
             if row["phase"] == r.OVER:
                 self._end(read, row)
-                rows.remove(index)
-                self._leave(read.remote)
+                rows.remove(read)
+                self._leave(read.pools)
                 continue
-            if row["num_calls"] > read.num_calls and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read.asked))
-            read.num_calls = row["num_calls"]
+            if row["num_calls"] > read.num_moved and not row["stopped"]:
+                self._report.append(ev.ReceiveAdvanced(read))
+            read.num_moved = row["num_calls"]
         begun: list[RankRead] = []
-        for asked, read in self.waiting.items():
+        for read in self.waiting:
             if len(rows.active) >= MAX_READS:
                 break
             if self._begin_or_send(read):
-                begun.append(asked)
-        for asked in begun:
-            del self.waiting[asked]
+                begun.append(read)
+        for read in begun:
+            del self.waiting[read]
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
@@ -202,36 +191,35 @@ class DirectReads:
         self._sources.clear()
         self._closing.clear()
 
-    def _end(self, read: _Read, row: dict[str, int]) -> None:
+    def _end(self, read: RankRead, row: dict[str, int]) -> None:
         """Report how a read ended. If all bytes are here, they count if the lease still holds."""
-        asked = read.asked
         if row["error_kind"] != r.NO_ERROR:
             error = TransportError(
                 "the GPU does not take a read of the producer's pools",
                 status=row["error_value"],
             )
-            self._report.failed(asked, error)
+            self._report.failed(read, error)
             return
         if not row["all_begun"]:
-            self._report.stopped(asked)
+            self._report.stopped(read)
             return
         try:
             # how far it is filled was seen before: now it may just be written again
-            is_published = read.remote.is_published(read.lease_key, 0, 0)
+            is_published = read.pools.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
-            self._report.failed(asked, error)
+            self._report.failed(read, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._report.failed(asked, late)
+            self._report.failed(read, late)
             return
         seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
-        self._report.append(ev.ReceiveFinished(asked, seconds, ev.DIRECT_PATH))
+        self._report.append(ev.ReceiveFinished(read, seconds, ev.DIRECT_PATH))
 
-    def _drop(self, read: _Read) -> None:
+    def _drop(self, read: RankRead) -> None:
         """A read that has not begun will not."""
         self._copies.ids.give_back(read.jobs[1])
-        self._leave(read.remote)
+        self._leave(read.pools)
 
     def _leave(self, remote: RemotePools) -> None:
         remote.num_reads -= 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.pump.machine import Machine, Program, Rows
+from kvconnector.datapath.pump.machine import Machine, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.datapath.warm_ups import WarmUps, new_tags
@@ -24,25 +24,6 @@ from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
-
-
-class _Receive(Program, eq=False):
-    """A receive that is not over. Its `window` is 0 until it is promised slots, its `row` -1 until the machine has it.
-
-    `limit`: chunks that the producer sends. `error`: why its copies could not be made. `cancelled_s`: when the network
-    was first asked to end what is awaited for it.
-    """
-
-    read: RankRead
-    first_tag: int
-    limit: int
-    window: int = 0
-    row: int = -1
-    error: KVConnectorError | None = None
-    is_stopped: bool = False
-    unpacked: int = 0
-    is_reported: bool = False
-    cancelled_s: float | None = None
 
 
 class Receives:
@@ -69,21 +50,21 @@ class Receives:
         self._transport = transport
         self._network = machine.network
         self._machine = machine
-        self._rows: Rows[_Receive] = machine.receives
+        self._rows: Rows[RankRead] = machine.receives
         self._slots = machine.recv_slots
         self._quarantine_s = config.peer.timeout_s
         self._clock = clock
         self._report = report
         self._window = config.staging.window
         self.warm_ups = WarmUps(transport, report)
-        self.waiting: OrderedDict[RankRead, _Receive] = OrderedDict()
+        self.waiting: OrderedDict[RankRead, None] = OrderedDict()
         """For their first slots, the oldest first."""
-        self.promised: list[_Receive] = []
+        self.promised: list[RankRead] = []
         """Those with slots that the machine does not have yet."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
-        active = [each.read.read_id for each in self._with_slots()]
+        active = [read.read_id for read in self._with_slots()]
         waiting = [read.read_id for read in self.waiting]
         return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
@@ -97,55 +78,51 @@ class Receives:
         `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
         """
         self._machine.stay_awake()
-        self.waiting[read] = _Receive(read, new_tags(), read.source.num_chunks)
+        read.first_tag = new_tags()
+        self.waiting[read] = None
         self.admit()
 
     def stop(self, read: RankRead) -> None:
-        """Write no further chunk into the blocks: `ReceiveStopped` follows, unless the read has ended."""
-        if self.waiting.pop(read, None) is not None:
+        """Write no further chunk into the blocks of a read that `is_stopped`: `ReceiveStopped` follows, unless it has
+        ended.
+        """
+        if read in self.waiting:
+            del self.waiting[read]
             self._report.stopped(read)
-        elif receive := self._find(read):
-            receive.is_stopped = True
-            if receive.row >= 0:
-                self._rows.set(receive.row, "stopped", 1)
+        elif read in self._rows:
+            self._rows.set(read, "stopped", 1)
 
     def drain(self, read: RankRead, sent_chunks: int | None) -> None:
         """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
         the slots accordingly.
         """
-        receive = self._find(read)
-        if receive is None:
-            return
-        receive.limit = min(receive.limit, sent_chunks or 0)
-        if receive.row < 0:
-            return
-        row = self._rows.rows[receive.row]
-        row["limit"] = min(int(row["limit"]), receive.limit)
-        for slot in self._posted(receive):
-            if receive.cancelled_s is None:
-                receive.cancelled_s = self._clock()
+        read.limit = min(read.limit, sent_chunks or 0)
+        if read not in self._rows:
+            return  # it is over, or has no row yet
+        row = self._rows.rows[read.row]
+        row["limit"] = min(int(row["limit"]), read.limit)
+        for slot in self._posted(read):
+            if read.cancelled_s is None:
+                read.cancelled_s = self._clock()
             self._network.cancel(int(self._slots.rows[slot]["request"]))
 
-    def _with_slots(self) -> Iterator[_Receive]:
+    def _with_slots(self) -> Iterator[RankRead]:
         """Those that have slots or are promised some: no more than there are slots, unlike those that wait."""
         yield from self._rows.active.values()
         yield from self.promised
 
-    def _find(self, read: RankRead) -> _Receive | None:
-        return next((each for each in self._with_slots() if each.read is read), None)
-
     def admit(self) -> None:
         """Promise free slots to those that wait, in order. A receive before its first run has none yet."""
         num_free = self._slots.num_free
-        for receive in self._with_slots():
-            if receive.row < 0 or not self._rows.rows[receive.row]["started_ns"]:
-                num_free -= receive.window
+        for read in self._with_slots():
+            if read.row < 0 or not self._rows.rows[read.row]["started_ns"]:
+                num_free -= read.window
         while self.waiting and num_free:
-            read, receive = self.waiting.popitem(last=False)
-            receive.window = min(self._window, receive.limit, num_free)
-            num_free -= receive.window
-            self.promised.append(receive)
-            self._report.append(ev.ReceivePosted(read, receive.window, receive.first_tag))
+            read, _ = self.waiting.popitem(last=False)
+            read.window = min(self._window, read.source.num_chunks, num_free)
+            num_free -= read.window
+            self.promised.append(read)
+            self._report.append(ev.ReceivePosted(read))
 
     def begin(self) -> None:
         """Let the machine have what was promised: to be called before each of its runs, which then takes the slots.
@@ -154,91 +131,91 @@ class Receives:
         """
         promised, self.promised = self.promised, []
         copies, slots = self._machine.copies, self._slots
-        for receive in promised:
-            source, is_stopped = receive.read.source, receive.is_stopped
+        for read in promised:
+            source, is_stopped = read.source, read.is_stopped
             if not is_stopped:
                 try:
-                    receive.jobs = copies.make_jobs(source, receive.read.blocks, packing=False)
+                    read.jobs = copies.make_jobs(source, read.blocks, packing=False)
                 except (RelayoutError, KVConnectorError) as error:
-                    receive.error, is_stopped = as_connector_error(error), True
+                    read.error, is_stopped = as_connector_error(error), True
             if is_stopped:
-                receive.jobs = copies.unread_jobs_of(source, slots.slot_bytes)
-            receive.row = self._rows.add(
-                receive,
-                first_tag=receive.first_tag,
+                read.jobs = copies.unread_jobs_of(source, slots.slot_bytes)
+            self._rows.add(
+                read,
+                first_tag=read.first_tag,
                 num_chunks=source.num_chunks,
-                window=receive.window,
-                limit=receive.limit,
+                window=read.window,
+                limit=min(read.limit, source.num_chunks),
                 stopped=is_stopped,
             )
 
     def poll(self) -> None:
         """See how far the receives came."""
-        for index, receive in list(self._rows.active.items()):
-            row, read = self._rows.values(index), receive.read
+        for read in list(self._rows.active.values()):
+            row = self._rows.values(read)
             unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
-            if receive.unpacked < unpacked < num_chunks and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read, unpacked / num_chunks))
-            receive.unpacked = unpacked
-            if phase != r.RUNNING and not receive.is_reported:
-                receive.is_reported = True
-                self._report.append(self._ended(receive, row))
+            if read.num_moved < unpacked < num_chunks and not row["stopped"]:
+                read.share = unpacked / num_chunks
+                self._report.append(ev.ReceiveAdvanced(read))
+            read.num_moved = unpacked
+            if phase != r.RUNNING and not read.is_quiet:
+                read.is_quiet = True
+                self._report.append(self._ended(read, row))
             if phase == r.OVER:
                 if unpacked < num_chunks:
                     self._report.append(ev.ReceiveDrained(read))
-                self._rows.remove(index)
+                self._rows.remove(read)
 
     def refresh(self) -> None:
         """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
         messages that belong to no read: UCX keeps them for a receive, however many a peer sends.
         """
-        reads = {receive.first_tag for receive in self._with_slots()}
-        count = self._transport.discard_unexpected(reads, -MAX_CHUNKS)
+        awaited = {read.first_tag for read in self._with_slots()}
+        count = self._transport.discard_unexpected(awaited, -MAX_CHUNKS)
         if count:
             details = f"{count} messages of no read, or late ones of a read that was given up"
             self.refusals.note("messages over UCX", "unknown tag", details, count)
         self._slots.end_quarantines()
         latest_s = self._clock() - self._quarantine_s
-        for receive in self._rows.active.values():
-            if receive.cancelled_s is not None and receive.cancelled_s <= latest_s:
-                for slot in self._posted(receive):
-                    self._rows.rows[receive.row]["num_posted"] -= 1
-                    self._slots.quarantine(slot, self._adopt(slot, receive))
+        for read in self._rows.active.values():
+            if read.cancelled_s is not None and read.cancelled_s <= latest_s:
+                for slot in self._posted(read):
+                    self._rows.rows[read.row]["num_posted"] -= 1
+                    self._slots.quarantine(slot, self._adopt(slot, read))
 
     def release(self) -> None:
         """Await nothing more, and leave what the network still holds to the transport."""
         self.warm_ups.forget_all()
         self.promised.clear()
-        for receive in self._rows.active.values():
-            receive.limit = 0
-            for slot in self._posted(receive):
+        for read in self._rows.active.values():
+            read.limit = 0
+            for slot in self._posted(read):
                 self._network.cancel(int(self._slots.rows[slot]["request"]))
-                self._adopt(slot, receive)
+                self._adopt(slot, read)
                 self._slots.rows[slot]["state"] = r.ARRIVED
 
-    def _adopt(self, slot: int, receive: _Receive) -> Callable[[], bool]:
+    def _adopt(self, slot: int, read: RankRead) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
         with it.
         """
         request = int(self._slots.rows[slot]["request"])
-        return self._network.adopt(request, receive.first_tag, self._slots.buffer(slot), None)
+        return self._network.adopt(request, read.first_tag, self._slots.buffer(slot), None)
 
-    def _posted(self, receive: _Receive) -> list[int]:
-        """The slots in which a receive awaits a chunk that is not sent."""
+    def _posted(self, read: RankRead) -> list[int]:
+        """The slots in which a read awaits a chunk that is not sent."""
         slots = self._slots.rows
         posted = (
             (slots["state"] == r.POSTED)
-            & (slots["program"] == receive.row)
-            & (slots["chunk"] >= receive.limit)
+            & (slots["program"] == read.row)
+            & (slots["chunk"] >= read.limit)
         )
         found: list[int] = posted.nonzero()[0].tolist()
         return found
 
-    def _ended(self, receive: _Receive, row: dict[str, int]) -> object:
-        """What a receive that writes its blocks no more has come to."""
-        read = receive.read
+    def _ended(self, read: RankRead, row: dict[str, int]) -> object:
+        """What a read that writes its blocks no more has come to."""
         if row["num_unpacked"] < row["num_chunks"]:
-            error = receive.error or error_of(row, self._network)
+            error = read.error or error_of(row, self._network)
             return ev.ReceiveFailed(read, error) if error else ev.ReceiveStopped(read)
         times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.pump.machine import Machine, Program, Rows
+from kvconnector.datapath.pump.machine import Machine, Rows
 from kvconnector.datapath.pump.network import NS_PER_S, error_of
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.layout import GroupBlocks
@@ -31,12 +31,6 @@ FIRST_PASSES = 4
 """On a GPU the first chunk is packed within as many, and is posted."""
 
 
-class _Send(Program, eq=False):
-    send: Send
-    endpoint: int
-    error: KVConnectorError | None = None
-
-
 class Sends:
     """All sends of one worker. Slots go round between them, one chunk each, so that a long one delays a short one by a
     few chunks only.
@@ -54,7 +48,7 @@ class Sends:
     ) -> None:
         self._network = machine.network
         self._machine = machine
-        self._rows: Rows[_Send] = machine.sends
+        self._rows: Rows[Send] = machine.sends
         self._slots = machine.send_slots
         self._quarantine_s = config.peer.timeout_s
         self._clock = clock
@@ -69,7 +63,7 @@ class Sends:
         """Sends that were stopped may have left slots in flight."""
 
     def __repr__(self) -> str:
-        active = [each.send.read.read_id for each in self._rows.active.values()]
+        active = [send.read.read_id for send in self._rows.active.values()]
         return f"<Sends active {active}, {self._slots!r}>"
 
     def open_endpoint(
@@ -116,12 +110,12 @@ class Sends:
             endpoint = self.endpoints.get(send.link)
             if endpoint is None:
                 raise PeerLostError("the consumer's endpoint was closed")
-            jobs = machine.copies.make_jobs(send.source, send.blocks, packing=True)
+            send.jobs = machine.copies.make_jobs(send.source, send.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
             self._events.append(ev.SendOver(send, 0, as_connector_error(error)))
             return
         self._rows.add(
-            _Send(send, endpoint, jobs=jobs),
+            send,
             first_tag=send.read.first_tag,
             num_chunks=send.source.num_chunks,
             window=send.read.window,
@@ -133,9 +127,8 @@ class Sends:
 
     def stop(self, send: Send) -> None:
         """Send no further chunk of a read; no effect if it has ended."""
-        for row, each in self._rows.active.items():
-            if each.send is send:
-                self._rows.set(row, "stopped", 1)
+        if send in self._rows:
+            self._rows.set(send, "stopped", 1)
 
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
@@ -174,21 +167,21 @@ class Sends:
 
     def refresh_endpoints(self) -> None:
         """Before every run: there are new sends, handles may have changed, and a lost peer's is none any more."""
-        for row, each in self._rows.active.items():
-            if each.error is None:
+        for send in self._rows.active.values():
+            if send.error is None:
                 try:
-                    handle = self._network.handle(each.endpoint)
-                    self._rows.set(row, "endpoint", handle)
+                    handle = self._network.handle(self.endpoints[send.link])
+                    self._rows.set(send, "endpoint", handle)
                 except KVConnectorError as error:
-                    self._fail(each.send.link, error)
+                    self._fail(send.link, error)
 
     def poll(self) -> None:
         """See what ended."""
-        for index, each in list(self._rows.active.items()):
-            row = self._rows.values(index)
+        for send in list(self._rows.active.values()):
+            row = self._rows.values(send)
             if row["phase"] == r.OVER:
-                self._end(each, row)
-                self._rows.remove(index)
+                self._end(send, row)
+                self._rows.remove(send)
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
@@ -203,10 +196,10 @@ class Sends:
     def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
         rows, slots = self._rows.rows, self._slots.rows
-        for row, each in self._rows.active.items():
-            if each.send.link == link:
-                each.error = each.error or error
-                self._rows.set(row, "stopped", 1)
+        for send in self._rows.active.values():
+            if send.link == link:
+                send.error = send.error or error
+                self._rows.set(send, "stopped", 1)
         endpoint = self.endpoints.get(link)
         if endpoint is None:
             return
@@ -228,21 +221,21 @@ class Sends:
         until_s = self._clock() + self._quarantine_s
         self._slots.quarantine(slot, lambda: self._clock() >= until_s)
 
-    def _end(self, each: _Send, row: dict[str, int]) -> None:
-        link, posted = each.send.link, row["num_posted"]
+    def _end(self, send: Send, row: dict[str, int]) -> None:
+        posted = row["num_posted"]
         phases = tuple(
             Phase(name, row[first] / NS_PER_S, row[last] / NS_PER_S)
             for name, first, last in _PHASES
             if row[last]
         )
-        error = each.error
+        error = send.error
         if error is None and row["error_kind"] != r.NO_ERROR:
             error = error_of(row, self._network)
         if posted == row["num_chunks"] and error is None:
-            self._events.append(ev.SendOver(each.send, phases=phases))
+            self._events.append(ev.SendOver(send, phases=phases))
         else:
             self._take_failed()
             self.may_hold_slots = True
-            if row["error_kind"] == r.UCX_ERROR and each.error is None and error is not None:
-                self._fail(link, error)
-            self._events.append(ev.SendOver(each.send, posted, error, phases))
+            if row["error_kind"] == r.UCX_ERROR and send.error is None and error is not None:
+                self._fail(send.link, error)
+            self._events.append(ev.SendOver(send, posted, error, phases))

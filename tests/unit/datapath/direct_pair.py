@@ -42,6 +42,6 @@ def only_consumer_steps(pair, read_id, kind):
 
 def give_up(pair, read_id):
     """End a read that its producer was asked for, and does not send."""
-    pair.d.path.reads.stop(READS[read_id])
+    pair.stop(read_id)
     pair.d.path.receives.drain(READS[read_id], None)
     pair.until(lambda: pair.find(ev.ReceiveDrained, read_id))

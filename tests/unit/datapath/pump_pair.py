@@ -94,7 +94,7 @@ def receive_of(read_id, half, *, remote_blocks=()):
 
 def _number_of(event):
     """Of the read that an event is about: a send's is what the consumer has posted."""
-    return (event.send.read if isinstance(event, ev.SendOver) else event).read.read_id
+    return (event.send if isinstance(event, ev.SendOver) else event).read.read_id
 
 
 class Pair:
@@ -134,9 +134,14 @@ class Pair:
 
     def serve(self, posted, send):
         """Let the producer stream a read that was asked for. Returns the send."""
-        begun = Send(TO_D, None, posted, send.source, send.blocks, 0.0)
+        begun = Send(TO_D, None, posted.read, send.source, send.blocks, 0.0)
         self.p.path.sends.submit(begun)
         return begun
+
+    def stop(self, read_id):
+        """Stop the consumer's read."""
+        READS[read_id].is_stopped = True
+        self.d.path.reads.stop(READS[read_id])
 
     def check_arrived(self, source, destination, tokens, heads):
         """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""

@@ -23,7 +23,6 @@ from tests.kernels.relayout.pools import DTYPES, Pool, Window, check_copy_equals
 from tests.support.examples import examples
 from tests.support.waiting import until
 from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, DirectPair, only_consumer_steps
-from tests.unit.datapath.pump_pair import READS
 from tests.unit.datapath.test_direct_reads import ask, check_read
 
 HELPER, OPEN = 1 << 16, 1 << 30
@@ -144,7 +143,7 @@ class TestInTheDataPath:
         ask(pair, 1)
         pair.d.path.pump(1e-3, ())
         if stops:
-            pair.d.path.reads.stop(READS[1])
+            pair.stop(1)
         for _ in range(20):
             pair.d.path.pump(1e-3, ())
             pair.events += pair.d.step()

@@ -128,7 +128,7 @@ def test_stopped_read_writes_nothing_more(pair, waits):
     if not waits:
         pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
     _, destination = ask(pair, 1)
-    pair.d.path.reads.stop(READS[1])
+    pair.stop(1)
     if waits:
         pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
     only_consumer_steps(pair, 1, ev.ReceiveDrained)

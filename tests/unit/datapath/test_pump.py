@@ -132,7 +132,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     cancel = machine.network.cancel
     held = []
     monkeypatch.setattr(machine.network, "cancel", held.append)
-    pair.d.path.reads.stop(READS[1])
+    pair.stop(1)
     pair.d.path.receives.drain(READS[1], None)
     pair.until(lambda: pair.find(ev.ReceiveStopped, 1))
     clock.now_s = QUARANTINE_S / 2

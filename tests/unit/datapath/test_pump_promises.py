@@ -32,7 +32,7 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = promised(pair, 1, receive)
-    pair.d.path.reads.stop(READS[1])
+    pair.stop(1)
     if drained:  # the producer never hears of it
         pair.d.path.receives.drain(READS[1], 0)
     else:
@@ -58,7 +58,7 @@ def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(ma
     # the session stops its producer, who may have sent any number by then
     pair.p.path.sends.stop(begun)
     sent_chunks = pair.until(lambda: pair.find(ev.SendOver, 1)).sent_chunks
-    pair.d.path.reads.stop(READS[1])
+    pair.stop(1)
     pair.d.path.receives.drain(READS[1], len(send.chunks) if sent_chunks is None else sent_chunks)
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
     assert ends_of(pair, 1) == [ev.ReceiveFailed, ev.ReceiveDrained]

@@ -51,6 +51,16 @@ def test_a_receive_comes_and_goes_beside_many_that_wait(make_pair, num_waiting):
     assert f"waiting for slots {list(range(2, num_waiting - 1))}" in repr(path)
 
 
+@pytest.mark.parametrize("num_sends", [4, 400])
+def test_a_send_is_stopped_beside_many(make_pair, num_sends):
+    pair = make_pair()
+    _, _, send, receive = both_programs(pair, TOKENS, **SMALL)
+    posted = pair.ask(1, receive)
+    begun = [pair.serve(posted, send) for _ in range(num_sends)]
+    assert lines_of(lambda: pair.p.path.sends.stop(begun[-1])) < 30
+    assert pair.p.path.machine.sends.values(begun[-1])["stopped"]
+
+
 def _finished(pair):
     return [e.read.read_id for e in pair.events if isinstance(e, ev.ReceiveFinished)]
 

@@ -167,8 +167,14 @@ def read(read_id=1, key=KEY, tokens=range(12), **changes):
     """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
     load = Load(wanted(key=key), RemoteEngine(ADDRESS), 0.0)
-    asked = RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)
-    return structs.replace(asked.message(2, 1 << 20), **changes)
+    asked = posted(RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)).read
+    return structs.replace(asked.message(), **changes)
+
+
+def posted(read):
+    """The data path has slots for a read."""
+    read.window, read.first_tag = 2, read.read_id << 20
+    return ev.ReceivePosted(read)
 
 
 def done(link=-1, key=KEY):
@@ -256,5 +262,5 @@ def start_load(side, geometry=None):
     links = connect(side, geometry)
     reads = [each.read for each in of(side.tell(load_asked()), "start_receive")]
     for each in reads:
-        side.tell(ev.ReceivePosted(each, 2, each.read_id << 20))
+        side.tell(posted(each))
     return links, reads

@@ -67,7 +67,7 @@ def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
     (link,) = harness.connect(side)
     side.tell(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))
     (first,) = harness.of(side.tell(harness.load_asked()), "start_receive")
-    side.tell(ev.ReceivePosted(first.read, 2, 1 << 20))
+    side.tell(harness.posted(first.read))
     (second,) = harness.of(side.tell(harness.load_asked("x")), "start_receive")
     for _ in range(60):
         side.tell(ev.ReceiveAdvanced(first.read))

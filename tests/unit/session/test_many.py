@@ -108,7 +108,7 @@ def test_a_read_that_gets_its_slots_between_the_loss_and_its_end_keeps_none():
     side.tell(ev.LinkLost(link, PeerLostError("gone")))
     last = reads[-1]
     stop, drain = harness.call("stop_receive", last), harness.call("drain_receive", last, None)
-    assert side.tell(ev.ReceivePosted(last, 2, 1 << 20)) == [stop, drain]
+    assert side.tell(harness.posted(last)) == [stop, drain]
     assert stop not in [each for piece in _until_it_rests(side) for each in piece]
     assert harness.finished(side.tell(ev.ReceiveStopped(last))) == [(names[-1], PeerLostError)]
     side.tell(ev.ReceiveDrained(last))
@@ -129,7 +129,7 @@ def test_a_read_of_a_lost_engine_is_stopped_before_its_slots_are_drained():
     side = harness.consumer()
     (link,) = harness.connect(side)
     name, read = _the_last_is_read(side, link, is_followed=True)
-    side.tell(ev.ReceivePosted(read, 2, 1 << 20))
+    side.tell(harness.posted(read))
     commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
     ended = harness.of(commands, "stop_receive", "drain_receive")
     assert ended == [harness.call("stop_receive", read), harness.call("drain_receive", read, None)]
@@ -146,7 +146,7 @@ def test_what_is_complete_after_its_engine_was_lost_does_not_count(path, is_foll
     (link,) = harness.connect(side)
     name, read = _the_last_is_read(side, link, is_followed=is_followed)
     if path == ev.PACKED_PATH:
-        side.tell(ev.ReceivePosted(read, 2, 1 << 20))
+        side.tell(harness.posted(read))
     commands = side.tell(ev.LinkLost(link, PeerLostError("gone")))
     commands += side.tell(ev.ReceiveFinished(read, seconds=1.0, path=path))
     assert (name, PeerLostError) in harness.finished(commands)
@@ -219,7 +219,7 @@ def test_loads_whose_time_is_up_end_piece_by_piece():
     names = _want(side, MANY)
     reads = [started.read for started in harness.of(_asked_for(side, names), "start_receive")]
     for read in reads:
-        side.tell(ev.ReceivePosted(read, 2, read.read_id << 20))
+        side.tell(harness.posted(read))
     side.now += harness.PEER.transfer_timeout_s
     pieces = _until_it_rests(side)
     stopped = [c.read for piece in pieces for c in harness.of(piece, "stop_receive")]

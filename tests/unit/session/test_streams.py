@@ -278,7 +278,7 @@ def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
     complete = ev.FromPeer(links[0], _said(12, is_complete=True))
     commands = side.tell(complete)
     for started in harness.of(commands, "start_receive"):
-        side.tell(ev.ReceivePosted(started.read, 1, 1))
+        side.tell(harness.posted(started.read))
     for _ in range(12):
         side.tell(*[harness.beat(link) for link in links], complete)
         commands += side.tick(harness.HEARTBEAT_S)
