@@ -17,8 +17,9 @@ from kvconnector.runtime.directory import answer_to
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
+from kvconnector.session.link import Link
 from kvconnector.session.load import Load
-from kvconnector.session.port import NEVER, LinkId, Port
+from kvconnector.session.port import NEVER, Port
 from kvconnector.session.reads import RankRead
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, RankGeometry, Segment
@@ -46,8 +47,8 @@ class Thread(ABC):
         self.world = world
         self.free_at = 0.0
         self.busy_s = 0.0
-        self.links: dict[LinkId, tuple[Thread, LinkId, float]] = {}
-        """The other side, its name for the link, and when the link is up."""
+        self.links: dict[Link, tuple[Thread, Link, float]] = {}
+        """The other side, its end of the link, and when the link is up."""
         self.peak_links = 0
         self._incoming = count(1)
 
@@ -56,25 +57,25 @@ class Thread(ABC):
         self.free_at = max(self.free_at, self.world.now) + seconds
         self.busy_s += seconds
 
-    def connect(self, link: LinkId, peer: Thread) -> None:
+    def connect(self, link: Link, peer: Thread) -> None:
         """Open a link, which takes a round trip."""
-        theirs = LinkId(-next(peer._incoming))
+        theirs = Link(-next(peer._incoming))
         self.links[link] = peer, theirs, self.free_at + 2 * self.world.costs.latency_s
         peer.links[theirs] = self, link, 0.0
         for thread in (self, peer):
             thread.peak_links = max(thread.peak_links, len(thread.links))
 
-    def close_link(self, link: LinkId) -> None:
+    def close_link(self, link: Link) -> None:
         """End a link; the other side is notified."""
         if link in self.links:
             peer, theirs, _ = self.links.pop(link)
             world = self.world
             world.at(self.free_at + world.costs.latency_s, partial(peer.lost, theirs))
 
-    def lost(self, link: LinkId) -> None:
+    def lost(self, link: Link) -> None:
         self.links.pop(link, None)
 
-    def send(self, link: LinkId, message: m.Message) -> None:
+    def send(self, link: Link, message: m.Message) -> None:
         """Send a message, unless the link is gone."""
         if link not in self.links:
             return
@@ -88,7 +89,7 @@ class Thread(ABC):
         )
 
     @abstractmethod
-    def arrived(self, link: LinkId, message: m.Message) -> None:
+    def arrived(self, link: Link, message: m.Message) -> None:
         """A message is here."""
 
 
@@ -116,7 +117,7 @@ class SessionThread(Thread, Port):
         """The same, after what the thread does now."""
         self.world.at(at_s or max(self.free_at, self.world.now), partial(self.take, event))
 
-    def arrived(self, link: LinkId, message: m.Message) -> None:
+    def arrived(self, link: Link, message: m.Message) -> None:
         if link not in self.links:
             return  # it ended before the message came
         event = ev.event_of(link, message)
@@ -124,7 +125,7 @@ class SessionThread(Thread, Port):
             self.session.keep_alive(link, self.world.now)
         self.take(event or ev.LinkLost(link, PeerLostError("the peer said goodbye")))
 
-    def lost(self, link: LinkId) -> None:
+    def lost(self, link: Link) -> None:
         if self.links.pop(link, None) is not None:
             self.take(ev.LinkLost(link, PeerLostError("the peer disconnected")))
 
@@ -161,7 +162,7 @@ class ProducerRank(SessionThread):
         lease, timeout_s = CONFIG.lease, CONFIG.peer.timeout_s
         self.session = ProducerSession(engine, rank.rank, reply, lease, timeout_s, port=self)
 
-    def open_endpoint(self, link: LinkId, hello: m.Hello) -> None:
+    def open_endpoint(self, link: Link, hello: m.Hello) -> None:
         self.spend(self.world.costs.endpoint_s)
         self.take_soon(ev.EndpointOpened(link))
         consumer, theirs = self._consumer(link)
@@ -170,18 +171,15 @@ class ProducerRank(SessionThread):
     def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
         self.world.released(request_id)
 
-    def _consumer(self, link: LinkId) -> tuple[ConsumerRank, LinkId]:
+    def _consumer(self, link: Link) -> tuple[ConsumerRank, Link]:
         consumer, theirs, _ = self.links[link]
         assert isinstance(consumer, ConsumerRank)  # nobody else greets, or reads
         return consumer, theirs
 
     def start_send(self, send: Send) -> None:
         """Both interfaces carry the read, once they have carried those before it."""
-        costs, (consumer, _), read_id = (
-            self.world.costs,
-            self._consumer(send.link),
-            send.read.read_id,
-        )
+        costs, read_id = self.world.costs, send.read.read_id
+        consumer, _ = self._consumer(send.link)
         start = max(self.free_at, self.interface_free_at, consumer.interface_free_at)
         end = start + consumer.nbytes_of(read_id) / costs.bytes_per_s
         self.interface_free_at = consumer.interface_free_at = end
@@ -251,14 +249,14 @@ class ConsumerRank(SessionThread):
             self._with_slots[read.read_id] = read
             self.take_soon(ev.ReceivePosted(read))
 
-    def open_link(self, link: LinkId, address: str, public_key: str, version: int) -> None:
+    def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         self.connect(link, self.world.listening[address])
 
-    def greet(self, link: LinkId, segments: tuple[Segment, ...]) -> None:
+    def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
         self.send(link, self._hello(segments))
 
     def take_reply(
-        self, link: LinkId, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
+        self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
     ) -> None:
         self.spend(self.world.costs.endpoint_s)
 
@@ -316,7 +314,7 @@ class SimulatedDirectory(Thread):
         )
         self._directory = m.Directory(geometry=packed, workers=entries)
 
-    def arrived(self, link: LinkId, message: m.Message) -> None:
+    def arrived(self, link: Link, message: m.Message) -> None:
         assert isinstance(message, m.DirectoryRequest)  # nobody says anything else here
         self.spend(self.world.costs.turn_s)
         self.send(link, answer_to(message, self._directory))

@@ -34,12 +34,12 @@ from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_
 from kvconnector.runtime.channels import open_control, open_transport, security_of, ucx_options
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.links import Link
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession
 from kvconnector.session import events as ev
+from kvconnector.session.link import Link
 from kvconnector.session.orders import LoadRequest, WantRequest
-from kvconnector.session.port import LinkId, Port
+from kvconnector.session.port import Port
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.topology import EngineGeometry, GroupGeometry, RankGeometry
 from kvconnector.transport.ucx import load_library
@@ -127,8 +127,8 @@ class _Session(ConsumerSession):
         super().__init__(ours, RANK, peer, port, chunk_bytes=WARM_UP_BYTES, orders=orders)
         self.engine = self._engines.engine_of(name)
         self.patience_s = self._engines.patience_s(name)
-        self.replies: dict[LinkId, m.HelloReply] = {}
-        self.round_trips_s: defaultdict[LinkId, list[float]] = defaultdict(list)
+        self.replies: dict[Link, m.HelloReply] = {}
+        self.round_trips_s: defaultdict[Link, list[float]] = defaultdict(list)
 
     @property
     def error(self) -> KVConnectorError | None:
@@ -265,22 +265,22 @@ class PeerGreeting(ExitStack):
             return "paths.direct=never here"
         if self._config.verify == "checksum":
             return "verify=checksum"
-        link, export = self._link(worker.link), self._session.replies[worker.link].export
+        export = self._session.replies[worker.link].export
         if export is None:
             return "it offers its pools to nobody: paths.direct=never there, or see its log"
         try:
-            if link.export is None:  # the worker's attempt has failed
+            if worker.link.pools is None:  # the worker's attempt has failed
                 check_export(export, worker.geometry)
-                self._datapath.reads.open(link.number, export)
+                self._datapath.reads.open(worker.link, export)
         except KVConnectorError as error:
             is_elsewhere = (export.device, self._device) == ("cuda", "cpu")
             hint = "; its caches are on a GPU: give --device cuda:N" if is_elsewhere else ""
             return error.statement + hint
         return ""
 
-    def _lanes(self, number: LinkId) -> Finding:
-        lanes = self._transport.lanes(self._link(number).endpoint)
-        theirs = WorkerAddress.decode(self._session.replies[number].transport_address)
+    def _lanes(self, link: Link) -> Finding:
+        lanes = self._transport.lanes(link.endpoint)
+        theirs = WorkerAddress.decode(self._session.replies[link].transport_address)
         if WorkerAddress.decode(self._transport.address).same_host(theirs):
             return Finding("  lanes", "ok", f"{lanes} within this host")
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
@@ -291,7 +291,7 @@ class PeerGreeting(ExitStack):
         verdict: Verdict = "warn" if active_rdma_ports() else "note"
         return Finding("  lanes", verdict, f"{lanes}, no RDMA: {why}")
 
-    def _probe(self, link: LinkId) -> float:
+    def _probe(self, link: Link) -> float:
         """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
         nbytes = self._session.engine.chunk_bytes(WARM_UP_BYTES)
         machine, warm_ups = self._datapath.machine, self._datapath.receives.warm_ups
@@ -299,7 +299,7 @@ class PeerGreeting(ExitStack):
         tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)
-        self._driver.links.send(self._link(link), probe)
+        self._driver.links.send(link, probe)
         self._run(MEASURE_S, lambda: not warm_ups.is_awaited)
         is_over = not warm_ups.is_awaited
         return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0
@@ -311,8 +311,3 @@ class PeerGreeting(ExitStack):
             self._driver.turn(TURN_S)
             if self._session.error is not None:
                 raise self._session.error
-
-    def _link(self, number: LinkId) -> Link:
-        link = self._driver.links.get(number)
-        assert link is not None  # else its loss was raised
-        return link

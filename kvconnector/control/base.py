@@ -70,14 +70,15 @@ class ControlLimits:
     linger_s: float
     """How long `disconnect` and `close` go on delivering what was sent before. May be 0."""
 
-    def check_payload(self, payload: bytes) -> None:
-        """Raise `MessageTooLargeError` for a payload that must not be sent."""
-        if len(payload) > self.max_message_bytes:
-            raise MessageTooLargeError(
-                "message is too long for the control channel",
-                message_bytes=len(payload),
-                max_message_bytes=self.max_message_bytes,
-            )
+
+def check_payload(payload: bytes, max_message_bytes: int) -> None:
+    """Raise `MessageTooLargeError` for a payload that must not be sent."""
+    if len(payload) > max_message_bytes:
+        raise MessageTooLargeError(
+            "message is too long for the control channel",
+            message_bytes=len(payload),
+            max_message_bytes=max_message_bytes,
+        )
 
 
 class ControlChannel(Protocol):

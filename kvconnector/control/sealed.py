@@ -14,6 +14,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
+from kvconnector.control.base import check_payload
 from kvconnector.errors import PeerLostError, RemoteError
 
 KEY_BYTES = 32
@@ -42,13 +43,17 @@ class Inbox:
 
 
 class Sealer:
-    """Makes the frames for an inbox."""
+    """Makes the frames for an inbox that takes messages of at most `max_message_bytes`."""
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, max_message_bytes: int) -> None:
+        self.inbox_id = inbox.inbox_id
+        self._max_message_bytes = max_message_bytes
         self._keyed = _keyed(inbox)
         self._next_number = 0
 
     def seal(self, payload: bytes) -> bytes:
+        """The next frame. Raises MessageTooLargeError."""
+        check_payload(payload, self._max_message_bytes)
         content = _NUMBER.pack(self._next_number) + payload
         self._next_number += 1
         mac = self._keyed.copy()

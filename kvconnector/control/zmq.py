@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import zmq
 
 from kvconnector.control.address import HostPort, parse_address, parse_bind
-from kvconnector.control.base import ControlEvent, ControlLimits, PeerHandle
+from kvconnector.control.base import ControlEvent, ControlLimits, PeerHandle, check_payload
 from kvconnector.control.security import CurveKeys, Security, check_key
 from kvconnector.control.waker import Descriptors, Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
@@ -113,7 +113,7 @@ class ZmqControlChannel:
         return handle
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
-        self._limits.check_payload(payload)
+        check_payload(payload, self._limits.max_message_bytes)
         # what arrives while a socket sends does not make its descriptor readable
         self._settled = False
         if (connection := self._outgoing.get(handle)) is not None:

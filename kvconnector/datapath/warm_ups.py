@@ -6,7 +6,7 @@ from secrets import randbits
 
 from kvconnector.datapath.base import EventQueue
 from kvconnector.session import events as ev
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.transport import Buffer, Completion, MessageSizeError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
@@ -29,26 +29,25 @@ class WarmUps:
     def __init__(self, transport: UcxTransport, events: EventQueue) -> None:
         self._transport = transport
         self._events = events
-        self._by_link: dict[LinkId, set[int]] = {}
-        self._by_ticket: dict[int, LinkId] = {}
+        self._by_ticket: dict[int, Link] = {}
 
-    def expect(self, link: LinkId, buffer: Buffer, count: int = 1) -> tuple[int, int]:
+    def expect(self, link: Link, buffer: Buffer, count: int = 1) -> tuple[int, int]:
         """See `Receives.expect_warm_up`. `buffer` is for bytes without meaning, of `count` messages with tags from the
         one returned on: `WarmedUp` follows the last of them.
         """
         tag = new_tags()
-        tickets = {self._transport.recv(tag + index, buffer) for index in range(count)}
-        self._by_link[link] = tickets
-        self._by_ticket |= dict.fromkeys(tickets, link)
+        link.warm_ups = {self._transport.recv(tag + index, buffer) for index in range(count)}
+        self._by_ticket |= dict.fromkeys(link.warm_ups, link)
         return tag, buffer.nbytes
 
-    def forget(self, link: LinkId) -> None:
-        for ticket in self._by_link.pop(link, ()):
-            self._transport.cancel(ticket)
+    def forget(self, link: Link) -> None:
+        """Await those of a link no more. Idempotent."""
+        while link.warm_ups:
+            self._transport.cancel(link.warm_ups.pop())
 
     def forget_all(self) -> None:
         """Await none of them any more."""
-        for link in list(self._by_link):
+        for link in self._by_ticket.values():
             self.forget(link)
 
     def complete(self, completion: Completion) -> bool:
@@ -58,11 +57,10 @@ class WarmUps:
             return False
         # a producer with smaller slots sends a shorter message, which warms the lanes as well
         error = None if isinstance(completion.error, MessageSizeError) else completion.error
-        awaited = self._by_link.get(link, set())
-        if completion.ticket in awaited:
-            awaited.remove(completion.ticket)
-            if error is not None or not awaited:
-                del self._by_link[link]
+        if completion.ticket in link.warm_ups:
+            link.warm_ups.remove(completion.ticket)
+            if error is not None or not link.warm_ups:
+                link.warm_ups.clear()
                 self._events.append(ev.WarmedUp(link, error))
         return True
 

@@ -44,12 +44,12 @@ from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestEr
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.greetings import hello_of, hello_reply
-from kvconnector.runtime.links import Link, Links
+from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
 from kvconnector.session import events as ev
+from kvconnector.session.link import Link
 from kvconnector.session.orders import GrowRequest, HoldRequest, LoadRequest, WithdrawRequest
-from kvconnector.session.port import LinkId
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry
 from kvconnector.transport.ucx import UcxTransport
@@ -274,12 +274,12 @@ class Driver:
         """Queue a peer's messages for the sessions. Returns them, or none if they ended the link."""
         try:
             messages = decode_batch(payload)
-            events = [ev.event_of(link.number, message) for message in messages]
+            events = [ev.event_of(link, message) for message in messages]
         except KVConnectorError as error:
             self.links.lose(link, error)
             return ()
-        if self.producer is not None:
-            self.producer.keep_alive(link.number, self.clock())
+        if self.producer is not None and link.number < 0:
+            self.producer.keep_alive(link, self.clock())
         for message, event in zip(messages, events, strict=True):
             if isinstance(message, m.Heartbeat) and not message.maps_pools:
                 link.consumer = ""  # it could not map them, or did not want to
@@ -297,8 +297,8 @@ class Driver:
         kind = type(event)
         if kind is ev.Tick:
             self._is_ticking = False
-        link: LinkId | None = getattr(event, "link", None)
-        is_producers = kind in _PRODUCER_EVENTS if link is None else link < 0
+        link: Link | None = getattr(event, "link", None)
+        is_producers = kind in _PRODUCER_EVENTS if link is None else link.number < 0
         for_producer = self.producer if is_producers or kind is ev.Tick else None
         for session in (for_producer, None if is_producers else self.consumer):
             if session is None:
@@ -308,7 +308,7 @@ class Driver:
             except KVConnectorError as error:
                 self._refuse(event, link, error)
 
-    def _refuse(self, event: object, link: LinkId | None, error: KVConnectorError) -> None:
+    def _refuse(self, event: object, link: Link | None, error: KVConnectorError) -> None:
         """The engine's mistake, a peer's message at the wrong time, or a bug: nothing changed, the rest goes on."""
         peer = "this engine" if link is None else self.links.peer_of(link)
         self.links.refusals.note(

@@ -13,18 +13,18 @@ import msgspec
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.export_check import check_export
-from kvconnector.errors import KVConnectorError, PeerLostError
+from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime.channels import security_of
-from kvconnector.runtime.links import Link, Links
+from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import Phase, RequestTrace, TransferStats
 from kvconnector.session import events as ev
-from kvconnector.session.events import DIRECT_PATH
 from kvconnector.session.lease import Send, lease_key
+from kvconnector.session.link import Link
 from kvconnector.session.load import Load
-from kvconnector.session.port import LinkId, Port
+from kvconnector.session.port import Port
 from kvconnector.session.reads import RankRead
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import RankGeometry, Segment
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
-
-TCP_FALLBACK = "-tcp-fallback"
-"""Ends the path of what came by TCP although RDMA ports are active on this host."""
 
 
 class Executor(Port):
@@ -68,9 +65,8 @@ class Executor(Port):
         self._clock = clock
         self.has_reported = False
 
-    def send(self, link: LinkId, message: m.Message) -> None:
-        to = self._links.get(link)
-        if to is None:
+    def send(self, link: Link, message: m.Message) -> None:
+        if link.handle is None:
             return  # it was lost: the sessions know, or will
         if isinstance(message, m.HelloReply | m.Progress | m.ReadRefused) and message.refusal:
             if isinstance(message, m.HelloReply) or message.refusal is Refusal.UNKNOWN_TRANSFER:
@@ -78,42 +74,32 @@ class Executor(Port):
                 self._links.refusals.note(peer, message.refusal, message.text)
         elif isinstance(message, m.HelloReply):
             # to a consumer that was just connected to: the way for its further messages
-            inbox = self._links.answer(to, self._datapath.sends.endpoints.get(link))
-            message = msgspec.structs.replace(message, control=inbox)
+            message = msgspec.structs.replace(message, control=self._links.answer(link))
         elif isinstance(message, m.Bye):
-            self._links.change_back(to)  # over ZMQ, which outlives what was lost
-        elif isinstance(message, m.Heartbeat) and to.export is not None:
+            self._links.change_back(link)  # over ZMQ, which outlives what was lost
+        elif isinstance(message, m.Heartbeat) and link.pools is not None:
             message = msgspec.structs.replace(message, maps_pools=True)
-        self._links.send(to, message)
+        self._links.send(link, message)
 
-    def open_link(self, link: LinkId, address: str, public_key: str, version: int) -> None:
+    def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
             check_server(self._security, address, public_key)
             self._links.open(link, address, public_key, version)
         except KVConnectorError as error:
             self._datapath.events.append(ev.LinkLost(link, error))
 
-    def close_link(self, link: LinkId) -> None:
-        if link < 0:
-            self._datapath.sends.close_endpoint(link)
-        closed = self._links.get(link)
-        if closed is None:
-            return  # it could not be opened, or the peer has left
-        if link > 0:
-            self._datapath.receives.warm_ups.forget(link)
-        self._links.leave_transport(closed)
-        if closed.export is None:
-            self._links.close(closed)
-        else:
-            # last: a producer that closes frees its pools once we have disconnected
-            closed.export = None
-            self._datapath.reads.close(link, partial(self._links.close, closed))
+    def close_link(self, link: Link) -> None:
+        self._datapath.sends.close_endpoint(link)
+        self._datapath.receives.warm_ups.forget(link)
+        self._links.leave_transport(link)
+        # last: a producer that closes frees its pools once we have disconnected
+        self._datapath.reads.close(link, partial(self._links.close, link))
 
-    def open_endpoint(self, link: LinkId, hello: m.Hello) -> None:
+    def open_endpoint(self, link: Link, hello: m.Hello) -> None:
         warm_up = hello.warm_up_tag, hello.warm_up_bytes
         self._datapath.sends.open_endpoint(link, hello.transport_address, *warm_up)
 
-    def probe(self, link: LinkId, probe: m.Probe) -> None:
+    def probe(self, link: Link, probe: m.Probe) -> None:
         self._datapath.sends.probe(link, probe)
 
     def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
@@ -136,43 +122,37 @@ class Executor(Port):
     def met(self, engine_id: EngineId, summary: str) -> None:
         logger.info("engine %s is met; here over there: %s", engine_id, summary)
 
-    def greet(self, link: LinkId, segments: tuple[Segment, ...]) -> None:
-        to = self._links.get(link)
-        if to is None:
+    def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
+        if link.handle is None:
             return
         tag, nbytes = self._datapath.receives.expect_warm_up(link)
         hello = msgspec.structs.replace(
             self._hello,
             warm_up_tag=tag,
             warm_up_bytes=nbytes,
-            control=self._links.open_inbox(to),
+            control=self._links.open_inbox(link),
             segments=segments,
         )
-        self._links.send(to, hello)
+        self._links.send(link, hello)
 
     def take_reply(
-        self, link: LinkId, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
+        self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
     ) -> None:
-        to = self._links.get(link)
-        if to is None:
+        if link.handle is None:
             return
         if reply.transport_address:
             try:
                 endpoint = self._transport.connect(reply.transport_address)
             except KVConnectorError as error:
-                self._links.lose(to, error)
+                self._links.lose(link, error)
                 return
-            to.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
-            self._links.change_over(to, endpoint)
+            link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
+            self._links.change_over(link, endpoint)
         if reply.export is not None:
-            self._open_export(to, reply.export, engine_id, theirs)
+            self._open_export(link, reply.export, engine_id, theirs)
 
     def start_receive(self, read: RankRead) -> None:
-        link = self._links.get(read.link)
-        if link is None:
-            lost = PeerLostError("the link to the producer rank is closed")
-            self._datapath.events.failed(read, lost)
-        elif link.export is None:
+        if read.worker.link.pools is None:
             self._datapath.receives.submit(read)
         else:
             key, is_followed = read.load.key, read.load.is_followed
@@ -192,12 +172,11 @@ class Executor(Port):
         producer = (engine_id, theirs.rank)
         try:
             check_export(export, theirs)
-            how = self._datapath.reads.open(link.number, export)
+            how = self._datapath.reads.open(link, export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             self._outbox.read_packed(error.message)
             return
-        link.export = theirs
         logger.info(
             "reads from %s rank %s are direct (%s): its pools can be read from here", *producer, how
         )
@@ -238,18 +217,13 @@ class Executor(Port):
     def _trace_of(self, load: Load, error: KVConnectorError | None) -> RequestTrace:
         """Return when the parts of a load happened. Log it if its blocks waited for long."""
         now = self._clock()
-        paths = set()
-        for path, number in load.trace.paths:
-            link = self._links.get(LinkId(number))
-            is_fallback = path != DIRECT_PATH and link is not None and link.is_tcp_fallback
-            paths.add(path + TCP_FALLBACK * is_fallback)
         waited_s = load.trace.waited_s(now)
         trace = RequestTrace(
             request_id=load.request_id,
             kind="load",
             peer=load.trace.peer,
             nbytes=load.trace.nbytes,
-            path="+".join(sorted(paths)),
+            path="+".join(sorted(load.trace.paths)),
             outcome="done" if error is None else type(error).__name__,
             phases=_dated(load.trace.phases(now)),
             waited_s=waited_s,

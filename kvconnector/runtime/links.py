@@ -1,4 +1,4 @@
-"""The links of one worker: one record a peer, the two ways of its messages, and the one door by which links end.
+"""The links of one worker: the two ways of their messages, and the one door by which links end.
 
 Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
 their messages travel as sealed control messages of the transport, see `control.sealed`: only the driver's thread has to
@@ -17,14 +17,12 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import count
 
 from kvconnector.config import ControlConfig
 from kvconnector.control.base import (
     ControlChannel,
     Disconnected,
-    MessageTooLargeError,
     PeerHandle,
     Received,
 )
@@ -32,8 +30,7 @@ from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev
-from kvconnector.session.port import LinkId
-from kvconnector.topology import RankGeometry
+from kvconnector.session.link import Link
 from kvconnector.transport.base import (
     CONTROL_TAG_BIT,
     ControlEvent,
@@ -50,48 +47,6 @@ MAX_CLOSED_INBOXES = 4096
 """Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
-
-
-@dataclass(slots=True, eq=False)
-class Link:
-    """One peer worker, or a directory service. Sessions number the links they open from 1; links that peers open get
-    negative numbers. Both sides use the wire `version` in which it was opened.
-
-    `handle` is its control connection, None once that has ended. `endpoint` is the transport's for our messages, 0
-    while they travel on the control connection; one that the link does not own, the peer's for its reads, is used once
-    the peer has written to its inbox, whose messages `opener` checks. `consumer` names one that may have mapped this
-    worker's CUDA memory. `export` is what a producer holds whose pools can be read from here. `unsent` are messages of
-    this turn, in their order.
-    """
-
-    number: LinkId
-    handle: PeerHandle | None
-    version: int
-    is_lost: bool = False
-    tag: int = 0
-    opener: Opener | None = None
-    peer: m.ControlInbox | None = None
-    sealer: Sealer | None = None
-    endpoint: int = 0
-    owns_endpoint: bool = False
-    is_tcp_fallback: bool = False
-    consumer: str = ""
-    export: RankGeometry | None = None
-    unsent: list[bytes] = field(default_factory=list)
-    unsent_bytes: int = 0
-
-    def __repr__(self) -> str:
-        way = "transport" if self.uses_transport else "control channel"
-        state = "lost" if self.is_lost else f"by {way}"
-        mapped = f", maps our pools as {self.consumer}" if self.consumer else ""
-        return f"<Link {self.number} {state}{mapped}{', direct' if self.export else ''}>"
-
-    @property
-    def uses_transport(self) -> bool:
-        """Returns True if our messages travel over the transport by now."""
-        if not self.endpoint or self.sealer is None:
-            return False
-        return self.owns_endpoint or (self.opener is not None and self.opener.has_opened)
 
 
 class Links:
@@ -113,7 +68,6 @@ class Links:
         self._max_message_bytes = config.max_message_bytes
         self._over_ucx = config.over_ucx
         self._report = report
-        self._by_number: dict[LinkId, Link] = {}
         self._by_handle: dict[PeerHandle, Link] = {}
         self._by_tag: dict[int, Link] = {}
         self._limits: dict[int, int] = {}
@@ -125,40 +79,36 @@ class Links:
         self._arrived: deque[ControlEvent] = deque()
 
     def __repr__(self) -> str:
-        return f"<Links {list(self._by_number.values())}>"
+        return f"<Links {[*self]}>"
 
     def __iter__(self) -> Iterator[Link]:
-        return iter(list(self._by_number.values()))
+        """Those that are connected."""
+        return iter(list(self._by_handle.values()))
 
     @property
     def mappers(self) -> list[str]:
         """Consumers that may have mapped this worker's CUDA memory."""
         return [link.consumer for link in self if link.consumer]
 
-    def get(self, number: LinkId) -> Link | None:
-        """Return the link of this number, unless it was forgotten."""
-        return self._by_number.get(number)
-
-    def peer_of(self, number: LinkId) -> str:
+    def peer_of(self, link: Link) -> str:
         """Return the address of the peer at a link, for texts."""
-        link = self._by_number.get(number)
-        return "a lost peer" if not link or not link.handle else self.control.peer_of(link.handle)
+        return "a lost peer" if link.handle is None else self.control.peer_of(link.handle)
 
     # -- opening and ending --
 
-    def open(self, number: LinkId, address: str, public_key: str, version: int) -> Link:
-        """Connect to a peer, to write to it in this wire version.
+    def open(self, link: Link, address: str, public_key: str, version: int) -> None:
+        """Connect a link to a peer, to write to it in this wire version.
 
         Raises:
             ConfigError, TransportError: see `ControlChannel.connect`.
         """
-        return self._add(number, self.control.connect(address, public_key), version)
+        self._connected(link, self.control.connect(address, public_key), version)
 
     def close(self, link: Link) -> None:
         """Forget a link, and end its connections after what was sent on them. Idempotent."""
         self.leave_transport(link)
         link.unsent.clear()
-        if self._by_number.pop(link.number, None) is not None and link.handle is not None:
+        if link.handle is not None:
             del self._by_handle[link.handle]
             self.control.disconnect(link.handle)
             self._gone.add(link.handle)
@@ -168,7 +118,7 @@ class Links:
         """End a link whose peer misbehaved, was lost, or `has_left` with a goodbye."""
         if link.is_lost:
             return
-        reason, peer = type(error).__name__, self.peer_of(link.number)
+        reason, peer = type(error).__name__, self.peer_of(link)
         if not isinstance(error, PeerLostError):
             self.refusals.note(f"{peer}'s connection", reason, error)
         else:
@@ -194,15 +144,15 @@ class Links:
                 self.send(link, goodbye)
         self.flush()
 
-    def _add(self, number: LinkId, handle: PeerHandle, version: int) -> Link:
-        link = self._by_number[number] = self._by_handle[handle] = Link(number, handle, version)
-        return link
+    def _connected(self, link: Link, handle: PeerHandle, version: int) -> None:
+        self._by_handle[handle] = link
+        link.handle, link.version = handle, version
 
     def _end(self, link: Link, error: KVConnectorError) -> None:
         link.is_lost = True
         if link.number < 0:
             self.close(link)
-        self._report(ev.LinkLost(link.number, error))
+        self._report(ev.LinkLost(link, error))
 
     # -- which way messages take --
 
@@ -221,26 +171,25 @@ class Links:
 
     def set_peer_inbox(self, link: Link, peer: m.ControlInbox | None) -> None:
         """The peer's greeting named its inbox. Only the first counts."""
-        if peer is not None and self._over_ucx and link.peer is None:
-            link.peer = peer
-            link.sealer = Sealer(Inbox(peer.inbox_id, peer.key))
+        if peer is not None and self._over_ucx and link.sealer is None:
+            limit_bytes = min(self._max_message_bytes, peer.max_message_bytes)
+            link.sealer = Sealer(Inbox(peer.inbox_id, peer.key), limit_bytes)
 
-    def answer(self, link: Link, endpoint: int | None) -> m.ControlInbox | None:
-        """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by `endpoint`."""
-        if link.peer is None or endpoint is None:
-            return None
-        link.endpoint = endpoint
-        return self.open_inbox(link)
+    def answer(self, link: Link) -> m.ControlInbox | None:
+        """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by its endpoint,
+        if that is open.
+        """
+        return self.open_inbox(link) if link.sealer is not None and link.endpoint else None
 
     def change_over(self, link: Link, endpoint: int) -> None:
         """From now on write to the peer by `endpoint`, which ends with the link, if both have named an inbox."""
         self._send_unsent(link)
-        link.endpoint, link.owns_endpoint = endpoint, True
+        link.endpoint = endpoint
 
     def change_back(self, link: Link) -> None:
         """Write nothing more over the transport: the endpoint of the link is about to close."""
         self._send_unsent(link)
-        link.endpoint = 0
+        link.sealer = None
 
     def leave_transport(self, link: Link) -> None:
         """Send what is queued, then neither read nor write over the transport. Idempotent."""
@@ -249,9 +198,10 @@ class Links:
             del self._by_tag[link.tag], self._limits[link.tag]
             self._closed.append(link.tag)
             link.tag = 0
-        if link.owns_endpoint:
+        link.sealer = None
+        if link.number > 0 and link.endpoint:  # else it is the sends', too
             self._transport.disconnect(link.endpoint)
-        link.endpoint, link.owns_endpoint = 0, False
+            link.endpoint = 0
 
     # -- messages --
 
@@ -285,15 +235,7 @@ class Links:
             if not link.uses_transport:
                 self.control.send(link.handle, batch)
                 return
-            assert link.peer is not None and link.sealer is not None  # noqa: PT018  # it uses the transport
-            limit_bytes = min(self._max_message_bytes, link.peer.max_message_bytes)
-            if len(batch) > limit_bytes:
-                raise MessageTooLargeError(
-                    "message is too long for the control channel",
-                    message_bytes=len(batch),
-                    max_message_bytes=limit_bytes,
-                )
-            tag = CONTROL_TAG_BIT | link.peer.inbox_id
+            tag = CONTROL_TAG_BIT | link.sealer.inbox_id
             self._transport.send_control(link.endpoint, tag, link.sealer.seal(batch))
         except KVConnectorError as error:
             self.lose(link, error)
@@ -341,8 +283,8 @@ class Links:
             link = self._by_handle.get(arrival.handle)
             if isinstance(arrival, Received):
                 if link is None:
-                    number, version = LinkId(-next(self._incoming)), version_of(arrival.payload)
-                    link = self._add(number, arrival.handle, version)
+                    link = Link(-next(self._incoming))
+                    self._connected(link, arrival.handle, version_of(arrival.payload))
                 if not link.is_lost:
                     yield link, arrival.payload, True
             elif link is not None:
@@ -361,7 +303,6 @@ class Links:
         link = self._by_tag.get(message.tag)
         if link is None or link.is_lost:
             return None  # it ended with a message before this one
-        assert link.opener is not None  # made with the tag
         try:
             return link, link.opener.open(message.payload)
         except ForgedMessageError as error:

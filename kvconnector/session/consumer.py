@@ -25,9 +25,10 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.engines import RemoteEngines
+from kvconnector.session.link import Link
 from kvconnector.session.load import Load, LoadState
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.port import NEVER, LinkId, Port
+from kvconnector.session.port import NEVER, Port
 from kvconnector.session.reads import RankRead, Reads
 from kvconnector.session.remote_engine import RemoteEngine
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -116,7 +117,7 @@ class ConsumerSession:
 
     def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> None:
         try:
-            is_new = load.record_progress(event.link, event.message, self._num_groups)
+            is_new = load.record_progress(event.link.number, event.message, self._num_groups)
         except KVConnectorError as error:
             self._fail(load, error, now)
             return
@@ -126,7 +127,7 @@ class ConsumerSession:
             self._advance(load, now)
         elif load.asked is None:  # else progress of the prompt does not bring chunks that were lost
             self._give_until(load, now + self._progress_timeout_s)
-            if load.should_notify(event.link, is_streamed=self._stream):
+            if load.should_notify(event.link.number, is_streamed=self._stream):
                 self._notify_prefill_started(load)
 
     def _notify_prefill_started(self, load: Load) -> None:
@@ -156,7 +157,8 @@ class ConsumerSession:
     def _advance(self, load: Load, now: float) -> None:
         """Open one read per rank of the ready producer that has something for us which was not read for yet."""
         engine = load.engine
-        links = [worker.link for worker in engine.workers.values()] if load.is_followed else []
+        workers = engine.workers.values() if load.is_followed else ()
+        links = [worker.link.number for worker in workers]
         try:
             chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
             reads = load.take_ready(engine.routes, links, chunk_bytes=chunk_bytes)
@@ -188,7 +190,7 @@ class ConsumerSession:
         load.accept(event, now)
         read.is_asked = load.trace.is_packed = True
         self._give_until(load, now + self._timeout_s)
-        self._port.send(read.link, read.message())
+        self._port.send(read.worker.link, read.message())
 
     def _receive_advanced(self, event: ev.ReceiveAdvanced, now: float) -> None:
         load = event.read.load
@@ -199,13 +201,13 @@ class ConsumerSession:
         read = event.read
         if not read.is_stopped and now >= read.worker.deadline:
             # this worker was paused longer than its timeout: the producer may have given it up and reused its slots
-            self._lose(read.link, PeerLostError("this worker was silent too long"), now)
+            self._lose(read.worker.link, PeerLostError("this worker was silent too long"), now)
             self._fail_if_lost(read, now)
         self._reads.close(read)
         load = read.load
         load.accept(event, now)
         del load.reads[read.read_id]
-        load.trace.finished(event, read.source.total_bytes, read.link)
+        load.trace.finished(event, read.source.total_bytes)
         self._after_read(load, now)
 
     def _receive_stopped(self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float) -> None:
@@ -237,7 +239,12 @@ class ConsumerSession:
         ended, engine = event.message, self._engines.ready_at(event.link)
         read = None if engine is None else engine.reads.get(ended.read_id)
         # a peer ends no read but its own, once, and only after it was asked
-        if read is None or read.link != event.link or not read.is_asked or read.is_peer_over:
+        if (
+            read is None
+            or read.worker.link is not event.link
+            or not read.is_asked
+            or read.is_peer_over
+        ):
             return
         sent_chunks = ended.sent_chunks if isinstance(ended, m.ReadEnded) else 0
         self._reads.peer_over(read, sent_chunks, now)
@@ -287,7 +294,7 @@ class ConsumerSession:
         if self._backlog:
             self._agenda.plan(self, AT_ONCE)
 
-    def _lose(self, link: LinkId, error: KVConnectorError, now: float) -> None:
+    def _lose(self, link: Link, error: KVConnectorError, now: float) -> None:
         """Give the engine at `link` up."""
         self._engines.handle(ev.LinkLost(link, error), now)
 
@@ -319,7 +326,7 @@ class ConsumerSession:
             self._agenda.plan(read, read.deadline)
             return
         lost = PeerLostError("a producer rank did not end a read that was cancelled")
-        self._lose(read.link, lost, now)
+        self._lose(read.worker.link, lost, now)
         self._reads.peer_over(read, None, now)
 
     def _load_due(self, load: Load, event: ev.Tick, now: float) -> None:

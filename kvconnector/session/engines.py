@@ -18,8 +18,9 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import plan_routes
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import MAX_AT_ONCE, Agenda
+from kvconnector.session.link import Link
 from kvconnector.session.orders import WantRequest
-from kvconnector.session.port import LinkId, Port
+from kvconnector.session.port import Port
 from kvconnector.session.remote_engine import (
     EngineState,
     RemoteEngine,
@@ -62,7 +63,6 @@ class RemoteEngines:
         self._port = port
         self._on_change = on_change
         self._engines: dict[EngineAddress, RemoteEngine] = {}
-        self._by_link: dict[LinkId, tuple[RemoteEngine, RemoteWorker | None]] = {}
         self._link_numbers = count(1)
         self.agenda = agenda
         self._met: set[EngineAddress] = set()
@@ -74,10 +74,11 @@ class RemoteEngines:
             engine = self._engines[name] = RemoteEngine(name)
         return engine
 
-    def ready_at(self, link: LinkId) -> RemoteEngine | None:
+    def ready_at(self, link: Link) -> RemoteEngine | None:
         """The engine whose worker is at `link`, if it can be read from now."""
-        engine, _ = self._by_link.get(link, (None, None))
-        return engine if engine is not None and engine.is_ready else None
+        worker = link.there
+        is_ready = isinstance(worker, RemoteWorker) and worker.engine.is_ready
+        return worker.engine if is_ready else None
 
     def patience_s(self, name: EngineAddress) -> float:
         """Seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
@@ -103,9 +104,11 @@ class RemoteEngines:
 
     def handle(self, event: Any, now: float) -> None:
         """Take an event of a link; those of links that were closed are stale and change nothing."""
-        if event.link not in self._by_link:
+        there: RemoteEngine | RemoteWorker | None = event.link.there
+        if there is None:
             return
-        engine, worker = self._by_link[event.link]
+        worker = there if isinstance(there, RemoteWorker) else None
+        engine = there.engine if isinstance(there, RemoteWorker) else there
         kind = ev.kind_of(event)
         if kind is ev.LinkLost:
             self._lose(engine, event, event.error, now)
@@ -146,8 +149,7 @@ class RemoteEngines:
     def _resolve(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.RESOLVING)
         engine.until = now + self.patience_s(engine.name)
-        link = engine.directory_link = LinkId(next(self._link_numbers))
-        self._by_link[link] = engine, None
+        link = engine.directory_link = Link(next(self._link_numbers), engine)
         engine.has_named_ranks = False
         # a guess, right for an engine like ours: only its geometry shows which ranks of a large engine we need
         ours, rank = self._topology.engine, self._topology.rank
@@ -189,11 +191,10 @@ class RemoteEngines:
         engine.heartbeat_at = now + QUICK_GREETING_S
         segments = {route.peer: route.segments for route in engine.routes}
         for rank in holders:
-            entry, link = entries[rank], LinkId(next(self._link_numbers))
+            entry, link = entries[rank], Link(next(self._link_numbers))
             theirs = geometry.rank_geometry(rank)
-            worker = RemoteWorker(link, theirs, now, self._settings.timeout_s)
-            self._by_link[link] = engine, worker
-            engine.workers[rank] = worker
+            worker = RemoteWorker(engine, link, theirs, now, self._settings.timeout_s)
+            engine.workers[rank] = link.there = worker
             self._port.open_link(link, entry.control_address, entry.public_key, version)
             self._port.greet(link, segments.get(rank, ()))
 
@@ -290,20 +291,18 @@ class RemoteEngines:
         if not limit:
             return
         # only a worker that has greeted us answers
-        links = [w.link for w in engine.workers.values()] if engine.is_ready else []
+        links = [w.link.number for w in engine.workers.values()] if engine.is_ready else []
         transfers, followed = loads.take_turn(limit, links)
         for worker in engine.workers.values():
             number = worker.heartbeat_sent(now)
             beat = m.Heartbeat(transfers=transfers, number=number, followed=followed)
             self._port.send(worker.link, beat)
 
-    def _lose(
-        self, engine: RemoteEngine, event: object, error: KVConnectorError, now: float
-    ) -> None:
+    def _lose(self, engine: RemoteEngine, event: Any, error: KVConnectorError, now: float) -> None:
         engine.accept(event, now)
-        _, worker = self._by_link.get(getattr(event, "link", LinkId(0)), (None, None))
         error.context.setdefault("engine", engine.name.engine_id)
-        if worker is not None:
+        worker = None if isinstance(event, ev.Tick) else event.link.there
+        if isinstance(worker, RemoteWorker):
             error.context.setdefault("rank", str(worker.geometry.rank))
         self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
@@ -329,5 +328,5 @@ class RemoteEngines:
         engine.workers = {}
         engine.directory_link = None
         for link in links:
-            del self._by_link[link]
+            link.there = None
             self._port.close_link(link)

@@ -8,7 +8,7 @@ import msgspec
 
 from kvconnector.errors import KVConnectorError, RemoteProtocolError
 from kvconnector.session.completion import Phase
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
@@ -22,14 +22,14 @@ MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False, gc=False):
     """A message of the worker, or the directory service, at `link`. Tables name it by the message's type."""
 
-    link: LinkId
+    link: Link
     message: MessageT_co
 
 
 class LinkLost(msgspec.Struct, frozen=True):
     """A control connection ended or could not be made, or the data plane cannot reach the consumer worker there."""
 
-    link: LinkId
+    link: Link
     error: KVConnectorError
 
 
@@ -43,7 +43,7 @@ class Tick(msgspec.Struct, frozen=True):
 class EndpointOpened(msgspec.Struct, frozen=True):
     """The data plane reaches the consumer worker, and the warm-up message is on its way."""
 
-    link: LinkId
+    link: Link
 
 
 class SendOver(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ class EngineLost(msgspec.Struct, frozen=True):
 class WarmedUp(msgspec.Struct, frozen=True):
     """The warm-up message of a producer worker arrived; `error` if it did not."""
 
-    link: LinkId
+    link: Link
     error: KVConnectorError | None = None
 
 
@@ -95,8 +95,10 @@ class ReceiveAdvanced(OfReceive, frozen=True):
 
 
 DIRECT_PATH = "direct"
-PACKED_PATH = "packed"
 """Of reads of the producer's pools, through CUDA IPC or shared memory."""
+PACKED_PATH = "packed"
+TCP_FALLBACK = "-tcp-fallback"
+"""Ends the path of what was sent by TCP although RDMA ports are active on this host."""
 
 
 class ReceiveFinished(OfReceive, frozen=True):
@@ -139,7 +141,7 @@ FROM_PRODUCER: frozenset[type] = frozenset(
 )
 
 
-def event_of(link: LinkId, message: m.Message) -> FromPeer[Any] | None:
+def event_of(link: Link, message: m.Message) -> FromPeer[Any] | None:
     """The event that a message on `link` is; None for a goodbye, which ends the link.
 
     Raises:
@@ -147,9 +149,9 @@ def event_of(link: LinkId, message: m.Message) -> FromPeer[Any] | None:
     """
     if isinstance(message, m.Bye):
         return None
-    if type(message) not in (FROM_CONSUMER if link < 0 else FROM_PRODUCER):
+    if type(message) not in (FROM_CONSUMER if link.number < 0 else FROM_PRODUCER):
         raise RemoteProtocolError(
-            f"a {type(message).__name__} is not expected on this connection", link=link
+            f"a {type(message).__name__} is not expected on this connection", link=link.number
         )
     return FromPeer(link, message)
 

@@ -39,9 +39,10 @@ from kvconnector.ids import EngineId, Rank
 from kvconnector.layout import NO_TOKENS, GroupBlocks
 from kvconnector.planning import SourceRead
 from kvconnector.session import events as ev
+from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
-from kvconnector.session.port import NEVER, LinkId
+from kvconnector.session.port import NEVER
 from kvconnector.session.program import Program
 from kvconnector.session.trace import HoldTrace
 from kvconnector.wire import messages as m
@@ -136,7 +137,7 @@ class Lease(Tracked[LeaseState]):
         self.is_complete = False
         self.expires_at = NEVER
         self.keys: tuple[bytes, ...] = ()
-        self.followers: tuple[LinkId, ...] = ()
+        self.followers: tuple[Link, ...] = ()
         self.confirmed: dict[EngineId, set[Rank]] = {}
         self.sends: dict[Send, None] = {}
         self.trace = HoldTrace(now, now)
@@ -146,7 +147,8 @@ class Lease(Tracked[LeaseState]):
     def __repr__(self) -> str:
         return (
             f"<Lease {self.transfer_id} of {self.request_id}: {self.state.value}, {self.watermark},"
-            f" sends {[send.key for send in self.sends]}, followers {sorted(self.followers)},"
+            f" sends {[send.key for send in self.sends]},"
+            f" followers {[link.number for link in self.followers]},"
             f" until {self.expires_at}>"
         )
 
@@ -193,7 +195,7 @@ class Send(Program, eq=False):
     session, port and data path hand to each other. `read` is what it asks for, `source` the same as it is cut.
     """
 
-    link: LinkId
+    link: Link
     lease: Lease
     read: m.Read
     source: SourceRead
@@ -204,9 +206,9 @@ class Send(Program, eq=False):
         return f"<Send {self.key} of {self.lease}>"
 
     @property
-    def key(self) -> tuple[LinkId, int]:
-        """The name that its consumer worker has for it."""
-        return self.link, self.read.read_id
+    def key(self) -> tuple[int, int]:
+        """Its link's number, and the one that its consumer worker has for it."""
+        return self.link.number, self.read.read_id
 
 
 def _is_same(ours: str, theirs: str) -> bool:

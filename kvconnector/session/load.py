@@ -19,7 +19,7 @@ from kvconnector.session import events as ev
 from kvconnector.session.completion import LoadInFlight
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import DropRequest, LoadRequest, WantRequest
-from kvconnector.session.port import NEVER, LinkId
+from kvconnector.session.port import NEVER
 from kvconnector.session.reads import RankRead
 from kvconnector.session.trace import LoadTrace
 from kvconnector.wire import messages as m
@@ -111,8 +111,8 @@ class Load(Tracked[LoadState]):
     """A request's transfer, what was asked of it, and which reads are not over.
 
     `left[group]` was not read for yet, and of `begun` only some layers were; `filled_tokens` leading tokens are in the
-    blocks. Of one that `is_followed`, `progress` is what each producer worker last reported, and the engine asks for it
-    once it `has_begun`. `deadline` is when it is given up, unless something happens before.
+    blocks. Of one that `is_followed`, `progress` is what each producer worker last reported, by its link's number, and
+    the engine asks for it once it `has_begun`. `deadline` is when it is given up, unless something happens before.
     """
 
     def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
@@ -126,7 +126,7 @@ class Load(Tracked[LoadState]):
         self.left: tuple[range, ...] = ()
         self.filled_tokens: int | None = None
         self.begun: Piece | None = None
-        self.progress: dict[LinkId, m.Progress] = {}
+        self.progress: dict[int, m.Progress] = {}
         self.reads: dict[int, RankRead] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
@@ -139,7 +139,7 @@ class Load(Tracked[LoadState]):
             f" {self.state.value}{left}, reads {sorted(self.reads)}, until {self.deadline}>"
         )
 
-    def record_progress(self, link: LinkId, reported: m.Progress, num_groups: int) -> bool:
+    def record_progress(self, link: int, reported: m.Progress, num_groups: int) -> bool:
         """Remember how far a producer worker is. Ignores stale messages.
 
         Returns:
@@ -162,19 +162,19 @@ class Load(Tracked[LoadState]):
             self.progress[link] = reported
         return is_new
 
-    def should_notify(self, link: LinkId, *, is_streamed: bool) -> bool:
+    def should_notify(self, link: int, *, is_streamed: bool) -> bool:
         """Returns True if the engine may ask for the load: a producer worker has blocks for the prompt, and so begins
         to compute it; or is done with it, where loads are not streamed.
         """
         reported = self.progress[link]
         return _has_begun(reported) if is_streamed else reported.is_complete
 
-    def is_answered(self, links: Collection[LinkId]) -> bool:
+    def is_answered(self, links: Collection[int]) -> bool:
         """Returns True if all of these producer workers have reported how far they are."""
         return all(link in self.progress for link in links)
 
     def take_ready(
-        self, routes: Iterable[Route], sources: Collection[LinkId], *, chunk_bytes: int
+        self, routes: Iterable[Route], sources: Collection[int], *, chunk_bytes: int
     ) -> tuple[SourceRead, ...]:
         """Reads of all that these producer workers have and that was not read for yet.
 
@@ -202,7 +202,7 @@ class Load(Tracked[LoadState]):
             reads += planned
         return reads
 
-    def _ready(self, sources: Collection[LinkId]) -> Piece:
+    def _ready(self, sources: Collection[int]) -> Piece:
         """More layers of what was begun, else tokens in all layers, else the first layers of the newest step."""
         reports = [self.progress.get(link, _NOTHING) for link in sources]
         stop = min(each.watermark.num_tokens for each in reports)
@@ -297,7 +297,7 @@ class Load(Tracked[LoadState]):
         """Returns True if reads were opened for everything."""
         return self.begun is None and not any(self.left)
 
-    def is_complete(self, sources: Collection[LinkId]) -> bool:
+    def is_complete(self, sources: Collection[int]) -> bool:
         """Returns True if all of these producer workers have computed the whole prompt."""
         return not self.is_followed or all(
             self.progress.get(link, _NOTHING).is_complete for link in sources

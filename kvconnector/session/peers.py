@@ -15,8 +15,9 @@ from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE, MAX_AT_ONCE, Agenda
 from kvconnector.session.lease import Send
+from kvconnector.session.link import Link
 from kvconnector.session.machine import Table, Tracked
-from kvconnector.session.port import LinkId, Port
+from kvconnector.session.port import Port
 from kvconnector.session.read_check import check_route
 from kvconnector.topology import TpKVTopology
 from kvconnector.wire import messages as m
@@ -65,12 +66,14 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and how long it may be silent. Once it is taken,
     `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
-    `sends` are its reads that are not over, `early` its messages about leases that are still to come.
+    `sends` are its reads that are not over, `early` its messages about leases that are still to come. Leases that it is
+    `alone` to follow have the same tuple: thousands of their own would all be the garbage collector's.
     """
 
-    def __init__(self, link: LinkId, hello: m.Hello, now: float, timeout_s: float) -> None:
-        super().__init__(PEER_TABLE, f"link {link}")
+    def __init__(self, link: Link, hello: m.Hello, now: float, timeout_s: float) -> None:
+        super().__init__(PEER_TABLE, f"link {link.number}")
         self.link = link
+        self.alone = (link,)
         self.hello = hello
         self.engine_id = EngineId(hello.geometry.engine_id)
         self.rank = Rank(hello.pp_rank, hello.tp_rank)
@@ -186,31 +189,29 @@ class Peers:
         self._agenda = agenda
         self._port = port
         self._on_lost = on_lost
-        self._peers: dict[LinkId, Peer] = {}
         self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
 
-    def ready(self, link: LinkId) -> Peer | None:
+    def ready(self, link: Link) -> Peer | None:
         """The consumer worker at `link`, if it may read and confirm."""
-        peer = self._peers.get(link)
+        peer: Peer | None = link.there
         return peer if peer is not None and peer.state is PeerState.READY else None
 
     def end_send(self, send: Send) -> None:
         """A read is over. A peer that is lost is forgotten with its last one."""
-        peer = self._peers[send.link]
+        peer: Peer = send.link.there
         del peer.sends[send.read.read_id]
         if peer.is_lost and not peer.sends:
-            del self._peers[send.link]
+            send.link.there = None
 
-    def keep_alive(self, link: LinkId, now: float) -> None:
+    def keep_alive(self, link: Link, now: float) -> None:
         """Any message came on `link`: the worker there lives."""
-        peer = self._peers.get(link)
+        peer: Peer | None = link.there
         if peer is not None:
             peer.last_message_at = now
 
-    def handle(self, event: object, now: float) -> None:
+    def handle(self, event: Any, now: float) -> None:
         """Take an event of a link."""
-        link: LinkId = event.link  # type: ignore[attr-defined]  # every other event names its link
-        peer = self._peers.get(link)
+        peer: Peer | None = event.link.there
         if isinstance(event, ev.FromPeer):
             self._greeted(peer, event, now)
         elif peer is None or peer.is_lost:
@@ -237,12 +238,12 @@ class Peers:
             if known.is_lost or known.hello == hello:
                 return  # a duplicate
             twice = PeerLostError(
-                "a consumer worker greeted twice, with other values", link=known.link
+                "a consumer worker greeted twice, with other values", link=known.link.number
             )
             self._lose(known, event, twice, now)
             return
         timeout_s = m.shorter_timeout_s(self._timeout_s, hello.timeout_ms)
-        peer = self._peers[event.link] = Peer(event.link, hello, now, timeout_s)
+        peer = event.link.there = Peer(event.link, hello, now, timeout_s)
         peer.accept(event, now)
         self._agenda.plan(peer, peer.deadline)
         try:
@@ -284,7 +285,7 @@ class Peers:
         peer.move(PeerState.LOST)
         self._agenda.forget(peer)
         if not peer.sends:
-            del self._peers[peer.link]
+            peer.link.there = None
         self._on_lost(peer)
         for send in peer.sends.values():
             self._port.stop_send(send)

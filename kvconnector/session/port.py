@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NewType
+from typing import TYPE_CHECKING
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Segment
+from kvconnector.session.link import Link
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import RankGeometry
 from kvconnector.wire.messages import Hello, HelloReply, Message, Probe
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from kvconnector.session.load import Load
     from kvconnector.session.reads import RankRead
 
-LinkId = NewType("LinkId", int)
-"""One control connection, as the runtime numbers it."""
 NEVER = float("inf")
 
 
@@ -29,23 +28,23 @@ class Port:
 
     # -- links --
 
-    def send(self, link: LinkId, message: Message) -> None:
+    def send(self, link: Link, message: Message) -> None:
         """Send a control message; a link that is gone is reported as `LinkLost`."""
 
-    def open_link(self, link: LinkId, address: str, public_key: str, version: int) -> None:
+    def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         """Connect `link` to a peer's control address; our messages on it are in this wire version."""
 
-    def close_link(self, link: LinkId) -> None:
+    def close_link(self, link: Link) -> None:
         """Close `link` after what was sent on it, with all that lasts as long as it, sends to a consumer worker among
         it; no event follows.
         """
 
     # -- of a producer --
 
-    def open_endpoint(self, link: LinkId, hello: Hello) -> None:
+    def open_endpoint(self, link: Link, hello: Hello) -> None:
         """Reach a consumer worker and send it the warm-up message; `EndpointOpened` or `LinkLost` follows."""
 
-    def probe(self, link: LinkId, probe: Probe) -> None:
+    def probe(self, link: Link, probe: Probe) -> None:
         """Send a consumer worker what its `Probe` asks for."""
 
     def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
@@ -73,13 +72,13 @@ class Port:
     def met(self, engine_id: EngineId, summary: str) -> None:
         """Log that a producer engine is met, and how its caches differ from ours."""
 
-    def greet(self, link: LinkId, segments: tuple[Segment, ...]) -> None:
+    def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
         """Greet a producer worker: post the warm-up receive of `link`, then send a Hello that names the `segments` of
         all reads from it; `WarmedUp` follows.
         """
 
     def take_reply(
-        self, link: LinkId, engine_id: EngineId, theirs: RankGeometry, reply: HelloReply
+        self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: HelloReply
     ) -> None:
         """Use what a producer worker offers in its `reply` to our greeting, for as long as `link` lasts; no event
         follows.

@@ -16,9 +16,10 @@ from kvconnector.session import events as ev
 from kvconnector.session.agenda import Agenda
 from kvconnector.session.completion import Phase
 from kvconnector.session.lease import REFUSAL_OF, EndedLeases, Lease, LeaseState, Send
+from kvconnector.session.link import Link
 from kvconnector.session.orders import GrowRequest, HoldRequest, LeaseOrder, WithdrawRequest
 from kvconnector.session.peers import EarlyEvent, EarlyEvents, Peer, Peers
-from kvconnector.session.port import LinkId, Port
+from kvconnector.session.port import Port
 from kvconnector.session.read_check import check_read
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, TpKVTopology
@@ -134,7 +135,8 @@ class ProducerSession:
         lease = self._leases.get(follow.transfer_id)
         if lease is not None and lease.opens_with(follow.secret):
             lease.accept(event, now)
-            lease.followers = tuple(sorted({*lease.followers, event.link}))
+            if event.link not in lease.followers:
+                lease.followers += peer.alone
             self._port.send(event.link, lease.progress())
         elif (ended := self._find_ended(follow)) is not None:
             self._refuse(event, *REFUSAL_OF[ended])
@@ -210,7 +212,7 @@ class ProducerSession:
             refusal, text = REFUSAL_OF[lease.outcome or _ABORTED]
             if event.error is not None:
                 refusal, text = Refusal.INTERNAL, event.error.statement
-            self._end_read(*send.key, event.sent_chunks, refusal, text)
+            self._end_read(send.link, send.read.read_id, event.sent_chunks, refusal, text)
         del lease.sends[send]
         lease.trace.sends += (Phase("send", send.began, now), *event.phases)
         if lease.sends or lease.state is LeaseState.FILLING:
@@ -221,7 +223,7 @@ class ProducerSession:
             lease.move(LeaseState.HELD)
 
     def _end_read(
-        self, link: LinkId, read_id: int, sent_chunks: int, refusal: Refusal, text: str
+        self, link: Link, read_id: int, sent_chunks: int, refusal: Refusal, text: str
     ) -> None:
         """Notify a consumer worker that no more of its read comes than these chunks."""
         ended = m.ReadEnded(
@@ -302,10 +304,14 @@ class ProducerSession:
 
     def _notify_followers(self, lease: Lease) -> None:
         """Report how far a prompt is to all that follow it, and forget those that are gone."""
-        lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
-        progress = lease.progress()
+        progress, lost = lease.progress(), False
         for link in lease.followers:
-            self._port.send(link, progress)
+            if self._peers.ready(link) is None:
+                lost = True
+            else:
+                self._port.send(link, progress)
+        if lost:
+            lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
 
     def _end(self, lease: Lease, outcome: LeaseState) -> None:
         """End the lease now, or as soon as the sends that read its blocks have stopped."""

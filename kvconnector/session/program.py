@@ -26,7 +26,7 @@ class Receive(Program, eq=False, kw_only=True):
 
     One that is sent has `window` slots once it is promised some, and its chunks have the tags from `first_tag` on; the
     producer sends the first `limit`. At `cancelled_s` the network was first asked to end what is awaited for it. A
-    direct one, of a peer's `pools`, waits until `until_s` for the lease that `lease_key` names.
+    direct one waits until `until_s` for the lease that `lease_key` names.
     """
 
     num_moved: int = 0
@@ -36,6 +36,5 @@ class Receive(Program, eq=False, kw_only=True):
     window: int = 0
     limit: int = MAX_CHUNKS
     cancelled_s: float | None = None
-    pools: Any = None
     until_s: float = 0.0
     lease_key: bytes = b""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import SourceRead
 from kvconnector.session.agenda import Agenda
-from kvconnector.session.port import NEVER, LinkId, Port
+from kvconnector.session.port import NEVER, Port
 from kvconnector.session.program import Receive
 from kvconnector.wire import messages as m
 
@@ -38,12 +38,7 @@ class RankRead(Receive, eq=False):
 
     def __repr__(self) -> str:
         state = "stopped" if self.is_stopped else "asked" if self.is_asked else "begun"
-        return f"<RankRead {self.read_id} by link {self.worker.link}, {state}>"
-
-    @property
-    def link(self) -> LinkId:
-        """Of its producer worker."""
-        return self.worker.link
+        return f"<RankRead {self.read_id} by link {self.worker.link.number}, {state}>"
 
     def message(self) -> m.Read:
         """The request to the producer worker, once chunks have slots. Blocks of a followed prompt it knows itself."""
@@ -76,7 +71,11 @@ class Reads:
         """Begin a new read of what is at a worker."""
         assert load.asked is not None  # nothing is read before
         worker = load.engine.workers[source.route.peer]
-        theirs = load.progress[worker.link].blocks if load.is_followed else load.asked.remote_blocks
+        theirs = (
+            load.progress[worker.link.number].blocks
+            if load.is_followed
+            else load.asked.remote_blocks
+        )
         read = RankRead(next(self._numbers), load, worker, source, load.asked.local_blocks, theirs)
         load.trace.began(source.total_bytes, now)
         load.reads[read.read_id] = load.engine.reads[read.read_id] = read
@@ -95,7 +94,7 @@ class Reads:
         self._port.stop_receive(read)
         if read.is_asked and not read.is_peer_over:
             self._await_end(read, now)
-            self._port.send(read.link, m.CancelRead(read_id=read.read_id))
+            self._port.send(read.worker.link, m.CancelRead(read_id=read.read_id))
 
     def peer_over(self, read: RankRead, sent_chunks: int | None, now: float) -> None:
         """Nothing more will come than the first `sent_chunks` chunks; None: the peer is gone, nothing comes at all."""

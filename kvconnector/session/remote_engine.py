@@ -12,10 +12,11 @@ from kvconnector.ids import EngineAddress, Rank
 from kvconnector.planning import Route
 from kvconnector.session import events as ev
 from kvconnector.session.agenda import AT_ONCE
+from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.machine import Table, Tracked, staying
 from kvconnector.session.orders import WantRequest
-from kvconnector.session.port import NEVER, LinkId
+from kvconnector.session.port import NEVER
 from kvconnector.session.reads import RankRead
 from kvconnector.topology import EngineGeometry, RankGeometry
 from kvconnector.wire import messages as m
@@ -77,7 +78,8 @@ class RemoteWorker:
     were sent.
     """
 
-    link: LinkId
+    engine: RemoteEngine
+    link: Link
     geometry: RankGeometry
     alive_at: float
     timeout_s: float
@@ -203,7 +205,7 @@ class EngineLoads:
         return [*self._followed.get(transfer_id, ())]
 
     def take_turn(
-        self, limit: int, links: Collection[LinkId]
+        self, limit: int, links: Collection[int]
     ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:
         """Return the next ones that a heartbeat names, at most `limit`: those that are only renewed, and those whose
         progress the workers at `links` are asked for, until all have answered.
@@ -237,7 +239,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.until = 0.0
         self.heartbeat_at = 0.0
         self.idle_since = 0.0
-        self.directory_link: LinkId | None = None
+        self.directory_link: Link | None = None
         self.has_named_ranks = False
         self.routes: tuple[Route, ...] = ()
         self.workers: dict[Rank, RemoteWorker] = {}

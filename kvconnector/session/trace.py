@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class LoadTrace(msgspec.Struct, eq=False, gc=False):
-    """A load. A time is None until it is reached. `paths` is how bytes came, and over which links; `parts` are the
-    phases that its packed reads had.
+    """A load. A time is None until it is reached. `paths` is how bytes came, `parts` are the phases that its packed
+    reads had.
     """
 
     peer: str
@@ -27,7 +27,7 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
     total_bytes: int = 0
     is_packed: bool = False
     seconds: float = 0.0
-    paths: frozenset[tuple[str, int]] = frozenset()
+    paths: frozenset[str] = frozenset()
     parts: dict[str, Phase] = {}
 
     def began(self, nbytes: int, now: float) -> None:
@@ -36,11 +36,11 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
         self.last_read_s = now
         self.total_bytes += nbytes
 
-    def finished(self, event: ev.ReceiveFinished, nbytes: int, link: int) -> None:
+    def finished(self, event: ev.ReceiveFinished, nbytes: int) -> None:
         """A read brought its `nbytes`. The same phase of all reads is one."""
         self.nbytes += nbytes
         self.seconds = max(self.seconds, event.seconds)
-        self.paths |= {(event.path, link)}
+        self.paths |= {event.path}
         for new in event.phases:
             old = self.parts.setdefault(new.name, new)
             if old is not new:

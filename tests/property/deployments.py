@@ -44,8 +44,10 @@ def longest_wait_s(settings):
 def are_apart(engines):
     """Returns True if no worker of two producers and a consumer knows another one."""
     *producers, consumers = [[worker.driver for worker in engine.workers] for engine in engines]
-    peers = [driver.producer._peers._peers for drivers in producers for driver in drivers]
-    return not any(peers + [driver.consumer._engines._engines for driver in consumers])
+    links = [link for drivers in producers for driver in drivers for link in driver.links]
+    return not any(
+        [link.there for link in links] + [driver.consumer._engines._engines for driver in consumers]
+    )
 
 
 @dataclass

@@ -115,7 +115,7 @@ class Leases(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 5.0, 14.0]))
     def time_passes(self, seconds):
         for link in self.links.values():
-            self.side.session.keep_alive(link, self.side.now)
+            self.side.session.keep_alive(self.side.links[link], self.side.now)
         self.side.now += seconds
         while (at := self.side.session.next_deadline()) is not None and at <= self.side.now:
             self._tell(ev.Tick())

@@ -15,7 +15,7 @@ from kvconnector.datapath.pump.network import NS_PER_S
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.session.reads import RankRead
 from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
@@ -55,14 +55,13 @@ class DirectReads:
         self._paths = paths
         self.waiting: dict[RankRead, None] = {}
         """For their lease, or for their turn, the oldest first."""
-        self._sources: dict[LinkId, RemotePools] = {}
-        self._closing: list[RemotePools] = []
+        self._open: set[Link] = set()
         # a flag for each, that its last copy sets
         self._fences = machine.copies.make_fences(MAX_READS)
         self._fence_addresses = addresses_of(self._fences).tolist()
 
-    def open(self, link: LinkId, export: PoolExport) -> str:
-        """Reach a producer worker's pools for direct reads at `link`; returns how, in words for the log.
+    def open(self, link: Link, export: PoolExport) -> str:
+        """Reach a producer worker's `pools` for direct reads at `link`; returns how, in words for the log.
 
         Raises:
             TransportError: they cannot be reached.
@@ -80,18 +79,19 @@ class DirectReads:
             if self._paths.direct == "always":
                 logger.warning("paths.direct is always, but a producer's pools cannot be read")
             raise
-        self._sources[link] = remote
+        link.pools = remote
+        self._open.add(link)
         return self._copies.means
 
-    def close(self, link: LinkId, then: Callable[[], None] = lambda: None) -> None:
-        """Forget a producer worker's pools; unmap them once no read of them is under way, and then call `then`."""
-        remote = self._sources.pop(link, None)
-        if remote is None:
+    def close(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
+        """Unmap the pools of a producer worker, if there are any, once no read of them is under way; then call
+        `then`.
+        """
+        if link.pools is None:
             then()
             return
-        remote.then = then
-        self._closing.append(remote)
-        self._close_unread(remote)
+        link.pools.then = then
+        self._close_unread(link)
 
     def submit(self, read: RankRead, lease_key: bytes) -> None:
         """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
@@ -100,8 +100,8 @@ class DirectReads:
         """
         machine = self._machine
         machine.stay_awake()
-        remote = self._sources.get(read.link)
-        if remote is None:
+        remote: RemotePools | None = read.worker.link.pools
+        if remote is None or remote.then is not None:
             self._receives.submit(read)
             return
         try:
@@ -112,7 +112,6 @@ class DirectReads:
             self._receives.submit(read)
             return
         remote.num_reads += 1
-        read.pools = remote
         read.lease_key, read.until_s = lease_key, self._clock() + MAX_PATIENCE_S
         if len(self._rows.active) >= MAX_READS or not self._begin_or_send(read):
             self.waiting[read] = None
@@ -122,11 +121,11 @@ class DirectReads:
     def __repr__(self) -> str:
         waiting = [read.read_id for read in self.waiting]
         active = [read.read_id for read in self._rows.active.values()]
-        return f"<DirectReads of {len(self._sources)} peers, active {active}, waiting {waiting}>"
+        return f"<DirectReads of {len(self._open)} peers, active {active}, waiting {waiting}>"
 
     def _begin_or_send(self, read: RankRead) -> bool:
         """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
-        remote: RemotePools = read.pools
+        remote: RemotePools = read.worker.link.pools
         is_late = remote.then is not None or self._clock() >= read.until_s
         try:
             is_published = remote.then is None and remote.is_published(
@@ -168,7 +167,7 @@ class DirectReads:
             if row["phase"] == r.OVER:
                 self._end(read, row)
                 rows.remove(read)
-                self._leave(read.pools)
+                self._leave(read.worker.link)
                 continue
             if row["num_calls"] > read.num_moved and not row["stopped"]:
                 self._report.append(ev.ReceiveAdvanced(read))
@@ -184,12 +183,12 @@ class DirectReads:
 
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
-        if self._sources or self._closing:
+        if self._open:
             self._copies.finish()
-        for remote in (*self._sources.values(), *self._closing):
-            remote.close()
-        self._sources.clear()
-        self._closing.clear()
+        for link in self._open:
+            link.pools.close()
+            link.pools = None
+        self._open.clear()
 
     def _end(self, read: RankRead, row: dict[str, int]) -> None:
         """Report how a read ended. If all bytes are here, they count if the lease still holds."""
@@ -205,7 +204,7 @@ class DirectReads:
             return
         try:
             # how far it is filled was seen before: now it may just be written again
-            is_published = read.pools.is_published(read.lease_key, 0, 0)
+            is_published = read.worker.link.pools.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
             self._report.failed(read, error)
             return
@@ -219,15 +218,17 @@ class DirectReads:
     def _drop(self, read: RankRead) -> None:
         """A read that has not begun will not."""
         self._copies.ids.give_back(read.jobs[1])
-        self._leave(read.pools)
+        self._leave(read.worker.link)
 
-    def _leave(self, remote: RemotePools) -> None:
-        remote.num_reads -= 1
-        if remote.then is not None:
-            self._close_unread(remote)
+    def _leave(self, link: Link) -> None:
+        link.pools.num_reads -= 1
+        if link.pools.then is not None:
+            self._close_unread(link)
 
-    def _close_unread(self, remote: RemotePools) -> None:
+    def _close_unread(self, link: Link) -> None:
+        remote: RemotePools = link.pools
         if remote.then is not None and remote.num_reads == 0:
-            self._closing.remove(remote)
+            self._open.remove(link)
+            link.pools = None
             remote.close()
             remote.then()

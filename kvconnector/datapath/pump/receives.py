@@ -17,7 +17,7 @@ from kvconnector.folded_log import Refusals
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.session.reads import RankRead
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
@@ -68,7 +68,7 @@ class Receives:
         waiting = [read.read_id for read in self.waiting]
         return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
 
-    def expect_warm_up(self, link: LinkId) -> tuple[int, int]:
+    def expect_warm_up(self, link: Link) -> tuple[int, int]:
         """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
         self._machine.is_handshaking = True
         return self.warm_ups.expect(link, self._slots.scratch(WARM_UP_BYTES))
@@ -220,4 +220,5 @@ class Receives:
         times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]
         phases = Phase("wire", arriving_s, arrived_s), Phase("unpack", arriving_s, ended_s)
-        return ev.ReceiveFinished(read, ended_s - started_s, ev.PACKED_PATH, phases)
+        path = ev.PACKED_PATH + ev.TCP_FALLBACK * read.worker.link.is_tcp_fallback
+        return ev.ReceiveFinished(read, ended_s - started_s, path, phases)

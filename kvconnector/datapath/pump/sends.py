@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue, as_connector_error
 from kvconnector.datapath.pump.machine import Machine, Rows
@@ -14,7 +17,7 @@ from kvconnector.layout import GroupBlocks
 from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.transport import Completion
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire.messages import Probe
@@ -54,9 +57,7 @@ class Sends:
         self._clock = clock
         self._events = events
         self._transport = transport
-        self.endpoints: dict[LinkId, int] = {}
-        """The transport's, by consumer worker, while they are open."""
-        self.warm_ups: dict[int, LinkId] = {}
+        self.warm_ups: dict[int, Link] = {}
         """Whom the transport's tickets of warm-up messages on their way are for."""
         self._has_sent = False
         self.may_hold_slots = False
@@ -67,34 +68,35 @@ class Sends:
         return f"<Sends active {active}, {self._slots!r}>"
 
     def open_endpoint(
-        self, link: LinkId, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
+        self, link: Link, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
     ) -> None:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `LinkLost`."""
         self._machine.is_handshaking = True
         warm_up = self._slots.scratch(warm_up_bytes)  # its bytes mean nothing
         try:
-            endpoint = self.endpoints[link] = self._transport.connect(transport_address)
+            endpoint = link.endpoint = self._transport.connect(transport_address)
             self.warm_ups[self._transport.send(endpoint, warm_up_tag, warm_up)] = link
         except KVConnectorError as error:
             self._events.append(ev.LinkLost(link, error))
             return
         self._events.append(ev.EndpointOpened(link))
 
-    def probe(self, link: LinkId, probe: Probe) -> None:
+    def probe(self, link: Link, probe: Probe) -> None:
         """Send the messages that a consumer worker measures by, unless it is lost."""
         self._machine.is_handshaking = True
-        endpoint = self.endpoints.get(link)
-        if endpoint is None:
+        if not link.endpoint:
             return
         buffer = self._slots.scratch(probe.nbytes)
         for index in range(probe.count):
-            self.warm_ups[self._transport.send(endpoint, probe.first_tag + index, buffer)] = link
+            ticket = self._transport.send(link.endpoint, probe.first_tag + index, buffer)
+            self.warm_ups[ticket] = link
 
-    def close_endpoint(self, link: LinkId) -> None:
-        """Forget a consumer worker; its sends stop."""
-        if link in self.endpoints:
+    def close_endpoint(self, link: Link) -> None:
+        """Forget a consumer worker, if there is one at `link`; its sends stop."""
+        if link.number < 0 and link.endpoint:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
-            self._transport.disconnect(self.endpoints.pop(link))
+            self._transport.disconnect(link.endpoint)
+            link.endpoint = 0
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
         """Prepare for a read of these blocks, if any reads come this way. The `Send` of one has the same sequence."""
@@ -107,8 +109,7 @@ class Sends:
         machine.stay_awake()
         self._has_sent = True
         try:
-            endpoint = self.endpoints.get(send.link)
-            if endpoint is None:
+            if not send.link.endpoint:
                 raise PeerLostError("the consumer's endpoint was closed")
             send.jobs = machine.copies.make_jobs(send.source, send.blocks, packing=True)
         except (RelayoutError, KVConnectorError) as error:
@@ -119,7 +120,7 @@ class Sends:
             first_tag=send.read.first_tag,
             num_chunks=send.source.num_chunks,
             window=send.read.window,
-            owner=endpoint,
+            owner=send.link.endpoint,
         )
         # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
         self.refresh_endpoints()
@@ -133,10 +134,10 @@ class Sends:
     def complete(self, completion: Completion) -> bool:
         """Take a completion of the transport; False if it is not ours."""
         link = self.warm_ups.pop(completion.ticket, None)
-        if link is None or link not in self.endpoints:
+        if link is None or not link.endpoint:
             return link is not None
         if completion.error is None:
-            self._log_lanes(self.endpoints[link])
+            self._log_lanes(link.endpoint)
         else:
             self._events.append(ev.LinkLost(link, completion.error))
         return True
@@ -170,7 +171,7 @@ class Sends:
         for send in self._rows.active.values():
             if send.error is None:
                 try:
-                    handle = self._network.handle(self.endpoints[send.link])
+                    handle = self._network.handle(send.link.endpoint)
                     self._rows.set(send, "endpoint", handle)
                 except KVConnectorError as error:
                     self._fail(send.link, error)
@@ -185,30 +186,34 @@ class Sends:
 
     def release(self) -> None:
         """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
-        for link in self.endpoints:
-            self._give_up(link, TransportError("the data path was closed"))
+        closed, slots = TransportError("the data path was closed"), self._slots.rows
+        for link in {send.link for send in self._rows.active.values()}:
+            self._give_up(link, closed)
+        self._abandon(slots["state"] == r.POSTED)
 
-    def _fail(self, link: LinkId, error: KVConnectorError) -> None:
+    def _fail(self, link: Link, error: KVConnectorError) -> None:
         self._give_up(link, error)
-        if link in self.endpoints:  # else we closed it ourselves
+        if link.endpoint:  # else we closed it ourselves
             self._events.append(ev.LinkLost(link, error))
 
-    def _give_up(self, link: LinkId, error: KVConnectorError) -> None:
+    def _give_up(self, link: Link, error: KVConnectorError) -> None:
         """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
-        rows, slots = self._rows.rows, self._slots.rows
+        slots = self._slots.rows
         for send in self._rows.active.values():
-            if send.link == link:
+            if send.link is link:
                 send.error = send.error or error
                 self._rows.set(send, "stopped", 1)
-        endpoint = self.endpoints.get(link)
-        if endpoint is None:
-            return
-        in_flight = (slots["state"] == r.POSTED) & (slots["owner"] == endpoint)
+        if link.endpoint:
+            self._abandon((slots["state"] == r.POSTED) & (slots["owner"] == link.endpoint))
+
+    def _abandon(self, in_flight: npt.NDArray[np.bool_]) -> None:
+        """Leave these slots' operations to the transport, and let their memory rest."""
+        rows, slots = self._rows.rows, self._slots.rows
         for slot in in_flight.nonzero()[0].tolist():
             row = int(slots[slot]["program"])
             if row >= 0:
                 rows[row]["num_in_flight"] -= 1
-            request = int(slots[slot]["request"])
+            request, endpoint = int(slots[slot]["request"]), int(slots[slot]["owner"])
             self._network.adopt(request, 0, self._slots.buffer(slot), endpoint)
             self._quarantine(slot)
 

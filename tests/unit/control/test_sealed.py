@@ -18,7 +18,7 @@ INBOX = Inbox(7, bytes(range(KEY_BYTES)))
 
 
 def frames(*payloads):
-    sealer = Sealer(INBOX)
+    sealer = Sealer(INBOX, 1 << 20)
     return [sealer.seal(payload) for payload in payloads]
 
 

@@ -5,7 +5,7 @@ from typing import ClassVar
 from kvconnector.session import events as ev
 from tests.support.waiting import until
 from tests.unit.datapath.caches import half
-from tests.unit.datapath.pump_pair import READS, TO_P, Pair, receive_of
+from tests.unit.datapath.pump_pair import READS, Pair, receive_of
 
 KEY = b"sixteen bytes it"
 MANY_TOKENS = 1 << 20
@@ -20,7 +20,7 @@ class DirectPair(Pair):
     def __init__(self, p, d):
         super().__init__(p, d)
         self.export = p.path.share.message
-        assert d.path.reads.open(TO_P, self.export)
+        assert d.path.reads.open(self.to_p, self.export)
 
 
 def direct_read(read_id, theirs, ours, tokens, *, remote_blocks=None, lease_key=KEY):

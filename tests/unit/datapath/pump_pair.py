@@ -17,7 +17,7 @@ from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.session.reads import RankRead
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.waiting import until
@@ -30,7 +30,6 @@ SETTINGS = ConnectorConfig(
     staging=StagingConfig(spin_s=20e-6),
     peer=PeerConfig(timeout_s=QUARANTINE_S),
 )
-TO_D, TO_P = LinkId(-1), LinkId(1)
 
 
 class Side(Caches):
@@ -83,12 +82,13 @@ class Side(Caches):
 
 
 READS = {}  # the newest of each number
+LINKS = {"p": Link(1)}  # the newest one
 
 
 def receive_of(read_id, half, *, remote_blocks=()):
     """The consumer's half of a read."""
     halves = half.source, half.blocks, remote_blocks
-    READS[read_id] = RankRead(read_id, None, SimpleNamespace(link=TO_P), *halves)
+    READS[read_id] = RankRead(read_id, None, SimpleNamespace(link=LINKS["p"]), *halves)
     return READS[read_id]
 
 
@@ -111,9 +111,11 @@ class Pair:
     def __init__(self, p, d):
         self.p, self.d = p, d
         self.events = []
-        tag, nbytes = d.path.receives.expect_warm_up(TO_P)
-        p.path.sends.open_endpoint(TO_D, d.transport.address, tag, nbytes)
-        assert self.until(lambda: self.find(ev.WarmedUp)) == ev.WarmedUp(TO_P)
+        self.to_d, self.to_p = Link(-1), Link(1)
+        LINKS["p"] = self.to_p
+        tag, nbytes = d.path.receives.expect_warm_up(self.to_p)
+        p.path.sends.open_endpoint(self.to_d, d.transport.address, tag, nbytes)
+        assert self.until(lambda: self.find(ev.WarmedUp)) == ev.WarmedUp(self.to_p)
 
     def step(self):
         for side in (self.p, self.d):
@@ -134,7 +136,7 @@ class Pair:
 
     def serve(self, posted, send):
         """Let the producer stream a read that was asked for. Returns the send."""
-        begun = Send(TO_D, None, posted.read, send.source, send.blocks, 0.0)
+        begun = Send(self.to_d, None, posted.read, send.source, send.blocks, 0.0)
         self.p.path.sends.submit(begun)
         return begun
 

@@ -30,7 +30,7 @@ from tests.unit.datapath.direct_pair import (
     give_up,
     only_consumer_steps,
 )
-from tests.unit.datapath.pump_pair import READS, TO_P, both_programs
+from tests.unit.datapath.pump_pair import READS, both_programs
 
 pytestmark = pytest.mark.ucx
 
@@ -144,7 +144,7 @@ def test_closed_export_ends_when_its_reads_do(pair, monkeypatch):
     monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
     pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
     source, destination = ask(pair, 1)
-    pair.d.path.reads.close(TO_P, lambda: ended.append("then"))
+    pair.d.path.reads.close(pair.to_p, lambda: ended.append("then"))
     assert ended == []
     ask(pair, 2)
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
@@ -166,7 +166,7 @@ def test_reads_that_wait_are_sent_once_the_producer_has_died_or_is_forgotten(
     if has_died:
         monkeypatch.setattr(RemotePools, "is_published", look)
     else:
-        pair.d.path.reads.close(TO_P)
+        pair.d.path.reads.close(pair.to_p)
     for read_id in (1, 2):
         only_consumer_steps(pair, read_id, ev.ReceivePosted)
         give_up(pair, read_id)
@@ -186,7 +186,7 @@ def shared_file(nbytes, seals=fcntl.F_SEAL_SHRINK):
 
 
 def test_exports_that_are_not_what_they_say(pair, tmp_path):
-    pair.d.path.reads.close(TO_P)
+    pair.d.path.reads.close(pair.to_p)
     os.mkfifo(tmp_path / "fifo")
     process = subprocess.Popen(["sleep", "100"])
     with ExitStack() as stack:
@@ -207,19 +207,19 @@ def test_exports_that_are_not_what_they_say(pair, tmp_path):
             ({"device": "cuda"}, "another kind of device"),
         ):
             with pytest.raises(TransportError, match=text):
-                pair.d.path.reads.open(TO_P, msgspec.structs.replace(pair.export, **change))
+                pair.d.path.reads.open(pair.to_p, msgspec.structs.replace(pair.export, **change))
     process.kill()
     process.wait()
     gone = msgspec.structs.replace(pair.export, pid=process.pid)
     with pytest.raises(PeerLostError):
-        pair.d.path.reads.open(TO_P, gone)
+        pair.d.path.reads.open(pair.to_p, gone)
 
 
 def test_pools_that_cannot_be_read_are_a_warning_if_they_always_should_be(caplog):
     with closing(DirectPair.connect(paths=PathsConfig(direct="always"))) as pair:
-        pair.d.path.reads.close(TO_P)
+        pair.d.path.reads.close(pair.to_p)
         elsewhere = msgspec.structs.replace(pair.export, nonce=bytes(16))
         with pytest.raises(TransportError, match="another process"):
-            pair.d.path.reads.open(TO_P, elsewhere)
+            pair.d.path.reads.open(pair.to_p, elsewhere)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "paths.direct is always" in caplog.text

@@ -12,16 +12,16 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
 from kvconnector.session import events as ev
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.transport.ucx import open_ucx_transport
 from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, direct_read
 from tests.unit.datapath.exporter import CONTAINER, Exporter
+from tests.unit.datapath.pump_pair import LINKS
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
-LINK = LinkId(1)
 SLOT_BYTES = 1 << 20
 OURS = "cuda:0"
 
@@ -85,10 +85,11 @@ def start():
         exporter = Exporter(theirs, seed=5, device=place, folder=folder, prefix=prefix)
         to_close.append(exporter.close)
         consumer = Consumer(ours or theirs, max_programs=max_programs, folder=folder)
+        consumer.link = LINKS["p"] = Link(1)
         # the consumer unmaps first
         to_close.insert(0, consumer.path.close)
         exporter.publish(KEY, MANY_TOKENS)
-        assert consumer.path.reads.open(LINK, exporter.export) == "CUDA IPC"
+        assert consumer.path.reads.open(consumer.link, exporter.export) == "CUDA IPC"
         return exporter, consumer
 
     yield make
@@ -149,11 +150,13 @@ def test_capped_programs_and_large_blocks(start, place):
 @places
 def test_allocation_that_is_smaller_than_its_export_says_is_not_read(start, place):
     exporter, consumer = start(place, Shape(layers=1))
-    consumer.path.reads.close(LINK)
+    consumer.path.reads.close(consumer.link)
     first, *others = exporter.export.allocations
     longer = replace(first, nbytes=first.nbytes + 1)
     with pytest.raises(TransportError, match="smaller than it says"):
-        consumer.path.reads.open(LINK, replace(exporter.export, allocations=(longer, *others)))
+        consumer.path.reads.open(
+            consumer.link, replace(exporter.export, allocations=(longer, *others))
+        )
 
 
 @places
@@ -165,12 +168,12 @@ def test_killed_producer_costs_its_reads_and_not_the_gpu(start, place):
     exporter.kill()
     ended = consumer.until_over(1)
     assert isinstance(ended.error, PeerLostError)
-    consumer.path.reads.close(LINK)
+    consumer.path.reads.close(consumer.link)
     second = Exporter(shape, seed=5, device=place)
     try:
         second.publish(KEY, MANY_TOKENS)
-        consumer.path.reads.open(LINK, second.export)
+        consumer.path.reads.open(consumer.link, second.export)
         check(consumer, held, 2, range(1024))
-        consumer.path.reads.close(LINK)
+        consumer.path.reads.close(consumer.link)
     finally:
         second.close()

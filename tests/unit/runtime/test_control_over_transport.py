@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvconnector.session import events as ev
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.wire import decode, encode
 from kvconnector.wire import messages as m
 from tests.support.fakes import FakeEngine, attention_model, dense_of
@@ -116,7 +116,7 @@ def test_a_data_path_that_always_has_news_starves_nobody(deploy):
     deployment = deploy()
     (worker,) = deployment.p.workers
     path = worker.datapath
-    path.step = lambda: path.events.append(ev.EndpointOpened(LinkId(-99)))
+    path.step = lambda: path.events.append(ev.EndpointOpened(Link(-99)))
     deployment.request("r")
     has_arrived = _both_report(deployment.d.workers, "r", "finished_recving")
     assert deployment.world.run(has_arrived, seconds_per_turn=0.1)

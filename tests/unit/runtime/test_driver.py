@@ -9,14 +9,12 @@ from kvconnector.config import LeaseConfig
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.driver import MAX_QUEUED_EVENTS, MAX_WORK_S
-from kvconnector.runtime.links import Link
 from kvconnector.session import events as ev
+from kvconnector.session.link import Link
 from kvconnector.session.orders import HoldRequest, LoadRequest, StepMetadata, WantRequest
-from kvconnector.session.port import LinkId
 from kvconnector.transport.base import ControlMessage
 from kvconnector.wire import encode, encode_batch
 from kvconnector.wire import messages as m
-from kvconnector.wire.versions import SPOKEN
 from tests.support.fakes import FakeClock, FakeEngine, attention_model
 from tests.support.world import World
 
@@ -158,7 +156,7 @@ def test_deadlines_pass_and_no_more_is_queued_while_a_peer_sends_without_end(mon
         producer.grant("r", [[1, 2]], 8)
         driver.turn(0.0)
         driver.clock = Slow(driver.clock())
-        link = Link(LinkId(-9), None, SPOKEN.newest)
+        link = Link(-9)
         beats = encode_batch([encode(m.Heartbeat(transfers=()))] * 100)
         sent = {
             "transport": ("receive", lambda: [(link, beats)]),

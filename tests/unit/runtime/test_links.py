@@ -8,7 +8,7 @@ from kvconnector.config import ControlConfig
 from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError
 from kvconnector.runtime.links import MAX_BATCH_BYTES, Links
-from kvconnector.session.port import LinkId
+from kvconnector.session.link import Link
 from kvconnector.transport.base import CONTROL_TAG_BIT
 from kvconnector.wire import decode, decode_batch, encode, encode_batch, versions
 from kvconnector.wire import messages as m
@@ -16,7 +16,6 @@ from kvconnector.wire.versions import SPOKEN
 from tests.support.inproc_control import ControlHub
 from tests.support.loopback import LoopbackNetwork
 
-OUT, BACK = LinkId(1), LinkId(-1)
 LIMIT_BYTES = 4096
 
 
@@ -67,12 +66,13 @@ class Pair:
 
     def greet(self):
         d, p = self.d, self.p
-        d.links.open(OUT, p.control.address, "", SPOKEN.newest)
+        d.links.open(Link(1), p.control.address, "", SPOKEN.newest)
         hello = d.links.open_inbox(d.link)
         d.send(b"hello")
         assert p.poll() == [b"hello"]
         p.links.set_peer_inbox(p.link, hello)
-        self.reply = p.links.answer(p.link, p.transport.connect(d.transport.address))
+        p.link.endpoint = p.transport.connect(d.transport.address)
+        self.reply = p.links.answer(p.link)
         d.links.set_peer_inbox(d.link, self.reply)
         d.links.change_over(d.link, d.transport.connect(p.transport.address))
         return self
@@ -118,7 +118,7 @@ def test_a_message_is_as_long_as_both_sides_allow():
     pair.d.send(bytes(2001))
     (lost,) = pair.d.lost
     assert isinstance(lost.error, MessageTooLargeError)
-    assert lost.link == OUT
+    assert lost.link is pair.d.link
     assert pair.p.receive() == []
 
 
@@ -148,7 +148,8 @@ def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
 
 def test_one_message_travels_as_it_is_and_links_do_not_mix(pair):
     one, other = m.HeartbeatReply(number=1), m.HeartbeatReply(number=2)
-    second = pair.d.links.open(LinkId(2), pair.p.control.address, "", SPOKEN.newest)
+    second = Link(2)
+    pair.d.links.open(second, pair.p.control.address, "", SPOKEN.newest)
     pair.d.links.send(second, other)
     pair.d.links.send(pair.d.link, one)
     pair.d.links.flush()
@@ -160,7 +161,8 @@ def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypat
     monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(3, 5))
     message = m.HeartbeatReply(number=1)
     for version in (4, 5, 3):
-        link = pair.d.links.open(LinkId(version), pair.p.control.address, "", version)
+        link = Link(version)
+        pair.d.links.open(link, pair.p.control.address, "", version)
         pair.d.links.send(link, message)
         pair.d.links.send(link, message)
         pair.d.links.flush()
@@ -188,7 +190,7 @@ def test_a_link_that_the_peer_opened_ends_at_once_and_the_peer_is_told(pair):
     link = pair.p.link
     for _ in range(2):
         pair.p.links.lose(link, ERROR)
-    assert [(lost.link, lost.error) for lost in pair.p.lost] == [(BACK, ERROR)]
+    assert [(lost.link, lost.error) for lost in pair.p.lost] == [(link, ERROR)]
     assert list(pair.p.links) == []
     (goodbye,) = pair.d.poll()
     assert decode(goodbye) == m.Bye(text=ERROR.statement)
@@ -198,7 +200,7 @@ def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_th
     pair.p.receive()
     pair.p.send(b"by ZMQ")
     pair.d.links.lose(pair.d.link, ERROR)
-    assert [(lost.link, lost.error) for lost in pair.d.lost] == [(OUT, ERROR)]
+    assert [(lost.link, lost.error) for lost in pair.d.lost] == [(pair.d.link, ERROR)]
     assert "lost" in repr(pair.d.link)
     pair.d.send(b"nothing of this")
     assert pair.d.poll() == []
@@ -206,14 +208,14 @@ def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_th
     assert pair.p.poll() == []
     pair.d.links.close(pair.d.link)
     assert pair.p.poll() == []
-    assert [lost.link for lost in pair.p.lost] == [BACK]
+    assert [lost.link.number for lost in pair.p.lost] == [-1]
 
 
 def test_a_disconnection_counts_after_what_the_peer_had_sent(pair):
     pair.d.send(b"last words")
     pair.d.links.close(pair.d.link)
     assert pair.p.poll() == [b"last words"]
-    assert [lost.link for lost in pair.p.lost] == [BACK]
+    assert [lost.link.number for lost in pair.p.lost] == [-1]
 
 
 def test_a_gap_in_the_messages_ends_the_link(pair):

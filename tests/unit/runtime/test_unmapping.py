@@ -33,10 +33,14 @@ class MappingPath:
         def open(self, link, export):
             if not self.can_map:
                 raise TransportError("another host")
+            link.pools = self
             return "mapped"
 
         def close(self, link, then):
-            self.unmapping.append(then)
+            if link.pools is None:
+                then()
+            else:
+                self.unmapping.append(then)
 
         def submit(self, read, lease_key):
             self._receives.submit(read)

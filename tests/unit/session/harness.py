@@ -11,6 +11,7 @@ from kvconnector.ids import EngineAddress, EngineId, Rank
 from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
+from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
 from kvconnector.session.port import Port
@@ -41,7 +42,7 @@ def engine(engine_id="p", model=MODEL, **shape):
 
 ROUTES = plan_routes(TpKVTopology(engine("d"), Rank(0, 0)), engine())
 """Of rank 0 of the consumer, which is like the producer."""
-WORKER = RemoteWorker(1, None, 0.0, 0.0, incarnation="one")
+WORKER = RemoteWorker(None, Link(1), None, 0.0, 0.0, incarnation="one")
 
 
 def call(name, *arguments):
@@ -51,13 +52,18 @@ def call(name, *arguments):
 
 
 class Recorder:
-    """A port that keeps the calls."""
+    """A port that keeps the calls. Links that peers opened it keeps as numbers."""
 
     def __init__(self):
         self.calls = []
 
     def __getattr__(self, name):
-        return lambda *arguments: self.calls.append(call(name, *arguments))
+        return lambda *arguments: self.calls.append(call(name, *map(_named, arguments)))
+
+
+def _named(argument):
+    is_incoming = isinstance(argument, Link) and argument.number < 0
+    return argument.number if is_incoming else argument
 
 
 class Side:
@@ -66,6 +72,7 @@ class Side:
     def __init__(self, make_session):
         self._port = Recorder()
         self.session = make_session(port=self._port)
+        self.links = {number: Link(number) for number in range(-999, 0)}
         self.now = 0.0
 
     @property
@@ -83,6 +90,8 @@ class Side:
     def tell(self, *events):
         """What the session does after these events."""
         for event in events:
+            if isinstance(getattr(event, "link", None), int):
+                event = structs.replace(event, link=self.links[event.link])  # noqa: PLW2901
             self.session.handle(event, self.now)
         calls, self._port.calls = self._port.calls, []
         return calls

@@ -255,7 +255,7 @@ def test_a_producer_gives_thousands_of_leases_back_in_their_time():
     ended = []
     for at, parity in ((harness.LEASE_S + 1.0, 1), (2 * harness.LEASE_S, 0)):
         side.now = at
-        side.session.keep_alive(-1, side.now)
+        side.session.keep_alive(side.links[-1], side.now)
         ended = [each for piece in _until_it_rests(side) for each in harness.released(piece)]
         assert ended == [(f"r{number}", "expired") for number in range(parity, MANY, 2)]
     assert side.num_leases == 0

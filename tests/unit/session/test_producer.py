@@ -36,7 +36,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
         side.tell(harness.heartbeat())  # keeps the consumer; its lease then runs out
         for _ in range(2):
             side.now += 14.0
-            side.session.keep_alive(-1, side.now)
+            side.session.keep_alive(side.links[-1], side.now)
         commands = side.tick(2.0)
     else:
         commands = side.tell(harness.given_up() if ending == "consumer" else WithdrawRequest("r"))

@@ -114,7 +114,7 @@ def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
 
 def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards():
     side = _filling()
-    side.session.keep_alive(-1, 1e6)
+    side.session.keep_alive(side.links[-1], 1e6)
     side.tick(1e5)
     assert side.num_leases == 1
     side.tell(_granted(12, is_complete=True))
@@ -170,7 +170,7 @@ def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
     assert refused == [("t", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
     assert _refused(side.tell(harness.followed(-1, unknown))) == []
     for _ in range(20):
-        side.session.keep_alive(-1, side.now)
+        side.session.keep_alive(side.links[-1], side.now)
         refused += _refused(side.tick(harness.LEASE.early_follow_s / 20))
         refused += _refused(side.tell(harness.followed(-1, unknown)))  # which does not begin anew
     assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
@@ -199,7 +199,7 @@ def test_three_thousand_followers_before_their_leases_are_all_served():
     for _ in range(
         8
     ):  # the prompts wait at the producer's front end, for longer than a lease lasts
-        side.session.keep_alive(-1, side.now)
+        side.session.keep_alive(side.links[-1], side.now)
         side.tick(harness.PEER_S - 1)
     for key in keys:
         names = f"r{key.transfer_id}", key.transfer_id, harness.SECRET
