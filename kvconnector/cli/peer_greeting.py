@@ -223,10 +223,8 @@ class PeerGreeting(ExitStack):
         self._session = session = _Session(name, ours, config.peer, self._driver.port)
         self._driver.consumer = session
         no_tokens = ((0, 0),) * ours.num_groups
-        self._driver.submit(
-            WantRequest("doctor", "doctor", new_secret(), name),
-            LoadRequest("doctor", no_tokens, (), ()),
-        )
+        want = WantRequest("doctor", "doctor", new_secret(), name)
+        self._driver.submit([want, LoadRequest("doctor", no_tokens, (), ())])
         self._run(2 * session.patience_s, lambda: session.engine.is_ready)
         assert session.engine.is_ready  # else its loss was raised
         workers, trips_s = [*session.engine.workers.values()], session.round_trips_s
@@ -299,7 +297,7 @@ class PeerGreeting(ExitStack):
         tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)
-        self._driver.links.send(link, probe)
+        self._driver.links.send(link, encode(probe, link.version))
         self._run(MEASURE_S, lambda: not warm_ups.is_awaited)
         is_over = not warm_ups.is_awaited
         return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0

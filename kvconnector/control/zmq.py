@@ -66,7 +66,7 @@ class ZmqControlChannel:
         self._waker = Waker()
         self._poller = zmq.Poller()
         self._descriptors: Descriptors | None = None
-        self._settled = False
+        self.is_settled = False
         self._first_deadline = math.inf
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         for socket in (self._incoming.socket, self._incoming.monitor.socket):
@@ -115,7 +115,7 @@ class ZmqControlChannel:
     def send(self, handle: PeerHandle, payload: bytes) -> None:
         check_payload(payload, self._limits.max_message_bytes)
         # what arrives while a socket sends does not make its descriptor readable
-        self._settled = False
+        self.is_settled = False
         if (connection := self._outgoing.get(handle)) is not None:
             connection.send(payload)
         elif handle in self._incoming:
@@ -128,14 +128,14 @@ class ZmqControlChannel:
         return self._incoming.peer_of(handle) if connection is None else connection.address
 
     def disconnect(self, handle: PeerHandle) -> None:
-        self._settled = False
+        self.is_settled = False
         if handle in self._outgoing:
             self._drop(handle, milliseconds(self._limits.linger_s))
         elif handle in self._incoming:
             self._incoming.forget(handle)
 
     def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
-        if timeout_s == 0.0 and self._settled and not self._closed and not self._is_due():
+        if timeout_s == 0.0 and self.is_settled and not self._closed and not self._is_due():
             return []
         self._check_open()
         wait_s = self._wait_s(timeout_s)
@@ -148,7 +148,7 @@ class ZmqControlChannel:
             for fd in watched:
                 self._poller.unregister(fd)
         # Sockets that are not ready are not called: every call releases the GIL, which a busy thread may then keep.
-        self._settled = not (ready.keys() - {self._waker.fileno(), *watched})
+        self.is_settled = not (ready.keys() - {self._waker.fileno(), *watched})
         if self._waker.fileno() in ready:
             self._waker.clear()
         incoming, authorizer = self._incoming, self._incoming.authorizer
@@ -170,10 +170,6 @@ class ZmqControlChannel:
 
     def filenos(self) -> tuple[int, ...]:
         return (self._watch().fd,)
-
-    @property
-    def is_settled(self) -> bool:
-        return self._settled
 
     def wake(self) -> None:
         self._waker.wake()
@@ -202,7 +198,7 @@ class ZmqControlChannel:
         connection.close(linger_ms)
 
     def _forget_descriptors(self) -> None:
-        self._settled = False
+        self.is_settled = False
         if self._descriptors is not None:
             self._descriptors.close()
             self._descriptors = None
@@ -212,7 +208,7 @@ class ZmqControlChannel:
             sockets = [socket for socket, _ in self._poller.sockets if not isinstance(socket, int)]
             fds = (int(socket.getsockopt(zmq.FD)) for socket in sockets)
             self._descriptors = Descriptors((self._waker.fileno(), *fds))
-            self._settled = False
+            self.is_settled = False
         return self._descriptors
 
     def _is_due(self) -> bool:

@@ -99,6 +99,8 @@ class Driver:
         self.datapath = datapath
         self.clock = clock
         self._events = datapath.events  # what follows from a session's call comes here, too
+        self.submit = self._events.extend
+        """Queue events for the sessions; they are handled in this turn, in order."""
         self.links = Links(control, transport, config.control, report=self._events.append)
         self.port = Executor(
             config,
@@ -136,10 +138,6 @@ class Driver:
     def __repr__(self) -> str:
         return f"<Driver {len(self._events)} events, {self.links!r}>"
 
-    def submit(self, *events: object) -> None:
-        """Queue events for the sessions; they are handled in this turn, in order."""
-        self._events += events
-
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
         return () if self.consumer is None else self.consumer.in_flight(self.clock())
@@ -176,7 +174,7 @@ class Driver:
         else:
             self.datapath.poll_once()
             self._look(inline=True)
-        if not self._outbox.is_filled() and self.datapath.poll_once():
+        if not self._outbox.is_rung and self.datapath.poll_once():
             self.work(inline=True)
 
     def end_inline(self) -> None:
@@ -230,9 +228,9 @@ class Driver:
             now = self.clock()
             if now > self._late_at or (inline and ev.kind_of(events[0]) in _SLOW):
                 break
-            had_unsent = self.links.has_unsent
+            had_unsent = bool(self.links.with_unsent)
             self._handle(events.popleft(), now)
-            if self._ends_when_filled and self.port.has_reported and self._outbox.is_filled():
+            if self._ends_when_filled and self.port.has_reported and self._outbox.is_rung:
                 if not events:
                     # the loop reports an ending once: once queued, the driver's thread takes it at once
                     self.datapath.step()
@@ -244,7 +242,7 @@ class Driver:
 
     def _pump_s(self, timeout_s: float) -> float:
         """How long to stay in the data path: what the control channel does not show is asked for soon."""
-        if self._events or self.links.has_unsent or self.links.has_more:
+        if self._events or self.links.with_unsent or self.links.arrived:
             return 0.0
         timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
         return min(timeout_s, max(0.0, self._next_deadline() - self.clock()))

@@ -82,7 +82,7 @@ UNMAP_TIMEOUT_S = 3.0
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
-POLL_WORK_S = 0.7e-3
+_PROGRESS_IN_A_POLL = partial(Driver.progress_inline, limit_s=0.7e-3)
 """How long a poll works on what is pending; see `worker.START_STEP_S`."""
 YIELD_S = 50e-6
 """How long it sleeps to let the driver's thread have the GIL."""
@@ -160,7 +160,8 @@ class DriverThread:
         blocks = blocks_of(events) if self._context.takes_marks else []
         self._inbox.append((events, blocks, self._context.make_mark() if blocks else None))
         is_inline = inline_s > 0.0 and not self._datapath.machine.is_handshaking
-        if is_inline and self._poll_inline(inline_s, orders_only=True):
+        progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
+        if is_inline and self._run_inline(POLL_LIMIT_S, progress):
             return
         if not self._datapath.machine.notify():
             self.control.wake()
@@ -169,19 +170,15 @@ class DriverThread:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
         if (
             self._datapath.machine.has_pending()
-            and self._poll_inline(POLL_WORK_S)
+            and self._run_inline(POLL_LIMIT_S, _PROGRESS_IN_A_POLL)
             and self._datapath.machine.is_starved
         ):
             time.sleep(YIELD_S)
 
-    def _poll_inline(self, work_s: float, *, orders_only: bool = False) -> bool:
-        progress = partial(Driver.progress_inline, limit_s=work_s, orders_only=orders_only)
-        return self._run_inline(POLL_LIMIT_S, progress)
-
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""
         until_s = time.monotonic() + timeout_s
-        while not self._outbox.is_filled():
+        while not self._outbox.is_rung:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return False
@@ -237,7 +234,7 @@ class DriverThread:
 
     def _drive(self, until_s: float, driver: Driver) -> None:
         """Turn until there is something in the outbox, or time is over."""
-        while not (self._outbox.is_filled() or self._is_stopping):
+        while not (self._outbox.is_rung or self._is_stopping):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
@@ -337,7 +334,7 @@ class DriverThread:
             if mark is not None:
                 driver.datapath.copies.order_after(mark, blocks)
                 self._context.give_back(mark)
-            driver.submit(*events)
+            driver.submit(events)
 
     def _release(self) -> None:
         try:

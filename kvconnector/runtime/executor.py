@@ -29,6 +29,7 @@ from kvconnector.session.reads import RankRead
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import RankGeometry, Segment
 from kvconnector.transport.ucx import UcxTransport
+from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
 from kvconnector.wire.messages import Refusal
@@ -79,7 +80,7 @@ class Executor(Port):
             self._links.change_back(link)  # over ZMQ, which outlives what was lost
         elif isinstance(message, m.Heartbeat) and link.pools is not None:
             message = msgspec.structs.replace(message, maps_pools=True)
-        self._links.send(link, message)
+        self._links.send(link, encode(message, link.version))
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
@@ -133,7 +134,7 @@ class Executor(Port):
             control=self._links.open_inbox(link),
             segments=segments,
         )
-        self._links.send(link, hello)
+        self._links.send(link, encode(hello, link.version))
 
     def take_reply(
         self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply

@@ -74,9 +74,11 @@ class Links:
         self._closed: deque[int] = deque(maxlen=MAX_CLOSED_INBOXES)
         self._gone: set[PeerHandle] = set()
         self._incoming = count(1)
-        self._with_unsent: deque[Link] = deque()
+        self.with_unsent: deque[Link] = deque()
+        """Links whose messages wait for `flush`."""
+        self.arrived: deque[ControlEvent] = deque()
+        """What came, and the last caller of `receive` stopped before."""
         self.refusals = Refusals(logger)
-        self._arrived: deque[ControlEvent] = deque()
 
     def __repr__(self) -> str:
         return f"<Links {[*self]}>"
@@ -141,7 +143,7 @@ class Links:
         goodbye = m.Bye(text="the worker is closing")
         for link in self:
             if link.number < 0:
-                self.send(link, goodbye)
+                self.send(link, encode(goodbye, link.version))
         self.flush()
 
     def _connected(self, link: Link, handle: PeerHandle, version: int) -> None:
@@ -205,22 +207,20 @@ class Links:
 
     # -- messages --
 
-    def send(self, link: Link, message: m.Message) -> None:
-        """As `queue`, of a message."""
-        self.queue(link, encode(message, link.version))
-
     def flush(self) -> None:
         """Send what is queued, one batch a link, or several where that would be too long."""
-        while self._with_unsent:
-            self._send_unsent(self._with_unsent.popleft())
+        while self.with_unsent:
+            self._send_unsent(self.with_unsent.popleft())
 
-    def queue(self, link: Link, payload: bytes) -> None:
-        """Send an encoded message with the others of this turn. No effect on a link that is lost."""
+    def send(self, link: Link, payload: bytes) -> None:
+        """Send a message, encoded in the link's version, with the others of this turn. No effect on a link that is
+        lost.
+        """
         is_full = link.unsent_bytes + len(payload) > MAX_BATCH_BYTES
         if is_full or len(link.unsent) >= m.MAX_BATCH_MESSAGES:
             self._send_unsent(link)
         if not link.unsent:
-            self._with_unsent.append(link)
+            self.with_unsent.append(link)
             link.unsent_bytes = 0
         link.unsent.append(payload)
         link.unsent_bytes += len(payload)
@@ -240,26 +240,16 @@ class Links:
         except KVConnectorError as error:
             self.lose(link, error)
 
-    @property
-    def has_unsent(self) -> bool:
-        """Returns True if messages wait for `flush`."""
-        return bool(self._with_unsent)
-
-    @property
-    def has_more(self) -> bool:
-        """Returns True if the caller of `receive` stopped before it had everything that came."""
-        return bool(self._arrived)
-
     def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
-        """Yield what came over the transport, in order. A caller that stops gets the rest next time: it `has_more`.
+        """Yield what came over the transport, in order. A caller that stops gets the rest next time: it has `arrived`.
         `progress`: see `UcxTransport.receive_control`.
         """
-        if progress or not self._arrived:
-            self._arrived += self._transport.receive_control(self._limits, progress=progress)
-        while self._arrived:
-            event = self._arrived.popleft()
-            if not self._arrived:
-                self._arrived += self._transport.receive_control(self._limits)
+        if progress or not self.arrived:
+            self.arrived += self._transport.receive_control(self._limits, progress=progress)
+        while self.arrived:
+            event = self.arrived.popleft()
+            if not self.arrived:
+                self.arrived += self._transport.receive_control(self._limits)
             if isinstance(event, ControlMessage):
                 opened = self._open(event)
                 if opened is not None:

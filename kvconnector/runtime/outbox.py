@@ -42,7 +42,7 @@ class Doorbell:
         self.is_rung = False
         """`wait` would return at once."""
         self._event = threading.Event()
-        self._lock = threading.Lock()
+        self._waiting_lock = threading.Lock()
         self._num_waiting = 0
         self._flag = np.zeros(1, np.int32)
         self._spin_s = spin_s
@@ -73,7 +73,7 @@ class Doorbell:
             if self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s)):
                 return True
             timeout_s = max(0.0, until_s - time.monotonic())
-        with self._lock:
+        with self._waiting_lock:
             if not self._num_waiting:
                 self._event.clear()
             self._num_waiting += 1
@@ -81,24 +81,24 @@ class Doorbell:
             # a thread that rings sees that somebody waits, or rang before this look
             return self.is_rung or self._event.wait(timeout_s)
         finally:
-            with self._lock:
+            with self._waiting_lock:
                 self._num_waiting -= 1
 
 
-class Outbox:
-    """Results for the engine's thread: filled by the driver, emptied by `take`. Thread safe.
+class Outbox(Doorbell):
+    """Results for the engine's thread: filled by the driver, emptied by `take`, rung while there are any. Thread safe.
 
-    It knows what the engine waits for, to end it if the driver fails. `wait` looks on for `spin_s` before it sleeps.
+    It knows what the engine waits for, to end it if the driver fails.
     """
 
     def __init__(self, spin_s: float = 0.0) -> None:
+        super().__init__(spin_s)
         self._lock = threading.Lock()
         self._loads: dict[str, bool] = {}
         """Awaited. True if the load was asked for; before that the engine waits until it may."""
         self._leases: dict[str, LeaseOrder] = {}
         """Not ended, as last ordered. The end is reported of one that is complete, and not of one that grows."""
         self._failure: KVConnectorError | None = None
-        self._filled = Doorbell(spin_s)
         self._given_up: set[str] = set()
         self._stuck: set[str] = set()
         """Requests whose copies the driver could not end. They never end."""
@@ -108,7 +108,7 @@ class Outbox:
     def __repr__(self) -> str:
         state = ", broken" if self._failure else ""
         waits = f"{len(self._loads)} loads, {len(self._leases)} leases awaited"
-        filled = "filled" if self.is_filled() else "empty"
+        filled = "filled" if self.is_rung else "empty"
         return f"<Outbox {filled}, {waits}{state}>"
 
     def expect(self, orders: Iterable[Order]) -> None:
@@ -217,14 +217,14 @@ class Outbox:
             if trace is not None:
                 ended.stats.traces.append(trace)
             ended.finished_sending.add(request_id)
-        self._filled.ring()
+        self.ring()
 
     def begun(self, request_id: str) -> None:
         """The producer has begun with a request, or never will: it is time to ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
             self._unreported.begun.add(request_id)
-        self._filled.ring()
+        self.ring()
 
     def read_packed(self, reason: str) -> None:
         """A producer rank was greeted whose pools cannot be read from here. The engine need not wake for it."""
@@ -263,22 +263,14 @@ class Outbox:
             if moved is not None:
                 ended.stats.transfers.append(moved)
             ended.finished_recving.add(request_id)
-        self._filled.ring()
-
-    def is_filled(self) -> bool:
-        """Returns True if there is something to take."""
-        return self._filled.is_rung
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until there is something to take. Returns False if `timeout_s` passed before."""
-        return self._filled.wait(timeout_s)
+        self.ring()
 
     def take(self) -> WorkerOutput:
         """Everything since the last call."""
-        if not self._filled.is_rung:
+        if not self.is_rung:
             return WorkerOutput()
         with self._lock:
-            self._filled.clear()
+            self.clear()
             ended, self._unreported = self._unreported, WorkerOutput()
         return ended
 

@@ -42,7 +42,7 @@ class Side:
     def send(self, payload):
         """Send; returns True if that went over the transport."""
         uses_transport = self.link.uses_transport
-        self.links.queue(self.link, payload)
+        self.links.send(self.link, payload)
         self.links.flush()
         return uses_transport
 
@@ -139,7 +139,7 @@ def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
     sent = [m.HeartbeatReply(number=number) for number in range(10_000)]
     sent[5000:5000] = [m.Bye(text="x" * 4096)] * 9
     for message in sent:
-        pair.d.links.send(pair.d.link, message)
+        pair.d.links.send(pair.d.link, encode(message, pair.d.link.version))
     pair.d.links.flush()
     batches = pair.p.receive()
     assert [each for batch in batches for each in decode_batch(batch)] == sent
@@ -150,8 +150,8 @@ def test_one_message_travels_as_it_is_and_links_do_not_mix(pair):
     one, other = m.HeartbeatReply(number=1), m.HeartbeatReply(number=2)
     second = Link(2)
     pair.d.links.open(second, pair.p.control.address, "", SPOKEN.newest)
-    pair.d.links.send(second, other)
-    pair.d.links.send(pair.d.link, one)
+    pair.d.links.send(second, encode(other, second.version))
+    pair.d.links.send(pair.d.link, encode(one, pair.d.link.version))
     pair.d.links.flush()
     assert pair.p.receive() == [encode(one)]
     assert pair.p.poll() == [encode(other)]
@@ -163,21 +163,21 @@ def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypat
     for version in (4, 5, 3):
         link = Link(version)
         pair.d.links.open(link, pair.p.control.address, "", version)
-        pair.d.links.send(link, message)
-        pair.d.links.send(link, message)
+        pair.d.links.send(link, encode(message, link.version))
+        pair.d.links.send(link, encode(message, link.version))
         pair.d.links.flush()
         assert pair.p.poll() == [encode_batch([encode(message, version)] * 2, version)]
         *_, answering = pair.p.links
-        pair.p.links.send(answering, message)
+        pair.p.links.send(answering, encode(message, answering.version))
         pair.p.links.flush()
         assert pair.d.poll() == [encode(message, version)]
 
 
 def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
     link = pair.d.link
-    pair.d.links.send(link, m.HeartbeatReply(number=1))
+    pair.d.links.send(link, encode(m.HeartbeatReply(number=1), link.version))
     pair.d.links.close(link)
-    pair.d.links.send(link, m.HeartbeatReply(number=2))
+    pair.d.links.send(link, encode(m.HeartbeatReply(number=2), link.version))
     pair.d.links.flush()
     assert pair.p.receive() == [encode(m.HeartbeatReply(number=1))]
     assert pair.d.lost == []
