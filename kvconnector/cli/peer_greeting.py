@@ -291,7 +291,7 @@ class PeerGreeting(ExitStack):
 
     def _probe(self, link: Link) -> float:
         """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
-        nbytes = self._session.engine.chunk_bytes(WARM_UP_BYTES)
+        nbytes = self._session.engine.chunk_bytes
         machine, warm_ups = self._datapath.machine, self._datapath.receives.warm_ups
         machine.is_handshaking = True  # so each turn looks for these messages
         tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)

@@ -19,7 +19,7 @@ from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.session import Phase, RequestTrace, TransferStats
+from kvconnector.session import RequestTrace, TransferStats
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send, lease_key
 from kvconnector.session.link import Link
@@ -184,7 +184,7 @@ class Executor(Port):
 
     def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
         self.has_reported = True
-        phases = _dated(trace.phases(self._clock()))
+        phases = trace.phases(self._clock(), time.time() - time.monotonic())
         held = RequestTrace(request_id=request_id, kind="hold", outcome=outcome, phases=phases)
         self._outbox.released(request_id, outcome, held)
 
@@ -226,15 +226,9 @@ class Executor(Port):
             nbytes=load.trace.nbytes,
             path="+".join(sorted(load.trace.paths)),
             outcome="done" if error is None else type(error).__name__,
-            phases=_dated(load.trace.phases(now)),
+            phases=load.trace.phases(now, time.time() - time.monotonic()),
             waited_s=waited_s,
         )
         if 0.0 < self._slow_load_s < waited_s:
             logger.warning("a load took %.3f s: %s", waited_s, trace)
         return trace
-
-
-def _dated(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
-    """Return the phases in seconds since 1970, which the hosts of an engine share."""
-    offset_s = time.time() - time.monotonic()
-    return tuple([Phase(p.name, p.start_s + offset_s, p.end_s + offset_s) for p in phases])

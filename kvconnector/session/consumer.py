@@ -160,8 +160,7 @@ class ConsumerSession:
         workers = engine.workers.values() if load.is_followed else ()
         links = [worker.link.number for worker in workers]
         try:
-            chunk_bytes = engine.chunk_bytes(self._chunk_bytes)
-            reads = load.take_ready(engine.routes, links, chunk_bytes=chunk_bytes)
+            reads = load.take_ready(engine.routes, links, chunk_bytes=engine.chunk_bytes)
             if not reads and load.is_complete(links) and not load.is_read:
                 raise RemoteProtocolError("the producer has fewer tokens than are to be loaded")
         except KVConnectorError as error:
@@ -257,7 +256,10 @@ class ConsumerSession:
         """Begin what waits for an engine that is ready, or fail what depends on one that is lost."""
         engine = event.engine
         self._backlog.append((event, iter([*engine.loads.depending])))
-        if isinstance(event, ev.EngineLost):
+        if isinstance(event, ev.EngineReady):
+            limits = [worker.max_chunk_bytes for worker in engine.workers.values()]
+            engine.chunk_bytes = min([self._chunk_bytes, *filter(None, limits)])
+        else:
             for read in engine.reads.values():
                 read.is_peer_over = True
             for read in engine.reads.values():

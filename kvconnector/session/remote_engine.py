@@ -225,7 +225,8 @@ class EngineLoads:
 
 
 class RemoteEngine(Tracked[EngineState]):
-    """A producer engine: its address, its workers, and the `routes` on which we read from them.
+    """A producer engine: its address, its workers, and the `routes` on which we read from them. Once it is ready,
+    `chunk_bytes` is the longest chunk that both we and all of them take.
 
     While no load wants it, none has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that
     we need. At `heartbeat_at` the next transfers are named. Its workers do not know yet of `unsent_endings`. `reads`
@@ -242,6 +243,7 @@ class RemoteEngine(Tracked[EngineState]):
         self.directory_link: Link | None = None
         self.has_named_ranks = False
         self.routes: tuple[Route, ...] = ()
+        self.chunk_bytes = 0
         self.workers: dict[Rank, RemoteWorker] = {}
         self.unsent_endings: deque[m.Done | m.Abort] = deque()
         self.loads = EngineLoads()
@@ -263,12 +265,6 @@ class RemoteEngine(Tracked[EngineState]):
         if self.unsent_endings or self.loads.num_unnamed:
             return AT_ONCE  # more of them are sent, or named
         return min([self.heartbeat_at, *[worker.silent_at for worker in self.workers.values()]])
-
-    def chunk_bytes(self, ours: int) -> int:
-        """The longest chunk that both we and all of its workers take."""
-        for worker in self.workers.values():
-            ours = min(ours, worker.max_chunk_bytes or ours)
-        return ours
 
     def heartbeat_interval_s(self, ours_s: float) -> float:
         """Seconds in which each transfer is named: our setting, or fewer, so that three heartbeats fit into every

@@ -47,12 +47,13 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
                 times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
                 self.parts[new.name] = Phase(new.name, *times)
 
-    def phases(self, now: float) -> tuple[Phase, ...]:
-        """All that it went through by now."""
-        times = [self.wanted_s, self.asked_s, self.first_read_s]
-        reached = [at for at in times if at is not None]
-        waits = map(Phase, ("want", "greeting", "read"), reached, [*reached[1:], now])
-        return (*waits, *self.parts.values())
+    def phases(self, now: float, ahead_s: float) -> tuple[Phase, ...]:
+        """All that it went through by now, by a clock that is `ahead_s` of the session's."""
+        times = (self.wanted_s, self.asked_s, self.first_read_s)
+        reached = [at + ahead_s for at in times if at is not None]
+        waits = map(Phase, ("want", "greeting", "read"), reached, [*reached[1:], now + ahead_s])
+        parts = self.parts.values()
+        return (*waits, *[Phase(p.name, p.start_s + ahead_s, p.end_s + ahead_s) for p in parts])
 
     def waited_s(self, now: float) -> float:
         """Seconds that blocks waited for it. Those of a prompt that is followed wait for its last part."""
@@ -67,8 +68,12 @@ class HoldTrace(msgspec.Struct, eq=False, gc=False):
     complete_s: float
     sends: tuple[Phase, ...] = ()
 
-    def phases(self, now: float) -> tuple[Phase, ...]:
-        """All that it went through by now."""
-        is_filled = self.complete_s > self.granted_s
-        fill = [Phase("fill", self.granted_s, self.complete_s)] if is_filled else []
-        return (*fill, Phase("hold", self.complete_s, now), *self.sends)
+    def phases(self, now: float, ahead_s: float) -> tuple[Phase, ...]:
+        """All that it went through by now, by a clock that is `ahead_s` of the session's."""
+        parts = [
+            ("hold", self.complete_s, now),
+            *[(p.name, p.start_s, p.end_s) for p in self.sends],
+        ]
+        if self.complete_s > self.granted_s:
+            parts.insert(0, ("fill", self.granted_s, self.complete_s))
+        return tuple([Phase(name, start + ahead_s, end + ahead_s) for name, start, end in parts])
