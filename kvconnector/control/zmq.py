@@ -155,7 +155,7 @@ class ZmqControlChannel:
         if authorizer is not None and authorizer.socket in ready:
             authorizer.answer(self._limits.max_messages_per_turn)
         events: list[ControlEvent] = []
-        if incoming.has_losses or incoming.socket in ready or incoming.monitor.socket in ready:
+        if incoming.ending or incoming.socket in ready or incoming.monitor.socket in ready:
             events += incoming.receive()
         now = time.monotonic()
         for connection in list(self._outgoing.values()):
@@ -213,12 +213,12 @@ class ZmqControlChannel:
 
     def _is_due(self) -> bool:
         """Returns True if polling would find anything, in a channel that is settled."""
-        if self._incoming.has_losses or self._watch().is_any_readable():
+        if self._incoming.ending or self._watch().is_any_readable():
             return True
         return time.monotonic() >= self._first_deadline
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""
-        if self._incoming.has_losses or any(each.error for each in self._outgoing.values()):
+        if self._incoming.ending or any(each.error for each in self._outgoing.values()):
             return 0.0
         return min(timeout_s, max(0.0, self._first_deadline - time.monotonic()))

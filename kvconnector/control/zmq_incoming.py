@@ -72,7 +72,8 @@ class IncomingConnections:
         self._by_identity: dict[bytes, _Peer] = {}
         self._by_fd: dict[int, _Peer] = {}
         self._open_fds: set[int] = set()
-        self._ending: list[_Peer] = []
+        self.ending: list[_Peer] = []
+        """Those whose loss `receive` reports next, even if no socket is readable."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
@@ -92,11 +93,6 @@ class IncomingConnections:
     def port(self) -> int:
         return int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    @property
-    def has_losses(self) -> bool:
-        """Returns True if `receive` has something to report even if no socket is readable."""
-        return bool(self._ending)
-
     def __contains__(self, handle: PeerHandle) -> bool:
         return handle in self._by_handle
 
@@ -109,7 +105,7 @@ class IncomingConnections:
             self.socket.send_multipart([peer.identity, payload], zmq.NOBLOCK)
         except zmq.Again as exc:
             peer.error = queue_is_full(peer.address, self._limits)
-            self._ending.append(peer)
+            self.ending.append(peer)
             raise peer.error from exc
         except zmq.ZMQError as exc:
             if exc.errno != errno.EHOSTUNREACH:
@@ -190,20 +186,20 @@ class IncomingConnections:
         peer.error = peer.error or PeerLostError(
             "peer closed the connection or stopped answering", peer=peer.address
         )
-        if peer not in self._ending:
-            self._ending.append(peer)
+        if peer not in self.ending:
+            self.ending.append(peer)
 
     def _settle(self) -> list[ControlEvent]:
         """Report losses. Identities are kept, to be ignored, as long as messages may still bear them."""
         events: list[ControlEvent] = []
-        for peer in self._ending:
+        for peer in self.ending:
             if peer.error is not None and not peer.ignored:
                 events.append(Disconnected(peer.handle, peer.error))
                 self.forget(peer.handle)
             if self._by_fd.get(peer.fd) is not peer:
                 del self._by_identity[peer.identity]
                 self._retired.append(peer.identity)
-        self._ending.clear()
+        self.ending.clear()
         return events
 
 

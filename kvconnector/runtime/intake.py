@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 
 Blocks: TypeAlias = tuple[GroupBlocks, ...]
 """A request's blocks, by cache group."""
+_WITH_BLOCKS = frozenset({HoldRequest, GrowRequest, LoadRequest})
+"""Orders whose blocks are compared with the pools. All others of a step, maybe thousands, are passed on unseen."""
 _NOT_TAKEN: dict[Role, frozenset[type]] = {
     "consumer": frozenset({HoldRequest, GrowRequest, WithdrawRequest}),
     "producer": frozenset({WantRequest, LoadRequest, DropRequest}),
 }
-_WITH_BLOCKS = frozenset({HoldRequest, GrowRequest, LoadRequest})
-"""Orders whose blocks are compared with the pools. All others of a step, maybe thousands, are passed on unseen."""
 
 
 def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
@@ -56,8 +56,13 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
             raise LocalError(
                 f"a {role} takes no {type(order).__name__}", request=order.request_id, role=role
             )
-        error = _error_of(order, pools) if type(order) in _WITH_BLOCKS else None
-        orders.append(order if error is None else replace(order, error=error))
+        if type(order) in _WITH_BLOCKS:
+            try:
+                _check_blocks(order, pools)
+            except KVConnectorError as error:
+                logger.debug("request %s is refused: %s", order.request_id, error)
+                order = replace(order, error=error)  # noqa: PLW2901
+        orders.append(order)
     return orders
 
 
@@ -70,29 +75,19 @@ def blocks_of(orders: Sequence[object]) -> list[Blocks]:
     return leases + loads
 
 
-def _error_of(order: Order, pools: Pools) -> KVConnectorError | None:
+def _check_blocks(order: Order, pools: Pools) -> None:
     what = f"the blocks of request {order.request_id}"
-    try:
-        if isinstance(order, LoadRequest):
-            _check_load(order, pools, what)
-        elif isinstance(order, LeaseOrder):
-            pools.check_blocks(order.blocks, what)
-    except KVConnectorError as error:
-        logger.debug("request %s is refused: %s", order.request_id, error)
-        return error
-    return None
-
-
-def _check_load(load: LoadRequest, pools: Pools, what: str) -> None:
-    pools.check_blocks(load.local_blocks, what)
-    for by_group in (load.token_ranges, load.remote_blocks or load.local_blocks):
-        if len(by_group) != len(pools.groups):
-            raise BlockIdError(
-                "a load names tokens and blocks of every cache group",
-                given=len(by_group),
-                groups=len(pools.groups),
-            )
-    for group, blocks, (start, stop) in zip(
-        pools.groups, load.local_blocks, load.token_ranges, strict=True
-    ):
-        blocks.check_hold(range(start, stop), group.geometry.virtual_block_tokens, what=what)
+    if isinstance(order, LeaseOrder):
+        pools.check_blocks(order.blocks, what)
+    elif isinstance(order, LoadRequest):
+        pools.check_blocks(order.local_blocks, what)
+        for by_group in (order.token_ranges, order.remote_blocks or order.local_blocks):
+            if len(by_group) != len(pools.groups):
+                raise BlockIdError(
+                    "a load names tokens and blocks of every cache group",
+                    given=len(by_group),
+                    groups=len(pools.groups),
+                )
+        held = zip(pools.groups, order.local_blocks, order.token_ranges, strict=True)
+        for group, blocks, (start, stop) in held:
+            blocks.check_hold(range(start, stop), group.geometry.virtual_block_tokens, what=what)

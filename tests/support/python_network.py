@@ -31,6 +31,7 @@ class PythonNetwork:
         self._bytes, self._ended, self._adopted = {}, {}, set()
         self._others, self._errors, self._num_errors = [], {}, 0
         self._failure = None
+        self.arriving_control = ()
         functions = {
             "clock_gettime": (2, self._read_clock),
             "worker_progress": (1, self._progress),
@@ -79,10 +80,6 @@ class PythonNetwork:
         self._progress(0)
         others, self._others = self._others, []
         return others
-
-    def is_control_arriving(self):
-        """See `UcxNetwork`: the loop asks `tag_probe`."""
-        return False
 
     def check(self):
         """Raise what went wrong in a function that the loop called, and that could not report it."""

@@ -178,7 +178,7 @@ class DataPath:
         if self.reads.waiting and len(machine.reads.active) < MAX_READS:
             return MAX_LEASE_RUN_S
         is_greeted = machine.is_handshaking and self._is_handshaking()
-        if is_greeted or machine.network.is_control_arriving():
+        if is_greeted or machine.network.arriving_control:
             return min(timeout_s, MAX_AWAITED_RUN_S)
         rows = machine.reads.active or machine.receives.active or machine.sends.active
         return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s

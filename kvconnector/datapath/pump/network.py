@@ -87,8 +87,8 @@ class UcxNetwork:
         """End a receive, if its message is not arriving."""
         self.progress = transport.progress
         """See `UcxTransport`: of operations that were not posted by the loop."""
-        self.is_control_arriving = transport.is_control_arriving
-        """Returns True if a control message is on its way that the caller has begun to take."""
+        self.arriving_control = transport.arriving_control
+        """Control messages on their way that the caller has begun to take."""
 
     def adopt(
         self, request: int, tag: int, buffer: Buffer, endpoint: int | None

@@ -80,14 +80,14 @@ class ControlReceives:
         memory = bytearray(nbytes + 1)
         address = _address(memory)
         posted = self._libucp.receive_unexpected(handle, address, nbytes)
-        arriving = _Arriving(nbytes, memory if posted.status in (OK, IN_PROGRESS) else None)
+        taken = memory if posted.status in (OK, IN_PROGRESS) else None
+        if not (posted.request or queue):
+            return _event_of(tag, nbytes, taken)
+        arriving = _Arriving(nbytes, taken, is_over=not posted.request)
         if posted.request:
             buffer = Buffer(address, nbytes, "cpu", memory)
             self._requests.adopt(posted.request, tag, buffer, None, arriving.end)
             self.has_begun = True
-        elif not queue:
-            return _event_of(tag, arriving)
-        arriving.is_over = not posted.request
         self.arriving.setdefault(tag, deque()).append(arriving)
         return None
 
@@ -97,7 +97,8 @@ class ControlReceives:
         events: list[ControlEvent] = []
         for tag, queue in list(self.arriving.items()):
             while queue and queue[0].is_over:
-                events.append(_event_of(tag, queue.popleft()))
+                over = queue.popleft()
+                events.append(_event_of(tag, over.nbytes, over.memory))
             if not queue:
                 del self.arriving[tag]
         return events
@@ -111,11 +112,11 @@ class ControlReceives:
             self.has_begun = True
 
 
-def _event_of(tag: int, over: _Arriving) -> ControlEvent:
-    """Return the event of a message that is over."""
-    if over.memory is None:
-        return ControlRefused(tag, over.nbytes)
-    return ControlMessage(tag, bytes(memoryview(over.memory)[: over.nbytes]))
+def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
+    """Return the event of a message that is over, whose first bytes are in this memory, if it came."""
+    if memory is None:
+        return ControlRefused(tag, nbytes)
+    return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))
 
 
 def _address(memory: bytearray) -> int:

@@ -115,6 +115,8 @@ class UcxTransport:
         self._registers_memory = bool(rdma_devices(resources))
         self._requests = RequestTable(self._libucp, self.may_have_lost_a_peer)
         self._control = ControlReceives(self._libucp, self._requests)
+        self.arriving_control = self._control.arriving
+        """Control messages that `receive_control` has begun to take, by tag."""
         self._endpoints = UcxEndpoints(self._libucp, self._requests, clock)
         self._falls_back = partial(
             (rdma or RdmaChoice(library)).check, options=options, require_rdma=require_rdma
@@ -250,10 +252,6 @@ class UcxTransport:
             self._control.refuse(message)
             count += 1
         return count
-
-    def is_control_arriving(self) -> bool:
-        """Returns True if a control message is arriving that `receive_control` has begun to take."""
-        return bool(self._control.arriving)
 
     def fileno(self) -> int:
         """UCX's descriptor, readable when `progress()` has work: wait for it, do not read it."""
