@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.datapath.staging import slots_within
 from kvconnector.errors import KVConnectorError, PeerLostError
-from kvconnector.ids import EngineId, Incarnation
+from kvconnector.ids import Incarnation
 from kvconnector.runtime.directory import answer_to
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
@@ -21,6 +21,7 @@ from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.port import NEVER, Port
 from kvconnector.session.reads import RankRead
+from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, RankGeometry, Segment
 from kvconnector.wire import encode
@@ -255,9 +256,7 @@ class ConsumerRank(SessionThread):
     def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
         self.send(link, self._hello(segments))
 
-    def take_reply(
-        self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
-    ) -> None:
+    def take_reply(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
         self.spend(self.world.costs.endpoint_s)
 
     def start_receive(self, read: RankRead) -> None:

@@ -108,7 +108,6 @@ class Driver:
             datapath,
             outbox=outbox,
             hello=hello_of(engine, rank, incarnation, config, transport),
-            transport=transport,
             clock=clock,
         )
         self.producer: ProducerSession | None = None

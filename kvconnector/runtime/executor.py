@@ -15,20 +15,20 @@ from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.export_check import check_export
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId
-from kvconnector.layout import GroupBlocks, Watermark
+from kvconnector.layout import Watermark
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import RequestTrace, TransferStats
 from kvconnector.session import events as ev
-from kvconnector.session.lease import Send, lease_key
+from kvconnector.session.lease import lease_key
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.port import Port
 from kvconnector.session.reads import RankRead
+from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
-from kvconnector.topology import RankGeometry, Segment
-from kvconnector.transport.ucx import UcxTransport
+from kvconnector.topology import Segment
 from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
@@ -53,18 +53,22 @@ class Executor(Port):
         *,
         outbox: Outbox,
         hello: m.Hello,
-        transport: UcxTransport,
         clock: Callable[[], float],
     ) -> None:
         self._links = links
         self._datapath = datapath
         self._outbox = outbox
         self._hello = hello
-        self._transport = transport
         self._security = security_of(config)
         self._slow_load_s = config.slow_load_s
         self._clock = clock
         self.has_reported = False
+        # nothing of ours is in between where it would only pass on
+        sends, reads = datapath.sends, datapath.reads
+        self.open_endpoint, self.probe = sends.open_endpoint, sends.probe  # type: ignore[method-assign]
+        self.start_send, self.stop_send = sends.submit, sends.stop  # type: ignore[method-assign]
+        self.expect_reads, self.stop_receive = sends.expect, reads.stop  # type: ignore[method-assign]
+        self.drain_receive = datapath.receives.drain  # type: ignore[method-assign]
 
     def send(self, link: Link, message: m.Message) -> None:
         if link.handle is None:
@@ -96,22 +100,6 @@ class Executor(Port):
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
-    def open_endpoint(self, link: Link, hello: m.Hello) -> None:
-        warm_up = hello.warm_up_tag, hello.warm_up_bytes
-        self._datapath.sends.open_endpoint(link, hello.transport_address, *warm_up)
-
-    def probe(self, link: Link, probe: m.Probe) -> None:
-        self._datapath.sends.probe(link, probe)
-
-    def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
-        self._datapath.sends.expect(blocks)
-
-    def start_send(self, send: Send) -> None:
-        self._datapath.sends.submit(send)
-
-    def stop_send(self, send: Send) -> None:
-        self._datapath.sends.stop(send)
-
     def publish(self, key: bytes, watermark: Watermark) -> None:
         if self._datapath.share is not None:  # else nobody reads these pools
             self._datapath.share.board.publish(key, watermark)
@@ -136,21 +124,17 @@ class Executor(Port):
         )
         self._links.send(link, encode(hello, link.version))
 
-    def take_reply(
-        self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: m.HelloReply
-    ) -> None:
-        if link.handle is None:
+    def take_reply(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
+        if worker.link.handle is None:
             return
         if reply.transport_address:
             try:
-                endpoint = self._transport.connect(reply.transport_address)
+                self._links.change_over(worker.link, reply.transport_address)
             except KVConnectorError as error:
-                self._links.lose(link, error)
+                self._links.lose(worker.link, error)
                 return
-            link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
-            self._links.change_over(link, endpoint)
         if reply.export is not None:
-            self._open_export(link, reply.export, engine_id, theirs)
+            self._open_export(worker, reply.export)
 
     def start_receive(self, read: RankRead) -> None:
         if read.worker.link.pools is None:
@@ -161,19 +145,11 @@ class Executor(Port):
             known_blocks = () if is_followed else read.remote_blocks
             self._datapath.reads.submit(read, lease_key(key.transfer_id, key.secret, known_blocks))
 
-    def stop_receive(self, read: RankRead) -> None:
-        self._datapath.reads.stop(read)
-
-    def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
-        self._datapath.receives.drain(read, sent_chunks)
-
-    def _open_export(
-        self, link: Link, export: PoolExport, engine_id: EngineId, theirs: RankGeometry
-    ) -> None:
-        producer = (engine_id, theirs.rank)
+    def _open_export(self, worker: RemoteWorker, export: PoolExport) -> None:
+        producer = (worker.engine.name.engine_id, worker.geometry.rank)
         try:
-            check_export(export, theirs)
-            how = self._datapath.reads.open(link, export)
+            check_export(export, worker.geometry)
+            how = self._datapath.reads.open(worker.link, export)
         except KVConnectorError as error:
             logger.info("reads from %s rank %s are packed: %s", *producer, error)
             self._outbox.read_packed(error.message)

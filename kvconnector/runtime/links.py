@@ -183,8 +183,15 @@ class Links:
         """
         return self.open_inbox(link) if link.sealer is not None and link.endpoint else None
 
-    def change_over(self, link: Link, endpoint: int) -> None:
-        """From now on write to the peer by `endpoint`, which ends with the link, if both have named an inbox."""
+    def change_over(self, link: Link, address: bytes) -> None:
+        """Open an endpoint to a worker, which ends with the link. From now on write to it by that, if both have named
+        an inbox.
+
+        Raises:
+            IncompatiblePeerError, RemoteProtocolError, TransportError: see `UcxTransport.connect`.
+        """
+        endpoint = self._transport.connect(address)
+        link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
         self._send_unsent(link)
         link.endpoint = endpoint
 

@@ -216,7 +216,7 @@ class RemoteEngines:
                 self._lose(engine, event, refusal_error(reply.refusal, reply.text), now)
                 return
             worker.greeted_by(reply, now)
-            self._port.take_reply(worker.link, engine.name.engine_id, worker.geometry, reply)
+            self._port.take_reply(worker, reply)
         elif event.error is not None:
             self._lose(engine, event, event.error, now)
             return

@@ -10,13 +10,13 @@ from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.planning import Segment
 from kvconnector.session.link import Link
 from kvconnector.session.trace import HoldTrace
-from kvconnector.topology import RankGeometry
 from kvconnector.wire.messages import Hello, HelloReply, Message, Probe
 
 if TYPE_CHECKING:
     from kvconnector.session.lease import Send
     from kvconnector.session.load import Load
     from kvconnector.session.reads import RankRead
+    from kvconnector.session.remote_engine import RemoteWorker
 
 NEVER = float("inf")
 
@@ -77,15 +77,13 @@ class Port:
         all reads from it; `WarmedUp` follows.
         """
 
-    def take_reply(
-        self, link: Link, engine_id: EngineId, theirs: RankGeometry, reply: HelloReply
-    ) -> None:
-        """Use what a producer worker offers in its `reply` to our greeting, for as long as `link` lasts; no event
+    def take_reply(self, worker: RemoteWorker, reply: HelloReply) -> None:
+        """Use what a producer worker offers in its `reply` to our greeting, for as long as its link lasts; no event
         follows.
 
         Open the data plane's way to its `transport_address`, although nothing is sent there: a transport then knows
         whom it receives from, and can report the loss of that worker. Try to reach the pools of its `export` without
-        its help, `theirs` is what it holds: where that fails reads go the packed way.
+        its help: where that fails reads go the packed way.
         """
 
     def start_receive(self, read: RankRead) -> None:

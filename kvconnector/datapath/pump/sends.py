@@ -20,7 +20,7 @@ from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.transport import Completion
 from kvconnector.transport.ucx import UcxTransport
-from kvconnector.wire.messages import Probe
+from kvconnector.wire.messages import Hello, Probe
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
@@ -67,18 +67,17 @@ class Sends:
         active = [send.read.read_id for send in self._rows.active.values()]
         return f"<Sends active {active}, {self._slots!r}>"
 
-    def open_endpoint(
-        self, link: Link, transport_address: bytes, warm_up_tag: int, warm_up_bytes: int
-    ) -> None:
+    def open_endpoint(self, link: Link, hello: Hello) -> None:
         """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `LinkLost`."""
         self._machine.is_handshaking = True
-        warm_up = self._slots.scratch(warm_up_bytes)  # its bytes mean nothing
+        warm_up = self._slots.scratch(hello.warm_up_bytes)  # its bytes mean nothing
         try:
-            endpoint = link.endpoint = self._transport.connect(transport_address)
-            self.warm_ups[self._transport.send(endpoint, warm_up_tag, warm_up)] = link
+            link.endpoint = self._transport.connect(hello.transport_address)
+            ticket = self._transport.send(link.endpoint, hello.warm_up_tag, warm_up)
         except KVConnectorError as error:
             self._events.append(ev.LinkLost(link, error))
             return
+        self.warm_ups[ticket] = link
         self._events.append(ev.EndpointOpened(link))
 
     def probe(self, link: Link, probe: Probe) -> None:

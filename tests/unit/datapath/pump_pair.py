@@ -114,7 +114,8 @@ class Pair:
         self.to_d, self.to_p = Link(-1), Link(1)
         LINKS["p"] = self.to_p
         tag, nbytes = d.path.receives.expect_warm_up(self.to_p)
-        p.path.sends.open_endpoint(self.to_d, d.transport.address, tag, nbytes)
+        hello = {"transport_address": d.transport.address, "warm_up_tag": tag}
+        p.path.sends.open_endpoint(self.to_d, SimpleNamespace(**hello, warm_up_bytes=nbytes))
         assert self.until(lambda: self.find(ev.WarmedUp)) == ev.WarmedUp(self.to_p)
 
     def step(self):

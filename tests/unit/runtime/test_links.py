@@ -74,7 +74,7 @@ class Pair:
         p.link.endpoint = p.transport.connect(d.transport.address)
         self.reply = p.links.answer(p.link)
         d.links.set_peer_inbox(d.link, self.reply)
-        d.links.change_over(d.link, d.transport.connect(p.transport.address))
+        d.links.change_over(d.link, p.transport.address)
         return self
 
     def forge(self, payload, tag=None):

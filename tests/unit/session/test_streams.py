@@ -75,7 +75,7 @@ def _ended(how):
     side.tell(_granted(12, is_complete=True))
     ending = {"released": harness.done(), "aborted": harness.given_up(), "expired": ev.Tick()}[how]
     if how == "expired":
-        side.session.keep_alive(-1, harness.LEASE_S)
+        side.session.keep_alive(side.links[-1], harness.LEASE_S)
         side.now = harness.LEASE_S
     assert harness.released(side.tell(ending)) == [("r", how)]
     return side
