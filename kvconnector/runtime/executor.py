@@ -19,7 +19,7 @@ from kvconnector.layout import Watermark
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.session import RequestTrace, TransferStats
+from kvconnector.session import RequestTrace
 from kvconnector.session import events as ev
 from kvconnector.session.lease import lease_key
 from kvconnector.session.link import Link
@@ -173,38 +173,20 @@ class Executor(Port):
         if error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", load.request_id, error)
-        trace = self._trace_of(load, error)
-        moved = None
-        if trace.path:
-            moved = TransferStats(
-                request_id=load.request_id,
-                nbytes=trace.nbytes,
-                seconds=load.trace.seconds,
-                path=trace.path,
-            )
-        self._outbox.load_ended(
-            load.request_id,
-            error,
-            trace,
-            moved,
-            filled_tokens=load.filled_tokens,
-            extra=load.extra,
-        )
-
-    def _trace_of(self, load: Load, error: KVConnectorError | None) -> RequestTrace:
-        """Return when the parts of a load happened. Log it if its blocks waited for long."""
-        now = self._clock()
-        waited_s = load.trace.waited_s(now)
+        now, seen = self._clock(), load.trace
         trace = RequestTrace(
             request_id=load.request_id,
             kind="load",
-            peer=load.trace.peer,
-            nbytes=load.trace.nbytes,
-            path="+".join(sorted(load.trace.paths)),
+            peer=seen.peer,
+            nbytes=seen.nbytes,
+            path="+".join(sorted(seen.paths)),
             outcome="done" if error is None else type(error).__name__,
-            phases=load.trace.phases(now, time.time() - time.monotonic()),
-            waited_s=waited_s,
+            phases=seen.phases(now, time.time() - time.monotonic()),
+            waited_s=seen.waited_s(now),
+            seconds=seen.seconds,
         )
-        if 0.0 < self._slow_load_s < waited_s:
-            logger.warning("a load took %.3f s: %s", waited_s, trace)
-        return trace
+        if 0.0 < self._slow_load_s < trace.waited_s:
+            logger.warning("a load took %.3f s: %s", trace.waited_s, trace)
+        self._outbox.load_ended(
+            load.request_id, error, trace, filled_tokens=load.filled_tokens, extra=load.extra
+        )

@@ -12,7 +12,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransferAbortedError
-from kvconnector.session import RequestTrace, TransferStats, WorkerOutput
+from kvconnector.session import RequestTrace, WorkerOutput
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -236,7 +236,6 @@ class Outbox(Doorbell):
         request_id: str,
         error: KVConnectorError | None = None,
         trace: RequestTrace | None = None,
-        moved: TransferStats | None = None,
         *,
         filled_tokens: int | None = None,
         extra: bytes = b"",
@@ -260,8 +259,6 @@ class Outbox(Doorbell):
                 ended.extras[request_id] = extra
             if trace is not None:
                 ended.stats.traces.append(trace)
-            if moved is not None:
-                ended.stats.transfers.append(moved)
             ended.finished_recving.add(request_id)
         self.ring()
 

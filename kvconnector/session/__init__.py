@@ -5,7 +5,6 @@ from kvconnector.session.completion import (
     LoadInFlight,
     Phase,
     RequestTrace,
-    TransferStats,
     WorkerOutput,
     WorkerStats,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "Phase",
     "ProducerSession",
     "RequestTrace",
-    "TransferStats",
     "WorkerOutput",
     "WorkerStats",
 ]

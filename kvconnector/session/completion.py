@@ -15,17 +15,6 @@ MAX_INCOMPLETE_EVENTS = 1 << 16
 """Cache events that some workers have reported and others have not: of more than these the oldest are forgotten."""
 
 
-class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One load of one worker: payload bytes, and seconds of its slowest read, from the posted receive or the first copy
-    to the last byte in place. `path` is how it came, see `events.ReceiveFinished`; several are joined by "+".
-    """
-
-    request_id: str
-    nbytes: int
-    seconds: float
-    path: str
-
-
 class Phase(msgspec.Struct, frozen=True, array_like=True):
     """A part of a transfer: its name, and its start and end in seconds since 1970."""
 
@@ -43,6 +32,9 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     computed, `hold`, and for each packed read a `send` with `pack` and `wire`, to the last chunk packed and sent. The
     `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load kept
     its blocks waiting for `waited_s`: what is exposed of the handover. Of a streamed prompt, its last part counts.
+
+    One that moved bytes names its `path`, see `events.ReceiveFinished`; several are joined by "+". Its slowest read
+    took `seconds`, from the posted receive or the first copy to the last byte in place.
     """
 
     request_id: str
@@ -53,6 +45,7 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int = 0
     path: str = ""
     waited_s: float = 0.0
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         parts = ", ".join(f"{p.name} {p.end_s - p.start_s:.3f} s" for p in self.phases)
@@ -79,7 +72,6 @@ class WorkerStats(msgspec.Struct, kw_only=True):
     greeted and cannot read directly by the reason. `loading` is there now and then.
     """
 
-    transfers: list[TransferStats] = []
     failures: dict[str, int] = {}
     leases_expired: int = 0
     traces: list[RequestTrace] = []
@@ -89,13 +81,17 @@ class WorkerStats(msgspec.Struct, kw_only=True):
     def merged(self, other: WorkerStats) -> WorkerStats:
         """Both, as one."""
         return WorkerStats(
-            transfers=self.transfers + other.transfers,
             failures=dict(Counter(self.failures) + Counter(other.failures)),
             leases_expired=self.leases_expired + other.leases_expired,
             traces=self.traces + other.traces,
             loading=self.loading + other.loading,
             packed=dict(Counter(self.packed) + Counter(other.packed)),
         )
+
+    @property
+    def transfers(self) -> list[RequestTrace]:
+        """The loads that moved bytes."""
+        return [trace for trace in self.traces if trace.path]
 
     @property
     def is_empty(self) -> bool:

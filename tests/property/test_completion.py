@@ -10,7 +10,6 @@ from kvconnector.session.completion import (
     KVOutputAggregator,
     LoadInFlight,
     RequestTrace,
-    TransferStats,
     WorkerOutput,
     WorkerStats,
 )
@@ -27,10 +26,9 @@ place = {"rank": st.just("pp0tp0"), "peer": st.just("p"), "total_bytes": st.just
 ended = {"kind": st.just("load"), "outcome": st.just("done"), "phases": st.just(())}
 stats = st.builds(
     WorkerStats,
-    transfers=st.lists(st.builds(TransferStats, **timed), max_size=2),
     failures=counts,
     leases_expired=st.integers(0, 2),
-    traces=st.lists(st.builds(RequestTrace, **moved, **ended), max_size=2),
+    traces=st.lists(st.builds(RequestTrace, **timed, **ended), max_size=2),
     loading=st.lists(st.builds(LoadInFlight, **timed, **place), max_size=2).map(tuple),
     packed=counts,
 )

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.session import WorkerStats
-from kvconnector.session.completion import TransferStats
+from kvconnector.session.completion import RequestTrace
 from tests.unit.cli.test_top import Gauges
 
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
@@ -21,8 +21,8 @@ FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 @pytest.fixture(scope="module")
 def exported():
     registry = CollectorRegistry()
-    load = TransferStats(request_id="r", nbytes=1, seconds=1.0, path="packed")
-    EngineMetrics("d0", Gauges(), registry=registry).observe(WorkerStats(transfers=[load]))
+    load = RequestTrace(request_id="r", kind="load", outcome="done", phases=(), path="packed")
+    EngineMetrics("d0", Gauges(), registry=registry).observe(WorkerStats(traces=[load]))
     return set(re.findall(r"^(kvconnector_\w+)", generate_latest(registry).decode(), re.MULTILINE))
 
 

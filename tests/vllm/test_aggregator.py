@@ -12,11 +12,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.integrations.vllm.stats import ConnectorStats
 from kvconnector.session import KVOutputAggregator, WorkerOutput, WorkerStats
-from kvconnector.session.completion import TransferStats
+from kvconnector.session.completion import RequestTrace
 
 pytestmark = pytest.mark.vllm
 
 REQUESTS = [f"r{number}" for number in range(6)]
+PACKED = {"kind": "load", "outcome": "done", "phases": (), "path": "packed"}
 
 
 def events_of(names):
@@ -43,7 +44,7 @@ class Worker:
         may_fail = sorted(received) + self._left["recv"]
         failed = rng.sample(may_fail, rng.randint(0, min(1, len(may_fail))))
         loads = [
-            TransferStats(request_id=r, nbytes=rng.randint(1, 9), seconds=0.5, path="packed")
+            RequestTrace(request_id=r, nbytes=rng.randint(1, 9), seconds=0.5, **PACKED)
             for r in sorted(received)
         ]
         output = WorkerOutput(
@@ -54,7 +55,7 @@ class Worker:
             kv_cache_events=tuple(events),
             expected_finished_count=expected,
             begun=frozenset(rng.sample(REQUESTS, rng.randint(0, 2))),
-            stats=WorkerStats(transfers=loads, leases_expired=rng.randint(0, 1)),
+            stats=WorkerStats(traces=loads, leases_expired=rng.randint(0, 1)),
         )
         return None if output.is_empty else output
 

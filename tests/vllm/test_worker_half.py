@@ -29,7 +29,7 @@ from kvconnector.integrations.vllm.worker import WorkerHalf
 from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime import StepMetadata
 from kvconnector.runtime.outbox import Outbox
-from kvconnector.session import TransferStats, WorkerOutput, WorkerStats, orders
+from kvconnector.session import RequestTrace, WorkerOutput, WorkerStats, orders
 from tests.vllm import cache_world as c
 
 pytestmark = pytest.mark.vllm
@@ -296,11 +296,10 @@ def test_caches_in_use_outlive_a_worker_that_closes(monkeypatch):
 
 
 def stats(*seconds, failures=None, expired=0):
-    loads = [
-        TransferStats(request_id="r", nbytes=1 << 20, seconds=s, path="packed") for s in seconds
-    ]
+    load = {"kind": "load", "outcome": "done", "phases": (), "path": "packed"}
+    loads = [RequestTrace(request_id="r", nbytes=1 << 20, seconds=each, **load) for each in seconds]
     return ConnectorStats.of(
-        WorkerStats(transfers=loads, failures=failures or {}, leases_expired=expired)
+        WorkerStats(traces=loads, failures=failures or {}, leases_expired=expired)
     )
 
 

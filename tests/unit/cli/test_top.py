@@ -16,7 +16,7 @@ from kvconnector.cli.top import read_snapshots
 from kvconnector.integrations import prometheus
 from kvconnector.integrations.prometheus import EngineMetrics
 from kvconnector.session import LoadInFlight, WorkerStats
-from kvconnector.session.completion import TransferStats
+from kvconnector.session.completion import RequestTrace
 
 
 class Gauges:
@@ -63,7 +63,7 @@ def test_loads_under_way_are_shown_with_their_progress(capsys):
     metrics = EngineMetrics("d0", Gauges(), registry=registry)
     loads = under_way("late", nbytes=1 << 20, seconds=1.5), under_way("over"), under_way("new")
     metrics.observe(WorkerStats(loading=loads))
-    metrics.observe(WorkerStats(transfers=[load(1, 0.1, request_id="over")]))
+    metrics.observe(WorkerStats(traces=[load(1, 0.1, request_id="over")]))
     transfers = msgspec.json.encode(metrics.in_flight())
     with serving([generate_latest(registry)], transfers) as endpoint:
         assert main(["top", endpoint, "--count", "1"]) == 0
@@ -85,19 +85,18 @@ def test_loads_that_failed_are_not_kept_where_nobody_asks_for_those_under_way(mo
 
 
 def load(nbytes, seconds, path="direct", request_id="r"):
-    return TransferStats(request_id=request_id, nbytes=nbytes, seconds=seconds, path=path)
+    moved = {"nbytes": nbytes, "seconds": seconds, "path": path}
+    return RequestTrace(request_id=request_id, kind="load", outcome="done", phases=(), **moved)
 
 
 def pages_of_an_engine():
     registry = CollectorRegistry()
     metrics = EngineMetrics("d0", Gauges(), registry=registry)
-    metrics.observe(WorkerStats(transfers=[load(10**6, 0.5)]))
+    metrics.observe(WorkerStats(traces=[load(10**6, 0.5)]))
     first = generate_latest(registry)
     loads = [load(10**9, 0.004, "packed")] * 9
     metrics.observe(
-        WorkerStats(
-            transfers=[*loads, load(5, 0.09)], failures={"PeerLostError": 2}, leases_expired=1
-        )
+        WorkerStats(traces=[*loads, load(5, 0.09)], failures={"PeerLostError": 2}, leases_expired=1)
     )
     return [first, generate_latest(registry)]
 
@@ -127,7 +126,7 @@ def test_loads_between_two_looks_become_rates_times_paths_and_failures(
 def test_why_reads_are_packed_is_a_line_for_each_reason(capsys, monkeypatch):
     registry = CollectorRegistry()
     packed = {"the pools are another host's": 2}
-    stats = WorkerStats(transfers=[load(1, 0.1, "packed")], packed=packed)
+    stats = WorkerStats(traces=[load(1, 0.1, "packed")], packed=packed)
     EngineMetrics("d0", Gauges(), registry=registry).observe(stats.merged(stats))
     with serving([generate_latest(registry)] * 2) as endpoint:
         out = shown(capsys, monkeypatch, endpoint)
