@@ -369,6 +369,15 @@ def test_tokens_of_all_layers_are_read_before_the_layers_of_the_newest_step(monk
     ]
 
 
+def test_of_a_step_so_many_tokens_are_read_as_the_slowest_producer_rank_is_ahead(monkeypatch):
+    monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
+    side, links = _following(geometry=harness.engine(tp_size=2))
+    reports = [_said(12, watermark=Watermark(0, stop, 1)) for stop in (8, 12)]
+    told = side.tell(*map(ev.FromPeer, links, reports))
+    read = [each.read.source.token_ranges for each in harness.of(told, "start_receive")]
+    assert read == [(range(8),)] * 2
+
+
 def test_an_older_report_takes_nothing_back():
     side, (link,) = _following(None)
     side.tell(*[ev.FromPeer(link, _said(tokens)) for tokens in (8, 4)])
