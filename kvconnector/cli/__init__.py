@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -12,6 +13,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; its exit status. 0: well; 1: a benchmark's result was wrong, or a fault was found; 2: wrong usage,
     or an error that the text names; 130: interrupted.
     """
+    if (
+        arguments is None
+    ):  # a service manager ends what runs for hours by SIGTERM: reports are kept as after Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from kvconnector.cli.app import run
 

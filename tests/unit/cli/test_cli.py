@@ -215,6 +215,27 @@ def test_an_interrupted_benchmark_keeps_the_cases_that_are_finished(
     assert f"1 finished cases are saved in {report}" in err
 
 
+def test_a_benchmark_that_is_terminated_keeps_the_cases_that_are_finished(tmp_path):
+    code = """
+import os, signal, sys
+from kvconnector.bench import relayout
+from kvconnector.cli import main
+run = relayout.run
+def terminated(options, progress):
+    yield from run(options, progress)
+    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pause()
+relayout.run = terminated
+sys.exit(main())
+"""
+    report = tmp_path / "report.json"
+    line = [sys.executable, "-c", code, *BENCH.split(), str(report)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=90)
+    assert done.returncode == 130
+    assert len(json.loads(report.read_text())["cases"]) == 1
+    assert f"1 finished cases are saved in {report}" in done.stderr
+
+
 @pytest.mark.parametrize("option", ["--output", "--svg", "--html"])
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
     kvconnector, tmp_path, monkeypatch, option
