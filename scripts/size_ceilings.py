@@ -77,7 +77,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2601),
     "tests/unit/minillm": Size(1769),
     "tests/unit/runtime": Size(2212),
-    "tests/unit/session": Size(1621),
+    "tests/unit/session": Size(1635),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1151),
     "tests/vllm": Size(6958),

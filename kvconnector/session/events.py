@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 
 
-class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False, gc=False):
+class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False):
     """A message of the worker, or the directory service, at `link`. Tables name it by the message's type."""
 
     link: Link

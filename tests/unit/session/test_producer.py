@@ -1,4 +1,6 @@
+import gc
 import hashlib
+import weakref
 
 import pytest
 from msgspec.structs import replace
@@ -219,3 +221,15 @@ def test_both_ends_make_the_same_bytes_whatever_their_version():
     told.update((2).to_bytes(8, "little") + (2).to_bytes(8, "little"))
     told.update((7).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little"))
     assert key == told.digest()
+
+
+def test_a_session_is_collected_with_what_came_before_its_lease():
+    """A message has its link, a link its peer, and a peer its early messages."""
+    side = harness.producer()
+    harness.welcome(side)
+    side.tell(harness.followed())
+    session, peer = weakref.ref(side.session), weakref.ref(side.links[-1].there)
+    del side
+    gc.collect()
+    assert session() is None
+    assert peer() is None
