@@ -97,13 +97,13 @@ def _times(case: CaseResult) -> Table:
     for column in ("samples", *(f"p{p}" for p in PERCENTILES), "GB/s", "time / ours"):
         table.add_column(column, justify="right")
     for each in case.measurements:
-        throughput = each.gigabytes_per_s
+        throughput, ratio = each.gigabytes_per_s, case.time_over_ours(each)
         table.add_row(
             each.contender,
             str(len(each.samples_s)),
             *(format_seconds(each.percentile_s(p)) for p in PERCENTILES),
             "" if throughput is None else f"{throughput:.2f}",
-            f"{case.time_over_ours(each):.2f}".replace("nan", ""),
+            "" if math.isnan(ratio) else f"{ratio:.2f}",
             style="bold" if each.kind == "ours" else None,
         )
     return table

@@ -27,8 +27,6 @@ MEASURES = ("own_mib", "shared_mib", "descriptors", "threads")
 
 
 RELEASES = ("this", "other")
-COUNTED = ("met", "served", "failed_explained", "failed_unexplained", "checks")
-"""Of `PairCounts`."""
 
 
 def pair_of(releases: Mapping[str, str]) -> str:
@@ -196,6 +194,7 @@ def cases_of(name: str, state: SoakState) -> list[CaseResult]:
 
 def _measured(name: str, pair: PairCounts) -> Measurement:
     kind: ContenderKind = "variant" if RELEASES[1] in name else "ours"
-    counts = {each: float(getattr(pair, each)) for each in COUNTED}
-    figures = {**counts, "longest_s": pair.samples.longest_s}
-    return Measurement(name, kind, tuple(pair.samples.kept_s), figures=figures)
+    counts = msgspec.structs.asdict(pair)
+    samples = counts.pop("samples")
+    figures = {**counts, "longest_s": samples.longest_s}
+    return Measurement(name, kind, tuple(samples.kept_s), figures=figures)

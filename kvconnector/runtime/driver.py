@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
@@ -99,8 +99,6 @@ class Driver:
         self.datapath = datapath
         self.clock = clock
         self._events = datapath.events  # what follows from a session's call comes here, too
-        self.submit = self._events.extend
-        """Queue events for the sessions; they are handled in this turn, in order."""
         self.links = Links(control, transport, config.control, report=self._events.append)
         self.port = Executor(
             config,
@@ -145,6 +143,10 @@ class Driver:
     def num_queued(self) -> int:
         """Events that no session has seen yet."""
         return len(self._events)
+
+    def submit(self, events: Iterable[object]) -> None:
+        """Queue events for the sessions; they are handled in this turn, in order."""
+        self._events += events
 
     def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
         """Wait at most `timeout_s` for something to do, and do it. `ends_when_filled`, for an engine's thread: once the

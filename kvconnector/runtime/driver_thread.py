@@ -82,7 +82,7 @@ UNMAP_TIMEOUT_S = 3.0
 # How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
-_PROGRESS_IN_A_POLL = partial(Driver.progress_inline, limit_s=0.7e-3)
+POLL_WORK_S = 0.7e-3
 """How long a poll works on what is pending; see `worker.START_STEP_S`."""
 YIELD_S = 50e-6
 """How long it sleeps to let the driver's thread have the GIL."""
@@ -168,11 +168,10 @@ class DriverThread:
 
     def progress_inline(self) -> None:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
-        if (
-            self._datapath.machine.has_pending()
-            and self._run_inline(POLL_LIMIT_S, _PROGRESS_IN_A_POLL)
-            and self._datapath.machine.is_starved
-        ):
+        if not self._datapath.machine.has_pending():
+            return
+        progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
+        if self._run_inline(POLL_LIMIT_S, progress) and self._datapath.machine.is_starved:
             time.sleep(YIELD_S)
 
     def wait(self, timeout_s: float) -> bool:

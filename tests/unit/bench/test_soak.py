@@ -229,7 +229,6 @@ def soaked(is_over, monkeypatch, **options):
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_soak_meets_every_fault_and_goes_on_after_an_interruption(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "ABORT_PROBABILITY", 0.3)
     monkeypatch.setattr(soak, "FAULT_S", 1.0)
@@ -277,7 +276,6 @@ def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
 @pytest.mark.ucx
 @pytest.mark.integration
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_soak_serves_between_all_pairs_of_this_release_and_the_last(monkeypatch):
     monkeypatch.setattr(processes, "subprocess", subprocess)  # not forked from this release
     monkeypatch.setattr(soak, "FAULT_S", 1.0)

@@ -236,6 +236,13 @@ sys.exit(main())
     assert f"1 finished cases are saved in {report}" in done.stderr
 
 
+def test_a_report_for_which_there_is_no_space_is_an_error_that_names_its_file(kvconnector):
+    status, _, err = kvconnector(BENCH, "/dev/full")
+    assert status == 2
+    assert "cannot write the report" in err
+    assert "/dev/full" in err
+
+
 @pytest.mark.parametrize("option", ["--output", "--svg", "--html"])
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
     kvconnector, tmp_path, monkeypatch, option

@@ -39,7 +39,7 @@ def _filling(export=None):
     return side
 
 
-def _told(commands):
+def _progress(commands):
     return [
         (report.watermark.num_tokens, report.is_complete)
         for report in harness.messages(commands, m.Progress)
@@ -50,14 +50,14 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
     side = harness.producer()
     harness.welcome(side)
     harness.welcome(side, -2)
-    assert _told(side.tell(harness.followed())) == []
-    assert _told(side.tell(_granted(0))) == [(0, False)]
-    assert _told(side.tell(_granted(5))) == [(5, False)]
-    assert _told(side.tell(harness.followed(-2))) == [(5, False)]
+    assert _progress(side.tell(harness.followed())) == []
+    assert _progress(side.tell(_granted(0))) == [(0, False)]
+    assert _progress(side.tell(_granted(5))) == [(5, False)]
+    assert _progress(side.tell(harness.followed(-2))) == [(5, False)]
     (first, _) = harness.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
     assert (first.watermark.num_tokens, first.is_complete) == (12, True)
     assert first.blocks == harness.read().blocks
-    assert _told(side.tell(harness.heartbeat())) == []  # nothing is reported twice
+    assert _progress(side.tell(harness.heartbeat())) == []  # nothing is reported twice
 
 
 def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
@@ -83,7 +83,7 @@ def _ended(how):
 
 @pytest.mark.parametrize("how", ["released", "aborted", "expired"])
 def test_names_are_for_one_use(how):
-    """What consumers say late of the first one could not be told from what they say of the second."""
+    """A late message about the first one could not be distinguished from one about the second."""
     side = _ended(how)
     assert side.tell(_granted(0), _granted(8)) == []
     assert len(_refused(side.tell(harness.followed()))) == 1
@@ -99,7 +99,7 @@ def test_a_late_word_about_a_transfer_does_not_reach_the_next_one_of_its_name():
     late = side.tell(harness.given_up(), harness.done(), harness.followed())
     assert [refusal for _, refusal, _ in _refused(late)] == [Refusal.UNKNOWN_TRANSFER]
     other = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
-    assert _told(side.tell(harness.followed(-1, other))) == [(0, False)]
+    assert _progress(side.tell(harness.followed(-1, other))) == [(0, False)]
 
 
 def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
@@ -176,7 +176,7 @@ def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
     assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
 
-def test_a_stranger_that_follows_is_told_nothing():
+def test_a_stranger_that_follows_gets_no_progress():
     side = _filling()
     assert harness.messages(side.tell(harness.followed(-9)), m.Progress) == []
 
@@ -195,7 +195,7 @@ def test_three_thousand_followers_before_their_leases_are_all_served():
     side = harness.producer()
     harness.welcome(side)
     keys = [m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET) for i in range(3000)]
-    assert _told(side.tell(*[harness.followed(-1, key) for key in keys])) == []
+    assert _progress(side.tell(*[harness.followed(-1, key) for key in keys])) == []
     for _ in range(
         8
     ):  # the prompts wait at the producer's front end, for longer than a lease lasts
@@ -204,7 +204,7 @@ def test_three_thousand_followers_before_their_leases_are_all_served():
     for key in keys:
         names = f"r{key.transfer_id}", key.transfer_id, harness.SECRET
         granted = GrowRequest(*names, harness.BLOCKS, Watermark(12))
-        assert _told(side.tell(granted)) == [(12, False)]
+        assert _progress(side.tell(granted)) == [(12, False)]
 
 
 def test_who_follows_more_than_there_is_room_for_is_refused_and_nobody_else():
@@ -217,7 +217,9 @@ def test_who_follows_more_than_there_is_room_for_is_refused_and_nobody_else():
     one_more = m.TransferKey(transfer_id="u", secret=harness.SECRET)
     ((name, refusal, _),) = _refused(side.tell(harness.followed(-1, one_more)))
     assert (name, refusal) == ("u", Refusal.INTERNAL)
-    assert _told(side.tell(GrowRequest("r", "t0", harness.SECRET, harness.BLOCKS, Watermark(12))))
+    assert _progress(
+        side.tell(GrowRequest("r", "t0", harness.SECRET, harness.BLOCKS, Watermark(12)))
+    )
 
 
 def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
@@ -251,7 +253,7 @@ def _begun(commands):
     ],
 )
 def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_asked):
-    """Of one that was not asked for yet, the engine is told to ask."""
+    """Of one that was not asked for yet, the engine is asked to."""
     patient = harness.PeerConfig(progress_timeout_s=60.0)
     side, (link,) = _following((0, 12) if is_asked else None, peer=patient)
     if event is None:
@@ -349,8 +351,8 @@ def test_layers_of_a_step_are_read_from_the_least_bytes_a_producer_on(tp_size, m
         side, links = _following(geometry=harness.engine(tp_size=tp_size))
         blocks = (GroupBlocks.of(IDS),)
         said = m.Progress(transfer_id="t", watermark=Watermark(0, 12, 1), blocks=blocks)
-        told = side.tell(*[ev.FromPeer(link, said) for link in links])
-        return sum(each.read.source.total_bytes for each in harness.of(told, "start_receive"))
+        calls = side.tell(*[ev.FromPeer(link, said) for link in links])
+        return sum(each.read.source.total_bytes for each in harness.of(calls, "start_receive"))
 
     nbytes = read_of_first_layer(1)
     assert nbytes > 0
@@ -373,8 +375,8 @@ def test_of_a_step_so_many_tokens_are_read_as_the_slowest_producer_rank_is_ahead
     monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     side, links = _following(geometry=harness.engine(tp_size=2))
     reports = [_said(12, watermark=Watermark(0, stop, 1)) for stop in (8, 12)]
-    told = side.tell(*map(ev.FromPeer, links, reports))
-    read = [each.read.source.token_ranges for each in harness.of(told, "start_receive")]
+    calls = side.tell(*map(ev.FromPeer, links, reports))
+    read = [each.read.source.token_ranges for each in harness.of(calls, "start_receive")]
     assert read == [(range(8),)] * 2
 
 
