@@ -75,7 +75,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(1237),
     "tests/unit/control": Size(96),
     "tests/unit/datapath": Size(2601),
-    "tests/unit/minillm": Size(1769),
+    "tests/unit/minillm": Size(1685),
     "tests/unit/runtime": Size(2212),
     "tests/unit/session": Size(1637),
     "tests/sglang": Size(720),

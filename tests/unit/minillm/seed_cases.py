@@ -1,11 +1,10 @@
 """The demo's engines in one process, and what they call of the cache, the layouts, the topology, the aggregator and
-the receive transforms: a program, one case a process.
+the receive transforms.
 
-`python -m tests.unit.minillm.seed_cases CASE FOLDER` writes the names of the public functions that the case calls into
-`FOLDER/called`. With a name after it that function raises.
+`python -m tests.unit.minillm.seed_cases FOLDER` runs all cases, and writes the names of the public functions that the
+program under test calls, not the test itself, into `FOLDER/called`.
 """
 
-import functools
 import importlib
 import inspect
 import io
@@ -16,7 +15,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
-from types import FunctionType
 
 import msgspec
 
@@ -217,53 +215,25 @@ def _functions_of(owner, module):
     return found
 
 
-def before_next_call(function, hook):
-    """Call `hook` once, before the function's next call by anything but a test, by whatever name that is called."""
-    original = function.__code__
-    untouched = FunctionType(
-        original,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    untouched.__kwdefaults__ = function.__kwdefaults__
+def main(folder):
+    """Run all cases, and write the names of the public functions that they call, in any thread."""
+    names = {id(function.__code__): name for name, function in public_functions().items()}
+    called = set()
 
-    def call(*args, **kwargs):
-        # this frame's caller is the function's own, whose code is the stub's
-        caller = sys._getframe(2).f_globals["__name__"]
-        if caller == "__main__" or caller.startswith("tests."):
-            return untouched(*args, **kwargs)
-        function.__code__ = original
-        hook()
-        return function(*args, **kwargs)
+    def note(frame, _event, _argument):
+        name = names.get(id(frame.f_code))
+        caller = frame.f_back.f_globals["__name__"] if name and frame.f_back else "__main__"
+        if caller != "__main__" and not caller.startswith("tests."):
+            called.add(name)
 
-    def stub(*args, **kwargs):
-        hooked = "hooked"
-        return hooked(*args, **kwargs)
-
-    constants = tuple(call if each == "hooked" else each for each in stub.__code__.co_consts)
-    # a function's code must have as many free variables as its closure has cells
-    function.__code__ = stub.__code__.replace(co_consts=constants, co_freevars=original.co_freevars)
-
-
-class RaisedOnPurposeError(Exception):
-    """What a function raises that is to be missed."""
-
-
-def main(case, folder, raising=""):
-    called = []
-
-    def fail():
-        raise RaisedOnPurposeError(raising)
-
-    for name, function in public_functions().items():
-        if not raising:
-            before_next_call(function, functools.partial(called.append, name))
-        elif name == raising:
-            before_next_call(function, fail)
-    CASES[case](Path(folder))
-    (Path(folder) / "called").write_text("\n".join(called))
+    threading.settrace(note)
+    sys.settrace(note)
+    for number, case in enumerate(CASES.values()):
+        place = Path(folder, str(number))
+        place.mkdir()
+        case(place)
+    sys.settrace(None)
+    Path(folder, "called").write_text("\n".join(called))
 
 
 if __name__ == "__main__":
