@@ -1,7 +1,8 @@
-"""How SGLang finds the backend: its plugin group calls `register` in every process, whatever backend is chosen.
+"""The entry point of the SGLang backend. SGLang's plugin loader calls `register` in every process.
 
-SGLang's list of backends is an Enum, and its lookup a chain of comparisons: the Enum is replaced by one with a member
-more, and the lookup asked only for its own. Before the backend is chosen nothing else is touched or imported.
+SGLang lists its transfer backends in an Enum and finds their classes with a chain of comparisons. `register` replaces
+the Enum by one that has our backend too, and wraps the lookup. It imports and changes nothing else, because it also
+runs where another backend is chosen.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ UTILS = "sglang.srt.disaggregation.utils"
 
 
 def register() -> None:
-    """Make the backend known to SGLang.
+    """Add `kvconnector` to SGLang's transfer backends.
 
     Raises:
-        ConfigError: this version of SGLang takes no backends in the way that is known here.
+        ConfigError: this version of SGLang lacks the hooks for that.
     """
     try:
         from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
@@ -38,7 +39,7 @@ def register() -> None:
 
 
 def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any) -> Any:
-    """The class that SGLang asks for; in a version that is not known the answer is an error."""
+    """Return the class that SGLang asks for. Raises ConfigError: `KNOWN_VERSIONS` lacks this version of SGLang."""
     if backend.value != NAME:
         return original(backend, class_type)
     if version("sglang") not in KNOWN_VERSIONS:
@@ -50,7 +51,7 @@ def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any
 
 def _unknown_version() -> ConfigError:
     return ConfigError(
-        "kvconnector's backend is written for other versions of SGLang: use one of these, or a kvconnector for yours",
+        "kvconnector does not support this version of SGLang: use a known one, or a kvconnector release for yours",
         sglang=version("sglang"),
         known=KNOWN_VERSIONS,
     )

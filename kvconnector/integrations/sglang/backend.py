@@ -1,12 +1,11 @@
-"""What SGLang asks a transfer backend for: the only file that imports SGLang's protocol.
+"""The classes that SGLang asks a transfer backend for. Only this file imports SGLang's transfer interface.
 
-What happens to a request is in `transfers.py`. The decode side learns the prompt's length and the window by a hook,
-since `send_metadata` has neither: it names pages.
+`transfers.py` has the life of a request. `send_metadata` passes neither the prompt's length nor the window's, so on the
+decode side a hook notes both on the receiver first.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from dataclasses import replace
@@ -30,7 +29,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel, get_serving
 from sglang.srt.utils.network import get_local_ip_auto
 from torch import distributed
 
-from kvconnector.errors import GeometryError, KVConnectorError, LocalError
+from kvconnector.errors import GeometryError, LocalError
 from kvconnector.integrations.sglang.caches import Heads, Shape
 from kvconnector.integrations.sglang.rank import RankTransfers
 from kvconnector.integrations.sglang.settings import (
@@ -39,37 +38,29 @@ from kvconnector.integrations.sglang.settings import (
 )
 from kvconnector.integrations.sglang.transfers import LoadedPrompt, SentPrompt
 
-logger = logging.getLogger(__name__)
-
 SEND_METADATA = "sglang.srt.disaggregation.decode.DecodePreallocQueue._send_kv_metadata"
 MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
-"""Model types of SGLang's `MambaMixer2`."""
+"""Model types whose recurrent layers are SGLang's `MambaMixer2`."""
 
 
 class KVManager(RankTransfers, BaseKVManager):
-    """One rank's caches and transfers. Raises KVConnectorError: what cannot be transferred, or a wrong setting."""
+    """One rank's caches and transfers. SGLang passes the same arguments to all backends.
+
+    Raises:
+        KVConnectorError: a setting is wrong, or this deployment's caches cannot be transferred.
+    """
 
     def __init__(
         self, args: KVArgs, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
         self.prefill_info_table: dict[str, Any] = {}
         is_prefill = disaggregation_mode.value == "prefill"
-        try:
-            self._open(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
-        except KVConnectorError as error:
-            logger.error("kvconnector does not start: %s: %s", type(error).__name__, error)
-            raise
-        if not is_prefill:
-            HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
-            HookRegistry.apply_hooks()
-
-    def _open(self, args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool) -> None:
         refuse_unsupported(_facts(server_args))
-        shape = _shape(args, server_args, has_latent=has_latent, is_prefill=is_prefill)
+        shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
         group = get_parallel().world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
-        first, *_ = gather(msgspec.msgpack.encode(own), group)
-        token, port = msgspec.msgpack.decode(first, type=tuple[str, int])
+        first, *_ = gather(msgspec.json.encode(own), group)
+        token, port = msgspec.json.decode(first, type=tuple[str, int])
         config = connector_config(
             is_prefill=is_prefill,
             host=get_serving().host,
@@ -85,44 +76,46 @@ class KVManager(RankTransfers, BaseKVManager):
             model=server_args.served_model_name or server_args.model_path,
             gather=lambda payload: gather(payload, group),
         )
+        if not is_prefill:
+            HookRegistry.register(SEND_METADATA, note_length, HookType.BEFORE)
+            HookRegistry.apply_hooks()
 
     def register_to_bootstrap(self) -> None:
-        """The directory service was started with rank 0's worker."""
+        """Do nothing: rank 0 of a prefill engine has started the directory service by now."""
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Whoever is there is met, and compared, when the first request is wanted."""
+        """Return True at once: workers greet a prefill engine, and compare geometries, with the first request."""
         info = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
         self.prefill_info_table.setdefault(bootstrap_addr, info)
         return True
 
     def submit_prefill_recompute(self, *_: object) -> NoReturn:
-        """Raises LocalError."""
-        raise LocalError(
-            "kvconnector does not have prompts computed again after a retraction with new weights"
-        )
+        """Refuse to have a retracted prompt computed again with new weights. Raises LocalError: always."""
+        raise LocalError("kvconnector cannot have a retracted prompt computed again")
 
 
 class KVSender(SentPrompt, BaseKVSender):
-    """A request of the prefill side."""
+    """One request on one rank of the prefill engine."""
 
     def get_transfer_metric(self) -> KVTransferMetric:
+        """Return the bytes of the request's pages in this rank's KV pools."""
         num_pages = -(-self.num_tokens // self.kv_mgr.layout.page_size)
         nbytes = num_pages * sum(self.kv_mgr.kv_args.kv_item_lens)
         return KVTransferMetric(transfer_total_bytes=nbytes)
 
 
 class KVReceiver(LoadedPrompt, BaseKVReceiver):
-    """A request of the decode side."""
+    """One request on one rank of the decode engine."""
 
 
 class BootstrapServer(BaseKVBootstrapServer):
-    """Nothing: rank 0 answers at the bootstrap port, with the directory service."""
+    """A placeholder: rank 0's directory service listens on the bootstrap port instead."""
 
     def __init__(self, host: str, port: int) -> None:
         self.address = (host, port)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 CLASSES = {
@@ -132,40 +125,37 @@ CLASSES = {
     "receiver": KVReceiver,
     "bootstrap_server": BootstrapServer,
 }
-"""By the values of SGLang's `KVClassType`."""
+"""The backend's classes by the values of SGLang's `KVClassType`."""
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
-    """Hook before `DecodePreallocQueue._send_kv_metadata`: `kv_indices` are one for each token past the prefix."""
+    """Note a prompt's length, window and stream on its receiver: a hook before `_send_kv_metadata`.
+
+    `kv_indices` has one entry for each token after the cached prefix, which has `decode_prefix_len` tokens.
+    """
     receiver, scheduler = decode_req.kv_receiver, queue.scheduler
     receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
     receiver.window_tokens = scheduler.sliding_window_size
-    # what overlapped scheduling still computes may write to blocks that were freed meanwhile
+    # a step that overlapped scheduling has still in flight may write to blocks that were freed since
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
 
 
 def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:
-    """Hand each rank's bytes to all ranks; the group's own timeout ends the wait.
+    """Exchange JSON texts between all ranks. The group's own timeout bounds the wait.
 
     Args:
-        payload: Of this rank; not empty.
+        payload: This rank's text, not empty.
         group: All ranks of the engine.
 
     Returns:
-        In the order of the ranks.
+        The ranks' texts in rank order, padded with spaces to one length.
     """
-    size = distributed.get_world_size(group)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    distributed.all_gather(lengths, torch.tensor([len(payload)]), group=group)
-    longest = int(max(length.item() for length in lengths))
-    own = torch.zeros(longest, dtype=torch.uint8)
-    own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(size)]
+    longest = torch.tensor(len(payload))
+    distributed.all_reduce(longest, distributed.ReduceOp.MAX, group=group)
+    own = torch.frombuffer(bytearray(payload.ljust(int(longest))), dtype=torch.uint8)
+    parts = [torch.empty_like(own) for _ in range(distributed.get_world_size(group))]
     distributed.all_gather(parts, own, group=group)
-    return [
-        part[: int(length.item())].numpy().tobytes()
-        for part, length in zip(parts, lengths, strict=True)
-    ]
+    return [part.numpy().tobytes() for part in parts]
 
 
 def _facts(server_args: Any) -> dict[str, object]:
@@ -200,7 +190,7 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
     device = server_args.device
     if device == "cpu" and is_prefill and not has_latent and tp_size > kv_heads:
         raise GeometryError(
-            "on a CPU SGLang adds heads of zeros where there are fewer KV heads than ranks, and these are not read",
+            "with more ranks than KV heads SGLang adds heads of zeros on a CPU, and kvconnector does not read these",
             heads=kv_heads,
             tp_size=tp_size,
         )
@@ -225,7 +215,9 @@ def _shape(args: KVArgs, server_args: Any, *, has_latent: bool, is_prefill: bool
 
 
 def _conv_heads(config: Any, shape: Shape) -> list[Heads]:
-    """Of models with SGLang's `MambaMixer2`, which repeats the B and C of a single group in every rank."""
+    """Return this rank's channels of x, B and C in a `MambaMixer2` convolution. Every rank has B and C of a single
+    group whole.
+    """
     groups = getattr(config, "mamba_n_groups", None) or config.n_groups
     states = config.mamba2_cache_params.shape
     whole = Heads(states.state_size, range(states.state_size))

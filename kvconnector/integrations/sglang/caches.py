@@ -1,23 +1,24 @@
-"""SGLang's pools as cache groups, from what it lists for transfer backends (`KVArgs`): addresses and lengths of pages.
+"""SGLang's pools as cache groups, from the addresses and lengths that it lists for transfer backends (`KVArgs`).
 
-The groups are in this order on every rank of both engines: KV, the draft model's KV, the states as listed, the rows of
-metadata. An entry of a KV list is one part (K, V or a latent) of one layer: pages one after another, each `[token,
-head, dim]`. An entry of a state list is the states of one layer: slots one after another. Whatever is cut among tensor
-parallel ranks is cut by heads, so that the topology can intersect any two cuts:
+Every rank of both engines has the groups in this order: KV, the draft model's KV, the states as listed, the rows of
+metadata. An entry of a KV list is one part (K, V or a latent) of one layer: consecutive pages, each `[token, head,
+dim]`. An entry of a state list holds the states of one layer: consecutive slots. Everything that tensor parallelism
+splits is registered as heads, so that the topology can intersect the shares of any two ranks:
 
-- *Attention*: KV heads; where there are fewer heads than ranks, several ranks hold the same one.
-- *Recurrent states*: what SGLang slices, channels or state heads. A convolution's state that is `[q | k | v]` with each
-  cut by itself becomes three parts; so does that of Mamba 2, `[x | B | C]`, where all ranks hold the B and C of a
-  single group.
-- *What is cut in a way that is not known* (a draft model's KV of another shape, states of which SGLang does not say how
-  the convolution's is made up): a rank's share is one head of as many as there are ranks. Engines of one tensor
-  parallelism match, and others are refused when they meet.
+- *Attention* is split by KV heads. With fewer heads than ranks, several ranks hold the same head.
+- *Recurrent states* are split by channels or state heads, which count as heads here. A convolution's state `[q | k |
+  v]`, with each of the three split on its own, becomes three parts. So does Mamba 2's `[x | B | C]`, where all ranks
+  hold B and C if the model has a single group.
+- *Where the split is not known* (a draft model's KV of another shape, or states whose convolution SGLang does not
+  describe), a rank's share is one head out of `tp_size`. Engines with equal tensor parallelism match; others are
+  refused in the greeting.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from kvconnector.errors import GeometryError
@@ -28,27 +29,27 @@ from kvconnector.topology import GroupGeometry, PartGeometry, TpKVTopology
 
 MOVED_STATES = ("swa", "mamba")
 MAX_STAGES = 8
-"""Pipeline stages of a decode engine: the row of metadata has as many layers, one for each of them or more."""
+"""The most pipeline stages of a decode engine. The metadata group has this many layers: at least one for each stage."""
 
 
 class Heads(NamedTuple):
-    """The heads of a pool, and those of them that this rank holds."""
+    """The number of heads of a pool over all ranks, and the range of them that this rank holds."""
 
     total: int
     held: range
 
 
 WHOLE = Heads(1, range(1))
-"""What every rank holds."""
+"""One head, which every rank holds: a pool that is not split."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """What `KVArgs` does not say: this rank's place, the model's heads and the layers of this pipeline stage.
+    """This rank's place, the model's heads and the pipeline stage's layers, none of which `KVArgs` has.
 
-    `kv_heads` of a latent are one. `kv_layers` and `window_layers` are global indices of the stage's layers with full
-    and with sliding window attention. `conv_heads`: channels of this rank in each part of a Mamba 2 convolution, whose
-    parts SGLang does not list.
+    `kv_heads` and `window_heads` are the model's KV heads in layers with full and with sliding window attention; an MLA
+    latent counts as one. `kv_layers` and `window_layers` are the global indices of the stage's layers of both kinds.
+    `conv_heads` are this rank's channels in each part of a Mamba 2 convolution, which SGLang does not list.
     """
 
     tp_rank: int
@@ -67,7 +68,7 @@ class Shape:
     conv_heads: Sequence[Heads] = ()
 
     def cut(self, total: int) -> Heads:
-        """As SGLang cuts this number of heads. Raises GeometryError: neither number divides the other."""
+        """Return this rank's share of `total` heads, as SGLang splits them. Raises GeometryError: uneven shares."""
         if total % self.tp_size and self.tp_size % total:
             raise GeometryError("KV heads are not cut evenly", heads=total, tp_size=self.tp_size)
         return Heads(
@@ -76,7 +77,7 @@ class Shape:
 
 
 class Listed(NamedTuple):
-    """A buffer of `KVArgs`, of one global layer: `nbytes` of pages or slots, each `item_bytes` long."""
+    """A buffer from `KVArgs`: `nbytes` of pages or slots, `item_bytes` each, of the layer with this global index."""
 
     layer: int
     address: int
@@ -90,19 +91,20 @@ Views = Sequence[tuple[KVView, Heads]]
 def registered_groups(
     args: Any, shape: Shape, rows: MetadataRows
 ) -> tuple[list[CacheGroup], tuple[str, ...]]:
-    """Return the cache groups of one rank, and what each is: "kv", "swa", "mamba" or "row", as in `Layout.kinds`.
+    """Return one rank's cache groups, and the kind of each: "kv", "swa", "mamba" or "row", as in `Layout.kinds`.
 
     Args:
         args: SGLang's `KVArgs`, filled.
-        shape: What they do not say.
-        rows: Of metadata.
+        shape: The rank's place, heads and layers.
+        rows: The rank's metadata.
 
     Raises:
-        GeometryError: a kind of pool that is not moved, or one that is not what it should be.
+        GeometryError: kvconnector does not transfer this kind of pool, or a pool's size does not fit its heads, tokens
+            and layers.
     """
     states = [str(getattr(kind, "value", kind)) for kind in args.state_types]
     if refused := sorted({*states} - {*MOVED_STATES}):
-        raise GeometryError("kvconnector does not move caches of these kinds", kinds=refused)
+        raise GeometryError("kvconnector does not transfer caches of these kinds", kinds=refused)
     parts = 1 if shape.has_latent else 2
     drafted = range(shape.num_layers, shape.num_layers + args.num_draft_entries // parts)
     layers = args.kv_layer_ids or [*shape.kv_layers] * parts + [*drafted] * parts
@@ -123,7 +125,7 @@ def registered_groups(
 def _buffers(layers: Sequence[int], *columns: Sequence[int]) -> list[Listed]:
     if {*map(len, columns)} != {len(layers)}:
         raise GeometryError(
-            "SGLang lists another number of buffers than this stage has layers and parts",
+            "SGLang lists another number of buffers than this stage's layers and parts need",
             buffers=len(columns[0]),
             layers=list(layers),
         )
@@ -139,19 +141,23 @@ def _state_group(args: Any, index: int, kind: str, shape: Shape) -> CacheGroup:
         args.state_item_lens[index],
     )
     if not is_window:
-        found = [_state_views(each, at, args, index, shape) for at, each in enumerate(buffers)]
-        return _group(buffers, 1, found, shape)  # a block is one slot, and counts as one token
+        states = [
+            (each.layer, _state_views(each, at, args, index, shape))
+            for at, each in enumerate(buffers)
+        ]
+        return _group(states, 1, shape)  # a block is one slot, and counts as one token
     if args.swa_kv_cache_layout != "nhd":
         raise GeometryError(
-            "windows are moved in pages of [token, head, dim] only", layout=args.swa_kv_cache_layout
+            "kvconnector transfers windows in pages of [token, head, dim] only",
+            layout=args.swa_kv_cache_layout,
         )
     return _pages(buffers, args.page_size, shape.cut(shape.window_heads), shape)
 
 
 def _pages(buffers: list[Listed], page_size: int, heads: Heads, shape: Shape) -> CacheGroup:
-    """A pool of pages `[token, head, dim]`."""
-    found = [[(_page_view(each, page_size, heads), heads)] for each in buffers]
-    return _group(buffers, page_size, found, shape)
+    """Return the group of a pool of pages `[token, head, dim]`."""
+    pages = [(each.layer, [(_page_view(each, page_size, heads), heads)]) for each in buffers]
+    return _group(pages, page_size, shape)
 
 
 def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
@@ -160,7 +166,7 @@ def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
     row, rest = divmod(item, page_size * num_heads)
     if rest or not row:
         raise GeometryError(
-            "a page is not as long as its tokens and heads",
+            "a page's size does not fit its tokens and heads",
             layer=layer,
             nbytes=item,
             page_size=page_size,
@@ -172,7 +178,7 @@ def _page_view(buffer: Listed, page_size: int, heads: Heads) -> KVView:
 
 
 def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -> Views:
-    """The parts of one state tensor `[slot, outer, cut, rest]`, each of whose cuts is a head."""
+    """Return the parts of one state tensor `[slot, outer, cut, rest]`, whose axis `cut` counts as heads."""
     _, address, nbytes, item = buffer
     slots = nbytes // item
     cut = _listed(args.state_dim_per_tensor, index, at, 0)
@@ -185,7 +191,7 @@ def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -
     dim, size = _elements(row)
     if rest or not row or (outer > 1 and dim > 1):
         raise GeometryError(
-            "a state is not as long as what it is cut into", nbytes=item, outer=outer, cut=cut
+            "a state's size does not fit its channels or heads", nbytes=item, outer=outer, cut=cut
         )
     joined = shape.conv_heads if groups is None else [shape.cut(total) for total in groups]
     if sum(len(heads.held) for heads in joined) != cut:
@@ -200,16 +206,16 @@ def _state_views(buffer: Listed, at: int, args: Any, index: int, shape: Shape) -
 
 
 def _listed(column: Sequence[Sequence[Any]], index: int, at: int, default: Any) -> Any:
-    """One value of `KVArgs`' lists by component and tensor, which are empty where there is nothing to say."""
+    """Return the value of one tensor of one state from a list of `KVArgs`, or `default` if SGLang lists none."""
     values = column[index] if index < len(column) else ()
     return values[at] if at < len(values) else default
 
 
 def _metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
-    """The rows of metadata: a block is one request's row, and counts as one token.
+    """Return the metadata's group, in which a block is one request's row and counts as one token.
 
-    The last prefill stage has the row, and every decode stage needs it; a layer belongs to one stage, so the row has
-    `MAX_STAGES` layers, all at one address. Raises GeometryError: a decode engine of more stages.
+    The last prefill stage has the row, and every decode stage needs it. Since a layer belongs to one stage only, the
+    row is registered as `MAX_STAGES` layers at one address. Raises GeometryError: a decode engine has more stages.
     """
     if shape.is_prefill:
         layers = range(MAX_STAGES if shape.pp_rank == shape.pp_size - 1 else 0)
@@ -219,23 +225,16 @@ def _metadata_group(rows: MetadataRows, shape: Shape) -> CacheGroup:
         layers = range(shape.pp_rank, MAX_STAGES, shape.pp_size)
     buffer = Listed(0, rows.address, rows.num_rows * rows.row_bytes, rows.row_bytes)
     row = [(_page_view(buffer, 1, WHOLE), WHOLE)]
-    return _cache_group(dict.fromkeys(layers, row), row, 1, shape)
+    return _group([(layer, row) for layer in layers], 1, shape, like=row)
 
 
 def _group(
-    buffers: list[Listed], block_size: int, found: Sequence[Views], shape: Shape
+    found: Sequence[tuple[int, Views]], block_size: int, shape: Shape, like: Views = ()
 ) -> CacheGroup:
-    """A group of these buffers, each with its parts."""
-    by_layer: dict[int, list[tuple[KVView, Heads]]] = {each.layer: [] for each in sorted(buffers)}
-    for buffer, views in zip(buffers, found, strict=True):
-        by_layer[buffer.layer] += views
-    return _cache_group(by_layer, next(iter(by_layer.values()), []), block_size, shape)
-
-
-def _cache_group(
-    layers: Mapping[int, Views], like: Views, block_size: int, shape: Shape
-) -> CacheGroup:
-    """A group of these layers, all of which are like `like`."""
+    """Return the group of these parts, each with its layer. `like`: the parts of a layer, should there be none here."""
+    layers: dict[int, list[tuple[KVView, Heads]]] = {}
+    for layer, views in sorted(found, key=itemgetter(0)):
+        layers.setdefault(layer, []).extend(views)
     parts = tuple(
         PartGeometry(
             name=f"part{number}",
@@ -245,14 +244,14 @@ def _cache_group(
             head_dim=view.head_dim,
             item_size_bytes=view.item_size_bytes,
         )
-        for number, (view, heads) in enumerate(like)
+        for number, (view, heads) in enumerate(next(iter(layers.values()), like))
     )
     geometry = GroupGeometry(block_size=block_size, layers=tuple(layers), parts=parts)
-    views = {layer: tuple(view for view, _ in found) for layer, found in layers.items()}
-    return CacheGroup(geometry, views, shape.device, shape.dtype)
+    by_layer = {layer: tuple(view for view, _ in views) for layer, views in layers.items()}
+    return CacheGroup(geometry, by_layer, shape.device, shape.dtype)
 
 
 def _elements(nbytes: int) -> tuple[int, int]:
-    """Bytes as a number of elements and their size: the longest words that divide them."""
+    """Return bytes as a number of elements and the elements' size, the largest of 8, 4, 2 and 1 that divides them."""
     size = next(size for size in (8, 4, 2, 1) if nbytes % size == 0)
     return nbytes // size, size

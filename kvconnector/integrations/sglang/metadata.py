@@ -1,8 +1,8 @@
-"""The rows of SGLang's `MetadataBuffers` (first token, log probabilities, ...) as one pool that is moved like a cache.
+"""SGLang's per-request metadata (first token, log probabilities, ...) as a pool that is transferred like a cache.
 
-SGLang keeps a dozen tensors in host memory, of which a request has one row each. A worker's caches are all on one
-device, so a mirror on the caches' device has these rows joined: the prefill side fills a row before it publishes the
-prompt's end, the decode side spreads it over its own tensors once the load is complete, and before SGLang sees that.
+SGLang's `MetadataBuffers` are a dozen tensors in host memory with one row per request. A worker's pools must all be on
+one device, so the rows are joined in a mirror on the caches' device. The prefill side fills the mirror's row before it
+publishes the end of the prompt. The decode side copies the row to its own tensors before SGLang sees the load complete.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ from kvconnector.errors import GeometryError
 
 
 class MetadataRows:
-    """Both forms of the rows, and the copies between them.
+    """SGLang's metadata tensors, their mirror, and the copies between the two.
+
+    `address`, `num_rows` and `row_bytes` describe the mirror, uint8 `[num_rows, row_bytes]`.
 
     Args:
-        args: SGLang's `KVArgs`, which lists its tensors in host memory (`aux_data_ptrs` and what belongs to it).
-        device: Where the caches are: "cpu" or "cuda:N".
+        args: SGLang's `KVArgs`, whose `aux_data_ptrs`, `aux_data_lens` and `aux_item_lens` list the tensors.
+        device: The caches' device: "cpu" or "cuda:N".
 
     Raises:
-        GeometryError: tensors with different numbers of rows.
+        GeometryError: the tensors have different numbers of rows.
     """
 
     def __init__(self, args: Any, device: str) -> None:
@@ -46,12 +48,12 @@ class MetadataRows:
         self.address = self._mirror.data_ptr()
 
     def fill(self, row: int) -> None:
-        """Join a request's row in the mirror. On a GPU the copy is on the current stream."""
+        """Copy a request's row to the mirror, on the current stream of a GPU."""
         joined = torch.cat([tensor[row] for tensor in self._tensors])
         self._mirror[row, : len(joined)].copy_(joined)
 
     def spread(self, row: int) -> None:
-        """Copy a row that has arrived to SGLang's tensors. On a GPU this waits for the current stream."""
+        """Copy a received row from the mirror to SGLang's tensors. On a GPU this waits for the current stream."""
         parts = self._mirror[row, : sum(self._widths)].cpu().split(self._widths)
         for tensor, part in zip(self._tensors, parts, strict=True):
             tensor[row] = part

@@ -1,10 +1,10 @@
-"""One SGLang rank: its caches, its worker, and what that reports."""
+"""One SGLang rank: its caches, its worker, and the transfers that the worker reports on."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUIESCE_S = 30.0
+"""How long SGLang waits for transfers to end before it releases the pools' memory."""
 GIVEN_UP = "TransferAbortedError: the decode engine gave it up, or its room was used before"
 
 
@@ -37,14 +38,14 @@ class RankTransfers:
 
     Args:
         config: The engine's settings.
-        args: SGLang's `KVArgs`, filled.
-        shape: What they do not say.
+        args: SGLang's `KVArgs`, filled: the rank's pools.
+        shape: The rank's place and the model's heads and layers, which `args` lacks.
         model: The model's name, on which both engines must agree.
-        gather: Called once, in every rank: hands each rank's bytes to all of them, in any order.
+        gather: Takes this rank's JSON text and returns those of all ranks, in any order. Every rank calls it once.
 
     Raises:
-        KVConnectorError: what `Worker.register` and the directory service raise, caches that are not moved, or ranks
-            that make up no engine.
+        KVConnectorError: a cache cannot be transferred, the ranks do not form one engine, or as `Worker.register` and
+            `DirectoryService`.
     """
 
     def __init__(
@@ -64,33 +65,31 @@ class RankTransfers:
         rank = Rank(shape.pp_rank, shape.tp_rank)
         described = ModelDescription(model=model, dtype=shape.dtype, num_layers=shape.num_layers)
         self.worker = Worker(config, rank=rank, model=described)
-        self._service: DirectoryService | None = None
-        try:
+        with ExitStack() as started:
+            started.callback(self.worker.close)
             self.worker.register(groups)
-            own = msgspec.msgpack.encode(self.worker.handshake())
-            workers = [msgspec.msgpack.decode(each, type=WorkerMetadata) for each in gather(own)]
+            own = msgspec.json.encode(self.worker.handshake())
+            workers = [msgspec.json.decode(each, type=WorkerMetadata) for each in gather(own)]
             geometry = joined_geometry(config, workers)
             self.worker.start_step(StepMetadata(engine=geometry))
             if config.role == "producer" and rank == Rank(0, 0):
                 directory = directory_of(geometry, workers, stream=config.stream)
                 control = open_control(config, config.control.port)
-                self._service = DirectoryService(control, directory).start()
-        except BaseException:
-            self.worker.close()
-            raise
+                started.callback(DirectoryService(control, directory).start().close)
+            self._started = started.pop_all()
         self.rooms: set[int] = set()
-        """Of prompts that are computed or held: a name stands for one transfer at a time."""
+        """Rooms of the prompts that are computed or held. A room names one transfer at a time."""
         self.turn = 0
-        """How often reports were taken: once each time that SGLang goes through its queue."""
+        """How many times reports were taken: once for each of SGLang's passes over its queue."""
         self.numbers = count()
-        """Of requests: one that has failed may come again with its room, which is refused."""
+        """Numbers for request ids. A room alone is none: a failed request may come again with the same room."""
         self._transferring: dict[str, RoomTransfer] = {}
         self._stream = torch.cuda.Stream() if shape.device != "cpu" else None
         logger.info("kvconnector moves %s of %s as engine %s", kinds, rank, config.engine_id)
 
     @contextmanager
     def after(self, *events: Any) -> Iterator[None]:
-        """On a GPU, order what is inside after the current stream and these events or streams, and nothing after it."""
+        """On a GPU, run the body on our own stream, after the current stream and `events` (events, streams or None)."""
         if self._stream is None:
             yield
             return
@@ -104,18 +103,18 @@ class RankTransfers:
             yield
 
     def order(self, order: Order, transfer: RoomTransfer | None = None) -> None:
-        """Have the worker do this; never blocks. On a GPU it is done after what the current stream holds.
+        """Give the worker an order; never blocks. On a GPU the worker waits for the work queued on the current stream.
 
         Args:
-            order: What to do.
-            transfer: The request whose blocks the worker uses from then on: `ended` is called once it does not.
+            order: The order to carry out.
+            transfer: The request whose blocks the order uses. Its `ended` is called when they are no longer in use.
         """
         if transfer is not None:
             self._transferring[order.request_id] = transfer
         self.worker.start_step(StepMetadata(orders=(order,)))
 
     def take(self) -> None:
-        """Take what the worker has reported."""
+        """Take the worker's reports, and end the transfers that they name."""
         self.turn += 1
         output = self.worker.poll()
         failed = {**output.failed_sending, **output.failed_recving}
@@ -128,15 +127,13 @@ class RankTransfers:
                 transfer.ended(failed.get(request_id))
 
     def deregister_buffer_to_engine(self) -> None:
-        """The pools' memory goes away. Raises MemoryInUseError: a transfer did not end in time."""
+        """End all transfers before SGLang releases the pools' memory. Raises MemoryInUseError: one goes on too long."""
         self.worker.quiesce(QUIESCE_S)
 
     def register_buffer_to_engine(self) -> None:
-        """It is back, at the same addresses."""
+        """Resume transfers: the pools have memory again, at the same addresses."""
         self.worker.resume()
 
     def teardown(self) -> None:
-        """Stop; see `Worker.close`. Idempotent."""
-        if self._service is not None:
-            self._service.close()
-        self.worker.close()
+        """Stop the directory service and the worker; see `Worker.close`. Idempotent."""
+        self._started.close()

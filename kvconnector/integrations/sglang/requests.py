@@ -1,4 +1,4 @@
-"""A request's pages, slots and row as blocks of each cache group. Pure."""
+"""Translates a request's pages, state slots and metadata row to blocks of the cache groups. Pure."""
 
 from __future__ import annotations
 
@@ -16,31 +16,33 @@ NO_BLOCKS = GroupBlocks.of(())
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The cache groups of an engine: "kv" for those of pages that hold every token, the model's and its draft model's,
-    which share page ids; then a "swa" or "mamba" for each of SGLang's states; last the "row" of metadata.
+    """The cache groups of an engine, in registration order.
+
+    `kinds` starts with a "kv" for the model's pages and one for its draft model's, which have the same page ids. A
+    "swa" (sliding window) or "mamba" (recurrent state) follows for each of SGLang's states, and "row", the metadata,
+    comes last. A page has `page_size` tokens.
     """
 
     kinds: tuple[str, ...]
     page_size: int
 
     def growing(self, pages: GroupBlocks) -> tuple[GroupBlocks, ...]:
-        """Return the blocks of each group while a prompt is computed: the others are read at its end."""
+        """Return each group's readable blocks while the prompt is computed: only "kv" groups are read that early."""
         return tuple(pages if kind == "kv" else NO_BLOCKS for kind in self.kinds)
 
     def blocks(
         self, pages: GroupBlocks, states: Sequence[Any], row: int, num_tokens: int
     ) -> tuple[GroupBlocks, ...]:
-        """Return the blocks of each group at the end of a prompt.
+        """Return each group's blocks once the whole prompt is computed.
 
         Args:
-            pages: Those of its tokens.
-            states: For each of SGLang's states the ids that it names, as numbers or arrays: pages of a window's
-                tail, or one slot.
-            row: The row of metadata.
-            num_tokens: The prompt's length.
+            pages: The pages of its tokens.
+            states: SGLang's ids for each state, as numbers or arrays: the last pages of a window, or one slot.
+            row: The request's row of metadata.
+            num_tokens: The prompt's length in tokens.
 
         Raises:
-            BlockIdError: not as many states as groups, or pages beyond the prompt's.
+            BlockIdError: `states` does not fit the groups, the prompt is empty, or a window has more pages than it.
         """
         named = [[int(each) for some in state for each in np.ravel(some)] for state in states]
         named.append([row])
@@ -48,7 +50,7 @@ class Layout:
         slots = {len(ids) for kind, ids in zip(kinds, named, strict=False) if kind != "swa"}
         if len(named) != len(kinds) or slots != {1} or num_tokens < 1:
             raise BlockIdError(
-                "a request names its pages of every window and its slot of every state, and has a token",
+                "a request needs a token, its pages in every window and one slot in every state",
                 named=named,
                 groups=kinds,
                 num_tokens=num_tokens,
@@ -70,23 +72,23 @@ class Layout:
         num_tokens: int,
         window_tokens: int | None,
     ) -> tuple[tuple[tuple[int, int], ...], tuple[GroupBlocks, ...]]:
-        """Return the tokens `[start, stop)` that a decode engine reads of each group, and the blocks that they go to.
+        """Return the token range `[start, stop)` that a decode engine reads in each group, and its blocks for them.
 
         Args:
-            pages: Of the tokens past its prefix.
+            pages: The pages of the tokens after the cached prefix.
             states: As in `blocks`.
-            row: The row of metadata.
-            prefix_tokens: Tokens that it has cached, in whole pages.
-            num_tokens: The prompt's length.
-            window_tokens: Of these last tokens a window's pages are needed. Pages of two sizes begin at different
-                tokens before.
+            row: The request's row of metadata.
+            prefix_tokens: Length of the cached prefix in tokens, a multiple of the page size.
+            num_tokens: The prompt's length in tokens.
+            window_tokens: The length of the sliding window in tokens. No older token of a window is read, though the
+                window's first page may hold some.
 
         Raises:
-            BlockIdError: as `blocks`; also a prefix that ends within a page, and a window of unknown length.
+            BlockIdError: as `blocks`; also if the prefix ends inside a page, or the window's length is unknown.
         """
         if prefix_tokens % self.page_size or ("swa" in self.kinds and not window_tokens):
             raise BlockIdError(
-                "a prefix ends with a page, and a window has a length",
+                "a cached prefix must end at a page boundary, and a window needs a length",
                 prefix_tokens=prefix_tokens,
                 page_size=self.page_size,
                 window_tokens=window_tokens,

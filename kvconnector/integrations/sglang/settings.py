@@ -1,4 +1,4 @@
-"""SGLang's arguments in kvconnector's terms, and the deployments that are refused at start."""
+"""kvconnector's settings from SGLang's arguments, and the deployments that are refused at start."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEY_FILES = ("CONTROL_SECRET_KEY_FILE", "CONTROL_AUTHORIZED_CLIENTS_FILE")
 
 
 def prefill_engine_id(bootstrap_port: int) -> str:
-    """A decode engine knows no more of a prefill engine than its host and port."""
+    """Return a prefill engine's id, which a decode engine can derive: it knows only the host and the port."""
     return f"sglang-prefill-{bootstrap_port}"
 
 
@@ -32,18 +32,18 @@ def connector_config(
     own_address: str,
     environ: Mapping[str, str],
 ) -> ConnectorConfig:
-    """The settings of one engine: `KVCONNECTOR_*` over what follows from SGLang's arguments.
+    """Return one engine's settings: those that SGLang's arguments imply, overridden by `KVCONNECTOR_*` variables.
 
     Args:
-        is_prefill: True for the prefill engine, False for the decode engine.
-        host: `--host`; its address is bound unless `control.host` names another.
-        bootstrap_port: `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
-        unique_name: A decode engine's name, the same in all its ranks.
-        own_address: What peers get where the bound address is a wildcard.
-        environ: The environment.
+        is_prefill: True for a prefill engine, False for a decode engine.
+        host: SGLang's `--host`. The control channel binds its address unless `control.host` names another.
+        bootstrap_port: SGLang's `--disaggregation-bootstrap-port`, where a prefill engine's directory service listens.
+        unique_name: The id of a decode engine, the same in all of its ranks.
+        own_address: The address to advertise to peers if the bound one is a wildcard.
+        environ: Environment variables.
 
     Raises:
-        ConfigError: a setting is malformed, or contradicts SGLang's arguments.
+        ConfigError: a setting is malformed or contradicts SGLang's arguments, or `host` has no address.
     """
     bound = environ.get(f"{ENV_PREFIX}CONTROL_HOST") or _address(host)
     control: dict[str, Any] = {"host": bound}
@@ -58,33 +58,33 @@ def connector_config(
     role = "producer" if is_prefill else "consumer"
     base = {"engine_id": name, "role": role, "control": control}
     config = ConnectorConfig.from_env(environ, base)
-    follows: dict[str, object] = {"role": role}
+    implied: dict[str, object] = {"role": role}
     if is_prefill:
-        follows |= {"engine_id": name, "control.port": bootstrap_port}
-    for setting, value in follows.items():
+        implied |= {"engine_id": name, "control.port": bootstrap_port}
+    for setting, value in implied.items():
         found = attrgetter(setting)(config)
         if found != value:
             raise ConfigError(
                 f"{setting} follows from SGLang's arguments: remove the variable that sets it",
                 found=found,
-                follows=value,
+                implied=value,
             )
     return config
 
 
 def prefill_address(bootstrap_addr: str, config: ConnectorConfig) -> EngineAddress:
-    """Where a prefill engine's directory service is, and its public key where keys are used.
+    """Return the address of a prefill engine's directory service, with its public key if keys are used.
 
-    The key is that of the line in `control.authorized_clients_file` that has `bootstrap_addr` after the key. Without
-    such a line it is the only key there besides our own, or our own, where all engines share one.
+    The key comes from the line of `control.authorized_clients_file` that has `bootstrap_addr` after its key. If there
+    is no such line, it is the file's only key besides our own, or our own if all engines share one.
 
     Args:
-        bootstrap_addr: `host:port`, as the router names it.
+        bootstrap_addr: `host:port`, as the router sends it.
         config: This engine's settings.
 
     Raises:
-        ConfigError: it is none.
-        AuthenticationError: several keys, and none of them has this address.
+        ConfigError: `bootstrap_addr` is not a host and a port.
+        AuthenticationError: the file has several other keys, and none with this address.
     """
     host, _, port = bootstrap_addr.rpartition(":")
     host = host.strip("[]")
@@ -105,8 +105,8 @@ def _key_of(bootstrap_addr: str, config: ConnectorConfig) -> str:
     others = security.authorized_clients - {security.public_key} or security.authorized_clients
     if len(others) > 1:
         raise AuthenticationError(
-            "which key is this prefill engine's? Write its bootstrap address after its key in the file that"
-            " control.authorized_clients_file names",
+            "cannot tell which key is this prefill engine's: write its bootstrap address after its key in the file"
+            " that control.authorized_clients_file names",
             address=bootstrap_addr,
             keys=len(others),
         )
@@ -114,7 +114,7 @@ def _key_of(bootstrap_addr: str, config: ConnectorConfig) -> str:
 
 
 def _address(host: str) -> str:
-    """The address of a name; ZMQ binds no names."""
+    """Resolve a host name, because ZMQ binds addresses only."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -122,13 +122,13 @@ def _address(host: str) -> str:
 
 
 def refuse_unsupported(facts: Mapping[str, object]) -> None:
-    """Refuse what is not transferred, before anything is allocated.
+    """Refuse a deployment whose caches kvconnector does not transfer, before anything is allocated.
 
     Args:
-        facts: SGLang's arguments by name, each of which must be absent: false, None, 0, 1 or empty.
+        facts: Values of SGLang's arguments by name. Supported values are False, None, 0, 1 and the empty string.
 
     Raises:
-        ConfigError: some are not; the text names all.
+        ConfigError: an argument has another value. The error names all of these.
     """
     plain = ("None", "False", "0", "1", "")  # not by ==, for which True is 1
     found = {name: value for name, value in facts.items() if str(value) not in plain}

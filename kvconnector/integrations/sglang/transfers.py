@@ -1,22 +1,24 @@
-"""The requests of one SGLang rank, each with the calls that SGLang's queues make.
+"""The requests of one SGLang rank, with the methods that SGLang's queues call.
 
-SGLang runs scheduler and model of a rank in one process, and every rank runs the same scheduler: each creates the same
-senders and receivers in the same order, and reduces what `poll` says over its ranks. So each rank gives orders to its
-own worker, with the blocks of its own pools, and no scheduler half is needed. All methods are for the scheduler's
-thread, and none but `failure_exception` blocks. Bytes move in the worker's own, where every wait for a peer has a
-deadline (`peer`, `lease`), and becomes a failure with the error's type.
+In SGLang every rank runs its own copy of the scheduler, in the process that also runs the model. All copies create the
+same senders and receivers in the same order, and reduce the results of `poll` over the ranks. So each rank orders its
+own worker to move the blocks of its own pools, and no scheduler half is needed. SGLang calls all methods from the
+scheduler's thread, and only `failure_exception` blocks. The worker's threads move the bytes. Every wait for a peer has
+a deadline there (settings `peer` and `lease`); when it passes, the request fails with a typed error.
 
-A *producer's* request is a prompt that is streamed: it is named before it is computed, `send` moves the watermark after
-each chunk, and gives all blocks to the lease with the last one. Until then SGLang may take the blocks back at any time:
-consumers believe nothing of a prompt that was withdrawn. After that the blocks are the lease's until the worker reports
-the request, done or not, and `poll` says `TRANSFERRING` until then. SGLang's own backends let it wait in `poll` for a
-decode engine before it computes a prompt. This one does not: a decode engine reads whenever it is ready. It does not
-ask how long a prefix the decode engine has, either: what is not needed is not read. A *consumer's* request is wanted
-when SGLang has looked up its producer, and loaded when it has blocks; these are the load's until the worker reports it.
+On the prefill side a request is a streamed prompt. Consumers may follow it before it is computed; `send` advances the
+watermark after each chunk. Until the last chunk SGLang may take the blocks back at any time, and consumers then discard
+what they read. With the last chunk the lease gets the blocks, and `poll` returns `TRANSFERRING` until the worker
+reports the request's end. SGLang's own backends let a prompt wait in `poll` for a decode engine before it is computed.
+This one does not, since a decode engine reads whenever it is ready. Nor does it ask how long a prefix the decode engine
+has cached: the decode engine reads only what it lacks.
 
-If one rank fails, SGLang frees the request's blocks in all of them, although a lease or a load of ours may still use
-them. It asks each for its `failure_exception` first, which ends what is left and waits until nothing reads or writes
-the blocks, `SETTLE_S` at most. Only a worker whose driver hangs takes longer, and that is logged as an error.
+On the decode side the worker greets the prefill engine when SGLang has looked up its address (`init`), and loads once
+SGLang has allocated blocks (`send_metadata`). The load keeps the blocks until the worker reports its end.
+
+If one rank fails, SGLang frees the request's blocks in all ranks, although a lease or a load may still use them. First
+it asks each rank for its `failure_exception`. That ends the transfer, and waits up to `SETTLE_S` until nothing reads or
+writes the blocks. Only a worker whose driver hangs takes longer, which is logged as an error.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 10.0
+"""How long `failure_exception` waits for the worker to stop using a failed request's blocks."""
 WAIT_S = 0.01
 
 
 class Stage(IntEnum):
-    """Where a request is. The values are those of SGLang's `KVPoll`."""
+    """A request's progress, with the values of SGLang's `KVPoll`."""
 
     FAILED = 0
     BOOTSTRAPPING = 1
@@ -68,16 +71,16 @@ class Stage(IntEnum):
 
 
 class RoomTransfer:
-    """One request of one rank, as SGLang's queues use it: while its stage is `TRANSFERRING` the worker uses its blocks,
-    and reports the end.
+    """One request on one rank. While its stage is `TRANSFERRING` the worker uses its blocks.
 
     Args:
         mgr: The rank.
-        bootstrap_addr: Where the router says that the prefill engine is.
+        bootstrap_addr: The prefill engine's `host:port`, from the router.
         bootstrap_room: The router's number for the request.
     """
 
     gives_up: ClassVar[type[WithdrawRequest | DropRequest]]
+    """The order that ends the request early."""
 
     def __init__(
         self, mgr: RankTransfers, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -93,8 +96,8 @@ class RoomTransfer:
         self._turn = 0
 
     def poll(self) -> int:
-        """Return where the request is, after what the worker has reported by now."""
-        if self._turn == self.kv_mgr.turn:  # SGLang goes through its queue again
+        """Take the worker's reports once per pass of SGLang's queue, and return the request's `Stage`."""
+        if self._turn == self.kv_mgr.turn:  # asked since the last reports, so this is a new pass
             self.kv_mgr.take()
         self._turn = self.kv_mgr.turn
         return self.stage
@@ -104,13 +107,13 @@ class RoomTransfer:
         self.kv_mgr.order(order, self)
 
     def ended(self, reason: str | None) -> None:
-        """The worker is done with the blocks; with a `reason` it failed."""
+        """Set the final stage, once the worker no longer uses the blocks. `reason` is the failure's, or None."""
         if reason is not None and self.error is None:
             self.error = error_from(reason, self.room)
         self.stage = Stage.DONE if self.error is None else Stage.FAILED
 
     def abort(self) -> None:
-        """Give the request up: it has failed once nothing uses its blocks. Idempotent."""
+        """Give up the request. It becomes `FAILED` once nothing uses its blocks. Idempotent."""
         self._fail(TransferAbortedError("the request was aborted here", room=self.room))
 
     clear = abort
@@ -126,17 +129,17 @@ class RoomTransfer:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """What goes wrong inside is the request's failure, and no other's."""
+        """Turn an error in the body into a failure of this request alone."""
         try:
             yield
         except KVConnectorError as error:
             self._fail(error)
 
     def failure_exception(self) -> NoReturn:
-        """Make sure that nothing uses the blocks, wherever the request failed.
+        """End the request on this rank, whichever rank failed, and raise its error once nothing uses the blocks.
 
         Raises:
-            KVConnectorError: this rank's error, or one that says that it is another rank's.
+            KVConnectorError: this rank's error, or a `RemoteError` if only another rank failed.
         """
         error = self.error
         self.abort()
@@ -145,7 +148,7 @@ class RoomTransfer:
             self.kv_mgr.worker.wait(WAIT_S)
             self.kv_mgr.take()
         if self.stage is Stage.TRANSFERRING:
-            logger.error("the blocks of room %s are freed, and may still be in use", self.room)
+            logger.error("SGLang frees the blocks of room %s while they may be in use", self.room)
         if error is None or self.stage is Stage.DONE:
             error = RemoteError("the request failed in another rank of this engine", room=self.room)
             error.is_from_another_rank = True  # type: ignore[attr-defined] # SGLang's name: it logs once
@@ -153,11 +156,11 @@ class RoomTransfer:
 
 
 class SentPrompt(RoomTransfer):
-    """A prompt that this rank computes and holds."""
+    """A prompt that this rank computes, and holds until decode engines have read it."""
 
     gives_up = WithdrawRequest
     _early_send_wait_event: Any = None
-    """SGLang's: what is sent next is there after this event."""
+    """SGLang sets it before `send`: the CUDA event after which the pages are written."""
 
     def __init__(
         self,
@@ -168,7 +171,7 @@ class SentPrompt(RoomTransfer):
     ) -> None:
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self.num_tokens = 0
-        """Tokens that were published."""
+        """Tokens published so far."""
         self._pages = NO_BLOCKS
         if self.room in mgr.rooms:
             self.error = RemoteProtocolError(
@@ -180,11 +183,11 @@ class SentPrompt(RoomTransfer):
         self._grow()
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Take the request's row of metadata."""
+        """Note the request's row of metadata."""
         self._row = aux_index or 0
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
-        """Returns True if `send` has something to do."""
+        """Return True if `send` has pages to publish, or ends the prompt."""
         return num_pages > 0 or last_chunk
 
     def send(
@@ -193,12 +196,13 @@ class SentPrompt(RoomTransfer):
         state_indices: Sequence[Any] | None = None,
         num_kv_tokens: int | None = None,
     ) -> None:
-        """Let consumers read the prompt's next chunk, as far as the current stream has written it.
+        """Publish the prompt's next chunk. Consumers read it after the work queued on the current stream.
 
         Args:
-            kv_indices: Its pages.
-            state_indices: With the last chunk, what `Layout.blocks` takes: all blocks are the lease's from then on.
-            num_kv_tokens: Tokens in the pages, if they are not full.
+            kv_indices: The chunk's pages.
+            state_indices: None before the last chunk. With it, the ids of the states, as in `Layout.blocks`: the lease
+                then keeps all of the request's blocks.
+            num_kv_tokens: Tokens in the pages; None if they are full.
         """
         if self.stage is not Stage.WAITING:
             return
@@ -225,18 +229,21 @@ class SentPrompt(RoomTransfer):
         self.kv_mgr.rooms.discard(self.room)
 
     def mark_prefill_complete(self) -> None:
-        """Nothing: decode engines are not kept from allocating before."""
+        """Do nothing: decode engines may allocate blocks before the prompt is computed."""
 
     poll_pp_consensus = RoomTransfer.poll
 
 
 class LoadedPrompt(RoomTransfer):
-    """A prompt that this rank reads. Whoever calls `send_metadata` first sets what that has no argument for."""
+    """A prompt that this rank reads. Set the fields below before `send_metadata`, which has no arguments for them."""
 
     gives_up = DropRequest
     num_tokens = 0
+    """The prompt's length in tokens."""
     window_tokens: int | None = None
+    """The length of the model's sliding window in tokens; None if it has none."""
     stream: Any = None
+    """A CUDA stream whose queued work may still write to the blocks; None if there is none."""
 
     def __init__(
         self, mgr: RankTransfers, bootstrap_addr: str, bootstrap_room: int | None = None
@@ -245,7 +252,7 @@ class LoadedPrompt(RoomTransfer):
         self.stage = Stage.BOOTSTRAPPING
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Meet the producer, and keep its lease alive."""
+        """Greet the prefill engine and keep its lease alive."""
         if self.stage is not Stage.BOOTSTRAPPING:
             return
         with self.failing():
@@ -261,13 +268,13 @@ class LoadedPrompt(RoomTransfer):
         decode_prefix_len: int | None = None,
         **_: object,
     ) -> None:
-        """Read the prompt into these blocks, as far and as soon as it is computed.
+        """Start to read the prompt into these blocks, while it is being computed.
 
         Args:
-            kv_indices: Pages of the tokens past the prefix.
-            aux_index: Row of metadata.
-            state_indices: What `Layout.blocks` takes.
-            decode_prefix_len: Tokens that this engine has cached, in whole pages.
+            kv_indices: Pages for the tokens after the cached prefix.
+            aux_index: The request's row of metadata.
+            state_indices: Ids of the states, as in `Layout.blocks`.
+            decode_prefix_len: Length of the cached prefix in tokens, a multiple of the page size.
         """
         if self.stage is not Stage.WAITING:
             return
@@ -290,13 +297,13 @@ class LoadedPrompt(RoomTransfer):
                 self.kv_mgr.rows.spread(self._row)
 
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Nothing: `failure_exception` has ended the load, and waited for that."""
+        """Do nothing: `failure_exception` has waited for the load's end."""
 
 
 def transfer_names(room: int) -> tuple[str, str]:
-    """The name and the secret of a room's transfer, which both sides derive: the room is all that a router gives them.
+    """Return the name and the secret of a room's transfer. Both sides derive them, as a router passes the room alone.
 
-    The secret is as hard to guess as the room, 63 random bits of the router's.
+    The secret is as hard to guess as the room, for which a router draws 63 random bits.
     """
     room_bytes = str(room).encode()
     name, secret = (
@@ -307,7 +314,7 @@ def transfer_names(room: int) -> tuple[str, str]:
 
 
 def error_from(reason: str, room: int) -> KVConnectorError:
-    """The typed error of a worker's reason, which is `Type: text`."""
+    """Return the typed error that a worker's reason, `Type: text`, names."""
     name, _, text = reason.partition(": ")
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, KVConnectorError)):

@@ -105,11 +105,11 @@ def _pools(model=None, **changes):
 @pytest.mark.parametrize(
     "model, changes, text",
     [
-        (Model(), {"state_types": ["dsa"]}, "does not move caches of these kinds"),
-        (Model(), {"kv_item_lens": [100] * 8}, "not as long as its tokens and heads"),
+        (Model(), {"state_types": ["dsa"]}, "does not transfer caches of these kinds"),
+        (Model(), {"kv_item_lens": [100] * 8}, "does not fit its tokens and heads"),
         (Model(), {"num_draft_entries": 2}, "another number of buffers"),
         (Model(windows=(1,)), {"swa_kv_cache_layout": "hnd"}, "pages of"),
-        (Model(states=(1,)), {"state_dim_per_tensor": [[7, 7]]}, "cut into"),
+        (Model(states=(1,)), {"state_dim_per_tensor": [[7, 7]]}, "does not fit its channels"),
     ],
     ids=["kind", "length", "layers", "layout", "state"],
 )
