@@ -1,4 +1,4 @@
-"""When to look at each of many things: O(log n) for each change, whatever waits. Pure."""
+"""Deadlines of many things, with O(log n) for each change. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvconnector.session.port import NEVER
 ThingT = TypeVar("ThingT", bound=Hashable)
 
 AT_ONCE = 0.0
-"""The time of what is to be looked at by the next tick."""
+"""The deadline of a thing that the next tick must handle."""
 
 MAX_AT_ONCE = 16
-"""Things that one `Tick` looks at, and what one event starts or ends at once: the next tick, which is due at once, goes
-on. So no event keeps the engine's thread waiting for long, however many requests it is about.
+"""The most things that one event handles, starts or ends. The next tick is then due at once and goes on. So no event
+keeps the engine's thread waiting for long, however many requests it concerns.
 """
 
 
 class Agenda(Generic[ThingT]):
-    """Things with a time at which they are to be looked at: the deadlines of one session, whatever has them.
+    """The deadlines of all records of one session.
 
-    A thing whose deadline moves away stays where it is: it is found too early, and planned again by whoever looks. So
-    a deadline that is extended with every message costs nothing. What is forgotten leaves two numbers until its time,
-    and is not kept itself: a request may end minutes before its deadline. What has more work than one look allows is
-    planned for `AT_ONCE`.
+    To extend a deadline, change only the record: `due` then returns it too early, and the caller plans it again. So a
+    deadline that every message extends costs nothing. A forgotten thing is released at once, though it leaves two
+    numbers on the heap until its time: a request may end minutes before its deadline. A thing with more work than
+    `MAX_AT_ONCE` is planned for `AT_ONCE`.
     """
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Agenda(Generic[ThingT]):
         self._things: dict[int, ThingT] = {}
         self._heap: list[tuple[float, int]] = []
         self._new: list[tuple[float, int]] = []
-        """Planned since the last look, and not on the heap yet."""
+        """Planned since the last call of `next_deadline`, and not on the heap yet."""
         self._numbers = count()
 
     def plan(self, thing: ThingT, at: float) -> None:
-        """Look at `thing` no later than `at`."""
+        """Have `due` return `thing` no later than `at`."""
         if at < self._planned.get(thing, (NEVER,))[0]:
             self.forget(thing)
             number = next(self._numbers)
@@ -47,20 +47,20 @@ class Agenda(Generic[ThingT]):
             self._new.append((at, number))
 
     def forget(self, thing: ThingT) -> None:
-        """Do not look at `thing` any more."""
+        """Remove `thing`, if it is planned."""
         _, number = self._planned.pop(thing, (NEVER, None))
         if number is not None:
             del self._things[number]
 
     def next_deadline(self) -> float:
-        """The time of the first look; infinite if there is none."""
+        """Return the earliest deadline; infinity if there is none."""
         while self._new:
             heappush(self._heap, self._new.pop())
         return self._first()
 
     def due(self, now: float) -> Iterator[ThingT]:
-        """Take what is to be looked at by `now`, soonest first, at most `MAX_AT_ONCE` things. What is planned meanwhile
-        is for the next call, as is the rest if the caller stops.
+        """Remove and yield the things due by `now`, earliest first, at most `MAX_AT_ONCE` of them. Things planned
+        meanwhile come in the next call, and so do the others if the caller stops early.
         """
         first = self.next_deadline()
         for _ in range(MAX_AT_ONCE):

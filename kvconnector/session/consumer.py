@@ -1,8 +1,8 @@
 """The consumer's session: the loads of one worker and the engines they come from, as a pure state machine.
 
-A load is over when every read of it is unpacked, or when one failed and nothing writes the request's blocks any more.
-What the peer still sends for a stopped read is drained into staging memory and dropped, so a late chunk can never land
-in blocks that belong to another request.
+A load is over when all of its reads have finished, or when one failed and nothing writes the request's blocks any more.
+Chunks that the peer still sends for a stopped read are drained into staging memory and dropped, so a late chunk never
+lands in blocks that belong to another request.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from kvconnector.wire import refusal_error
 class ConsumerSession:
     """All loads of one consumer worker. `handle` is the only way in; `load.py` has the table of states.
 
-    `orders[group, family]` is what this worker unpacks fastest. `stream`: read prompts that are still computed. The
-    next `Tick` is to come by `next_deadline()`, which may be early where something has moved away since the last.
+    `orders[group, family]` is the order in which this worker unpacks a segment fastest. `stream`: read prompts that are
+    still being computed. The next `Tick` must come by `next_deadline()`, which may be earlier than anything is due.
     """
 
     def __init__(
@@ -74,28 +74,28 @@ class ConsumerSession:
         )
 
     def handle(self, event: object, now: float) -> None:
-        """Take an event. The only method that changes loads and engines.
+        """Handle an event. No other method changes loads and engines.
 
         Raises:
-            LocalError: the engine asked for a load twice, or for one of an unknown request.
+            LocalError: the engine asked for a load twice, or for a load of an unknown request.
         """
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
             self._fail_if_lost(event.read, now)
         handler = self._HANDLERS.get(ev.kind_of(event))
-        if handler is None:  # it is about a link
+        if handler is None:  # it concerns a link
             self._engines.handle(event, now)
         else:
             handler(self, event, now)
 
     def in_flight(self, now: float) -> tuple[LoadInFlight, ...]:
-        """The loads that are read now. Any thread may ask."""
+        """Return the loads that are being read. Any thread may call this."""
         rank, asked = str(self._rank), list(self._asked.values())
         begun = [load for load in asked if load.trace.first_read_s is not None]
         return tuple([load.in_flight(rank, now) for load in begun])
 
     def _give_until(self, load: Load, deadline: float) -> None:
-        """Give a load up at `deadline`, unless something happens before."""
+        """Give up a load at `deadline`, unless it makes progress before."""
         load.deadline = deadline
         self._agenda.plan(load, deadline)
 
@@ -111,9 +111,11 @@ class ConsumerSession:
 
     def _progressed(self, event: ev.FromPeer[m.Progress], now: float) -> None:
         engine = self._engines.ready_at(event.link)
-        for load in [] if engine is None else engine.loads.following(event.message.transfer_id):
-            load.accept(event, now)
-            self._take_report(load, event, now)
+        loads = () if engine is None else engine.loads.following(event.message.transfer_id)
+        for load in loads:
+            if event.message.secret in ("", load.key.secret):
+                load.accept(event, now)
+                self._take_report(load, event, now)
 
     def _take_report(self, load: Load, event: ev.FromPeer[m.Progress], now: float) -> None:
         try:
@@ -125,13 +127,13 @@ class ConsumerSession:
             return
         if load.state is LoadState.FOLLOWING:
             self._advance(load, now)
-        elif load.asked is None:  # else progress of the prompt does not bring chunks that were lost
+        elif load.asked is None:  # a growing prompt does not mean that the chunks of a read arrive
             self._give_until(load, now + self._progress_timeout_s)
             if load.should_notify(event.link.number, is_streamed=self._stream):
                 self._notify_prefill_started(load)
 
     def _notify_prefill_started(self, load: Load) -> None:
-        """Let the engine ask for the load, once."""
+        """Report once that the engine may ask for the load."""
         is_first = load.asked is None and not load.has_begun
         load.has_begun = True
         if is_first:
@@ -155,7 +157,7 @@ class ConsumerSession:
         load.move(LoadState.CONNECTING)
 
     def _advance(self, load: Load, now: float) -> None:
-        """Open one read per rank of the ready producer that has something for us which was not read for yet."""
+        """Begin one read from each rank of the ready producer that has tokens for us which no read covers yet."""
         engine = load.engine
         workers = engine.workers.values() if load.is_followed else ()
         links = [worker.link.number for worker in workers]
@@ -174,7 +176,7 @@ class ConsumerSession:
         elif load.is_complete(links):
             self._close(load, None, now)
         else:
-            # where one rank has computed all of the prompt, the others are about to report that
+            # if one rank has computed the whole prompt, the others are about to report the same
             is_ending = any(each.is_complete for each in load.progress.values())
             patience_s = self._timeout_s if is_ending else self._progress_timeout_s
             self._give_until(load, now + patience_s)
@@ -199,7 +201,7 @@ class ConsumerSession:
     def _receive_finished(self, event: ev.ReceiveFinished, now: float) -> None:
         read = event.read
         if not read.is_stopped and now >= read.worker.deadline:
-            # this worker was paused longer than its timeout: the producer may have given it up and reused its slots
+            # this worker was silent for longer than its timeout: the producer may have reused the blocks meanwhile
             self._lose(read.worker.link, PeerLostError("this worker was silent too long"), now)
             self._fail_if_lost(read, now)
         self._reads.close(read)
@@ -210,7 +212,7 @@ class ConsumerSession:
         self._after_read(load, now)
 
     def _receive_stopped(self, event: ev.ReceiveStopped | ev.ReceiveFailed, now: float) -> None:
-        """The data plane writes nothing more for a read that is incomplete."""
+        """End an incomplete read that writes our blocks no more."""
         read = event.read
         load = read.load
         load.accept(event, now)
@@ -232,12 +234,14 @@ class ConsumerSession:
             self._close(load, load.error, now)
         else:
             load.note_filled()
-            self._advance(load, now)  # the loss of its engine would be the load's error
+            self._advance(
+                load, now
+            )  # its engine is ready: the loss of it would be the load's error
 
     def _read_cut_short(self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
         ended, engine = event.message, self._engines.ready_at(event.link)
         read = None if engine is None else engine.reads.get(ended.read_id)
-        # a peer ends no read but its own, once, and only after it was asked
+        # a peer may end only its own reads, once, and only after it was asked for them
         if (
             read is None
             or read.worker.link is not event.link
@@ -253,7 +257,7 @@ class ConsumerSession:
             self._fail(read.load, error, now)
 
     def _engine_changed(self, event: ev.EngineReady | ev.EngineLost, now: float) -> None:
-        """Begin what waits for an engine that is ready, or fail what depends on one that is lost."""
+        """Begin the loads that wait for an engine that is ready, or fail those that depend on one that is lost."""
         engine = event.engine
         self._backlog.append((event, iter([*engine.loads.depending])))
         if isinstance(event, ev.EngineReady):
@@ -263,20 +267,20 @@ class ConsumerSession:
             for read in engine.reads.values():
                 read.is_peer_over = True
             for read in engine.reads.values():
-                if read.is_asked:  # no more than there are slots
+                if read.is_asked:  # these have slots, so there are few of them
                     self._fail_if_lost(read, now)
                     self._reads.peer_over(read, None, now)
         self._work_off(now)
 
     def _fail_if_lost(self, read: RankRead, now: float) -> None:
-        """Fail a load before its turn whose engine was lost, since something happens to its read."""
+        """Fail the load of `read` now if its engine was lost, although its turn in the backlog has not come yet."""
         lost = read.load.engine.loss
         if lost is not None and read.is_peer_over and not read.is_stopped:
             read.load.accept(lost, now)
             self._fail(read.load, lost.error, now)
 
     def _work_off(self, now: float) -> None:
-        """Begin or fail some of the loads whose engine is ready, or lost: there may be thousands of them."""
+        """Begin or fail at most `MAX_AT_ONCE` of the loads whose engine became ready or was lost."""
         left = MAX_AT_ONCE
         while self._backlog and left:
             event, loads = self._backlog[0]
@@ -286,7 +290,7 @@ class ConsumerSession:
                 continue
             left -= 1
             if load not in load.engine.loads.turns:
-                continue  # it has ended in the meantime
+                continue  # it ended in the meantime
             if isinstance(event, ev.EngineLost):
                 load.accept(event, now)
                 self._fail(load, event.error, now)
@@ -297,10 +301,10 @@ class ConsumerSession:
             self._agenda.plan(self, AT_ONCE)
 
     def _lose(self, link: Link, error: KVConnectorError, now: float) -> None:
-        """Give the engine at `link` up."""
+        """Give up the engine at `link`."""
         self._engines.handle(ev.LinkLost(link, error), now)
 
-    def _withdrawn(self, event: DropRequest, now: float) -> None:
+    def _dropped(self, event: DropRequest, now: float) -> None:
         load = self._loads.get(event.request_id)
         if load is None:
             return  # it finished in the meantime
@@ -323,7 +327,7 @@ class ConsumerSession:
                 self._work_off(now)
 
     def _read_due(self, read: RankRead, now: float) -> None:
-        """Lose a peer that did not end a cancelled read in time."""
+        """Give up a peer that did not end a cancelled read in time."""
         if read.deadline > now:
             self._agenda.plan(read, read.deadline)
             return
@@ -332,10 +336,10 @@ class ConsumerSession:
         self._reads.peer_over(read, None, now)
 
     def _load_due(self, load: Load, event: ev.Tick, now: float) -> None:
-        """Give a load up whose deadline has passed."""
+        """Give up a load whose deadline has passed."""
         is_asking = any(read.is_asked for read in load.reads.values())
         is_waiting = load.state is LoadState.READING and load.deadline <= now and not is_asking
-        if is_waiting:  # other reads have all slots: no failure while any of them makes progress
+        if is_waiting:  # other reads hold all slots, and the load waits while they make progress
             load.deadline = self._progress_at + self._timeout_s
         if load.deadline > now:
             self._give_until(load, load.deadline)
@@ -344,7 +348,7 @@ class ConsumerSession:
         self._fail(load, load.timeout_error(waits_for_slots=is_waiting), now)
 
     def _fail(self, load: Load, error: KVConnectorError, now: float) -> None:
-        """Stop every read that is left; the load ends once none writes its blocks, and it was asked for."""
+        """Stop all reads of a load. It ends once none of them writes its blocks and the engine has asked for it."""
         error.context.setdefault("engine", load.engine.name.engine_id)
         load.error = error
         load.deadline = NEVER
@@ -361,7 +365,7 @@ class ConsumerSession:
             self._close(load, error, now)
 
     def _close(self, load: Load, error: KVConnectorError | None, now: float) -> None:
-        """End the load: report it to the engine, if it asked for it, then to the producer's ranks, which can wait."""
+        """End a load: report it to the engine, if the engine asked for it, and then to the producer's ranks."""
         ending = load.end(error)
         self._agenda.forget(load)
         load.engine.loads.give_up(load)
@@ -374,7 +378,7 @@ class ConsumerSession:
     _HANDLERS: ClassVar[dict[type, Callable[..., None]]] = {
         WantRequest: _wanted,
         LoadRequest: _load_asked,
-        DropRequest: _withdrawn,
+        DropRequest: _dropped,
         m.Progress: _progressed,
         ev.ReceivePosted: _receive_posted,
         ev.ReceiveAdvanced: _receive_advanced,

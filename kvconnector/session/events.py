@@ -1,4 +1,4 @@
-"""Events of a session, besides the engine's orders. The machines get the time beside each."""
+"""Events of a session, besides the engine's orders. The time is an argument of `handle`, not a field of the events."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ MessageT_co = TypeVar("MessageT_co", bound=m.Message, covariant=True)
 
 
 class FromPeer(msgspec.Struct, Generic[MessageT_co], frozen=True, eq=False):
-    """A message of the worker, or the directory service, at `link`. Tables name it by the message's type."""
+    """A message from the worker or the directory service at `link`. Tables name it by the message's type."""
 
     link: Link
     message: MessageT_co
 
 
 class LinkLost(msgspec.Struct, frozen=True):
-    """A control connection ended or could not be made, or the data plane cannot reach the consumer worker there."""
+    """A control connection ended or could not be made, or the data plane cannot reach the consumer worker at `link`."""
 
     link: Link
     error: KVConnectorError
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time passed: deadlines are looked at."""
+    """Time passed: the session checks its deadlines."""
 
 
 # Producer side.
 
 
 class EndpointOpened(msgspec.Struct, frozen=True):
-    """The data plane reaches the consumer worker, and the warm-up message is on its way."""
+    """The data plane can reach the consumer worker, and the warm-up message was sent."""
 
     link: Link
 
 
 class SendOver(msgspec.Struct, frozen=True):
-    """The blocks of a read are not read any more. All of its chunks were sent, or it ended early: then exactly
-    `sent_chunks` were or are being sent. `phases` are by the clock of the data path.
+    """A send is over and reads no block any more. If it ended early, `sent_chunks` of its chunks were handed to the
+    network; None: all of them. `phases` are in seconds of the data path's clock.
     """
 
     send: Send
@@ -61,7 +61,7 @@ class SendOver(msgspec.Struct, frozen=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True):
-    """All ranks of a producer engine that this rank needs are connected and warm."""
+    """All ranks of a producer engine that this rank reads from have greeted and are warm."""
 
     engine: RemoteEngine
 
@@ -74,20 +74,20 @@ class EngineLost(msgspec.Struct, frozen=True):
 
 
 class WarmedUp(msgspec.Struct, frozen=True):
-    """The warm-up message of a producer worker arrived; `error` if it did not."""
+    """The warm-up message of a producer worker arrived, or `error` says why it did not."""
 
     link: Link
     error: KVConnectorError | None = None
 
 
 class OfReceive(msgspec.Struct, frozen=True):
-    """A report of the data path about a read."""
+    """A report from the data path about a read."""
 
     read: RankRead
 
 
 class ReceivePosted(OfReceive, frozen=True):
-    """Receives for a read are posted, `window` of them at a time: the producer may start."""
+    """Receives for the first `window` chunks of a read are posted: the producer may start."""
 
 
 class ReceiveAdvanced(OfReceive, frozen=True):
@@ -95,15 +95,15 @@ class ReceiveAdvanced(OfReceive, frozen=True):
 
 
 DIRECT_PATH = "direct"
-"""Of reads of the producer's pools, through CUDA IPC or shared memory."""
+"""The path of reads that copy from the producer's pools, mapped by CUDA IPC or shared memory."""
 PACKED_PATH = "packed"
 TCP_FALLBACK = "-tcp-fallback"
-"""Ends the path of what was sent by TCP although RDMA ports are active on this host."""
+"""Suffix of a path whose bytes went by TCP although this host has active RDMA ports."""
 
 
 class ReceiveFinished(OfReceive, frozen=True):
-    """All bytes of a read are in our blocks: `seconds` after its posting or first copy, by `DIRECT_PATH` or as it was
-    sent. `phases` are parts of a read that was sent, by the clock of the data plane.
+    """All bytes of a read are in our blocks. `seconds` counts from the posted receive or the first copy. `path` is
+    `DIRECT_PATH`, or names how the read was sent. A packed read has `phases`, in seconds of the data path's clock.
     """
 
     seconds: float = 0.0
@@ -112,17 +112,17 @@ class ReceiveFinished(OfReceive, frozen=True):
 
 
 class ReceiveFailed(OfReceive, frozen=True):
-    """The data plane could not complete a read; nothing writes our blocks any more. `ReceiveDrained` follows."""
+    """The data path could not complete a read and writes our blocks no more. `ReceiveDrained` follows."""
 
     error: KVConnectorError
 
 
 class ReceiveStopped(OfReceive, frozen=True):
-    """A read that was stopped writes our blocks no more. `ReceiveDrained` follows."""
+    """A stopped read writes our blocks no more. `ReceiveDrained` follows."""
 
 
 class ReceiveDrained(OfReceive, frozen=True):
-    """A stopped or failed read's slots are free: nothing more of it is awaited. The last event of such a read."""
+    """The slots of a stopped or failed read are free. This is the last event of such a read."""
 
 
 FROM_CONSUMER: frozenset[type] = frozenset(
@@ -142,10 +142,10 @@ FROM_PRODUCER: frozenset[type] = frozenset(
 
 
 def event_of(link: Link, message: m.Message) -> FromPeer[Any] | None:
-    """The event that a message on `link` is; None for a goodbye, which ends the link.
+    """Return the event for a message that came on `link`; None for a `Bye`, which ends the link.
 
     Raises:
-        RemoteProtocolError: a message that this side does not take on such a link.
+        RemoteProtocolError: this side takes no such message on such a link.
     """
     if isinstance(message, m.Bye):
         return None
@@ -157,5 +157,5 @@ def event_of(link: Link, message: m.Message) -> FromPeer[Any] | None:
 
 
 def kind_of(event: object) -> type:
-    """The type by which tables name an event: for a peer's message the message's."""
+    """Return the type by which tables name an event: the message's type if it came from a peer."""
     return type(event.message) if isinstance(event, FromPeer) else type(event)

@@ -176,9 +176,12 @@ class Lease(Tracked[LeaseState]):
         """The report to its followers."""
         if self.outcome is not None:
             refusal, text = REFUSAL_OF[self.outcome]
-            return m.Progress(transfer_id=self.transfer_id, refusal=refusal, text=text)
+            return m.Progress(
+                transfer_id=self.transfer_id, secret=self.secret, refusal=refusal, text=text
+            )
         return m.Progress(
             transfer_id=self.transfer_id,
+            secret=self.secret,
             blocks=self.blocks,
             is_complete=self.is_complete,
             watermark=self.watermark,

@@ -1,4 +1,4 @@
-"""One connection with a peer: the record that sessions, port, data path and events hand to each other."""
+"""One connection with a peer: the record that sessions, port, data path and events pass to each other."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """A control connection with a worker or a directory service, and all that lasts as long as it. The `number` is for
-    texts: sessions count the links that they open from 1, those that peers open have negative numbers.
+    """A control connection with a worker or a directory service, and all state that ends with it. `number` appears in
+    texts: links that a session opens count up from 1, links that peers open have negative numbers.
 
-    *Of the sessions:* `there` is their record of who is at the other end, None once nothing more is awaited from there.
+    *Used by the sessions:* `there` is the record of the peer at the other end, None once the session expects nothing
+    more from it.
 
-    *Of the runtime:* both sides use the wire `version` in which it was opened. `handle` is its connection, None before
-    and after. Messages that come over the transport have this `tag`, and `opener` checks them; `sealer` makes ours.
-    `consumer` names one that may have mapped this worker's CUDA memory. `unsent` are messages of this turn, in order.
+    *Used by the runtime:* both sides use the wire `version` in which the link was opened. `handle` is the open
+    connection, else None. Messages that come over the transport carry `tag`; `opener` verifies them, and `sealer`
+    signs ours. `consumer` names a consumer that may have mapped this worker's CUDA memory. `unsent` are the messages
+    of the driver's present turn, oldest first.
 
-    *Of the data path:* `endpoint` is the transport's, 0 while there is none: a consumer's for messages alone, which it
-    then owns, a producer's for chunks as well. `pools` are those of a producer that are read directly. `warm_ups` are
-    the tickets of warm-up messages that are still awaited.
+    *Used by the data path:* `endpoint` is the transport's, 0 if there is none. A consumer opens one for messages alone
+    and owns it; a producer sends chunks through it as well. `pools` are a producer's pools that are read directly.
+    `warm_ups` are the tickets of warm-up messages that have not come yet.
     """
 
     number: int
@@ -49,9 +51,7 @@ class Link:
 
     @property
     def uses_transport(self) -> bool:
-        """Returns True if our messages travel over the transport by now: a producer's do once the peer has written to
-        its inbox.
-        """
+        """Returns True if our messages go over the transport. A producer's do once it got a message there."""
         if not self.endpoint or self.sealer is None:
             return False
         return self.number > 0 or (self.opener is not None and self.opener.has_opened)

@@ -1,4 +1,4 @@
-"""One request that a consumer rank loads: the state table and the record."""
+"""One request that a consumer rank loads: its state table and its record."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _LACKS = {
     _S.FOLLOWING: "the producer did not go on with the prompt before the load's deadline",
     _S.READING: "the load made no progress before its deadline",
 }
-"""Errors of a load whose deadline passes in this state."""
+"""The text of the error if a load's deadline passes in this state."""
 
 LOAD_TABLE: Table[LoadState] = Table(
     "load",
@@ -101,18 +101,19 @@ LOAD_TABLE: Table[LoadState] = Table(
 
 
 class Piece(NamedTuple):
-    """A part that is read at a time: these tokens of each cache group, in these layers (global indices)."""
+    """A part of a load that is read at once: these tokens of each cache group, in these layers (global indices)."""
 
     token_ranges: tuple[range, ...]
     layers: range = ALL_LAYERS
 
 
 class Load(Tracked[LoadState]):
-    """A request's transfer, what was asked of it, and which reads are not over.
+    """A request's transfer, the engine's order, and its unfinished reads.
 
-    `left[group]` was not read for yet, and of `begun` only some layers were; `filled_tokens` leading tokens are in the
-    blocks. Of one that `is_followed`, `progress` is what each producer worker last reported, by its link's number, and
-    the engine asks for it once it `has_begun`. `deadline` is when it is given up, unless something happens before.
+    `left[group]` are the tokens that no read covers yet; of `begun` only some layers are covered. The first
+    `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report of each producer
+    worker, by its link's number, and the engine asks for the load once it `has_begun`. It is given up at `deadline`,
+    unless it makes progress before.
     """
 
     def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
@@ -140,13 +141,13 @@ class Load(Tracked[LoadState]):
         )
 
     def record_progress(self, link: int, reported: m.Progress, num_groups: int) -> bool:
-        """Remember how far a producer worker is. Ignores stale messages.
+        """Record how far a producer worker is. Ignores stale messages.
 
         Returns:
-            True if it is further than it was, or had reported nothing yet.
+            True if it is further than before, or had reported nothing yet.
 
         Raises:
-            KVConnectorError: it gives the prompt up, or what it reports makes no sense.
+            KVConnectorError: it gave up the prompt, or its report makes no sense.
         """
         if reported.refusal is not None:
             raise refusal_error(reported.refusal, reported.text, request=self.request_id)
@@ -163,20 +164,20 @@ class Load(Tracked[LoadState]):
         return is_new
 
     def should_notify(self, link: int, *, is_streamed: bool) -> bool:
-        """Returns True if the engine may ask for the load: a producer worker has blocks for the prompt, and so begins
-        to compute it; or is done with it, where loads are not streamed.
+        """Returns True if the engine may ask for the load: the producer worker has blocks for the prompt and begins to
+        compute it or, if loads are not streamed, has finished it.
         """
         reported = self.progress[link]
         return _has_begun(reported) if is_streamed else reported.is_complete
 
     def is_answered(self, links: Collection[int]) -> bool:
-        """Returns True if all of these producer workers have reported how far they are."""
+        """Returns True if all of these producer workers have reported their progress."""
         return all(link in self.progress for link in links)
 
     def take_ready(
         self, routes: Iterable[Route], sources: Collection[int], *, chunk_bytes: int
     ) -> tuple[SourceRead, ...]:
-        """Reads of all that these producer workers have and that was not read for yet.
+        """Return reads of all tokens and layers that these producer workers have and no read covers yet.
 
         Raises:
             GeometryError: see `plan_read`.
@@ -203,7 +204,9 @@ class Load(Tracked[LoadState]):
         return reads
 
     def _ready(self, sources: Collection[int]) -> Piece:
-        """More layers of what was begun, else tokens in all layers, else the first layers of the newest step."""
+        """Return the next piece: more layers of `begun`, else tokens in all layers, else first layers of the newest
+        step.
+        """
         reports = [self.progress.get(link, _NOTHING) for link in sources]
         stop = min(each.watermark.num_tokens for each in reports)
         if self.begun is not None:
@@ -218,7 +221,7 @@ class Load(Tracked[LoadState]):
         return Piece(ranges, range(first, layer_stop))
 
     def _up_to(self, stop: int, reports: Sequence[m.Progress]) -> tuple[range, ...]:
-        """The tokens left below `stop`, of groups that all of these workers can be read of."""
+        """Return the tokens left below `stop`, none of groups that some of these workers cannot be read of yet."""
         stops = [stop if all(_has(p, g) for p in reports) else 0 for g in range(len(self.left))]
         return tuple(
             range(tokens.start, max(tokens.start, min(tokens.stop, limit)))
@@ -226,7 +229,7 @@ class Load(Tracked[LoadState]):
         )
 
     def ask(self, asked: LoadRequest, now: float) -> KVConnectorError | None:
-        """Take what the engine asks for. Where its blocks are refused, nobody knows what is in them.
+        """Record the engine's order. If a worker's check refused its blocks, `filled_tokens` stays unknown.
 
         Returns:
             Why it cannot be loaded, if that is known already.
@@ -241,14 +244,14 @@ class Load(Tracked[LoadState]):
         return self.error
 
     def note_filled(self) -> None:
-        """Take that no read is open: all that was read for is in the blocks, and nothing of what is left."""
+        """Update `filled_tokens` when no read is open: all tokens that reads covered are in the blocks."""
         if self.begun is None:
             starts = [tokens.start for tokens in self.left if tokens]
             everything = [tokens.stop for tokens in self.left]
             self.filled_tokens = min(starts) if starts else max(everything, default=0)
 
     def timeout_error(self, *, waits_for_slots: bool) -> TransferTimeoutError:
-        """The error of a load whose deadline passed: it names what the load waited for."""
+        """Return the error of a load whose deadline passed. It names what the load was waiting for."""
         context: dict[str, object] = {"state": self.state.value}
         if self.reads:
             context["waiting_for"] = [str(read.source.source) for read in self.reads.values()]
@@ -264,7 +267,7 @@ class Load(Tracked[LoadState]):
         )
 
     def end(self, error: KVConnectorError | None) -> m.Done | m.Abort:
-        """End with an error, or without. Returns the message that ends the transfer at the producer's workers."""
+        """Move to the end state. Returns the message that ends the transfer at the producer's workers."""
         kind: type[m.Done | m.Abort] = m.Done
         state = _S.DONE
         if error is not None:
@@ -274,7 +277,7 @@ class Load(Tracked[LoadState]):
         return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
 
     def in_flight(self, rank: str, now: float) -> LoadInFlight:
-        """Its bytes so far. Any thread may ask."""
+        """Return its bytes so far. Any thread may call this."""
         trace = self.trace
         arrived = [read.source.total_bytes * read.share for read in [*self.reads.values()]]
         return LoadInFlight(
@@ -289,12 +292,12 @@ class Load(Tracked[LoadState]):
 
     @property
     def extra(self) -> bytes:
-        """What the producer's engine added to the end of a prompt that is followed: see `Progress`."""
+        """The bytes that the producer's engine added to the end of a followed prompt: see `Progress`."""
         return next((each.extra for each in self.progress.values() if each.extra), b"")
 
     @property
     def is_read(self) -> bool:
-        """Returns True if reads were opened for everything."""
+        """Returns True if reads cover everything that was asked for."""
         return self.begun is None and not any(self.left)
 
     def is_complete(self, sources: Collection[int]) -> bool:
@@ -312,11 +315,11 @@ def _has_begun(reported: m.Progress) -> bool:
 
 
 def _extent(reported: m.Progress) -> tuple[bool, Watermark, bool]:
-    """A value that grows from one report of a worker to the next."""
+    """Return a value that grows from one report of a worker to the next."""
     return reported.is_complete, reported.watermark, _has_begun(reported)
 
 
 def _has(reported: m.Progress, group: int) -> bool:
-    """Returns True if a group can be read up to the watermark: those that move last can once all is computed."""
+    """Returns True if a group can be read up to the watermark, as groups without blocks can at the prompt's end."""
     blocks = reported.blocks
     return bool(blocks) and (reported.is_complete or bool(blocks[group].wire_ids))

@@ -3,33 +3,34 @@
 Theory of operation of this room
 --------------------------------
 
-*What a session is.* A worker has up to two, `ProducerSession` and `ConsumerSession`. `handle(event, now)` takes an
-event and calls a `Port`; `next_deadline()` says when to send the next `Tick`. Nothing else goes in or out. Events are
-the engine's orders, messages of peers, reports of the data path and of links, and ticks. What the port's methods do is
-out of the session's sight: they return nothing, never call it back, and what comes of them is a later event.
+*What a session is.* A worker has up to two: a `ProducerSession` and a `ConsumerSession`. `handle(event, now)` takes an
+event and calls methods of a `Port`; `next_deadline()` returns the time of the next `Tick`. There is no other way in or
+out. Events are orders of the engine, messages from peers, reports from the data path and from links, and ticks. The
+port's methods return nothing and never call the session back. Their results arrive as later events.
 
-*Threads and time.* A session has no thread, lock or clock. One thread at a time calls it: the one that has the driver
-lock. `now` is the driver's monotonic clock and never goes back. Only `in_flight` may be called by any thread.
+*Threads and time.* A session has no thread, lock or clock. Only the thread that holds the driver lock calls it.
+`now` is the driver's monotonic clock and never goes back. `in_flight` alone may be called from any thread.
 
-*What may block.* Nothing. What an event costs does not grow with what is queued: records are found in dictionaries and
-deadlines in an `Agenda`, and what one event means for very many records is left to the next ticks (`MAX_AT_ONCE` each),
-which are due at once. A deadline may only be moved through the agenda: a record with a deadline that is not planned is
-never looked at again, and its request waits for ever.
+*Blocking.* Nothing here blocks. The cost of an event does not grow with the number of queued requests: records are
+found in dictionaries and deadlines in an `Agenda`. When one event concerns very many records, the session handles
+`MAX_AT_ONCE` of them and leaves the rest to the next ticks, which are due at once. Change a deadline only through the
+agenda: a record whose deadline is not planned is never looked at again, and its request waits for ever.
 
-*Records.* A request is one record a side, a `Lease` or a `Load`; a peer is a `Peer` or a `RemoteEngine`. Each has a
-state that moves along a table. A table is data: `{state: {event type: allowed next states}}`. `accept` checks that an
-event may happen now, before anything is changed; `move` goes to a state that the accepted event allows. An event that
-the table does not list raises `LocalProtocolError` with the story of what happened before. The diagrams in
-docs/protocol.md show these tables, and a test keeps them current.
+*Records.* On each side a request is one record, a `Lease` or a `Load`, and a peer is a `Peer` or a `RemoteEngine`.
+Each record has a state that moves along a table. A table is data: `{state: {event type: allowed next states}}`.
+`accept` checks that an event may happen now, before anything changes; `move` goes to a state that the accepted event
+allows. An event that the table does not list raises `LocalProtocolError` with the record's recent moves. The diagrams
+in docs/protocol.md show these tables, and a test keeps them current.
 
-*Messages.* A link keeps their order and loses none without being lost itself, so nothing is repeated on it. What was
-sent on a lost link counts for nothing on the next one: a new link begins with a greeting, and heartbeats name all
-transfers again. Messages may come late, twice (from a producer's earlier link) or about what is over: they change
-nothing then.
+*Messages.* A link delivers messages in order, and if it loses one, the link itself is lost. So nothing is repeated on
+a link. Messages sent on a lost link have no effect on the next one: a new link begins with a greeting, and heartbeats
+name all transfers again. A message may come late, twice (from a producer's earlier link), or about a request that is
+over. Then it changes nothing.
 
-*What breaks if this is changed.* Releasing blocks before `ReceiveStopped`, or before the last `SendOver`, lets
-a copy write or read memory that is another request's. Reporting a load twice kills an engine.
-Forgetting a read before `ReceiveDrained` leaves its slots taken for good.
+*What breaks if this changes.* If blocks are released before `ReceiveStopped`, or before the last `SendOver`, a copy
+reads or writes memory that already belongs to another request. If a load is reported twice, vLLM's scheduler fails an
+assertion and its engine ends. If a read is forgotten before `ReceiveDrained`, its slots stay taken for good.
+
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ class Table(Generic[StateT]):
 
 
 def staying(state: StateT, *events: type) -> dict[type, frozenset[StateT]]:
-    """A part of a table's row: what may happen in a state, and leaves it as it is."""
+    """Return the part of a table's row for `events` that leave `state` as it is."""
     return dict.fromkeys(events, frozenset({state}))
 
 
 class Tracked(Generic[StateT]):
-    """A record with a state that only moves along its table, and remembers how it got there."""
+    """A record whose state moves only along its table, and which remembers its latest moves."""
 
     def __init__(self, table: Table[StateT], label: str) -> None:
         self._table = table
@@ -76,17 +77,17 @@ class Tracked(Generic[StateT]):
 
     @property
     def story(self) -> list[str]:
-        """The latest moves: when, from where to where, and why."""
+        """The latest moves, oldest first: time in seconds, old state, new state and event."""
         return [
             f"{now:.3f} {state.value} -> {target.value} ({event.__name__})"
             for now, state, target, event in self._steps or ()
         ]
 
     def accept(self, event: object, now: float) -> None:
-        """Check that `event` may happen now, before anything is changed: it is what the next moves are due to.
+        """Check that `event` may happen now, before anything changes. The next moves are made because of it.
 
         Raises:
-            LocalProtocolError: it may not; the text tells the record's story.
+            LocalProtocolError: the table does not list it for the present state; the text has the latest moves.
         """
         kind = kind_of(event)
         if kind not in self._table.rows[self.state]:
@@ -99,12 +100,12 @@ class Tracked(Generic[StateT]):
 
     def move(self, target: StateT) -> None:
         """Go to `target`."""
-        # our own invariants: handlers and table are written together
+        # no input of a user or a peer reaches these: handlers and table are written together
         kind = self._kind
         assert kind is not None, self._label
         assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
         if target is not self.state:
-            if self._steps is None:  # thousands that are queued have made no step yet
+            if self._steps is None:  # made late: thousands of queued records have not moved yet
                 self._steps = deque(maxlen=STORY_LENGTH)
             self._steps.append((self._now, self.state, target, kind))
         self.state = target

@@ -1,4 +1,6 @@
-"""Orders of an engine's scheduler half to every worker: events of the session. They travel between its processes."""
+"""Orders that an engine's scheduler half sends to every worker. They are events of the sessions, and are serialized
+between the engine's processes.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from kvconnector.topology import EngineGeometry
 
 
 class _Order(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
-    """An order to every worker about one request. Thousands are queued, so the garbage collector passes them over."""
+    """An order about one request. The garbage collector does not track orders (`gc=False`), as thousands are queued."""
 
     request_id: str
 
 
 class _Lease(_Order, frozen=True):
-    """Consumers may read these blocks. `error`, of a worker's check: they cannot be read, and readers are refused."""
+    """Consumers may read these blocks. A worker sets `error` if its check finds that they cannot be read: readers are
+    then refused.
+    """
 
     transfer_id: str
     secret: str
@@ -27,9 +31,9 @@ class _Lease(_Order, frozen=True):
 
 
 class HoldRequest(_Lease, frozen=True):
-    """The producer finished a request: keep these blocks for a consumer. They have its first `num_tokens` tokens.
-    `lease_duration_s` above zero takes the place of the configured duration until a consumer reads or renews. `extra`:
-    see `Progress`.
+    """The producer finished a request: keep these blocks, which hold its first `num_tokens` tokens, for a consumer.
+    `lease_duration_s`, if not 0, replaces the configured duration until a consumer reads or renews. For `extra` see
+    `Progress`.
     """
 
     num_tokens: int
@@ -43,9 +47,9 @@ class HoldRequest(_Lease, frozen=True):
 
 
 class GrowRequest(_Lease, frozen=True):
-    """The producer computes a request's prompt and owns its blocks: consumers may read them up to the watermark. Its
-    whole steps are those before the one with this order. Ordered again with more tokens, and by the worker with more
-    layers.
+    """The producer is computing a request's prompt: consumers may read these blocks up to the watermark, whose whole
+    tokens come from steps before the one with this order. The scheduler repeats the order with more tokens, and the
+    worker with more layers.
     """
 
     watermark: Watermark
@@ -53,12 +57,12 @@ class GrowRequest(_Lease, frozen=True):
 
 
 class WithdrawRequest(_Order, frozen=True):
-    """The producer takes a held request back, or the blocks of one that it computes."""
+    """The producer takes back a held request, or the blocks of one that it is still computing."""
 
 
 class WantRequest(_Order, frozen=True):
-    """A request whose blocks are on a producer, the `engine`, is queued at this consumer: find the peer, keep the lease
-    alive. `is_followed`: the producer may still compute them.
+    """A request whose blocks are at the producer `engine` is queued at this consumer: greet that engine and keep the
+    lease alive. `is_followed`: the producer may still be computing the prompt.
     """
 
     transfer_id: str
@@ -68,8 +72,8 @@ class WantRequest(_Order, frozen=True):
 
 
 class LoadRequest(_Order, frozen=True):
-    """Fetch tokens `[start, stop)` of each group from the producer's blocks into ours. There are no `remote_blocks` of
-    a request that is followed: the producer's workers report them. `error`, of a worker's check: the load fails.
+    """Load tokens `[start, stop)` of each group from the producer's blocks into ours. A followed request has no
+    `remote_blocks`: the producer's workers report them. A worker sets `error` if its check fails: then the load fails.
     """
 
     token_ranges: tuple[tuple[int, int], ...]
@@ -79,7 +83,7 @@ class LoadRequest(_Order, frozen=True):
 
 
 class DropRequest(_Order, frozen=True):
-    """The consumer gives a wanted or loading request up, or needs nothing of it."""
+    """The consumer gives up a wanted or loading request, or needs none of its blocks."""
 
 
 LeaseOrder: TypeAlias = HoldRequest | GrowRequest
@@ -87,8 +91,8 @@ Order: TypeAlias = LeaseOrder | WithdrawRequest | WantRequest | LoadRequest | Dr
 
 
 class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """One step's orders for every worker of the engine, in the order in which they were given: an id may be used again
-    within a step. `engine` is there until the scheduler knows that all workers have it.
+    """One step's orders for every worker of the engine, oldest first: an id may be used again within a step. `engine`
+    is set until the scheduler knows that all workers have it.
     """
 
     engine: EngineGeometry | None = None
@@ -96,5 +100,5 @@ class StepMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing new."""
+        """Returns True if a worker need not see it."""
         return not (self.engine or self.orders)

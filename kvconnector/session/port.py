@@ -1,4 +1,4 @@
-"""The one way out of the sessions: what they have done by links, the data path and the engine."""
+"""The one way out of the sessions: their calls to links, data path and engine."""
 
 from __future__ import annotations
 
@@ -22,88 +22,87 @@ NEVER = float("inf")
 
 
 class Port:
-    """What a session calls while it handles an event. No method waits or calls a session back: what follows comes as a
-    later event. This one does nothing.
+    """The methods that a session calls while it handles an event. None of them waits or calls the session back: results
+    arrive as later events. Those of this base class do nothing.
     """
 
     # -- links --
 
     def send(self, link: Link, message: Message) -> None:
-        """Send a control message; a link that is gone is reported as `LinkLost`."""
+        """Send a control message. If the link is gone, `LinkLost` follows."""
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
-        """Connect `link` to a peer's control address; our messages on it are in this wire version."""
+        """Connect `link` to a peer's control address. Our messages on it use this wire version."""
 
     def close_link(self, link: Link) -> None:
-        """Close `link` after what was sent on it, with all that lasts as long as it, sends to a consumer worker among
-        it; no event follows.
+        """Close `link` once the messages sent on it are gone, and free its endpoint, mappings and warm-ups. Sends to a
+        consumer worker at this link stop. No event follows.
         """
 
     # -- of a producer --
 
     def open_endpoint(self, link: Link, hello: Hello) -> None:
-        """Reach a consumer worker and send it the warm-up message; `EndpointOpened` or `LinkLost` follows."""
+        """Open an endpoint to a consumer worker and send its warm-up message. `EndpointOpened` or `LinkLost` comes."""
 
     def probe(self, link: Link, probe: Probe) -> None:
-        """Send a consumer worker what its `Probe` asks for."""
+        """Send a consumer worker the bytes that its `Probe` asks for."""
 
     def expect_reads(self, blocks: tuple[GroupBlocks, ...]) -> None:
-        """Consumers may ask for these blocks soon."""
+        """Prepare for reads of these blocks, which consumers may ask for soon."""
 
     def start_send(self, send: Send) -> None:
-        """Stream the chunks of a read. `SendOver` follows."""
+        """Send the chunks of a read. `SendOver` follows."""
 
     def stop_send(self, send: Send) -> None:
-        """Send no further chunk of this read; `SendOver` follows once the blocks are not read any more."""
+        """Send no further chunk of this read. `SendOver` follows once nothing reads its blocks."""
 
     def publish(self, key: bytes, watermark: Watermark) -> None:
-        """Let consumers on this host read a lease up to its watermark, until `retract`. One that grows comes again."""
+        """Let consumers on this host read a lease up to its watermark, until `retract`. Called again when it grows."""
 
     def retract(self, key: bytes) -> None:
-        """Reads under this key that end from now on do not count. It comes before `release`."""
+        """Make direct reads under this key fail if they end from now on. Called before `release`."""
 
     def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
-        """The producer engine may reuse the request's blocks. `outcome` is `expired` or `aborted` unless all
-        confirmed.
+        """Let the producer engine reuse the request's blocks. `outcome` is `released` if all consumer ranks confirmed,
+        else `expired` or `aborted`.
         """
 
     # -- of a consumer --
 
     def met(self, engine_id: EngineId, summary: str) -> None:
-        """Log that a producer engine is met, and how its caches differ from ours."""
+        """Log that a producer engine answered, and how its caches differ from ours."""
 
     def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
-        """Greet a producer worker: post the warm-up receive of `link`, then send a Hello that names the `segments` of
-        all reads from it; `WarmedUp` follows.
+        """Greet a producer worker: post the receive for its warm-up message, then send a `Hello` that names the
+        `segments` of all reads from it. `WarmedUp` follows.
         """
 
     def take_reply(self, worker: RemoteWorker, reply: HelloReply) -> None:
-        """Use what a producer worker offers in its `reply` to our greeting, for as long as its link lasts; no event
-        follows.
+        """Connect to the producer worker that sent `reply`, for as long as its link lasts. No event follows.
 
-        Open the data plane's way to its `transport_address`, although nothing is sent there: a transport then knows
-        whom it receives from, and can report the loss of that worker. Try to reach the pools of its `export` without
-        its help: where that fails reads go the packed way.
+        Open an endpoint to its `transport_address`, although no data is sent there: the transport then knows whom it
+        receives from and can report the loss of that worker. Map the pools of its `export`: if that fails, its reads
+        are packed.
         """
 
     def start_receive(self, read: RankRead) -> None:
-        """Post receives for a read and unpack its chunks into its blocks. `ReceivePosted` follows, then
-        `ReceiveFinished` or `ReceiveFailed`.
+        """Begin a read. `ReceiveFinished` or `ReceiveFailed` follows.
 
-        Where the export of its link is open the read may be made there instead, from `remote_blocks` under the load's
-        lease: then no `ReceivePosted` comes, and whatever the end is, it needs no peer.
+        A packed read posts receives and unpacks its chunks into its blocks: `ReceivePosted` comes first. If the
+        worker's pools are mapped, the read copies from its `remote_blocks` instead, under the load's lease: then no
+        `ReceivePosted` comes, and the peer takes no part in its end.
         """
 
     def stop_receive(self, read: RankRead) -> None:
-        """Write no further chunk into the blocks; `ReceiveStopped` follows once nothing writes them any more."""
+        """Write no further chunk into the blocks. `ReceiveStopped` follows once nothing writes them."""
 
     def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
-        """The peer sent exactly `sent_chunks` of a stopped read: receive and drop these, cancel the rest. None: the
-        peer is gone, cancel all. `ReceiveDrained` follows.
+        """Drain a stopped read of which the peer sent exactly `sent_chunks`: receive and drop these, cancel the other
+        receives. None: the peer is gone, so cancel all. `ReceiveDrained` follows.
         """
 
     def begun(self, request_id: str) -> None:
-        """The producer computes a request that is followed, or never will: the engine may ask for its load."""
+        """Report that the producer began to compute a followed request, or never will: its load may be asked for."""
 
     def finish_load(self, load: Load, error: KVConnectorError | None) -> None:
-        """The consumer engine may use the blocks of a load, or must do without: then `error` is the reason."""
+        """Report the end of a load: the engine may use its blocks, or `error` is the reason why it may not."""

@@ -1,7 +1,7 @@
 """The producer's session: leases, reads and confirmations of one worker, as a pure state machine.
 
 A lease ends when every consumer rank that the topology names has confirmed, when its time is up, or when either side
-aborts; blocks are released only once no send reads them any more.
+aborts. Its blocks are released only once no send reads them any more.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvconnector.wire.messages import Refusal
 
 MAX_REMEMBERED_LEASES = 4096
 MAX_REMEMBERED_PROMPTS = 1 << 17
-"""Prompts that were given up before they were computed: the engine computes them yet, and offers their blocks."""
+"""Prompts given up before they were complete are remembered, as the engine computes them and offers their blocks."""
 
 
 class ProducerSession:
     """All leases and peers of one producer worker. `handle` is the only way in; see the tables in `lease.py` and
     `peers.py`.
 
-    `reply` is what consumers are answered that are taken: with an export in it, leases are published for those that can
-    use it. `timeout_s`: how long a consumer may be silent. The next `Tick` is to come by `next_deadline()`, which is
-    early where something was renewed.
+    `reply` is the answer to the `Hello` of each compatible consumer. If it has an export, leases are published on the
+    board for consumers of this host. A consumer may be silent for `timeout_s`. The next `Tick` must come by
+    `next_deadline()`, which may be earlier than anything is due.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class ProducerSession:
         self._given_up = EndedLeases(MAX_REMEMBERED_PROMPTS)
 
     def handle(self, event: object, now: float) -> None:
-        """Take an event. The only method that changes leases and peers.
+        """Handle an event. No other method changes leases and peers.
 
         Raises:
             LocalError: the engine granted a request twice.
         """
         handler = self._HANDLERS.get(ev.kind_of(event))
-        if handler is None:  # it is about a link
+        if handler is None:  # it concerns a link
             self._peers.handle(event, now)
         else:
             handler(self, event, now)
@@ -91,7 +91,8 @@ class ProducerSession:
                 engine=self._topology.engine.engine_id,
             )
         if lease is None:
-            # given up before it was computed; or its names are used again, and messages of the first use come late
+            # it was given up before it was complete, or the name is used again: late messages of the first use could
+            # not be told apart from those of the second
             if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
                     self._port.release(event.request_id, _ABORTED.value, HoldTrace(now, now))
@@ -111,7 +112,7 @@ class ProducerSession:
             self._HANDLERS[type(early.message)](self, early, now)
 
     def _grow(self, lease: Lease, event: LeaseOrder, now: float) -> None:
-        """Let consumers read what the lease has, and report it to its followers."""
+        """Let consumers read the lease's tokens, and report its progress to its followers."""
         target = LeaseState.FILLING
         if isinstance(event, HoldRequest):
             target = LeaseState.READING if lease.sends else LeaseState.HELD
@@ -127,7 +128,7 @@ class ProducerSession:
             self._port.expect_reads(lease.blocks)
 
     def _followed(self, event: ev.FromPeer[m.Follow], now: float) -> None:
-        """Answer a consumer how far a prompt is, now or when our engine knows it."""
+        """Report a prompt's progress to a consumer, now or once our engine has granted the lease."""
         follow = event.message
         peer = self._peers.ready(event.link)
         if peer is None:
@@ -143,7 +144,9 @@ class ProducerSession:
         elif lease is not None:
             self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
         elif not self._early.keep(peer, event, now + self._config.early_follow_s):
-            self._refuse(event, Refusal.INTERNAL, "too many prompts are followed before their time")
+            self._refuse(
+                event, Refusal.INTERNAL, "too many prompts are followed before their leases"
+            )
 
     def _withdrawn(self, event: WithdrawRequest, now: float) -> None:
         lease = self._by_request.get(event.request_id)
@@ -184,7 +187,7 @@ class ProducerSession:
             self._port.start_send(send)
 
     def _early_read(self, peer: Peer, event: ev.FromPeer[m.Read], now: float) -> None:
-        """Refuse, or wait for the lease: the router can be faster than our engine's next step."""
+        """Refuse a read, or keep it until its lease comes: the router can be faster than our engine's next step."""
         ended = self._find_ended(event.message)
         if ended is not None:
             self._refuse(event, *REFUSAL_OF[ended])
@@ -201,7 +204,7 @@ class ProducerSession:
         elif (early := peer.early.get(read_id)) is not None:
             self._early.remove(early)
             self._end_read(event.link, read_id, 0, Refusal.ABORTED, "cancelled")
-        # else everything was sent already: the consumer receives it all
+        # else all chunks were sent already, and the consumer receives them
 
     def _send_over(self, event: ev.SendOver, now: float) -> None:
         send = event.send
@@ -225,7 +228,7 @@ class ProducerSession:
     def _end_read(
         self, link: Link, read_id: int, sent_chunks: int, refusal: Refusal, text: str
     ) -> None:
-        """Notify a consumer worker that no more of its read comes than these chunks."""
+        """Notify a consumer worker that its read ends after the first `sent_chunks` chunks."""
         ended = m.ReadEnded(
             read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text=text[:4096]
         )
@@ -238,7 +241,7 @@ class ProducerSession:
             return  # it has not greeted us
         lease = self._leases.get(key.transfer_id)
         if lease is None:
-            # our engine's next step may bring it; a duplicate changes nothing
+            # our engine's next step may bring the lease; a duplicate changes nothing
             if self._find_ended(key) is None:
                 self._early.keep(peer, event, now + self._config.early_read_s)
             return
@@ -263,7 +266,7 @@ class ProducerSession:
             self._port.probe(event.link, event.message)
 
     def _heartbeat(self, event: ev.FromPeer[m.Heartbeat], now: float) -> None:
-        """Renew the leases that it names, and answer what is followed."""
+        """Renew the leases that a heartbeat names, and report the progress of followed prompts."""
         heartbeat = event.message
         for key in (*heartbeat.transfers, *heartbeat.followed):
             lease = self._leases.get(key.transfer_id)
@@ -275,7 +278,7 @@ class ProducerSession:
         self._port.send(event.link, m.HeartbeatReply(number=heartbeat.number))
 
     def _tick(self, event: ev.Tick, now: float) -> None:
-        """Give silent peers up, end the leases whose time is up, and refuse what came before a lease that never did."""
+        """Give up silent peers, end expired leases, and refuse early reads and follows whose lease did not come."""
         for thing in self._agenda.due(now):
             if isinstance(thing, Peer):
                 self._peers.tick(thing, event, now)
@@ -294,16 +297,18 @@ class ProducerSession:
     def _refuse(
         self, event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str
     ) -> None:
-        """Refuse a read, or that a prompt is followed."""
+        """Refuse a read or a follow."""
         asked, text = event.message, text[:4096]
         if isinstance(asked, m.Read):
             refused: m.Message = m.ReadRefused(read_id=asked.read_id, refusal=refusal, text=text)
         else:
-            refused = m.Progress(transfer_id=asked.transfer_id, refusal=refusal, text=text)
+            refused = m.Progress(
+                transfer_id=asked.transfer_id, secret=asked.secret, refusal=refusal, text=text
+            )
         self._port.send(event.link, refused)
 
     def _notify_followers(self, lease: Lease) -> None:
-        """Report how far a prompt is to all that follow it, and forget those that are gone."""
+        """Report a prompt's progress to all of its followers, and forget those that are gone."""
         progress, lost = lease.progress(), False
         for link in lease.followers:
             if self._peers.ready(link) is None:
@@ -314,7 +319,7 @@ class ProducerSession:
             lease.followers = tuple([link for link in lease.followers if self._peers.ready(link)])
 
     def _end(self, lease: Lease, outcome: LeaseState) -> None:
-        """End the lease now, or as soon as the sends that read its blocks have stopped."""
+        """End the lease, now or as soon as the sends that read its blocks have stopped."""
         for key in lease.keys:
             self._port.retract(key)
         lease.keys = ()
@@ -327,7 +332,7 @@ class ProducerSession:
             self._close(lease, outcome)
             return
         lease.move(LeaseState.DRAINING)
-        # also where all have confirmed: their sends are complete but for a local completion, and a consumer that
+        # even if all have confirmed: their sends lack at most a local completion, and a consumer that
         # confirms before it has everything must not keep the blocks
         for send in lease.sends:
             self._port.stop_send(send)
@@ -358,10 +363,10 @@ class ProducerSession:
 
 _ABORTED = LeaseState.ABORTED
 _UNKNOWN = "no such transfer"
-"""The same text where a transfer of this name has another secret."""
+"""The text is the same if a transfer of this name has another secret."""
 
 
 def _is_early(read: m.Read, lease: Lease) -> bool:
-    """Returns True if it names blocks, which our engine answers with, before the lease is complete."""
+    """Returns True if the read names blocks, as those of complete leases do, and the lease is not complete yet."""
     is_filling = lease.state is LeaseState.FILLING
     return is_filling and bool(read.blocks) and lease.opens_with(read.secret)

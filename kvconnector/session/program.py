@@ -1,4 +1,4 @@
-"""The data path's part of a read's record. A session looks at no more of it than a peer is to know."""
+"""The data path's part of a read's record. A session reads only those fields that it sends to the peer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from kvconnector.planning import MAX_CHUNKS
 
 
 class Program(msgspec.Struct, eq=False, kw_only=True):
-    """A read as the data path runs it, on either side: its `row` in the compiled loop, -1 while it has none, and the
-    `jobs` of that. `error`: why it ends early, where the loop does not know.
+    """A read as the data path runs it, on either side: its `row` in the compiled loop (-1 if it has none) and that
+    row's `jobs`. `error` says why it ends early if the loop does not know.
     """
 
     row: int = -1
@@ -21,12 +21,13 @@ class Program(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Receive(Program, eq=False, kw_only=True):
-    """What is read into our blocks. `num_moved` of its chunks were here when the loop was last looked at, or calls made
-    of a direct read; `share` of its bytes, 0 where that is not known. `is_quiet`: its end was reported.
+    """A read into our blocks. When the loop was last polled, `num_moved` of its chunks had arrived, or copy calls of a
+    direct read had been made; `share` is the same as a fraction of its bytes, 0 if unknown. `is_quiet`: its end was
+    reported.
 
-    One that is sent has `window` slots once it is promised some, and its chunks have the tags from `first_tag` on; the
-    producer sends the first `limit`. At `cancelled_s` the network was first asked to end what is awaited for it. A
-    direct one waits until `until_s` for the lease that `lease_key` names.
+    A packed read has `window` slots, 0 until they are reserved. Its chunks have consecutive tags from `first_tag` on,
+    and the producer sends the first `limit` of them. `cancelled_s` is when its receives were first cancelled. A direct
+    read waits until `until_s` for the lease that `lease_key` names.
     """
 
     num_moved: int = 0

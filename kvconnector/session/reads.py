@@ -1,4 +1,4 @@
-"""One read of a consumer worker: the record, until nothing of it is awaited, and how it ends before its time."""
+"""One read of a consumer worker: its record, which lives until its slots are free, and how it is stopped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 class RankRead(Receive, eq=False):
-    """What a load reads at one producer worker at a time: `source`, from `remote_blocks` there into `blocks`. Session,
-    port and data path hand this record to each other.
+    """A part of a load that is read from one producer worker: `source`, from its `remote_blocks` into our `blocks`.
+    Session, port and data path pass this record to each other.
 
-    `is_stopped`: no further chunk is to be written. `is_asked`: the peer knows of it. `is_peer_over`: the peer sends no
-    more than the data plane knows of. `deadline` bounds the peer's answer to a cancellation.
+    `is_stopped`: no further chunk may be written. `is_asked`: the peer knows of the read. `is_peer_over`: the peer
+    ended it, or is gone, and the data path knows how many chunks it sent. `deadline` is when a peer is given up that
+    has not answered a cancellation.
     """
 
     read_id: int
@@ -41,7 +42,7 @@ class RankRead(Receive, eq=False):
         return f"<RankRead {self.read_id} by link {self.worker.link.number}, {state}>"
 
     def message(self) -> m.Read:
-        """The request to the producer worker, once chunks have slots. Blocks of a followed prompt it knows itself."""
+        """Return the request to the producer worker, once slots are reserved. It knows a followed prompt's blocks."""
         source, key = self.source, self.load.key
         return m.Read(
             transfer_id=key.transfer_id,
@@ -59,7 +60,7 @@ class RankRead(Receive, eq=False):
 
 
 class Reads:
-    """Begins and ends reads. Each is in the books of its load and its engine."""
+    """Begins and ends reads. Its load and its engine list each of them."""
 
     def __init__(self, port: Port, agenda: Agenda[Any], *, drain_timeout_s: float) -> None:
         self._port = port
@@ -68,7 +69,7 @@ class Reads:
         self._agenda = agenda
 
     def begin(self, load: Load, source: SourceRead, now: float) -> None:
-        """Begin a new read of what is at a worker."""
+        """Begin a read from the worker that `source` names."""
         assert load.asked is not None  # nothing is read before
         worker = load.engine.workers[source.route.peer]
         theirs = (
@@ -82,12 +83,12 @@ class Reads:
         self._port.start_receive(read)
 
     def close(self, read: RankRead) -> None:
-        """Nothing more of this read is awaited."""
+        """Forget a read whose slots are free."""
         self._agenda.forget(read)
         del read.load.engine.reads[read.read_id]
 
     def stop(self, read: RankRead, now: float) -> None:
-        """Write no more for a read, and cancel it at its peer if that is still sending. Idempotent."""
+        """Stop writing a read's chunks, and cancel it at its peer if that may still be sending. Idempotent."""
         if read.is_stopped:
             return
         read.is_stopped = True
@@ -97,7 +98,7 @@ class Reads:
             self._port.send(read.worker.link, m.CancelRead(read_id=read.read_id))
 
     def peer_over(self, read: RankRead, sent_chunks: int | None, now: float) -> None:
-        """Nothing more will come than the first `sent_chunks` chunks; None: the peer is gone, nothing comes at all."""
+        """Drain a read of which the peer sends the first `sent_chunks` chunks; None: the peer is gone, none comes."""
         read.is_peer_over = True
         if sent_chunks is None:
             read.deadline = NEVER

@@ -1,4 +1,4 @@
-"""When the parts of a transfer happened, as its session saw them, in seconds of the session's clock."""
+"""When the parts of a transfer happened, in seconds of its session's clock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class LoadTrace(msgspec.Struct, eq=False, gc=False):
-    """A load. A time is None until it is reached. `paths` is how bytes came, `parts` are the phases that its packed
-    reads had.
+    """The times of a load, each None until it is reached. `paths` are those of its reads, `parts` the phases of its
+    packed reads by name.
     """
 
     peer: str
@@ -31,13 +31,13 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
     parts: dict[str, Phase] = {}
 
     def began(self, nbytes: int, now: float) -> None:
-        """A read of `nbytes` begins."""
+        """Record that a read of `nbytes` begins."""
         self.first_read_s = self.first_read_s or now
         self.last_read_s = now
         self.total_bytes += nbytes
 
     def finished(self, event: ev.ReceiveFinished, nbytes: int) -> None:
-        """A read brought its `nbytes`. The same phase of all reads is one."""
+        """Record that a read of `nbytes` finished. Phases of one name are merged over all reads."""
         self.nbytes += nbytes
         self.seconds = max(self.seconds, event.seconds)
         self.paths |= {event.path}
@@ -48,7 +48,7 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
                 self.parts[new.name] = Phase(new.name, *times)
 
     def phases(self, now: float, ahead_s: float) -> tuple[Phase, ...]:
-        """All that it went through by now, by a clock that is `ahead_s` of the session's."""
+        """Return the phases up to `now`, in seconds of a clock that is `ahead_s` ahead of the session's."""
         times = (self.wanted_s, self.asked_s, self.first_read_s)
         reached = [at + ahead_s for at in times if at is not None]
         waits = map(Phase, ("want", "greeting", "read"), reached, [*reached[1:], now + ahead_s])
@@ -56,20 +56,20 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
         return (*waits, *[Phase(p.name, p.start_s + ahead_s, p.end_s + ahead_s) for p in parts])
 
     def waited_s(self, now: float) -> float:
-        """Seconds that blocks waited for it. Those of a prompt that is followed wait for its last part."""
+        """Return the seconds for which its blocks waited; for a followed prompt, for its last part."""
         since = self.last_read_s if self.is_followed else self.asked_s
         return 0.0 if since is None else now - since
 
 
 class HoldTrace(msgspec.Struct, eq=False, gc=False):
-    """A lease: it fills while its prompt is computed, and then waits for its consumers."""
+    """The times of a lease, which fills while its prompt is computed and then waits for its consumers."""
 
     granted_s: float
     complete_s: float
     sends: tuple[Phase, ...] = ()
 
     def phases(self, now: float, ahead_s: float) -> tuple[Phase, ...]:
-        """All that it went through by now, by a clock that is `ahead_s` of the session's."""
+        """Return the phases up to `now`, in seconds of a clock that is `ahead_s` ahead of the session's."""
         parts = [
             ("hold", self.complete_s, now),
             *[(p.name, p.start_s, p.end_s) for p in self.sends],

@@ -229,7 +229,8 @@ class Progress(Message, frozen=True, kw_only=True):
     """A prompt is computed up to the watermark, and `blocks` hold it, by cache group; a group whose blocks are still to
     come has none. Blocks without tokens mean that the prompt is about to be computed. Each `Progress` repeats all that
     earlier ones reported. One that `is_complete`, or has a refusal, is the last. What is complete may have a few bytes
-    of `extra` from the producer's engine for the consumer's, as the token that it sampled.
+    of `extra` from the producer's engine for the consumer's, as the token that it sampled. `secret` is the follower's;
+    earlier releases send none.
     """
 
     transfer_id: Id
@@ -239,6 +240,7 @@ class Progress(Message, frozen=True, kw_only=True):
     refusal: Refusal | None = None
     text: Text = ""
     extra: Annotated[bytes, Meta(max_length=MAX_EXTRA_BYTES)] = b""
+    secret: Annotated[str, Meta(max_length=32)] = ""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
