@@ -12,7 +12,7 @@ from msgspec import Meta, structs
 from kvconnector.errors import LocalError
 
 MAX_INCOMPLETE_EVENTS = 1 << 16
-"""Cache events that some workers have reported and others have not: of more than these the oldest are forgotten."""
+"""The most cache events that only some workers have reported; beyond it the oldest are forgotten."""
 
 
 class Phase(msgspec.Struct, frozen=True, array_like=True):
@@ -26,15 +26,16 @@ class Phase(msgspec.Struct, frozen=True, array_like=True):
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer of one worker that is over, and when its parts happened.
 
-    A load's are `want`, while it is queued and its peer may be greeted; `greeting`, while its blocks wait for the peer;
-    and `read`. A packed load also has `wire`, from its first chunk's arrival to its last's, and `unpack`, to the last
-    one in place; the time before them in `read` is the producer's. A lease's are `fill`, while its prompt is
-    computed, `hold`, and for each packed read a `send` with `pack` and `wire`, to the last chunk packed and sent. The
-    `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load kept
-    its blocks waiting for `waited_s`: what is exposed of the handover. Of a streamed prompt, its last part counts.
+    The phases of a load are `want`, while the request is queued and the peer may be greeted; `greeting`, while the
+    request's blocks wait for the peer; and `read`. A packed load also has `wire`, from the first to the last chunk's
+    arrival, and `unpack`, until the last chunk is in place; `read` before those is the producer's time. The phases of a
+    lease are `fill`, while its prompt is computed, `hold`, and for each packed read a `send` with `pack` and `wire`,
+    until the last chunk is packed and sent.
 
-    One that moved bytes names its `path`, see `events.ReceiveFinished`; several are joined by "+". Its slowest read
-    took `seconds`, from the posted receive or the first copy to the last byte in place.
+    The `outcome` of a load is "done" or an error's type, that of a lease "released", "expired" or "aborted". A load's
+    blocks waited for `waited_s`, the exposed part of the handover; for a streamed prompt, its last part counts. A load
+    that moved bytes names its `path`, see `events.ReceiveFinished`; several are joined by "+". Its slowest read took
+    `seconds`, from the posted receive or the first copy to the last byte in place.
     """
 
     request_id: str
@@ -54,8 +55,8 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of a load that is not over: how many of its bytes have come in the seconds since it began.
-    `total_bytes` are asked for so far: of a prompt that is streamed more as it is computed.
+    """One worker's part of an unfinished load: `nbytes` have come in the `seconds` since its first read began, of the
+    `total_bytes` asked for so far. A streamed prompt asks for more as it is computed.
     """
 
     request_id: str
@@ -68,8 +69,8 @@ class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerStats(msgspec.Struct, kw_only=True):
-    """A worker's transfers since its last output. `failures` counts by error type, `packed` producer ranks that it
-    greeted and cannot read directly by the reason. `loading` is there now and then.
+    """A worker's transfers since its last output. `failures` has a count by error type; `packed` has the number of
+    greeted producer ranks that it cannot read directly, by the reason. Only some outputs have `loading`.
     """
 
     failures: dict[str, int] = {}
@@ -79,7 +80,7 @@ class WorkerStats(msgspec.Struct, kw_only=True):
     packed: dict[str, int] = {}
 
     def merged(self, other: WorkerStats) -> WorkerStats:
-        """Both, as one."""
+        """Return the sum of both."""
         return WorkerStats(
             failures=dict(Counter(self.failures) + Counter(other.failures)),
             leases_expired=self.leases_expired + other.leases_expired,
@@ -90,28 +91,28 @@ class WorkerStats(msgspec.Struct, kw_only=True):
 
     @property
     def transfers(self) -> list[RequestTrace]:
-        """The loads that moved bytes."""
+        """The traces of loads that moved bytes."""
         return [trace for trace in self.traces if trace.path]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to report."""
+        """Returns True if there is nothing to report."""
         return self == WorkerStats()
 
 
 class WorkerOutput(msgspec.Struct, kw_only=True):
-    """The report of one worker, or after aggregation of the engine, to the scheduler after a step. A worker fills it
-    until the engine takes it; nobody changes it from then on.
+    """The report of one worker to the scheduler after a step, or after aggregation of the whole engine. A worker fills
+    it until the engine takes it; it does not change after that.
 
-    `failed_recving` and `failed_sending` map loads that failed, and requests whose blocks could not be offered or whose
-    lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are among the finished
-    ones too, loads once nothing writes their blocks. Of those that failed, `filled_tokens` are the leading tokens that
-    are in the blocks all the same, where that is known. `begun` are followed requests whose load may be asked for.
-    `extras` are what the producer's engine gave `Scheduler.offer` of those; the first worker to end brings it.
+    `failed_recving` maps loads that failed, and `failed_sending` requests whose blocks could not be offered or whose
+    lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are in the finished
+    sets too, loads once nothing writes their blocks. `filled_tokens` is the number of leading tokens of a failed load
+    that are in its blocks all the same, if known. `begun` are followed requests whose load may be asked for, and
+    `extras` the bytes that the producer's engine gave to `Scheduler.offer` for them, in the first worker's report.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
-    computed again; `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
-    `expected_finished_count`, if not 0, is how many workers report each request that is first reported from now on.
+    computed again. `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
+    `expected_finished_count`, if not 0, is how many workers report each request whose first report comes after this.
     """
 
     finished_sending: set[str] = set()
@@ -127,7 +128,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     extras: dict[str, bytes] = {}
 
     def merged(self, other: WorkerOutput) -> WorkerOutput:
-        """Both, as one."""
+        """Return the sum of both."""
         return WorkerOutput(
             finished_sending=self.finished_sending | other.finished_sending,
             finished_recving=self.finished_recving | other.finished_recving,
@@ -144,7 +145,7 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to report."""
+        """Returns True if there is nothing to report."""
         return self == WorkerOutput()
 
 
@@ -159,9 +160,8 @@ class FinishedCounter(Protocol):
 
 
 class _Reports:
-    """The workers that have reported each request, and why it failed, until enough have.
-
-    How many are enough is settled by a request's first report.
+    """The workers that have reported each request, and why it failed. The first report of a request settles how many
+    workers must report it.
     """
 
     def __init__(self) -> None:
@@ -169,14 +169,14 @@ class _Reports:
         self._failed: dict[str, str] = {}
 
     def failed(self, reasons: Mapping[str, str]) -> None:
-        """Remember why requests failed; of several reasons the first one."""
+        """Record why requests failed; the first reason counts."""
         for request_id, reason in reasons.items():
             self._failed.setdefault(request_id, reason)
 
     def finished(
         self, worker: int, request_ids: Iterable[str], expected: int
     ) -> tuple[set[str], dict[str, str]]:
-        """One worker's report: the requests that are complete with it, and why those of them failed that did."""
+        """Record one worker's report. Returns the requests that are complete now, and why some of them failed."""
         complete = set()
         for request_id in request_ids:
             needed, workers = self._awaited.setdefault(request_id, (expected, set()))
@@ -188,13 +188,13 @@ class _Reports:
 
 
 class _Events:
-    """Cache events, each with how often which worker has reported it and another one has not yet."""
+    """The cache events that only some workers have reported, each with every worker's count."""
 
     def __init__(self) -> None:
         self._reports: dict[str, Counter[int]] = {}
 
     def take(self, worker: int, events: Iterable[str], num_workers: int) -> tuple[str, ...]:
-        """One worker's events: those that every worker has reported now. One that comes again is counted again."""
+        """Record one worker's events. Returns those that every worker has reported now. Repeated ones count again."""
         complete = []
         for event in events:
             reports = self._reports.setdefault(event, Counter())
@@ -212,9 +212,9 @@ class _Events:
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
-    Sending and receiving are counted apart, and a worker counts once, however often it reports a request. What any
-    worker failed to receive is failed once every worker has reported it, so that none still writes its blocks. Cache
-    events are counted by workers too; invalid blocks and statistics of any worker are passed on at once.
+    Sending and receiving are counted apart, and a worker counts once, however often it reports a request. A load that
+    any worker failed has failed once every worker has reported it: then none of them writes its blocks any more. Cache
+    events are counted by workers too. Invalid blocks and statistics are passed on at once.
 
     Args:
         expected_finished_count: workers that report each request, until an output changes it.
@@ -235,8 +235,8 @@ class KVOutputAggregator:
 
     @classmethod
     def from_connector(cls, connector: FinishedCounter, world_size: int) -> KVOutputAggregator:
-        """For the workers of `connector`, of which there are `world_size` unless it names another count. Raises as the
-        class.
+        """Return an aggregator for the workers of `connector`: `world_size` of them, unless it names another count.
+        Raises as the class.
         """
         return cls(connector.get_finished_count() or world_size)
 
@@ -246,16 +246,16 @@ class KVOutputAggregator:
         """Merge one step of all workers.
 
         Args:
-            outputs: of each worker its output, or None; workers always in the same order.
+            outputs: the output of each worker, or None; workers always in the same order.
             output_rank: the worker whose output stands for the engine's.
 
         Returns:
-            The engine's output. None when the worker `output_rank` has none in this step: what the others reported is
+            The engine's output. None if the worker `output_rank` has none in this step: the reports of the others are
             kept for the next one.
 
         Raises:
-            LocalError: `output_rank` is not among the workers, or an output expects a negative count; nothing of the
-                step is taken.
+            LocalError: `output_rank` is not among the workers, or an output expects a negative count. Then no output
+                of the step counts.
         """
         if not 0 <= output_rank < len(outputs):
             raise LocalError("no such worker", output_rank=output_rank, workers=len(outputs))
@@ -263,7 +263,7 @@ class KVOutputAggregator:
         for _, output in present:
             if (count := output.expected_finished_count) < 0:
                 raise LocalError("a negative count is expected", expected_finished_count=count)
-        # a failure counts also where another worker completes the request
+        # a failure counts even if another worker completes the request
         for _, output in present:
             self._sending.failed(output.failed_sending)
             self._recving.failed(output.failed_recving)
@@ -276,7 +276,7 @@ class KVOutputAggregator:
         return merged
 
     def _counted(self, worker: int, output: WorkerOutput, num_workers: int) -> WorkerOutput:
-        """One worker's output, with only what is complete with it."""
+        """Return one worker's output with only those requests and events that are complete now."""
         expected = self._expected = output.expected_finished_count or self._expected
         sent, unsent = self._sending.finished(worker, output.finished_sending, expected)
         received, failed = self._recving.finished(worker, output.finished_recving, expected)

@@ -353,7 +353,7 @@ class ConsumerSession:
         load.error = error
         load.deadline = NEVER
         self._agenda.forget(load)
-        load.engine.loads.give_up(load)
+        load.engine.loads.remove(load)
         if load.asked is None:
             self._notify_prefill_started(load)
             return
@@ -368,7 +368,7 @@ class ConsumerSession:
         """End a load: report it to the engine, if the engine asked for it, and then to the producer's ranks."""
         ending = load.end(error)
         self._agenda.forget(load)
-        load.engine.loads.give_up(load)
+        load.engine.loads.remove(load)
         self._asked.pop(load.request_id, None)
         del self._loads[load.request_id]
         if load.asked is not None:

@@ -1,4 +1,4 @@
-"""Producer engines that a consumer rank talks to: look-up, greeting, heartbeats, loss and backoff. Pure."""
+"""The producer engines of a consumer rank: look-up, greeting, heartbeats, loss and backoff. Pure."""
 
 from __future__ import annotations
 
@@ -33,18 +33,20 @@ from kvconnector.wire import messages as m
 from kvconnector.wire import refusal_error, versions
 
 FIRST_GREETING_FACTOR = 3
-"""An engine that was not met before may be starting: eighteen workers at once on two cores took more than 10 s."""
+"""The first greeting of an engine may take longer by this factor, as the engine may be starting: eighteen workers at
+once on two cores took more than 10 s.
+"""
 
 QUICK_GREETING_S = 1.0
-"""Heartbeats begin this long after an engine's ranks are known, greeted or not: most greetings are quicker."""
+"""Heartbeats begin this many seconds after an engine's ranks are known, greeted or not. Most greetings are quicker."""
 
 
 class RemoteEngines:
     """All producer engines of one consumer rank.
 
-    Heartbeats name the loads of each engine in turn, and keep their leases alive. An engine without loads and reads is
-    disconnected after `PeerConfig.idle_timeout_s`. Each is in the `agenda`, for `tick`. `on_change` is called once an
-    engine is ready or lost.
+    Heartbeats name the loads of each engine in turn and keep their leases alive. An engine without loads and reads is
+    disconnected after `PeerConfig.idle_timeout_s`. The `agenda` has the deadline of each engine, for `tick`.
+    `on_change` is called when an engine becomes ready or is lost.
     """
 
     def __init__(
@@ -68,25 +70,25 @@ class RemoteEngines:
         self._met: set[EngineAddress] = set()
 
     def engine_of(self, name: EngineAddress) -> RemoteEngine:
-        """The engine of this name; a new one unless it is known."""
+        """Return the engine of this name, which may be new."""
         engine = self._engines.get(name)
         if engine is None:
             engine = self._engines[name] = RemoteEngine(name)
         return engine
 
     def ready_at(self, link: Link) -> RemoteEngine | None:
-        """The engine whose worker is at `link`, if it can be read from now."""
+        """Return the engine whose worker is at `link`, if it can be read from now."""
         worker = link.there
         is_ready = isinstance(worker, RemoteWorker) and worker.engine.is_ready
         return worker.engine if is_ready else None
 
     def patience_s(self, name: EngineAddress) -> float:
-        """Seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
+        """Return the seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
         factor = 1 if name in self._met else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
     def want(self, event: WantRequest, now: float) -> None:
-        """Take a new load, which has been added to its engine."""
+        """Greet the engine of a new load, unless it was greeted already."""
         engine = self.engine_of(event.engine)
         engine.accept(event, now)
         if engine.state is EngineState.UNKNOWN:
@@ -94,16 +96,16 @@ class RemoteEngines:
         elif engine.state is EngineState.RESOLVING:
             asked_at = engine.until - self.patience_s(engine.name)
             if now > asked_at + self._settings.timeout_s:
-                # a connection that was begun over a broken link may hang for long after the link is whole again
+                # a connection attempt over a broken network may hang long after the network works again
                 self._close(engine)
                 self._resolve(engine, now)
         elif engine.state is EngineState.BACKOFF:
-            # somebody at that address made this request's blocks, so a long pause is cut short
+            # an engine at that address made this request's blocks, so a long pause is cut short
             engine.until = min(engine.until, now + self._settings.backoff_initial_s)
         self.agenda.plan(engine, engine.deadline)
 
     def handle(self, event: Any, now: float) -> None:
-        """Take an event of a link; those of links that were closed are stale and change nothing."""
+        """Handle an event of a link. Events of closed links are stale and change nothing."""
         there: RemoteEngine | RemoteWorker | None = event.link.there
         if there is None:
             return
@@ -127,12 +129,13 @@ class RemoteEngines:
         self.agenda.plan(engine, engine.deadline)
 
     def tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
-        """Do what is due for an engine that the agenda named."""
-        self._tick(engine, event, now)
+        """Handle the deadline of an engine."""
+        if now >= engine.deadline:
+            self._due(engine, event, now)
         self.agenda.plan(engine, engine.deadline)
 
     def end_transfer(self, name: EngineAddress, ending: m.Done | m.Abort, now: float) -> None:
-        """Notify every worker of the engine that we are done with a transfer: now, or once it has greeted us."""
+        """Notify every worker of the engine that a transfer is over here, now or once it has greeted us."""
         engine = self._engines.get(name)
         if engine is None:
             return
@@ -151,7 +154,7 @@ class RemoteEngines:
         engine.until = now + self.patience_s(engine.name)
         link = engine.directory_link = Link(next(self._link_numbers), engine)
         engine.has_named_ranks = False
-        # a guess, right for an engine like ours: only its geometry shows which ranks of a large engine we need
+        # a guess that is right for an engine like ours. Its geometry will show which ranks we need
         ours, rank = self._topology.engine, self._topology.rank
         replica = Rank(rank.pp_rank, self._topology.replica_index % ours.tp_size)
         name = engine.name
@@ -183,7 +186,7 @@ class RemoteEngines:
             return
         self._close(engine)
         self._port.met(engine.name.engine_id, self._topology.describe(geometry))
-        if not holders:  # this rank holds nothing, so nobody waits for it either
+        if not holders:  # this rank reads nothing of it, so there is nothing to wait for
             self._ready_now(engine, now)
             return
         engine.move(EngineState.HELLO)
@@ -238,9 +241,7 @@ class RemoteEngines:
         for _ in range(min(MAX_AT_ONCE, len(engine.unsent_endings))):
             self._send_all(engine, engine.unsent_endings.popleft())
 
-    def _tick(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
-        if now < engine.deadline:
-            return
+    def _due(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
         engine.accept(event, now)
         if engine.state is EngineState.BACKOFF:
             if engine.loads.turns:
@@ -260,7 +261,7 @@ class RemoteEngines:
                 self._heartbeats(engine, now)
 
     def _found_lost(self, engine: RemoteEngine, now: float) -> KVConnectorError | None:
-        """Why an engine is given up that is not ready by its deadline, or has a worker that is silent for too long."""
+        """Return why an engine is lost: it was not ready by its deadline, or a worker is silent; None if it is not."""
         if not engine.is_ready:
             return PeerUnreachableError(
                 "the engine did not complete the handshake in time",
@@ -280,7 +281,7 @@ class RemoteEngines:
         return None
 
     def _heartbeats(self, engine: RemoteEngine, now: float) -> None:
-        """Name the transfers whose turn it is to all workers. Each is named within an interval, new ones at once."""
+        """Send a heartbeat with the next transfers to all workers. New ones are named at once, the others in turn."""
         loads = engine.loads
         limit = min(m.MAX_NAMED, loads.num_unnamed)
         if engine.heartbeat_at <= now:
@@ -290,7 +291,7 @@ class RemoteEngines:
             engine.heartbeat_at = now + interval_s / max(1, num_heartbeats)
         if not limit:
             return
-        # only a worker that has greeted us answers
+        # workers answer only after they have greeted us
         links = [w.link.number for w in engine.workers.values()] if engine.is_ready else []
         transfers, followed = loads.take_turn(limit, links)
         for worker in engine.workers.values():
@@ -314,7 +315,7 @@ class RemoteEngines:
         self._on_change(engine.loss, now)
 
     def _forget(self, engine: RemoteEngine) -> None:
-        """Nobody wants the engine: the next request greets it as any other."""
+        """Disconnect an engine that no load wants. The next request greets it anew."""
         engine.move(EngineState.UNKNOWN)
         del self._engines[engine.name]
         self.agenda.forget(engine)

@@ -1,30 +1,31 @@
-"""One request that a producer holds for its consumer: the state table and the record.
+"""One request that a producer holds for its consumer: its state table and its record.
 
 Who owns the blocks, and when
 -----------------------------
 
-*FILLING.* The prompt is still computed, and the blocks are the engine's: it may take them back at any time by
-`WithdrawRequest`, or by granting other blocks, which voids the lease. Consumers read below the watermark and believe
-what they read only if the lease stands afterwards. Such a lease has no end in time, and no `release` answers it.
+*FILLING.* The engine is still computing the prompt and owns the blocks. It may take them back at any time, by
+`WithdrawRequest` or by granting other blocks, which voids the lease. Consumers read below the watermark, and use the
+bytes only if the lease is still published afterwards. Such a lease never expires and is never released.
 
-*HELD, READING.* The prompt is complete, and the blocks are the lease's until `release` gives them back. It comes
-exactly once, whatever happens: all consumer ranks that the topology names have confirmed (`released`), the time is up
-(`expired`), or either side gave the request up (`aborted`). Heartbeats and reads extend the time, never shorten it.
+*HELD, READING.* The prompt is complete, and the lease owns the blocks until `release` gives them back. That happens
+exactly once: when all consumer ranks that the topology names have confirmed (`released`), when the time is up
+(`expired`), or when either side gives up the request (`aborted`). Heartbeats and reads extend the time and never
+shorten it.
 
-*DRAINING.* The outcome is known, and sends still read the blocks. They are stopped, nobody else may begin, and the last
+*DRAINING.* The outcome is known, but sends still read the blocks. They are stopped, no new read may begin, and the last
 `SendOver` gives the blocks back.
 
-*Consumers on this host* read without asking, from what is published under the lease's keys. `retract` comes before
-`release`, for the same event: what they read after it does not count for them. A key is never published
-again once it was retracted.
+*Consumers on this host* find the lease's keys on the board and read its blocks without asking. `retract` is called
+before `release`, while the same event is handled: a read that ends after it does not count. A retracted key is never
+published again.
 
 *Before and after.* Messages about a transfer that is not granted yet are kept for a while (`EarlyEvents`), and so are
-reads that name the blocks of a lease that is not complete: a router can be faster than the engine's next step. How a
-lease ended is remembered (`EndedLeases`), so that who comes late knows why, and that no other lease gets its name and
-secret. A secret is compared in constant time, and a wrong one is answered like an unknown name.
+reads that name the blocks of an incomplete lease: a router can be faster than the engine's next step. The outcome of a
+lease is remembered (`EndedLeases`): late messages are then answered with the reason, and no other lease gets its name
+and secret. Secrets are compared in constant time, and a wrong one is answered like an unknown name.
 
-*What breaks if this is changed.* A lease that ends with sends under way hands blocks to the next request while they are
-read. A `Done` that counts ranks by number instead of by identity ends a lease at a duplicate.
+*What breaks if this changes.* If a lease ends while sends are under way, its blocks go to the next request while they
+are read. If `Done` counted messages instead of ranks, a duplicate would end a lease.
 """
 
 from __future__ import annotations
@@ -120,10 +121,10 @@ REFUSAL_OF = {
 
 
 class Lease(Tracked[LeaseState]):
-    """A request's blocks, who may read them, who has confirmed, and since when which sends read them.
+    """A request's blocks, the ranks that have confirmed, and the sends that read the blocks.
 
-    `keys` are what it is published under while it is. One that `is_streamed` was granted before it was complete: its
-    `followers` get a report whenever it grows, and the engine awaits its release only once it `is_complete`.
+    It is published under its `keys`. If it `is_streamed`, it was granted before it was complete: its `followers` get a
+    report whenever it grows, and the engine expects its release only once it `is_complete`.
     """
 
     def __init__(self, granted: LeaseOrder, now: float) -> None:
@@ -153,7 +154,11 @@ class Lease(Tracked[LeaseState]):
         )
 
     def grow(self, granted: LeaseOrder) -> bool:
-        """Take the request's blocks. Returns False if those that consumers know are others, or are computed again."""
+        """Record the request's blocks and watermark.
+
+        Returns:
+            False if consumers know other blocks of it, or if tokens that they know are computed again.
+        """
         watermark = granted.watermark
         if not (self.is_complete or watermark.continues(self.watermark)):
             return False
@@ -167,13 +172,13 @@ class Lease(Tracked[LeaseState]):
         return True
 
     def names(self) -> tuple[bytes, ...]:
-        """The keys under which consumers look it up: those that follow it know no blocks when they make the key."""
+        """Return the keys under which consumers look it up. Followers know no blocks when they make theirs."""
         known_blocks: list[tuple[GroupBlocks, ...]] = [()] if self.is_streamed else []
         known_blocks += [self.blocks] if self.is_complete else []
         return tuple([lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks])
 
     def progress(self) -> m.Progress:
-        """The report to its followers."""
+        """Return the report to its followers."""
         if self.outcome is not None:
             refusal, text = REFUSAL_OF[self.outcome]
             return m.Progress(
@@ -189,13 +194,13 @@ class Lease(Tracked[LeaseState]):
         )
 
     def opens_with(self, secret: str) -> bool:
-        """Returns True if a peer's secret is this lease's, in a time that does not depend on where they differ."""
+        """Returns True if a peer's secret is this lease's. Takes the same time wherever they differ."""
         return _is_same(self.secret, secret)
 
 
 class Send(Program, eq=False):
-    """A consumer worker's read of a lease, from `began` on until nothing of `blocks` is sent any more: the record that
-    session, port and data path hand to each other. `read` is what it asks for, `source` the same as it is cut.
+    """A consumer worker's read of a lease, from `began` until nothing reads its `blocks` any more. Session, port and
+    data path pass this record to each other. `read` is the request, `source` the same cut into chunks.
     """
 
     link: Link
@@ -210,7 +215,7 @@ class Send(Program, eq=False):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Its link's number, and the one that its consumer worker has for it."""
+        """Its link's number, and its number at the consumer worker."""
         return self.link.number, self.read.read_id
 
 
@@ -223,10 +228,10 @@ LEASE_KEY_BYTES = 16
 
 
 def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> bytes:
-    """The key under which a lease is published, for consumers that read the blocks themselves.
+    """Return the key under which a lease is published, for consumers that read the blocks themselves.
 
-    Only a consumer that knows the secret and the very block ids can make it, so whoever finds it published knows that
-    these are the lease's blocks. Of one that is followed the producer names the blocks itself, and the key has none.
+    A key is made from the secret and the block ids, so a consumer that finds it published knows that these are the
+    lease's blocks. The key of a followed lease has no block ids, as the producer reports those itself.
     """
     parts: list[bytes] = []
     for text in (transfer_id.encode(), secret.encode()):
@@ -237,7 +242,7 @@ def lease_key(transfer_id: str, secret: str, blocks: Sequence[GroupBlocks]) -> b
 
 
 class EndedLeases:
-    """Outcomes of the most recently ended leases, so that a late reader learns why: at most `limit` of them."""
+    """The outcomes of the last `limit` leases that ended, for answers to late messages."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -251,6 +256,6 @@ class EndedLeases:
             del self._ended[next(iter(self._ended))]
 
     def find(self, transfer_id: str, secret: str) -> LeaseState | None:
-        """The outcome of the lease of this id and secret, if it is still remembered."""
+        """Return the outcome of the lease with this id and secret, None if it is not remembered."""
         ours, state = self._ended.get(transfer_id, (None, None))
         return state if ours is not None and _is_same(ours, secret) else None

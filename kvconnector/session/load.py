@@ -170,10 +170,6 @@ class Load(Tracked[LoadState]):
         reported = self.progress[link]
         return _has_begun(reported) if is_streamed else reported.is_complete
 
-    def is_answered(self, links: Collection[int]) -> bool:
-        """Returns True if all of these producer workers have reported their progress."""
-        return all(link in self.progress for link in links)
-
     def take_ready(
         self, routes: Iterable[Route], sources: Collection[int], *, chunk_bytes: int
     ) -> tuple[SourceRead, ...]:
@@ -204,9 +200,7 @@ class Load(Tracked[LoadState]):
         return reads
 
     def _ready(self, sources: Collection[int]) -> Piece:
-        """Return the next piece: more layers of `begun`, else tokens in all layers, else first layers of the newest
-        step.
-        """
+        """Return the next piece: more layers of `begun`, tokens in all layers, or first layers of the newest step."""
         reports = [self.progress.get(link, _NOTHING) for link in sources]
         stop = min(each.watermark.num_tokens for each in reports)
         if self.begun is not None:

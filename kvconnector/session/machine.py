@@ -37,6 +37,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -48,15 +49,13 @@ StateT = TypeVar("StateT", bound=Enum)
 STORY_LENGTH = 24
 
 
+@dataclass(frozen=True)
 class Table(Generic[StateT]):
-    """An immutable transition table with a name for messages and diagrams."""
+    """A transition table with a name for messages and diagrams."""
 
-    def __init__(
-        self, name: str, start: StateT, rows: Mapping[StateT, Mapping[type, frozenset[StateT]]]
-    ) -> None:
-        self.name = name
-        self.start = start
-        self.rows = rows
+    name: str
+    start: StateT
+    rows: Mapping[StateT, Mapping[type, frozenset[StateT]]]
 
 
 def staying(state: StateT, *events: type) -> dict[type, frozenset[StateT]]:

@@ -1,4 +1,4 @@
-"""Consumer workers that a producer worker has met: greeting, liveness, loss, and what comes before its time. Pure."""
+"""The consumer workers of a producer worker: greeting, liveness, loss, and messages that come too early. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_EARLY_BYTES = 64 << 20
 EVENT_BYTES = 512
-"""Bytes that an event takes, besides a read's ranges and blocks: there is room for 131,072 followed prompts."""
+"""The bytes of an event without a read's ranges and blocks. So there is room for 131,072 followed prompts."""
 
 EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
 
@@ -64,10 +64,10 @@ PEER_TABLE: Table[PeerState] = Table(
 
 
 class Peer(Tracked[PeerState]):
-    """One consumer worker: its greeting, the time of its last message, and how long it may be silent. Once it is taken,
-    `route` is what all its reads have in common, and `readers` are the ranks of its engine that confirm to this worker.
-    `sends` are its reads that are not over, `early` its messages about leases that are still to come. Leases that it is
-    `alone` to follow have the same tuple: thousands of their own would all be the garbage collector's.
+    """One consumer worker: its greeting, the time of its last message, and the seconds for which it may be silent. Once
+    accepted, it has the `route` of its reads, and the `readers`: the ranks of its engine that confirm to this worker.
+    `sends` are its unfinished reads, `early` its messages about leases that have not come yet. `alone` is the tuple of
+    followers of every lease that it alone follows: one tuple, as thousands would slow the garbage collector down.
     """
 
     def __init__(self, link: Link, hello: m.Hello, now: float, timeout_s: float) -> None:
@@ -86,18 +86,18 @@ class Peer(Tracked[PeerState]):
 
     @property
     def is_lost(self) -> bool:
-        """Returns True if nothing more is to be sent to it."""
+        """Returns True if nothing more may be sent to it."""
         return self.state is _S.LOST
 
     @property
     def deadline(self) -> float:
-        """When it is given up, unless it speaks before."""
+        """When it is given up, unless a message comes before."""
         return self.last_message_at + self.timeout_s
 
 
 class EarlyEvents:
-    """Events of peers, in their order, each once and until its deadline: at most `MAX_EARLY_BYTES`. A peer has its own
-    by name. In the `agenda` is each, and this object itself while it has more of lost peers to remove.
+    """Events of peers about leases that have not come yet, in order, each once: at most `MAX_EARLY_BYTES`. `Peer.early`
+    has them by name. The `agenda` has the deadline of each, and this object itself while events of lost peers are left.
     """
 
     def __init__(self, agenda: Agenda[Any]) -> None:
@@ -123,12 +123,12 @@ class EarlyEvents:
         return True
 
     def take(self, transfer_id: str) -> list[EarlyEvent]:
-        """Those of a transfer whose lease is here."""
+        """Remove and return the events of a transfer whose lease has come."""
         events = [*self._by_transfer.get(transfer_id, ())]
         return [event for event in events if not self.remove(event).is_lost]
 
     def remove(self, event: EarlyEvent) -> Peer:
-        """Forget an event. Returns whose it is."""
+        """Remove an event. Returns its peer."""
         same = self._by_transfer[event.message.transfer_id]
         peer = same.pop(event)
         if not same:
@@ -139,13 +139,13 @@ class EarlyEvents:
         return peer
 
     def drop(self, peer: Peer) -> None:
-        """The peer is gone. Its events are never taken; `remove_lost` removes them."""
+        """Leave the events of a lost peer to `remove_lost`. `take` does not return them any more."""
         if peer.early:
             self._lost.append(peer)
             self._agenda.plan(self, AT_ONCE)
 
     def remove_lost(self) -> None:
-        """Remove some of the events of peers that are gone."""
+        """Remove at most `MAX_AT_ONCE` events of a lost peer."""
         peer = self._lost[0]
         for event in [*islice(peer.early.values(), MAX_AT_ONCE)]:
             self.remove(event)
@@ -156,7 +156,7 @@ class EarlyEvents:
 
 
 def _name_of(event: EarlyEvent) -> int | m.TransferKey:
-    """What a peer has once: a read by its number, or that it follows, or is done with, a transfer."""
+    """Return the name under which a peer has at most one event: the number of a read, else the message itself."""
     return event.message.read_id if isinstance(event.message, m.Read) else event.message
 
 
@@ -169,8 +169,8 @@ def _nbytes(event: EarlyEvent) -> int:
 
 
 class Peers:
-    """All consumer workers of one producer worker; `reply` is what those are answered that passed. Each is in the
-    `agenda`, for `tick`. `on_lost` is called with each that is lost.
+    """All consumer workers of one producer worker. `reply` is the answer to those that are accepted. The `agenda` has
+    the deadline of each, for `tick`. `on_lost` is called with each that is lost.
     """
 
     def __init__(
@@ -192,25 +192,25 @@ class Peers:
         self._readers: WeakValueDictionary[PackedGeometry, frozenset[Rank]] = WeakValueDictionary()
 
     def ready(self, link: Link) -> Peer | None:
-        """The consumer worker at `link`, if it may read and confirm."""
+        """Return the consumer worker at `link`, if it may read and confirm."""
         peer: Peer | None = link.there
         return peer if peer is not None and peer.state is PeerState.READY else None
 
     def end_send(self, send: Send) -> None:
-        """A read is over. A peer that is lost is forgotten with its last one."""
+        """Remove a send that is over. A lost peer is forgotten with its last one."""
         peer: Peer = send.link.there
         del peer.sends[send.read.read_id]
         if peer.is_lost and not peer.sends:
             send.link.there = None
 
     def keep_alive(self, link: Link, now: float) -> None:
-        """Any message came on `link`: the worker there lives."""
+        """Record that a message came on `link`, so the worker there is alive."""
         peer: Peer | None = link.there
         if peer is not None:
             peer.last_message_at = now
 
     def handle(self, event: Any, now: float) -> None:
-        """Take an event of a link."""
+        """Handle an event of a link."""
         peer: Peer | None = event.link.there
         if isinstance(event, ev.FromPeer):
             self._greeted(peer, event, now)
@@ -225,7 +225,7 @@ class Peers:
             self._lose(peer, event, event.error, now)
 
     def tick(self, peer: Peer, event: ev.Tick, now: float) -> None:
-        """Give a consumer worker up that the agenda named, unless it has spoken since."""
+        """Give up a consumer worker whose deadline has passed, unless a message came since."""
         if peer.deadline > now:
             self._agenda.plan(peer, peer.deadline)
             return
@@ -262,7 +262,7 @@ class Peers:
         self._port.open_endpoint(peer.link, hello)
 
     def _readers_of(self, geometry: PackedGeometry) -> frozenset[Rank]:
-        """The ranks of a consumer engine that confirm; it is examined once while any of its workers is here.
+        """Return the ranks of a consumer engine that confirm. Computed once while any of its workers is connected.
 
         Raises:
             IncompatiblePeerError, GeometryError: it cannot exchange blocks with us, or makes no sense.
@@ -289,6 +289,6 @@ class Peers:
         self._on_lost(peer)
         for send in peer.sends.values():
             self._port.stop_send(send)
-        # only the side that connected can close a control connection, so it gets a Bye, if the link still works
+        # only the side that connected can close a control connection, so it gets a Bye if the link works
         self._port.send(peer.link, m.Bye(text=text))
         self._port.close_link(peer.link)

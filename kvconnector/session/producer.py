@@ -91,8 +91,8 @@ class ProducerSession:
                 engine=self._topology.engine.engine_id,
             )
         if lease is None:
-            # it was given up before it was complete, or the name is used again: late messages of the first use could
-            # not be told apart from those of the second
+            # it was given up before it was complete, or its name is used again: then messages about
+            # the first use could not be distinguished from those about the second
             if self._find_ended(event) is not None:
                 if isinstance(event, HoldRequest):
                     self._port.release(event.request_id, _ABORTED.value, HoldTrace(now, now))

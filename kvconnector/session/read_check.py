@@ -1,4 +1,4 @@
-"""A peer's route, checked at its greeting against what this rank holds, and its reads, against route and lease."""
+"""Checks of a peer: of its route when it greets, and of its reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvconnector.wire import messages as m
 
 
 def check_route(hello: m.Hello, mine: RankGeometry) -> Route:
-    """This rank's end of the route whose segments a consumer worker names in its greeting.
+    """Return this rank's end of the route whose segments a consumer worker names in its greeting.
 
     Raises:
         IncompatiblePeerError: a segment names a cache group, parts, layers, heads or tokens that this rank does not
@@ -34,18 +34,18 @@ def check_read(
     lease: Lease,
     max_chunk_bytes: int,
 ) -> SourceRead:
-    """The read that a peer asks for, if all of it is inside the lease and fits into staging slots.
+    """Return the read that a peer asks for, if all of it is inside the lease and its chunks fit into staging slots.
 
     Args:
-        read: the request; nothing of it is trusted.
+        read: the untrusted request.
         route: this rank's end of the peer's route, which was checked when the peer greeted.
         groups: this rank's cache groups.
-        lease: of the transfer that the read names. One that is streamed may leave its blocks to us.
-        max_chunk_bytes: of a staging slot.
+        lease: the lease of the transfer that the read names. Reads of a streamed lease need not name its blocks.
+        max_chunk_bytes: the bytes of a staging slot.
 
     Raises:
         RemoteProtocolError: it names blocks, tokens or layers outside the lease, chunks larger than a slot, nothing
-            at all, or another number of chunks than the ranges have.
+            at all, or a number of chunks that its ranges do not have.
         GeometryError: its ranges or its `chunk_bytes` make no sense, see `plan_read`.
     """
     if read.blocks or not lease.is_streamed:
@@ -126,7 +126,7 @@ def _check_segment(segment: Segment, groups: Sequence[GroupGeometry]) -> None:
 
 
 def _check_blocks(asked: Sequence[GroupBlocks], leased: Sequence[GroupBlocks]) -> None:
-    """The peer's idea of our blocks must be ours: it came through a router that we do not control."""
+    """Check that the peer names the leased blocks: it got them through a router that we do not control."""
     if len(asked) != len(leased):
         raise RemoteProtocolError(
             "a read names blocks for another number of cache groups",

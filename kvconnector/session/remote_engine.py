@@ -1,4 +1,4 @@
-"""A producer engine as one consumer rank sees it: the state table, its workers, its loads and the record."""
+"""A producer engine as one consumer rank sees it: its state table, workers, loads and record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvconnector.wire import messages as m
 from kvconnector.wire import versions
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
-"""A peer states its timeout and its leases' duration, and so how often we name a transfer, but not more often."""
+"""The shortest interval of heartbeats, however short a peer's timeout or leases are."""
 
 
 class EngineState(StrEnum):
@@ -72,10 +72,9 @@ ENGINE_TABLE: Table[EngineState] = Table(
 
 @dataclass(slots=True, eq=False)
 class RemoteWorker:
-    """One rank of a remote engine that we greeted. `alive_at` is when we sent the newest message that it has
-    answered: it had not given us up then, and will not for `timeout_s`, the shorter of its timeout for silent peers and
-    ours. Its leases last `lease_s` unless they are renewed. `unanswered` are the numbers of heartbeats, and when they
-    were sent.
+    """One rank of a remote engine that we greeted. `alive_at` is when we sent the newest message that it has answered:
+    it had not given us up then, and will not within `timeout_s`, the shorter of both sides' timeouts for silent peers.
+    Its leases last `lease_s` unless they are renewed. `unanswered` has number and time of each unanswered heartbeat.
     """
 
     engine: RemoteEngine
@@ -93,7 +92,7 @@ class RemoteWorker:
     unanswered: deque[tuple[int, float]] = field(default_factory=deque)
 
     def greeted_by(self, reply: m.HelloReply, now: float) -> None:
-        """It takes us as a consumer."""
+        """Record its answer to our `Hello`."""
         self.answered = True
         self.greeted_at = now
         self.incarnation = reply.incarnation
@@ -103,22 +102,22 @@ class RemoteWorker:
 
     @property
     def deadline(self) -> float:
-        """Until then it has not given us up."""
+        """The time until which it has certainly not given us up."""
         return self.alive_at + self.timeout_s
 
     @property
     def silent_at(self) -> float:
-        """When it is given up, unless it answers before. Its greeting may have taken longer than its timeout."""
+        """When we give it up, unless it answers before. Its greeting may have taken longer than its timeout."""
         return max(self.alive_at, self.greeted_at) + self.timeout_s
 
     def heartbeat_sent(self, now: float) -> int:
-        """The number of the next heartbeat."""
+        """Record that a heartbeat is sent. Returns its number."""
         self.num_heartbeats += 1
         self.unanswered.append((self.num_heartbeats, now))
         return self.num_heartbeats
 
     def heartbeat_answered(self, number: int) -> None:
-        """A duplicate, or an answer that was not asked for, proves nothing. Unnumbered ones come in order."""
+        """Record an answer. Duplicates and answers to nothing are ignored. Unnumbered ones come in order."""
         while self.unanswered and (not number or self.unanswered[0][0] <= number):
             sent, at = self.unanswered.popleft()
             if sent == number or not number:
@@ -129,7 +128,7 @@ class RemoteWorker:
 def look_up(
     name: EngineAddress, ranks: Iterable[Rank], shape: EngineGeometry
 ) -> m.DirectoryRequest:
-    """Ask who an engine's workers are that are at the place of `ranks` in an engine of this shape."""
+    """Return a request for the workers at the place of `ranks` in an engine of this shape."""
     spoken = versions.SPOKEN
     return m.DirectoryRequest(
         engine_id=name.engine_id,
@@ -141,10 +140,10 @@ def look_up(
 
 
 def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry:
-    """The geometry in a directory.
+    """Return the geometry in a directory.
 
     Raises:
-        IncompatiblePeerError: it is another engine's.
+        IncompatiblePeerError: it is that of another engine.
         RemoteProtocolError: it contradicts itself.
     """
     geometry = directory.geometry.unpack()
@@ -166,10 +165,10 @@ def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry
 
 
 class EngineLoads:
-    """The loads from one engine that are not over and have not failed. No method takes longer where there are more.
+    """The loads from one engine that are not over and have not failed. The cost of each method does not grow with them.
 
-    `turns` has each that heartbeats name, the next one first; the first `num_unnamed` should be named at once.
-    `depending` fail with the engine, and those of them that wait for it begin with it.
+    `turns` has the loads that heartbeats name, the next one first; the first `num_unnamed` should be named at once.
+    `depending` are the loads that fail if the engine is lost, and begin, if they wait for it, when it is ready.
     """
 
     def __init__(self) -> None:
@@ -179,7 +178,7 @@ class EngineLoads:
         self._followed: dict[str, dict[Load, None]] = {}
 
     def add(self, load: Load) -> None:
-        """A new load. One that is followed is named by the next heartbeat, which is due at once."""
+        """Add a new load. If it is followed, a heartbeat that names it is due at once."""
         self.turns[load] = None
         if load.is_followed:
             self.turns.move_to_end(load, last=False)
@@ -187,10 +186,10 @@ class EngineLoads:
             self.depending[load] = None
             self._followed.setdefault(load.key.transfer_id, {})[load] = None
 
-    def give_up(self, load: Load) -> None:
-        """The load is over: heartbeats do not name it any more, and no progress of its prompt or its engine matters."""
+    def remove(self, load: Load) -> None:
+        """Remove a load that is over or has failed. Idempotent."""
         if load not in self.turns:
-            return  # it had failed before
+            return
         del self.turns[load]
         self.num_unnamed = min(self.num_unnamed, len(self.turns))
         self.depending.pop(load, None)
@@ -201,14 +200,14 @@ class EngineLoads:
                 del self._followed[load.key.transfer_id]
 
     def following(self, transfer_id: str) -> list[Load]:
-        """The loads that follow one transfer."""
+        """Return the loads that follow one transfer."""
         return [*self._followed.get(transfer_id, ())]
 
     def take_turn(
         self, limit: int, links: Collection[int]
     ) -> tuple[tuple[m.TransferKey, ...], tuple[m.Follow, ...]]:
-        """Return the next ones that a heartbeat names, at most `limit`: those that are only renewed, and those whose
-        progress the workers at `links` are asked for, until all have answered.
+        """Return the next transfers that a heartbeat names, at most `limit`, and move them to the end: those to renew,
+        and the followed ones of which some worker at `links` has not reported yet.
         """
         renewed: list[m.TransferKey] = []
         followed: list[m.Follow] = []
@@ -217,7 +216,7 @@ class EngineLoads:
             self.turns.move_to_end(load)
             self.num_unnamed = max(0, self.num_unnamed - 1)
             key = load.key
-            if not load.is_followed or load.is_answered(links):
+            if not load.is_followed or load.progress.keys() >= {*links}:
                 renewed.append(key)
             else:
                 followed.append(m.Follow(transfer_id=key.transfer_id, secret=key.secret))
@@ -226,11 +225,11 @@ class EngineLoads:
 
 class RemoteEngine(Tracked[EngineState]):
     """A producer engine: its address, its workers, and the `routes` on which we read from them. Once it is ready,
-    `chunk_bytes` is the longest chunk that both we and all of them take.
+    `chunk_bytes` is the longest chunk that we and all of its workers take.
 
-    While no load wants it, none has since `idle_since`. `has_named_ranks`: its directory was asked for the workers that
-    we need. At `heartbeat_at` the next transfers are named. Its workers do not know yet of `unsent_endings`. `reads`
-    are those whose receive slots are still awaited. `loss` is the latest one.
+    `until` ends the present attempt or pause. A transfer last ended at `idle_since`. `has_named_ranks`: its directory
+    was asked for the very workers that we need. The next heartbeat is due at `heartbeat_at`. `unsent_endings` are sent
+    once it has greeted us. `reads` are those whose slots are not free yet. `loss` is the latest one.
     """
 
     def __init__(self, name: EngineAddress) -> None:
@@ -257,18 +256,18 @@ class RemoteEngine(Tracked[EngineState]):
 
     @property
     def deadline(self) -> float:
-        """When time alone changes something: a heartbeat is due, a worker or an attempt is given up, a pause ends."""
+        """When a heartbeat is due, a worker or an attempt is given up, or a pause ends."""
         if self.state is _S.HELLO:
             return min(self.until, self.heartbeat_at)
         if self.state is not _S.READY:
             return self.until if self.state is not _S.UNKNOWN else NEVER
         if self.unsent_endings or self.loads.num_unnamed:
-            return AT_ONCE  # more of them are sent, or named
+            return AT_ONCE  # the next tick goes on with them
         return min([self.heartbeat_at, *[worker.silent_at for worker in self.workers.values()]])
 
     def heartbeat_interval_s(self, ours_s: float) -> float:
-        """Seconds in which each transfer is named: our setting, or fewer, so that three heartbeats fit into every
-        worker's timeout and into its leases.
+        """Return the seconds within which each transfer is named: our setting, or less, so that three heartbeats fit
+        into the timeout and the leases of every worker.
         """
         times = [min(worker.timeout_s, worker.lease_s) for worker in self.workers.values()]
         return min(ours_s, max(min(times, default=NEVER) / 3, MIN_HEARTBEAT_INTERVAL_S))

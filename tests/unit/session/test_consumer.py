@@ -10,6 +10,7 @@ from kvconnector.errors import (
     TransportError,
     UnknownRequestError,
 )
+from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from kvconnector.session.orders import LoadRequest, WantRequest
 from kvconnector.wire import messages as m
@@ -115,3 +116,15 @@ def test_a_load_that_cannot_be_planned_fails(side):
     commands = side.tell(LoadRequest("w", ((0, 12), (0, 12)), harness.BLOCKS, harness.BLOCKS))
     assert [c.load.request_id for c in harness.of(commands, "finish_load") if c.error] == ["w"]
     assert len(harness.messages(commands, m.Abort)) == 1
+
+
+@pytest.mark.parametrize("refusal", [m.Refusal.UNKNOWN_TRANSFER, None])
+def test_progress_under_another_secret_changes_nothing(side, refusal):
+    """Two requests of one consumer name the same transfer, and only one of them knows its secret."""
+    (link,) = harness.connect(side, is_followed=True)
+    side.tell(harness.load_asked())
+    report = m.Progress(transfer_id="t", watermark=Watermark(12), blocks=harness.BLOCKS)
+    others = replace(report, secret=harness.OTHER_SECRET, refusal=refusal)
+    assert side.receive(link, others) == []
+    ours = side.receive(link, replace(report, secret=harness.SECRET))
+    assert len(harness.of(ours, "start_receive")) == 1

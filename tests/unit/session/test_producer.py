@@ -6,9 +6,10 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.errors import LocalError, PeerLostError, TransportError
+from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from kvconnector.session.lease import LEASE_KEY_BYTES, lease_key
-from kvconnector.session.orders import WithdrawRequest
+from kvconnector.session.orders import GrowRequest, WithdrawRequest
 from kvconnector.wire import messages as m
 from kvconnector.wire.messages import Refusal
 from tests.support.fakes import attention_model
@@ -233,3 +234,17 @@ def test_a_session_is_collected_with_what_came_before_its_lease():
     gc.collect()
     assert session() is None
     assert peer() is None
+
+
+def test_reports_and_refusals_have_the_follower_s_secret():
+    side = harness.producer()
+    harness.welcome(side)
+    side.tell(GrowRequest("r", "t", harness.SECRET, harness.BLOCKS, Watermark(0)))
+    wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
+    events = harness.followed(), harness.followed(-1, wrong), WithdrawRequest("r")
+    secrets = [(p.secret, p.refusal) for p in harness.messages(side.tell(*events), m.Progress)]
+    assert secrets == [
+        (harness.SECRET, None),
+        (harness.OTHER_SECRET, Refusal.UNKNOWN_TRANSFER),
+        (harness.SECRET, Refusal.ABORTED),
+    ]

@@ -176,26 +176,6 @@ def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
     assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
 
-@pytest.mark.parametrize("report", [{"refusal": Refusal.UNKNOWN_TRANSFER}, {"is_complete": True}])
-def test_progress_under_another_secret_changes_nothing(report):
-    """Two requests of one consumer name the same transfer, and only one of them knows its secret."""
-    side, (link,) = _following()
-    assert side.receive(link, _said(12, secret=harness.OTHER_SECRET, **report)) == []
-    assert len(harness.of(side.receive(link, _said(12, secret=harness.SECRET)), "start_receive")) == 1
-
-
-def test_reports_and_refusals_have_the_follower_s_secret():
-    side = _filling()
-    wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
-    reports = side.tell(harness.followed(), harness.followed(-1, wrong), WithdrawRequest("r"))
-    secrets = [(each.secret, each.refusal) for each in harness.messages(reports, m.Progress)]
-    assert secrets == [
-        (harness.SECRET, None),
-        (harness.OTHER_SECRET, Refusal.UNKNOWN_TRANSFER),
-        (harness.SECRET, Refusal.ABORTED),
-    ]
-
-
 def test_a_stranger_that_follows_gets_no_progress():
     side = _filling()
     assert harness.messages(side.tell(harness.followed(-9)), m.Progress) == []
