@@ -1,4 +1,4 @@
-"""How KV lies in memory: addresses of a view, block ids of a request, tokens of a rank, axes of a backend. Pure."""
+"""How KV lies in memory: a view's addresses, a request's block ids, a rank's tokens, a backend's axes. Pure."""
 
 from kvconnector.layout.backend import AttentionBackend as AttentionBackend
 from kvconnector.layout.backend import CacheLayout as CacheLayout

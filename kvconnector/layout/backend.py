@@ -1,7 +1,7 @@
 """From an attention backend's cache shape to `KVView`s.
 
-An engine's attention backend states how it shapes and orders its cache. `CacheLayout` finds from that which axis
-is which, and makes views of a tensor.
+An engine's attention backend states the shape and the order of its cache. `probe_layout` finds out which axis is
+which, and the `CacheLayout` that it returns makes views of a tensor.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from typing import Protocol
 from kvconnector.errors import ConfigError, GeometryError
 from kvconnector.layout.views import KVView
 
-# All distinct, also twice the head size, so that every axis of a probed shape is known by its size. Some backends
-# refuse a block size that is no multiple of 16 or 128, or an unusual head size.
+# All differ, also from twice the head size, so that an axis of a probed shape is known by its size. Some backends
+# refuse block sizes that are not multiples of 16 or 128, or unusual head sizes.
 _PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 256, 12, 64
 
 
 class AttentionBackend(Protocol):
-    """The statements of an engine's attention backend about its cache."""
+    """What an engine's attention backend states about its cache, with vLLM's method names."""
 
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
     ) -> tuple[int, ...]:
-        """Logical shape of one layer's cache tensor."""
+        """Return the logical shape of one layer's cache tensor."""
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Logical axes in physical order, slowest first; with a leading layers axis if asked. A backend that raises
-        NotImplementedError or AttributeError, or has no such method, stores its cache in the order of the shape.
+        """Return the logical axes in memory order, slowest first; with an axis for layers before the others if asked.
+        A backend that lacks this method, or raises NotImplementedError or AttributeError, uses the shape's order.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Axes of one cache tensor, by position in its logical shape; None where there is no such axis.
+    """The axes of one cache tensor, by their positions in its logical shape; None for an axis that it lacks.
 
-    `kv_axis` separates K and V; `packed_kv`: the last axis holds K and then V; `stride_order` lists logical
-    axes in physical order. `layers_axis` is set for cross-layer tensors, which hold all layers of a rank.
+    `kv_axis` separates K and V. If `packed_kv` is True, the last axis holds K and then V instead. `stride_order` lists
+    the logical axes in memory order. `layers_axis` is that of a cross-layer tensor, which holds all layers of a rank.
     """
 
     block_axis: int
@@ -64,13 +64,13 @@ class CacheLayout:
         strides_bytes: Sequence[int],
         item_size_bytes: int,
     ) -> list[tuple[KVView, ...]]:
-        """Views of one registered tensor: one tuple of parts a layer (a single one without a layers axis). Raises
-        GeometryError: it has another number of axes, or a packed last axis of odd length.
+        """Return the views of one tensor: a view per part for each layer (for one, without a layers axis). Raises
+        GeometryError: the tensor has another number of axes, or a packed last axis of odd length.
         """
         num_axes = len(self.stride_order)
         if len(shape) != num_axes or len(strides_bytes) != num_axes:
             raise GeometryError(
-                "the tensor does not have the axes of its backend's shape",
+                "the tensor's axes are not those of its backend's shape",
                 shape=tuple(shape),
                 strides_bytes=tuple(strides_bytes),
                 expected_axes=num_axes,
@@ -104,8 +104,8 @@ class CacheLayout:
 
 
 def probe_layout(backend: AttentionBackend, *, cross_layers: bool = False) -> CacheLayout:
-    """The layout of a backend's cache, from the shape and order it answers for sizes that cannot be confused. Raises
-    GeometryError: an axis of the shape cannot be identified, or the stride order is no permutation.
+    """Return the layout of a backend's cache, from its shape and order for sizes that cannot be confused. Raises
+    GeometryError: an axis of the shape cannot be identified, or the stride order is not a permutation.
     """
     shape = list(backend.get_kv_cache_shape(_PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM))
     if cross_layers:
@@ -142,7 +142,7 @@ def _stride_order(backend: AttentionBackend, num_axes: int, cross_layers: bool) 
 
 
 class FlashAttentionBackend:
-    """The default: `[2, num_blocks, block_size, num_kv_heads, head_size]`, in memory as written (NHD)."""
+    """The default backend: `[2, num_blocks, block_size, num_kv_heads, head_size]`, in the order of its axes (NHD)."""
 
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
@@ -158,7 +158,7 @@ class FlashAttentionBackend:
 def current_attention_backend(
     backends: Mapping[str, AttentionBackend], layer: str
 ) -> AttentionBackend:
-    """The backend of `layer`, or `FlashAttentionBackend` if no layer has one. Raises ConfigError: only others have."""
+    """Return the backend of `layer`: the default if `backends` is empty. Raises ConfigError: the layer has none."""
     if not backends:
         return FlashAttentionBackend()
     if layer not in backends:
@@ -167,8 +167,8 @@ def current_attention_backend(
 
 
 def required_cache_layout(settings: Mapping[str, object]) -> str:
-    """The layout to ask the engine for: `settings["kv_cache_layout"]`, or "HND" if it has a connector (a head slice is
-    one run a block there), else "NHD". Raises ConfigError: another layout.
+    """Return the layout that the engine should use: `settings["kv_cache_layout"]` if it is set, "HND" if a KV connector
+    is (a block's heads are contiguous there), or else "NHD". Raises ConfigError: the setting is another layout.
     """
     layout = settings.get("kv_cache_layout")
     if layout is None:

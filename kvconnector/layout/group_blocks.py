@@ -1,4 +1,4 @@
-"""A request's blocks, as the engine names them and as they travel."""
+"""`GroupBlocks`: the ids of a request's blocks in one cache group, in the form in which they travel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import numpy.typing as npt
 from kvconnector.errors import BlockIdError
 from kvconnector.layout.views import check_block_ids
 
-_FEW_BLOCKS = 64  # numpy takes longer than Python to find the highest of no more
+_FEW_BLOCKS = 64  # up to this number, Python finds the highest id faster than numpy
 
 
 class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, dict=True):
-    """A request's blocks in one group of one engine: `block_ids[i]` holds tokens from `(first_block + i) * block_size`.
-    They travel as they are, between an engine's processes and between engines: `wire_ids` are little-endian int32.
+    """A request's blocks in one cache group: `block_ids[i]` holds the tokens from `(first_block + i) * block_size` on.
 
-    The `block_size` here is `GroupGeometry.virtual_block_tokens`: under context parallelism an id stands for a block on
-    each rank of the group. `first_block` is above zero where leading blocks are gone, as outside a sliding window.
-    Raises BlockIdError: bytes that are no whole ids, or a `first_block` that is negative or does not fit 32 bits.
+    `block_size` here means `GroupGeometry.virtual_block_tokens`: under context parallelism one id stands for a block on
+    each rank of the group. `first_block` is above zero if leading blocks are gone, as outside a sliding window.
+    `wire_ids` are the ids as little-endian int32, as they travel between processes and engines. Raises BlockIdError:
+    `wire_ids` ends inside an id, or `first_block` is negative or exceeds int32.
     """
 
     first_block: int
@@ -37,12 +37,12 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @classmethod
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
-        """From any sequence of integers. Raises BlockIdError: an id is no integer, negative or above int32."""
+        """Make it from a sequence of integers. Raises BlockIdError: an id is not an integer from 0 to 2^31 - 1."""
         ids = check_block_ids(block_ids, 1 << 31, what="block ids")
         return cls(first_block=first_block, wire_ids=ids.astype("<i4", copy=False).tobytes())
 
     def extended(self, block_ids: Sequence[int]) -> GroupBlocks:
-        """With more blocks after these. Raises BlockIdError: as `of`."""
+        """Return these blocks followed by others. Raises BlockIdError: as `of`."""
         if not block_ids:
             return self
         more = GroupBlocks.of(block_ids).wire_ids
@@ -50,28 +50,28 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @cached_property
     def block_ids(self) -> npt.NDArray[np.int32]:
-        """The ids, in an array of its own."""
+        """The ids, int32 `[num_blocks]`, a copy of `wire_ids`."""
         return np.frombuffer(self.wire_ids, "<i4").astype(np.int32)
 
     def highest_id(self) -> int:
-        """Returns the highest id as an unsigned number, so that of a negative id, or -1 if there are no ids."""
+        """Return the highest id, or -1 without ids. Read as unsigned, so a negative id from a peer exceeds any pool."""
         if len(self.wire_ids) > 4 * _FEW_BLOCKS:
             return int(self.block_ids.view(np.uint32).max())
         return max(memoryview(self.wire_ids).cast("I"), default=-1)
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks."""
+        """How many blocks there are."""
         return len(self.wire_ids) // 4
 
     def token_range(self, block_size: int) -> range:
-        """Tokens that these blocks have room for."""
+        """Return the tokens that these blocks have room for."""
         start = self.first_block * block_size
         return range(start, start + len(self.wire_ids) // 4 * block_size)
 
     def check_hold(self, tokens: range, block_size: int, *, what: str) -> slice:
-        """Return where in `block_ids` those are that hold `tokens`. Raises BlockIdError: some of these are in none, or
-        two parts of them in the same block.
+        """Return the slice of `block_ids` that holds `tokens`. `what` names the blocks in errors. Raises BlockIdError:
+        the blocks do not hold all of the tokens, or the slice names a block twice.
         """
         if not tokens:
             return slice(0, 0)
@@ -91,7 +91,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
         return holding
 
     def covering(self, tokens: range, block_size: int, *, what: str) -> GroupBlocks:
-        """Only the blocks that hold `tokens`. Raises BlockIdError: see `check_hold`."""
+        """Return only the blocks that hold `tokens`. Raises BlockIdError: as `check_hold`."""
         holding = self.check_hold(tokens, block_size, what=what)
         ids = self.wire_ids[4 * holding.start : 4 * holding.stop]
         return GroupBlocks(first_block=self.first_block + holding.start, wire_ids=ids)

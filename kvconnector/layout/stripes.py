@@ -1,7 +1,7 @@
-"""Stripes: the tokens that two ranks of context parallel groups have in common.
+"""Stripes: the tokens that two ranks of different context parallel groups have in common.
 
-A rank of a group of `n` holds every `n`-th turn of `i` tokens (`i` divides its block size). Two such ranks, of groups
-with other `n` and `i`, have a few stripes in common, each of which is evenly spaced in either rank's own tokens too.
+The `n` ranks of a group take a request's tokens in turns of `i` (which divides the block size). Two ranks of groups
+with different `n` and `i` have a few stripes in common, each of which is evenly spaced in either rank's own tokens too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from msgspec import Meta
 from kvconnector.errors import GeometryError, require_at_least
 
 MAX_TURNS = 1024
-"""Turns of one rank before the pattern of two groups repeats; real engines have one to a few."""
+"""The most turns of one rank until the common pattern of two groups repeats. Real engines need one or a few."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """This rank's place among those that share a request's tokens. Raises GeometryError: a field is out of range."""
+    """A rank's place in the group that shares a request's tokens. Raises GeometryError: a field is out of range."""
 
     world_size: int = 1
     rank: int = 0
@@ -31,21 +31,21 @@ class ContextParallel:
     def __post_init__(self) -> None:
         require_at_least(1, GeometryError, interleave_tokens=self.interleave_tokens)
         if not 0 <= self.rank < self.world_size:
-            raise GeometryError("the rank is none of its context parallel group", place=self)
+            raise GeometryError("the rank is not in its context parallel group", place=self)
 
 
 NO_CONTEXT_PARALLEL = ContextParallel()
-"""One rank that stores every token."""
+"""A group of one rank, which holds every token."""
 
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Stripe(msgspec.Struct, frozen=True, array_like=True):
-    """Evenly spaced runs of tokens: of every `period` tokens, the `run` tokens from `first` on.
+    """Evenly spaced runs of tokens: `run` tokens from `first` on, and again every `period` tokens.
 
-    Its members are numbered from 0 in ascending order. Raises GeometryError: a run is empty or crosses the end of its
-    period.
+    These tokens, its members, are numbered from 0 in ascending order. Raises GeometryError: a run is empty or crosses
+    the end of its period.
     """
 
     first: _Count = 0
@@ -54,25 +54,25 @@ class Stripe(msgspec.Struct, frozen=True, array_like=True):
 
     def __post_init__(self) -> None:
         if self.first < 0 or self.run < 1 or self.first + self.run > self.period:
-            raise GeometryError("a stripe's run lies inside its period", stripe=self)
+            raise GeometryError("a stripe's run must lie inside its period", stripe=self)
 
     @property
     def is_dense(self) -> bool:
-        """Returns True if it has all tokens."""
+        """True if every token is a member."""
         return self.run == self.period
 
     def token(self, member: int) -> int:
-        """The token of a member."""
+        """Return the token that member number `member` is."""
         turn, place = divmod(member, self.run)
         return self.first + turn * self.period + place
 
     def count_below(self, token: int) -> int:
-        """Members below a token."""
+        """Return the number of members below a token."""
         turn, place = divmod(token, self.period)
         return turn * self.run + min(max(place - self.first, 0), self.run)
 
     def members(self, tokens: range) -> range:
-        """The members that lie in a range of tokens."""
+        """Return the numbers of the members in a range of tokens."""
         start, stop = tokens.start, max(tokens.stop, tokens.start)
         if self.run == self.period:
             return range(start, stop)
@@ -83,7 +83,7 @@ ALL_TOKENS = Stripe()
 
 
 def own_stripe(group: ContextParallel) -> Stripe:
-    """The tokens that a rank holds."""
+    """Return the tokens that a rank holds."""
     if group.world_size == 1:
         return ALL_TOKENS
     turn = group.interleave_tokens
@@ -92,8 +92,8 @@ def own_stripe(group: ContextParallel) -> Stripe:
 
 @lru_cache(maxsize=4096)
 def common_stripes(ours: ContextParallel, theirs: ContextParallel) -> tuple[Stripe, ...]:
-    """The tokens that both ranks hold, as disjoint stripes in ascending order of their first tokens. Raises
-    GeometryError: the turns of the two groups coincide again only after more than `MAX_TURNS` of them.
+    """Return the tokens that both ranks hold, as disjoint stripes in ascending order of their first tokens. Raises
+    GeometryError: the common pattern of the two groups repeats only after more than `MAX_TURNS` turns.
     """
     mine, other = own_stripe(ours), own_stripe(theirs)
     if other.is_dense:
@@ -122,7 +122,7 @@ def common_stripes(ours: ContextParallel, theirs: ContextParallel) -> tuple[Stri
 
 
 def is_held(stripe: Stripe, group: ContextParallel) -> bool:
-    """Returns True if a rank holds every token of a stripe."""
+    """Return True if a rank holds every token of a stripe."""
     own = own_stripe(group)
     start = stripe.first % own.period
     return own.is_dense or (
@@ -133,7 +133,7 @@ def is_held(stripe: Stripe, group: ContextParallel) -> bool:
 
 
 def local_stripe(stripe: Stripe, group: ContextParallel) -> Stripe:
-    """A stripe that a rank holds, counted in that rank's own tokens."""
+    """Return a stripe that a rank holds, counted in the tokens of that rank alone."""
     own = own_stripe(group)
     if own.is_dense:
         return stripe

@@ -1,9 +1,9 @@
-"""`KVView`: the one address model. Every cache layout is a base address and four byte strides.
+"""`KVView`: one address model for all cache layouts, a base address and four strides in bytes.
 
-A view describes one *part* (K, V, an MLA latent, a recurrent state) of one layer as a logical array
-`[num_blocks, num_heads, block_size, head_dim]`. HND, NHD, K and V packed in one tensor, blocks first or K/V first,
-K stored transposed, MLA (one head) and opaque state (one head, one token) differ in strides alone, and unequal block
-sizes are only `token -> (block, offset)` on either side.
+A view describes one *part* (K, V, an MLA latent, a recurrent state) of one layer as a logical array `[num_blocks,
+num_heads, block_size, head_dim]`. HND, NHD, K and V packed in one tensor, blocks before K/V or after, transposed K, MLA
+(one head) and opaque states (one head, one token) differ only in their strides. Where block sizes differ, each side
+maps a token to its own (block, offset).
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ PART_TABLE_COLUMNS = ("address", "block_stride", "head_stride", "token_stride", 
 
 @dataclass(frozen=True, slots=True)
 class KVView:
-    """One part of one layer in memory, over the axes block, head, token and dim: the address of `[0, 0, 0, 0]`, counts
-    and strides in bytes. Raises GeometryError: not four axes, a count or the item size is not positive, a stride or the
-    address is negative, or two elements overlap.
+    """One part of one layer in memory, over the axes block, head, token and dim. `address` is that of `[0, 0, 0, 0]`.
+    Raises GeometryError: not four axes, a count or item size below 1, a negative stride or address, or an overlap.
     """
 
     address: int
@@ -37,10 +36,10 @@ class KVView:
         is_positive = min(self.item_size_bytes, *self.shape) >= 1
         if not has_axes or not is_positive or min(self.address, *self.strides_bytes) < 0:
             raise GeometryError(
-                "a view has four axes (block, head, token, dim), positive counts and no negative stride",
+                "a view needs four axes (block, head, token, dim), positive counts and no negative stride",
                 view=self,
             )
-        # sorted by stride, every axis must step over all that the finer axes cover
+        # in ascending order of strides, each axis must step over everything that the axes before it cover
         covered = self.item_size_bytes
         for stride, count in sorted(zip(self.strides_bytes, self.shape, strict=True)):
             if count > 1 and stride < covered:
@@ -57,18 +56,18 @@ class KVView:
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block."""
+        """Tokens per block."""
         return self.shape[2]
 
     @property
     def head_dim(self) -> int:
-        """Elements of a head."""
+        """Elements per head and token."""
         return self.shape[3]
 
 
 def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
-    """The pointer table that the re-layout kernels read: int64 `[num_parts, 5]`, columns `PART_TABLE_COLUMNS`. Raises
-    GeometryError: there is no view, or two differ in heads, block size, head dim or item size.
+    """Return the table of addresses that the re-layout kernels read: int64 `[num_parts, 5]`, by `PART_TABLE_COLUMNS`.
+    Raises GeometryError: there is no view, or two differ in heads, block size, head dim or item size.
     """
     if not views:
         raise GeometryError("a part table needs at least one view")
@@ -83,15 +82,15 @@ def part_table(views: Sequence[KVView]) -> npt.NDArray[np.int64]:
 
 
 def memory_orders(views: Mapping[int, Sequence[KVView]]) -> tuple[str, ...]:
-    """The memory order of a group's caches, for each part: the axes of its tensor, slowest first.
+    """Return the memory order of each part of a cache group: the axes of its tensor, slowest first.
 
-    B are blocks, H heads, N tokens and D dims, 2 are a layer's two parts (K and V), L the layers where a block has all
-    of them together. "2BNHD" is FlashAttention's `[2, num_blocks, block_size, num_heads, head_size]`, "B2HND" is
-    FlashInfer's with heads first, "BHN2D" has K and V packed in the last axis, "BND" is MLA's. Axes of one element
-    are left out, except B.
+    B stands for blocks, H for heads, N for tokens and D for dims; 2 for a layer's two parts (K and V); L for layers, if
+    a block has all of them together. "2BNHD" is FlashAttention's `[2, num_blocks, block_size, num_heads, head_size]`,
+    "B2HND" FlashInfer's with heads first, "BHN2D" has K and V packed in the last axis, "BND" is MLA's. Axes of one
+    element are left out, except B.
 
     Args:
-        views: one view per part for every layer of the group, alike in all layers.
+        views: A view per part for every layer of the group. All layers have the same strides.
 
     Returns:
         One order per part, in the order of the parts.
@@ -111,7 +110,7 @@ def memory_orders(views: Mapping[int, Sequence[KVView]]) -> tuple[str, ...]:
         if len(layers[0]) == 2:
             part_stride = abs(layers[0][1].address - layers[0][0].address)
             axes.append((part_stride if part_stride < block_stride else inf, "2"))
-        # K before V as regions of their own: "2" is slower than "B" then, and sorted before it
+        # K and V in separate regions: both strides are infinite then, and "2" is sorted before "B"
         orders.append("".join(name for _, name in sorted(axes, key=lambda a: (-a[0], a[1]))))
     return tuple(orders)
 
@@ -119,7 +118,7 @@ def memory_orders(views: Mapping[int, Sequence[KVView]]) -> tuple[str, ...]:
 def check_block_ids(
     block_ids: npt.NDArray[np.integer] | Sequence[int], num_blocks: int, *, what: str
 ) -> npt.NDArray[np.int32]:
-    """`block_ids` as an int32 vector. Raises BlockIdError: no vector of integers, or an id outside the pool."""
+    """Return the ids as an int32 vector; `what` names them in errors. Raises BlockIdError: one is outside the pool."""
     try:
         ids = np.asarray(block_ids)
     except ValueError as error:  # sequences of different lengths

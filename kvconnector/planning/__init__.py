@@ -1,4 +1,4 @@
-"""Reads: a request's token ranges become chunks, one read per producer rank."""
+"""From a request's token ranges to reads, one per producer rank, and to the chunks of each read."""
 
 from kvconnector.layout import ALL_LAYERS as ALL_LAYERS
 from kvconnector.layout import GroupBlocks as GroupBlocks

@@ -1,4 +1,4 @@
-"""The planner's oracle: one coordinate at a time, obviously right, far too slow to use."""
+"""The planner's oracle: it goes through single coordinates, is obviously right, and far too slow to use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def naive_plan(
     token_ranges: Sequence[range],
     layers: range = ALL_LAYERS,
 ) -> Iterator[Item]:
-    """Every item of these layers that the consumer rank needs, each once."""
+    """Yield every item of these layers that the consumer rank needs, each once."""
     for group_index, group in enumerate(consumer.geometry.groups):
         for layer in (each for each in group.layers if each in layers):
             for part_index, part in enumerate(group.parts):
@@ -55,7 +55,7 @@ def _is_held(group: GroupGeometry, layer: int, part: int, head: int, token: int)
 
 
 def plan_items(plan: Iterable[SourceRead], consumer: RankGeometry) -> Iterator[Item]:
-    """All items of a vectorised plan, in the order of its chunks."""
+    """Yield all items of a vectorised plan, in the order of its chunks."""
     for read in plan:
         for chunk in read.chunks:
             segment = read.segments[int(chunk["segment"])]

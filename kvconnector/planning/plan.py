@@ -1,12 +1,12 @@
-"""`plan_reads`: what one consumer rank reads from which producer rank, in which chunks.
+"""`plan_reads`: what one consumer rank reads from which producer rank, and in which chunks.
 
-A rank's `Route` to each producer rank is made once. `plan_reads` puts a request's token ranges on these routes, and
-`SourceRead.chunks` cuts one read into messages. A consumer rank sends the ranges, and its producer rank cuts them in
-the same way: how chunks are cut is part of the wire's major version (`tests/golden/test_cuts.py`). Block ids are not
-needed for that: the copy kernels translate tokens to addresses.
+A rank makes its `Route` to each producer rank once. `plan_reads` intersects a request's token ranges with these routes,
+and `SourceRead.chunks` cuts a read into messages. The consumer sends the ranges only, and the producer cuts them in the
+same way, so the cuts are part of the wire format's major version (`tests/golden/test_cuts.py`). A plan has no block
+ids: the copy kernels translate tokens to addresses.
 
-Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank owns and the
-request asks for is in exactly one chunk of exactly one read. In a context parallel group a rank owns some tokens only.
+Invariant, tested against `naive.py`: every (group, layer, part, head, token) that the consumer rank holds and the
+request needs is in exactly one chunk of exactly one read. In a context parallel group a rank holds some tokens only.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ CHUNK_DTYPE = np.dtype(
         ("num_tokens", "<i4"),
     ]
 )
-"""One message. `part_start` counts (layer, part) pairs, layer first, from the segment's first one; `token_start` counts
-the members of the segment's stripe."""
+"""One message. `part_start` counts the segment's (layer, part) pairs, layer by layer; `token_start` counts the members
+of its stripe."""
 
 SHORT_CHUNK_BYTES = 16 << 20
-"""Nothing travels while a read's first chunk is packed, and while its last one is unpacked: both are halved down to
-about this, as far as they have rows. Not further: while a GPU computes, each piece waits for its turn there."""
+"""Nothing travels while a read's first chunk is packed or its last one is unpacked, so both are halved until they have
+about this size or a single row. Not further: while a GPU computes, each piece waits for its turn there."""
 
 MAX_TOKENS = int(np.iinfo(np.int32).max)
-"""Longest sequence, by the width of a chunk's fields."""
+"""The longest sequence that a chunk's fields can address."""
 
 MAX_CHUNKS = 1 << 20
-"""Of a read. Both sides refuse more before they cut: a chunk costs time and memory on both."""
+"""The most chunks of a read. Each costs time and memory on both sides, which refuse more before they cut any."""
 
 
 class Cut(NamedTuple):
-    """Edges of a segment's chunks: a chunk lies between two neighbours of `rows` and two neighbours of `tokens`."""
+    """The edges of a segment's chunks: a chunk lies between two adjacent `rows` and two adjacent `tokens`."""
 
     segment: int
     rows: list[int]
@@ -59,11 +59,11 @@ class Cut(NamedTuple):
 
 
 class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
-    """One read on a route: of segment `i` the `rows[i]` of `members[i]` of its stripe. These follow from the route,
-    `token_ranges[group]` and `layers` (global indices), so only the latter two travel.
+    """One read on a route: `rows[i]` (layer, part pairs) and `members[i]` (of the stripe) of each segment `i`. Both
+    follow from the route, `token_ranges[group]` and `layers` (global indices), so only the latter two travel.
 
-    Where there are no rows, there are no members. Every message has at most `chunk_bytes`. `token_stop` is after the
-    last token that is read, in the request's sequence, and `layer_stop` after the last layer, a global index.
+    A segment without rows has no members either. Every message has at most `chunk_bytes`. `token_stop` and `layer_stop`
+    are one more than the last token, in the request's sequence, and the last layer, a global index, that are read.
     """
 
     route: Route
@@ -78,17 +78,17 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def source(self) -> Rank:
-        """The producer rank, on a consumer rank's route."""
+        """The producer rank to read from."""
         return self.route.peer
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Those of all reads on the route."""
+        """The route's segments, which all of its reads share."""
         return self.route.segments
 
     @cached_property
     def cuts(self) -> list[Cut]:
-        """How the segments that bring something are cut. Chunks are sent cut by cut, and of each row by row."""
+        """The cuts of all segments that are read. Chunks are sent cut by cut, within a cut row by row."""
         cuts = [self._cut(index) for index, members in enumerate(self.members) if members]
         if self.chunk_bytes > SHORT_CHUNK_BYTES:
             for end in (0, -1):
@@ -97,13 +97,13 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @cached_property
     def num_chunks(self) -> int:
-        """How many messages there are."""
+        """The number of messages."""
         return sum([(len(rows) - 1) * (len(tokens) - 1) for _, rows, tokens in self.cuts])
 
     @cached_property
     def chunks(self) -> npt.NDArray[np.void]:
         """The messages, of dtype `CHUNK_DTYPE`, in sending order."""
-        # few numbers mostly: numpy would take longer to begin than Python takes for all of them
+        # usually there are few numbers, for which Python is faster than numpy
         fields: list[int] = []
         for index, rows, tokens in self.cuts:
             pieces = [(token, stop - token) for token, stop in pairwise(tokens)]
@@ -113,9 +113,9 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         return np.frombuffer(array("i", fields), CHUNK_DTYPE)
 
     def _cut(self, index: int) -> Cut:
-        """One segment. The first layers come first. A chunk takes as many (layer, part) rows with all tokens as fit;
-        where a single row does not fit, rows are cut along tokens, at multiples of the first of `align_tokens` that
-        fits: both sides keep whole blocks where that is possible.
+        """Cut one segment, first layers first. A chunk takes as many (layer, part) rows with all tokens as fit. If a
+        single row does not fit, rows are cut along tokens, at multiples of the first of `align_tokens` that fits, so
+        that both sides keep whole blocks if possible.
         """
         tokens, rows = self.members[index], self.rows[index]
         tokens_fit = self.chunk_bytes // self.route.here[index].part_token_bytes
@@ -130,8 +130,8 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
         return Cut(index, [*range(rows.start, rows.stop, rows_fit), rows.stop], token_edges)
 
     def _shorten(self, cut: Cut, end: int) -> None:
-        """Make the first or the last chunk several, each half as long as its neighbour, down to `SHORT_CHUNK_BYTES` or
-        a row. Only chunks with all tokens have several rows.
+        """Split the first or the last chunk: each piece has half the rows of the next one inwards, down to
+        `SHORT_CHUNK_BYTES` or one row. Only chunks with all tokens have several rows.
         """
         edges, (first, second, *_) = cut.rows, cut.tokens
         row_bytes = (second - first) * self.route.here[cut.segment].part_token_bytes
@@ -146,7 +146,7 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 
     @property
     def chunk_nbytes(self) -> npt.NDArray[np.int64]:
-        """Bytes of every message."""
+        """The size of every message in bytes, int64 `[num_chunks]`."""
         chunks = self.chunks
         per_token = np.array([window.part_token_bytes for window in self.route.here])
         nbytes: npt.NDArray[np.int64] = per_token[chunks["segment"]] * chunks["num_parts"]
@@ -157,18 +157,17 @@ class SourceRead(msgspec.Struct, frozen=True, eq=False, dict=True):
 def plan_read(
     route: Route, token_ranges: Sequence[range], *, chunk_bytes: int, layers: range = ALL_LAYERS
 ) -> SourceRead | None:
-    """The read that brings what a route has of `token_ranges[group]` in these layers; None if it has nothing.
+    """Return the read of everything that a route has of `token_ranges[group]` in these layers; None if it has nothing.
 
     Args:
-        route: either side's end of it.
-        token_ranges: for each cache group the tokens, in the request's sequence.
-        chunk_bytes: the most bytes of a message.
-        layers: global indices, a range without steps.
+        route: Either side's end of the route.
+        token_ranges: The tokens of each cache group, in the request's sequence.
+        chunk_bytes: The largest size of a message.
+        layers: Global layer indices, a range without steps.
 
     Raises:
-        GeometryError: the number of ranges is not the number of groups, a range has a step, starts below 0 or ends
-            above `MAX_TOKENS`, one token of one part exceeds `chunk_bytes`, or there may be more than `MAX_CHUNKS`
-            messages.
+        GeometryError: there is not one range per group; a range has a step, starts below 0 or ends above `MAX_TOKENS`;
+            one token of one part exceeds `chunk_bytes`; or there may be more than `MAX_CHUNKS` messages.
     """
     _check_ranges(token_ranges, route.num_groups)
     all_members, all_rows = [], []
@@ -207,14 +206,14 @@ def plan_read(
 def _check_ranges(token_ranges: Sequence[range], num_groups: int) -> None:
     if len(token_ranges) != num_groups:
         raise GeometryError(
-            "a request names one token range per cache group",
+            "a request needs one token range per cache group",
             ranges=len(token_ranges),
             groups=num_groups,
         )
     for tokens in token_ranges:
         if tokens.step != 1 or tokens.start < 0 or tokens.stop > MAX_TOKENS:
             raise GeometryError(
-                "token ranges are contiguous and lie between 0 and max_tokens",
+                "token ranges must be contiguous and lie between 0 and max_tokens",
                 tokens=tokens,
                 max_tokens=MAX_TOKENS,
             )
@@ -227,8 +226,8 @@ def plan_reads(
     chunk_bytes: int,
     layers: range = ALL_LAYERS,
 ) -> tuple[SourceRead, ...]:
-    """One read for each of a consumer rank's routes that has something of `token_ranges[group]` in these layers:
-    together they bring every head of it. Raises GeometryError: as `plan_read`.
+    """Return a read for each of a consumer rank's routes that has some of `token_ranges[group]` in these layers.
+    Together they bring all heads. Raises GeometryError: as `plan_read`.
     """
     reads = [
         plan_read(route, token_ranges, chunk_bytes=chunk_bytes, layers=layers) for route in routes
@@ -243,5 +242,5 @@ def plan_transfer(
     *,
     chunk_bytes: int,
 ) -> tuple[SourceRead, ...]:
-    """`plan_routes` and `plan_reads` in one call, for callers that plan once."""
+    """Call `plan_routes` and `plan_reads`, for callers that plan only once. Raises what these raise."""
     return plan_reads(plan_routes(consumer, producer), token_ranges, chunk_bytes=chunk_bytes)

@@ -1,5 +1,6 @@
-"""`Retention`: the tokens of a sequence that a cache group keeps, and those that it lacks before the next token can be
-computed. After a prefix hit groups may have different tokens, so each answers for itself.
+"""`Retention`: which tokens of a sequence a cache group keeps, and which it lacks before the next one can be computed.
+
+After a prefix hit different groups may lack different tokens, so each answers for itself.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ class Retention(Protocol):
     """The tokens of a sequence that one cache group keeps."""
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        """Tokens that the group lacks before token `stop` can be computed; empty ones start at `stop`.
+        """Return the tokens that the group lacks before token `stop` can be computed; `range(stop, stop)` for none.
 
-        `num_computed_tokens`: the group has what it keeps of that many leading tokens, as far as token `stop` needs it.
+        The group has what it keeps of the first `num_computed_tokens` tokens, as far as token `stop` needs it.
         """
 
 
@@ -59,7 +60,7 @@ class KeepsChunk:
 @dataclass(frozen=True, slots=True)
 class KeepsEncoder:
     """Cross-attention: every token of the encoder's input. The group numbers these, not the decoder's tokens, so `stop`
-    is the length of that input, and `num_computed_tokens` is all of it or nothing.
+    is the length of that input, and `num_computed_tokens` is `stop` or 0.
     """
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
@@ -68,8 +69,8 @@ class KeepsEncoder:
 
 @dataclass(frozen=True, slots=True)
 class KeepsState:
-    """A recurrent state, which stands for all tokens before its position, and for no other position. It counts as
-    one token, the last of these, and a block of its group holds one.
+    """A recurrent state: it sums up all tokens before its position, and serves no other position. It counts as one
+    token, the last of these, and a block of its group holds one.
     """
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:

@@ -1,8 +1,8 @@
-"""`Route`: all that the reads of one consumer rank from one producer rank have in common.
+"""`Route`: what all reads of one consumer rank from one producer rank have in common.
 
-It is made once on each side, at the greeting. The consumer rank makes its routes from the two engines' geometries, and
-its `Hello` names the segments. The producer rank checks these against its own geometry and makes its end of the route.
-A read then names token ranges and layers only: both sides cut them along their route into the same chunks (`plan.py`).
+Each side makes its end of the route once, in the greeting. The consumer rank makes it from the two engines' geometries,
+and lists the segments in its `Hello`. The producer rank checks these against its own geometry. A read then needs only
+token ranges and layers, which both sides cut into the same chunks along their route (`plan.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from kvconnector.topology.segments import MAX_SEGMENTS
 
 @dataclass(frozen=True, slots=True)
 class SegmentWindow:
-    """A segment in one rank's tables: rows of the part table `[group, family]` from `first_row` on, local heads from
-    `head_start` on, and `stripe` among the tokens that this rank stores. `order` is the element order in a chunk,
-    `part_token_bytes` are the bytes of one token of one row.
+    """A segment in the terms of one rank: rows from `first_row` on of the part table of (group, family), heads from
+    `head_start` on of those on this rank, and `stripe` counted in this rank's tokens. `order` is the element order in a
+    chunk, and `part_token_bytes` the size of one token of one row.
     """
 
     group: int
@@ -41,9 +41,9 @@ class SegmentWindow:
 class Route:
     """One side's end of all reads between two ranks. `peer` is the rank at the other end.
 
-    `align_tokens[i]` are the member counts at whose multiples chunks of `segments[i]` are best cut, best first: common
-    multiples of both sides' block sizes, then those of the larger one, then of the smaller. `here[i]` is `segments[i]`
-    in this rank's tables, and on the consumer's side `there[i]` the same in the producer rank's tables.
+    Chunks of `segments[i]` are best cut at multiples of the first of `align_tokens[i]` that fits, in members of its
+    stripe: a common multiple of both sides' block sizes, then the larger one, then the smaller. `here[i]` is
+    `segments[i]` in the terms of this rank; on the consumer's side `there[i]` is the same for the producer rank.
     """
 
     peer: Rank
@@ -59,16 +59,16 @@ def plan_routes(
     producer: EngineGeometry,
     orders: Mapping[tuple[int, int], str] | None = None,
 ) -> tuple[Route, ...]:
-    """The routes on which a consumer rank reads from a producer engine, in the order of that engine's ranks.
+    """Return the routes on which a consumer rank reads from a producer engine, in the order of that engine's ranks.
 
     Args:
-        consumer: the rank that reads.
-        producer: the engine that is read from.
-        orders: for `[group, family]` the element order of a chunk that the consumer rank unpacks fastest.
+        consumer: The rank that reads.
+        producer: The engine to read from.
+        orders: By (group, family), the element order of chunks that the consumer rank unpacks fastest; "HND" if absent.
 
     Raises:
-        IncompatiblePeerError: the producer does not hold all that the consumer rank does, or a route would have
-            more than `MAX_SEGMENTS` segments.
+        IncompatiblePeerError: the producer lacks something that the consumer rank holds, or a route would have more
+            than `MAX_SEGMENTS` segments.
     """
     ours = consumer.geometry.groups
     routes = []
@@ -91,17 +91,17 @@ def make_route(
     *,
     there: tuple[SegmentWindow, ...] = (),
 ) -> Route:
-    """One side's end of a route.
+    """Return one side's end of a route.
 
     Args:
-        peer: the rank at the other end.
-        segments: of which this rank holds all.
-        ours: the cache groups of this rank.
-        theirs: the cache groups of the other rank, as many as ours.
-        there: the segments in the other rank's tables, where these can be read.
+        peer: The rank at the other end.
+        segments: The route's segments, all of which this rank holds.
+        ours: This rank's cache groups.
+        theirs: The other rank's cache groups, as many as ours.
+        there: The segments in the terms of the other rank, on the side that may read its pools.
 
     Raises:
-        IncompatiblePeerError: there are more than `MAX_SEGMENTS`.
+        IncompatiblePeerError: there are more than `MAX_SEGMENTS` segments.
     """
     if len(segments) > MAX_SEGMENTS:
         raise IncompatiblePeerError(
@@ -114,7 +114,7 @@ def make_route(
 
 
 def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> tuple[int, ...]:
-    """Members of the stripe in whole (virtual) blocks and whole periods."""
+    """Return `Route.align_tokens` of a segment: members of the stripe in whole (virtual) blocks and whole periods."""
     blocks = (ours.virtual_block_tokens, theirs.virtual_block_tokens)
     tokens = (lcm(size, stripe.period) for size in (lcm(*blocks), *blocks))
     return tuple(sorted({stripe.count_below(count) for count in tokens}, reverse=True))
@@ -123,7 +123,7 @@ def _alignments(ours: GroupGeometry, theirs: GroupGeometry, stripe: Stripe) -> t
 def _windows(
     segments: Sequence[Segment], groups: Sequence[GroupGeometry]
 ) -> tuple[SegmentWindow, ...]:
-    """Segments that a rank holds, in its tables."""
+    """Return segments in the terms of a rank that holds them."""
     return tuple(
         SegmentWindow(
             group=segment.group,

@@ -1,6 +1,4 @@
-"""The mapping of ranks to ranks: `TpKVTopology`, the geometries it is made from, and the attention
-backends whose caches they describe. Pure.
-"""
+"""Which rank reads what from which: `TpKVTopology`, the geometries that it uses, and attention backends. Pure."""
 
 from kvconnector.layout import AttentionBackend as AttentionBackend
 from kvconnector.layout import FlashAttentionBackend as FlashAttentionBackend

@@ -1,7 +1,7 @@
-"""Geometries of engines: the values that two engines exchange in a greeting and that planning works on.
+"""The geometry of an engine: which layers, heads and tokens each rank holds. Two engines exchange it in a greeting.
 
-Each rank names its layers and its head interval, so uneven pipeline stages and any head split are plain data. For a
-recurrent state a *head* is whatever its engine cuts (channels, state heads).
+Each rank states its layers and its range of heads, so uneven pipeline stages and any split of heads are plain data. For
+a recurrent state a *head* is whatever the engine splits: channels, or state heads.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """One part of a layer's cache (K, V, latent, state) as one rank holds it.
 
     `total_heads`, `head_dim` (elements) and `item_size_bytes` are the model's; `[head_start, head_stop)` is this rank's
-    share in global head numbering. `memory_order` is that of `layout.memory_orders`, empty where it is not known.
-    Raises GeometryError: an empty or impossible head interval, or a size below one.
+    share in global head numbering. `memory_order` is as `layout.memory_orders` returns it, or empty if it is not known.
+    Raises GeometryError: the head range is empty or beyond the model's heads, or a size is below one.
     """
 
     name: str
@@ -47,12 +47,12 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def num_heads(self) -> int:
-        """Heads on this rank."""
+        """How many heads this rank holds."""
         return self.head_stop - self.head_start
 
     @property
     def model_key(self) -> tuple[int, int, int]:
-        """Values on which both engines must agree; parts with equal keys are moved together."""
+        """The values on which both engines must agree. Parts with equal keys are transferred together."""
         return (self.total_heads, self.head_dim, self.item_size_bytes)
 
     @property
@@ -62,12 +62,14 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def block_order(self) -> str:
-        """The part's own axes within a block, slowest first: "HND", "NHD", or fewer where an axis has one element."""
+        """The axes within a block, slowest first: "HND", "NHD", or fewer letters if an axis has a single element."""
         return "".join(axis for axis in self.memory_order if axis in "HND")
 
 
 class PartFamily(PartGeometry, frozen=True, kw_only=True):
-    """Parts of one shape, that of the first (K and V mostly): one pointer table, one launch, one message."""
+    """Parts with one shape (usually K and V), which share a table of addresses, a launch and a message. `part_indices`
+    are their positions in `GroupGeometry.parts`; the other fields are those of the first of them.
+    """
 
     part_indices: tuple[int, ...]
 
@@ -88,11 +90,11 @@ class PartFamily(PartGeometry, frozen=True, kw_only=True):
 class GroupGeometry(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, cache_hash=True, dict=True
 ):
-    """The layers of one rank that share block tables: block size in tokens, global layer indices, parts.
+    """A cache group on one rank: layers (global indices) with a common block table. `block_size` is in tokens.
 
     With decode context parallelism, `dcp_size` ranks take the tokens in turns of `interleave_tokens`, and one block id
-    stands for a block on each of them. Raises GeometryError: layers not ascending, no part, two parts of one name, a
-    block size out of range, a rank outside its context parallel group, or turns that do not fill a block.
+    stands for a block on each of them. Raises GeometryError: layers do not ascend, there is no part, two parts have one
+    name, a size or the rank is out of range, or `interleave_tokens` does not divide the block size.
     """
 
     block_size: int
@@ -127,7 +129,7 @@ class GroupGeometry(
 
     @cached_property
     def families(self) -> tuple[PartFamily, ...]:
-        """Parts grouped by shape, in order of their first member: the same on every engine of one model."""
+        """The parts grouped by shape, in the order of their first parts: the same on every engine of a model."""
         return tuple(
             PartFamily(
                 **msgspec.structs.asdict(self.parts[indices[0]]), part_indices=tuple(indices)
@@ -137,25 +139,25 @@ class GroupGeometry(
 
     @cached_property
     def context_parallel(self) -> ContextParallel:
-        """The tokens of a request that this rank holds."""
+        """This rank's place in its context parallel group, which says which tokens it holds."""
         return ContextParallel(
             world_size=self.dcp_size, rank=self.dcp_rank, interleave_tokens=self.interleave_tokens
         )
 
     @property
     def virtual_block_tokens(self) -> int:
-        """Consecutive tokens of a request that one block id stands for, on all ranks of its group together."""
+        """How many consecutive tokens of a request one block id stands for, on all ranks of its group together."""
         return self.block_size * self.dcp_size
 
 
 def _common_values(group: GroupGeometry) -> tuple[object, ...]:
-    """Values that a group has in common on all ranks of an engine."""
+    """Return the values of a group that must be equal on all ranks of an engine."""
     parts = [(part.name, *part.model_key) for part in group.parts]
     return (group.block_size, group.dcp_size, group.interleave_tokens, parts)
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one worker holds. Every rank of an engine lists the same groups in the same order."""
+    """What one worker holds. Every rank of an engine lists the same groups in the same order."""
 
     pp_rank: int
     tp_rank: int
@@ -167,7 +169,7 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Values beyond shapes on which two engines must agree: the weights that wrote the cache, and its number format."""
+    """Values beside shapes on which two engines must agree: the weights that wrote the cache, and its number format."""
 
     model: str
     dtype: str
@@ -181,9 +183,9 @@ _Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]
 class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name.
 
-    Raises GeometryError: ranks missing or out of order, groups that differ in number, block size, parts or context
-    parallelism, layers that differ within a stage, tokens that no rank of a stage holds, or a layer of one group that
-    belongs to several stages.
+    Raises GeometryError: a rank is missing or out of order; ranks differ in their groups' number, block size, parts or
+    context parallelism; ranks of a stage hold different layers; no rank of a stage holds some of the tokens; or a layer
+    of a group belongs to several stages.
     """
 
     engine_id: str
@@ -199,7 +201,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_stages()
 
     def _check_ranks(self) -> None:
-        # compared by number before anything is made of that size: a peer may claim any size
+        # compare the counts before anything of that size is made: a peer may claim any size
         if len(self.ranks) != self.world_size or any(
             rank.rank != divmod(index, self.tp_size) for index, rank in enumerate(self.ranks)
         ):
@@ -238,7 +240,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @cached_property
     def holdings(self) -> tuple[dict[tuple[GroupGeometry, ...], tuple[Rank, ...]], ...]:
-        """For each stage what its ranks hold, each holding once, with the ranks that have it in rank order."""
+        """For each stage the distinct holdings of its ranks, each with the ranks that have it, in rank order."""
         stages: list[dict[tuple[GroupGeometry, ...], list[Rank]]] = []
         for pp_rank in range(self.pp_size):
             stages.append({})
@@ -248,7 +250,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @cached_property
     def shares(self) -> tuple[tuple[_Share, ...], ...]:
-        """`shares[stage][group]`: of each rank of the context parallel group, what is held, and by whom."""
+        """`shares[stage][group][dcp_rank]`: the distinct holdings, each with the ranks that have it."""
         stages = []
         for holdings in self.holdings:
             stage: tuple[_Share, ...] = tuple({} for _ in range(self.num_groups))
@@ -267,19 +269,19 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.tp_size * self.pp_size
 
     def rank_geometry(self, rank: Rank) -> RankGeometry:
-        """The holding of one worker. Raises GeometryError: the engine has no such rank."""
+        """Return what one worker holds. Raises GeometryError: the engine has no such rank."""
         if not (0 <= rank.pp_rank < self.pp_size and 0 <= rank.tp_rank < self.tp_size):
             size = str(Rank(self.pp_size, self.tp_size))
             self._refuse("the engine has no such rank", rank=str(rank), size=size)
         return self.ranks[rank.global_rank(self.tp_size)]
 
     def stage(self, pp_rank: int) -> tuple[RankGeometry, ...]:
-        """The tensor-parallel ranks of one pipeline stage."""
+        """Return the tensor-parallel ranks of one pipeline stage."""
         return self.ranks[pp_rank * self.tp_size : (pp_rank + 1) * self.tp_size]
 
 
 def agreed_values(engine: EngineGeometry) -> dict[str, object]:
-    """All that must be equal on both sides, by name. With several cache groups a name ends with its group's number."""
+    """Return all values on which two engines must agree, by name. With several groups a name ends with the group's."""
     values = {**msgspec.structs.asdict(engine.model), "verify": engine.verify}
     if engine.num_groups != 1:
         values["cache_groups"] = engine.num_groups
@@ -301,17 +303,17 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
 
 
 def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
-    """The parts of every cache group: each one's name and its model's values."""
+    """Return the parts of every cache group, each as its name and the values of `PartGeometry.model_key`."""
     return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
 
 
 def _joined(values: tuple[int, ...]) -> int | tuple[int, ...]:
-    """One for all parts where they are equal."""
+    """Return the value of all parts if it is the same, or else those of each."""
     return values[0] if len(set(values)) == 1 else values
 
 
 def _written(layers: Sequence[int]) -> str:
-    """Ascending layers in words: "0-31", or each of them."""
+    """Return ascending layers as text: "0-31" if they are consecutive, or else each of them."""
     if len(layers) > 1 and layers[-1] - layers[0] + 1 == len(layers):
         return f"{layers[0]}-{layers[-1]}"
     return ",".join(map(str, layers))

@@ -1,4 +1,4 @@
-"""Segments: the boxes of layers, heads and tokens that two ranks have in common."""
+"""Segments: boxes of layers, heads and tokens that two ranks have in common."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Order = Annotated[str, Meta(pattern=r"\A(HND|NHD|HDN)\Z")]
 
 MAX_SEGMENTS = 1 << 12
-"""Segments of a route: each costs time in every read. Real engines have one to a few for each of their cache groups."""
+"""The most segments of a route. Each costs time in every read; real engines need one or a few per cache group."""
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """One part family of one cache group, as far as both ranks hold it. A consumer's greeting names those of its reads.
+    """What two ranks both hold of a part family in a cache group. A consumer's greeting lists its segments.
 
-    `layers` are global indices that are neighbours in both ranks' holdings, `[head_start, head_stop)` global heads, and
-    `stripe` names the tokens. `num_parts` are the parts of one layer (K and V: 2), `head_token_bytes` the bytes of one
-    head of one token of a part. `order` is the element order inside a chunk, which the rank that reads chooses.
+    `layers` are global indices, adjacent in both ranks' holdings; `[head_start, head_stop)` are global heads; `stripe`
+    selects the tokens. A layer has `num_parts` parts (2 for K and V), and `head_token_bytes` is the size of one head of
+    one token of a part. `order` is the element order inside a chunk, which the rank that reads chooses.
     """
 
     group: Index
@@ -41,25 +41,25 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def part_token_bytes(self) -> int:
-        """Bytes of one token of one part of one layer."""
+        """Size in bytes of one token of one part of one layer."""
         return (self.head_stop - self.head_start) * self.head_token_bytes
 
     def rows_of(self, layers: range) -> range:
-        """(layer, part) pairs: those of the layers whose global indices are in `layers`, a range without steps."""
+        """Return the (layer, part) pairs, numbered layer by layer, of those of our layers that are in the range."""
         first, stop = bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.stop)
         return range(first * self.num_parts, stop * self.num_parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A remote rank to read from, and what."""
+    """A remote rank to read from, and what to read from it."""
 
     rank: Rank
     segments: tuple[Segment, ...]
 
 
 def differ(ours: GroupGeometry, theirs: GroupGeometry, segment: Segment) -> bool:
-    """Returns True if the blocks of two ranks differ in what they hold of a segment, or in the order of it."""
+    """Return True if the blocks of two ranks hold different elements of a segment, or hold them in another order."""
     blocks = [
         (
             group.block_size,

@@ -1,7 +1,7 @@
-"""The ranks of an engine that deliver what a rank of another engine holds, and the choice among replicas.
+"""Which ranks of a producer engine deliver what a consumer rank holds, and the choice among replicas.
 
-Ranks of one stage that hold the same are examined once, so the time grows with the ranks of the two engines, not with
-the pairs of them.
+Ranks of a stage with equal holdings are examined once, so the time grows with the number of ranks of both engines, not
+with the number of pairs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvconnector.topology.geometry import EngineGeometry, GroupGeometry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The share of one stage in a family of parts: neighbouring layers, the tokens of `stripes`, and `pieces`: disjoint
-    head ranges in ascending order, each with the ranks that hold all of it, in rank order.
+    """What one stage can deliver of a family of parts: adjacent layers, the tokens of `stripes`, and in `pieces`
+    disjoint head ranges in ascending order, each with the ranks that hold all of it, in rank order.
     """
 
     group: int
@@ -32,17 +32,17 @@ class Offer:
 
 
 def first_replica(engine: EngineGeometry) -> int:
-    """The replica that an engine's first rank reads: a hash of its name, so that engines read different ones."""
+    """Return the replica that an engine's first rank reads: a hash of its id, so that engines read different ones."""
     return zlib.crc32(engine.engine_id.encode())
 
 
 def chosen(replicas: Sequence[Rank], replica_index: int, dcp_size: int) -> Rank:
-    """The replica to read. The ranks of one context parallel group hold different tokens, and read the same replica."""
+    """Return the replica to read. All ranks of a context parallel group read the same one: they hold other tokens."""
     return replicas[replica_index // dcp_size % len(replicas)]
 
 
 def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -> list[set[Rank]]:
-    """The producer ranks that each consumer rank reads; the first one reads replica `first`. Raises as `offers`."""
+    """Return the producer ranks that each consumer rank reads, the first one replica `first`. Raises as `offers`."""
     known: dict[tuple[GroupGeometry, ...], set[tuple[int, tuple[Rank, ...]]]] = {}
     found = []
     for index, rank in enumerate(consumer.ranks, first):
@@ -58,7 +58,7 @@ def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -
 
 
 def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:
-    """Everything that an engine has of these cache groups. Raises IncompatiblePeerError: it lacks a layer or a head."""
+    """Yield what an engine has of these cache groups. Raises IncompatiblePeerError: it lacks a layer or a head."""
     for index, group in enumerate(groups):
         missing = set(group.layers)
         for pp_rank in range(remote.pp_size):
@@ -90,7 +90,7 @@ def _offers_of_stage(
 def _sharing(
     ours: ContextParallel, theirs: ContextParallel
 ) -> tuple[tuple[int, tuple[Stripe, ...]], ...]:
-    """The ranks of another context parallel group that have tokens in common with us, and which tokens."""
+    """Return the ranks of another context parallel group that hold tokens of ours, and which."""
     common = [
         (rank, common_stripes(ours, replace(theirs, rank=rank)))
         for rank in range(theirs.world_size)
@@ -100,7 +100,7 @@ def _sharing(
 
 @lru_cache(maxsize=4096)
 def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Values in both ascending sequences, cut into runs whose members are neighbours in both of them."""
+    """Return the values in both ascending sequences, in runs whose members are adjacent in both of them."""
     position_in_theirs = {value: position for position, value in enumerate(theirs)}
     runs: list[list[int]] = []
     last = (-2, -2)
@@ -118,7 +118,7 @@ def _common_runs(ours: Sequence[int], theirs: Sequence[int]) -> tuple[tuple[int,
 def _pieces(
     wanted: range, family: int, holdings: Sequence[tuple[GroupGeometry, tuple[Rank, ...]]]
 ) -> tuple[tuple[range, tuple[Rank, ...]], ...]:
-    """A family's heads, cut where a holding begins or ends. Raises IncompatiblePeerError: nobody holds a head."""
+    """Split a family's heads where a holding begins or ends. Raises IncompatiblePeerError: no rank holds a head."""
     held = [(group.families[family].head_range, ranks) for group, ranks in holdings]
     edges = {wanted.start, wanted.stop}
     for heads, _ in held:

@@ -1,12 +1,12 @@
-"""`TpKVTopology`: who holds what of a model's KV cache, and who reads what from whom.
+"""`TpKVTopology`: which rank holds what of a model's KV cache, and which rank reads what from which.
 
-Pipeline stages cut a model's layers, tensor-parallel ranks its heads, and ranks of a decode context parallel group its
-tokens. What one rank holds is a box of (layers x heads x tokens) in every cache group, so what a consumer rank reads
-from a producer rank is the intersection of two boxes: no size has to divide another. Where several producer ranks hold
-the same (GQA with more ranks than heads, MLA), one of them is read.
+Pipeline stages split a model's layers, tensor-parallel ranks its heads, and ranks of a decode context parallel group
+its tokens. In every cache group a rank holds a box of (layers x heads x tokens). What a consumer rank reads from a
+producer rank is the intersection of two boxes, so no size has to divide another. If several producer ranks hold the
+same (GQA with more ranks than heads, MLA), the consumer reads one of them.
 
-An example: 6 layers and 2 KV heads, from a prefill engine of TP 4 to a decode engine of TP 3 and PP 2. The heads of
-tensor rank `r` of `n` begin at `r * 2 // n`, and a rank has at least one, so both engines replicate heads:
+An example: 6 layers and 2 KV heads, from a prefill engine with TP 4 to a decode engine with TP 3 and PP 2. The heads of
+tensor rank `r` of `n` begin at `r * 2 // n`, and every rank has at least one, so both engines replicate heads:
 
     prefill pp0tp0   layers 0-5  head 0        decode pp0tp0   layers 0-2  head 0
             pp0tp1   layers 0-5  head 0              pp0tp1   layers 0-2  head 0
@@ -15,13 +15,13 @@ tensor rank `r` of `n` begin at `r * 2 // n`, and a rank has at least one, so bo
                                                      pp1tp1   layers 3-5  head 0
                                                      pp1tp2   layers 3-5  head 1
 
-Intersecting decode pp1tp2 with the prefill ranks leaves layers 3-5 of head 1, on tp2 and on tp3: two replicas. Decode
-rank number `i` reads replica `i % 2`, and ranks are numbered stage by stage, so the six ranks read
+Decode rank pp1tp2 needs layers 3-5 of head 1, which prefill ranks tp2 and tp3 both hold: two replicas. Decode rank
+number `i` reads replica `i % 2`, and ranks are numbered stage by stage, so the six ranks read
 
     pp0tp0 from tp0    pp0tp1 from tp1    pp0tp2 from tp2    pp1tp0 from tp1    pp1tp1 from tp0    pp1tp2 from tp3
 
-Every (layer, head, token) of a decode rank arrives once, and every prefill rank is read by one or two. Seen from a
-decode rank `tp_ratio` is 3/4 (ours over theirs), `pp_ratio` 2, and `is_kv_replicated` of both engines is True.
+Every (layer, head, token) of a decode rank arrives once, and one or two decode ranks read each prefill rank. On a
+decode rank `tp_ratio` is 3/4 (ours over theirs), `pp_ratio` is 2, and `is_kv_replicated` is True for both engines.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from kvconnector.topology.segments import Segment, Target, differ
 from kvconnector.topology.sources import Offer, chosen, first_replica, offers, sources_of
 
 MAX_REMOTES = 1 << 10
-"""Engines that a topology remembers: those of a large deployment, without the ids of all that ever restarted."""
+"""The most engines that a topology remembers: all of a large deployment, but not every one that ever restarted."""
 
 
 class TpKVTopology:
-    """One rank of an engine: what it holds, and whom of another engine it reads from or is read by.
+    """One rank of an engine: what it holds, which ranks of another engine it reads, and which of them read it.
 
-    Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we have twice as many ranks. Each has
-    a form that takes the id of an engine that `check_compatible` let pass, instead of its geometry.
+    Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we have twice as many ranks. The forms
+    `..._from_engine_id` take the id of an engine that has passed `check_compatible`, instead of its geometry.
 
     Args:
-        engine: all workers as they registered.
-        rank: which of them we are.
-        replica_index: chooses among remote ranks that hold the same. By default an engine's ranks count on from a
-            number of the engine's, so that they read different replicas, and so do the first ranks of several engines.
+        engine: All workers as they registered.
+        rank: This rank.
+        replica_index: Which one to read of several remote ranks that hold the same. By default it counts up over an
+            engine's ranks from a hash of the engine's id, so that the ranks of all engines spread over the replicas.
 
     Raises:
         GeometryError: the engine has no such rank.
@@ -75,14 +75,14 @@ class TpKVTopology:
 
     @staticmethod
     def heads_of(total_heads: int, *, tp_rank: int, tp_size: int, dcp_size: int = 1) -> range:
-        """The heads that a rank holds of `total_heads`, in global numbering.
+        """Return the heads that a rank holds of `total_heads`, in global numbering.
 
-        `dcp_size` neighbouring ranks hold the same heads and share the tokens. Shares are runs of heads whose lengths
-        differ by at most one; with more shares than heads, each head is held by a run of shares. Where one number
-        divides the other this is the split of Megatron-style tensor parallelism.
+        `dcp_size` adjacent ranks hold the same heads and share the tokens. Shares are runs of heads whose lengths
+        differ by at most one. With more shares than heads, adjacent shares hold the same head. If one number divides
+        the other, this is the split of Megatron-style tensor parallelism.
 
         Raises:
-            GeometryError: no heads, a rank outside its engine, or a `tp_size` that is no multiple of `dcp_size`.
+            GeometryError: there are no heads, the rank is outside the engine, or `dcp_size` does not divide `tp_size`.
         """
         if not (0 <= tp_rank < tp_size and total_heads > 0 and dcp_size > 0) or tp_size % dcp_size:
             raise GeometryError(
@@ -104,11 +104,11 @@ class TpKVTopology:
         pp_size: int,
         layers_per_stage: Sequence[int] | None = None,
     ) -> range:
-        """The layers of a pipeline stage, in global numbering. Without `layers_per_stage` the stages' sizes differ by
-        at most one, longer stages first.
+        """Return the layers of a pipeline stage, in global numbering. Without `layers_per_stage` the stages' sizes
+        differ by at most one, longer stages first.
 
         Raises:
-            GeometryError: a stage without layers, sizes that do not add up, or no such stage.
+            GeometryError: a stage has no layers, the sizes do not add up, or there is no such stage.
         """
         sizes = list(layers_per_stage or ())
         if pp_size > 0 and not sizes:
@@ -128,11 +128,11 @@ class TpKVTopology:
 
     @property
     def global_rank(self) -> int:
-        """Index of this rank in its engine."""
+        """The index of this rank in its engine, stage by stage."""
         return self.rank.global_rank(self.engine.tp_size)
 
     def get_target_remote_ranks(self, remote: EngineGeometry) -> tuple[Target, ...]:
-        """The remote ranks to read from, in rank order: together they deliver everything that we hold, each
+        """Return the remote ranks to read from, in rank order. Together they deliver everything that we hold, each
         (layer, part, head, token) once.
 
         Raises:
@@ -147,10 +147,10 @@ class TpKVTopology:
         return tuple(Target(rank, tuple(found[rank])) for rank in sorted(found))
 
     def readers(self, remote: EngineGeometry) -> frozenset[Rank]:
-        """The remote ranks that confirm to us that they are done, so that blocks can be freed.
+        """Return the remote ranks that must confirm their reads to us before we free a request's blocks.
 
-        These are the ranks that have us among their `get_target_remote_ranks`; if there is none, one that our position
-        chooses, so that every rank is released by somebody.
+        These are the ranks that have us among their `get_target_remote_ranks`. If none has, our position selects one
+        that confirms, so that some rank releases every one of ours.
 
         Raises:
             IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
@@ -164,7 +164,7 @@ class TpKVTopology:
         return frozenset(reading or {remote.ranks[self.global_rank % remote.world_size].rank})
 
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
-        """The remote ranks to greet: those that have us among their `readers`.
+        """Return the remote ranks to greet: those that have us among their `readers`.
 
         Raises:
             IncompatiblePeerError: as `get_target_remote_ranks`.
@@ -176,12 +176,12 @@ class TpKVTopology:
         return tuple(sorted(found[self.global_rank] | unread))
 
     def check_compatible(self, remote: EngineGeometry) -> None:
-        """Refuse an engine whose cache means something else than ours, and remember one that passes by its id, the
-        newest `MAX_REMOTES` of them. TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ.
+        """Refuse an engine whose cache differs from ours in meaning. Remember one that passes by its id, the newest
+        `MAX_REMOTES` of them. TP, PP and DCP sizes, block sizes, layouts and pool sizes may differ.
 
         Raises:
-            IncompatiblePeerError: names every value in which the two engines disagree, or two ways of dealing out
-                tokens that hardly ever coincide.
+            IncompatiblePeerError: the engines disagree in the values that the error names, or the tokens of their
+                context parallel ranks have too long a common period.
         """
         ours, theirs = agreed_values(self.engine), agreed_values(remote)
         engine_id, peer_id = self.engine.engine_id, remote.engine_id
@@ -209,38 +209,38 @@ class TpKVTopology:
             del self._remotes[next(iter(self._remotes))]
 
     def tp_ratio(self, remote: EngineGeometry) -> Fraction:
-        """Our tensor-parallel size over theirs."""
+        """Return our tensor-parallel size over theirs."""
         return Fraction(self.engine.tp_size, remote.tp_size)
 
     def pp_ratio(self, remote: EngineGeometry) -> Fraction:
-        """Our pipeline-parallel size over theirs."""
+        """Return our pipeline-parallel size over theirs."""
         return Fraction(self.engine.pp_size, remote.pp_size)
 
     def block_size_ratio(self, remote: EngineGeometry, group: int = 0) -> Fraction:
-        """Our block size over theirs in a cache group, in tokens of one rank."""
+        """Return our block size over theirs in a cache group, in tokens of one rank."""
         ours, theirs = self.geometry.groups[group], remote.ranks[0].groups[group]
         return Fraction(ours.block_size, theirs.block_size)
 
     def tp_ratio_from_engine_id(self, engine_id: str) -> Fraction:
-        """`tp_ratio` of a known engine. Raises LocalError: it was not met."""
+        """Return `tp_ratio` of a known engine. Raises LocalError: it has not passed `check_compatible`."""
         return self.tp_ratio(self._remote(engine_id))
 
     def pp_ratio_from_engine_id(self, engine_id: str) -> Fraction:
-        """`pp_ratio` of a known engine. Raises LocalError: it was not met."""
+        """Return `pp_ratio` of a known engine. Raises LocalError: it has not passed `check_compatible`."""
         return self.pp_ratio(self._remote(engine_id))
 
     def block_size_ratio_from_engine_id(self, engine_id: str, group: int = 0) -> Fraction:
-        """`block_size_ratio` of a known engine. Raises LocalError: it was not met."""
+        """Return `block_size_ratio` of a known engine. Raises LocalError: it has not passed `check_compatible`."""
         return self.block_size_ratio(self._remote(engine_id), group)
 
     def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> tuple[Target, ...]:
-        """`get_target_remote_ranks` of a known engine. Raises LocalError: it was not met."""
+        """Return the targets in a known engine. Raises LocalError: it has not passed `check_compatible`."""
         return self.get_target_remote_ranks(self._remote(engine_id))
 
     @staticmethod
     def is_kv_replicated(engine: EngineGeometry) -> bool:
-        """Returns True if tensor parallelism cuts some part into more shares than it has heads, so that ranks must hold
-        the same head: GQA beyond its number of heads, and MLA's one latent. Ranks that share tokens are one share.
+        """Return True if tensor parallelism splits some part into more shares than it has heads, so that several ranks
+        hold the same head: GQA with few KV heads, or MLA's one latent. Ranks that share tokens count as one share.
         """
         return any(
             engine.tp_size // group.dcp_size > part.total_heads
@@ -250,8 +250,8 @@ class TpKVTopology:
 
     @staticmethod
     def replicates_kv_cache(engine: EngineGeometry) -> bool:
-        """Returns True if several ranks hold the same (layer, head, token): because of `is_kv_replicated`, or because
-        the ranks registered head intervals that overlap.
+        """Return True if several ranks hold the same (layer, head, token), because of `is_kv_replicated` or because
+        the ranks registered overlapping ranges of heads.
         """
         held = Counter(
             (rank.pp_rank, index, number, group.dcp_rank, head)
@@ -264,8 +264,8 @@ class TpKVTopology:
         return max(held.values(), default=0) > 1
 
     def needs_relayout(self, remote: EngineGeometry) -> bool:
-        """Returns True if a block of theirs is not a block of ours: it has another size, other tokens, other heads, or
-        its elements in another order. An order that one side does not state is taken for the other's.
+        """Return True if their blocks differ from ours in size, tokens, heads or the order of elements. If one side
+        does not state its order, it is taken to be the other's.
         """
         return any(
             differ(self.geometry.groups[segment.group], theirs.groups[segment.group], segment)
@@ -275,7 +275,7 @@ class TpKVTopology:
         )
 
     def describe(self, remote: EngineGeometry) -> str:
-        """One line for people: the ratios, ours over theirs, of all cache groups, and what becomes of their blocks."""
+        """Return a line for people: the ratios, ours over theirs, and what happens to blocks on the way."""
         groups = range(self.engine.num_groups)
         sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
         how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"
@@ -283,8 +283,8 @@ class TpKVTopology:
         return f"{ratios}, block size {', '.join(sizes)}; blocks {how}"
 
     def memory_order(self, group: int = 0) -> str:
-        """The axes of a cache group's first part in memory, slowest first, as `layout.memory_orders` names them. Raises
-        GeometryError: they are not known here, as in a stage without a layer of the group.
+        """Return the axes of a cache group's first part in memory, slowest first, as `layout.memory_orders` names them.
+        Raises GeometryError: the order is not known, as in a stage that has no layer of the group.
         """
         order = self.geometry.groups[group].parts[0].memory_order
         if not order:
@@ -293,22 +293,22 @@ class TpKVTopology:
         return order
 
     def is_kv_layout_blocks_first(self, group: int = 0) -> bool:
-        """Returns True if a block has K and V together: `[B, 2, ...]`, packed in one axis, or one latent. Raises as
+        """Return True if a block has K and V together: `[B, 2, ...]`, packed in one axis, or one latent. Raises as
         `memory_order`.
         """
         return not self.split_k_and_v(group)
 
     def split_k_and_v(self, group: int = 0) -> bool:
-        """Returns True if all blocks of K lie before or after all of V: `[2, B, ...]`. Raises as `memory_order`."""
+        """Return True if all blocks of K lie before or after all of V: `[2, B, ...]`. Raises as `memory_order`."""
         return self.memory_order(group).startswith("2")
 
     def cross_layers_blocks(self, group: int = 0) -> bool:
-        """Returns True if a block has all layers of the group on this rank together. Raises as `memory_order`."""
+        """Return True if a block has all layers of the group on this rank together. Raises as `memory_order`."""
         return "L" in self.memory_order(group)
 
     def block_size_position(self, group: int = 0) -> int:
-        """Position of the token axis among a block's heads, tokens and dims in memory, counted from the fastest, -1:
-        -3 in NHD, -2 in HND. Raises as `memory_order`, and where blocks have one token.
+        """Return the position of the token axis among a block's axes in memory, counted back from the fastest (-1): -3
+        in NHD, -2 in HND. Raises GeometryError: as `memory_order`, or blocks have a single token.
         """
         order = self.memory_order(group)
         axes = self.geometry.groups[group].parts[0].block_order
@@ -332,13 +332,13 @@ class TpKVTopology:
             )
 
     def _assigned(self, offer: Offer) -> list[tuple[Rank, range]]:
-        """The ranks that deliver an offer, each with its heads, in ascending order."""
+        """Return the ranks that deliver an offer, each with its heads, in ascending order."""
         dcp_size = self.geometry.groups[offer.group].dcp_size
         assigned: list[tuple[Rank, range]] = []
         for heads, replicas in offer.pieces:
             rank = chosen(replicas, self.replica_index, dcp_size)
-            goes_on = assigned and assigned[-1][0] == rank
-            start = assigned.pop()[1].start if goes_on else heads.start
+            continues = assigned and assigned[-1][0] == rank
+            start = assigned.pop()[1].start if continues else heads.start
             assigned.append((rank, range(start, heads.stop)))
         return assigned
 
