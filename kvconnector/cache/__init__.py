@@ -1,1 +1,1 @@
-"""How caches lie in memory, and who owns which block: addressing, specs, block tables, the block manager."""
+"""The parts of a paged KV cache, for engines that have none: specs, block tables, block manager, block copies."""

@@ -1,4 +1,4 @@
-"""Block tables that the engine keeps on the host: one row of block ids per request slot."""
+"""Block tables that an engine keeps in host memory, with a copy on the device: a row of block ids per request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvconnector.errors import BlockIdError, GeometryError, require_at_least
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel, check_block_ids
 
 BlockIds = Sequence[int] | npt.NDArray[np.integer]
-"""The allocator's ids of consecutive blocks of one request."""
+"""The allocator's ids of a request's consecutive blocks."""
 
 
 def check_every_group(block_ids: Sequence[BlockIds], num_groups: int) -> None:
@@ -39,9 +39,10 @@ def check_count(name: str, count: int, limit: int) -> None:
 def check_row_ids(
     block_ids: BlockIds, *, held: int, max_num_blocks: int, ratio: int
 ) -> npt.NDArray[np.int32]:
-    """Allocation ids that are to follow the `held` ones of a row, each of which becomes `ratio` kernel ids.
+    """Return allocation ids as int32, to follow the `held` ones of a row. Each of them becomes `ratio` kernel ids.
 
-    Raises BlockIdError: the row has no room for them, or an id is no integer, negative, or has kernel ids above int32.
+    Raises BlockIdError: the row has no room for them, or an id is not an integer, is negative, or has a kernel id that
+    exceeds int32.
     """
     if held + len(block_ids) > max_num_blocks:
         raise BlockIdError(
@@ -54,10 +55,10 @@ def check_row_ids(
 
 
 class MirroredArray:
-    """A numpy array of zeros, `host`, the same memory as a tensor, `host_tensor`, and a copy on a device, `device`.
+    """An array of zeros on the host (`host` in numpy, `host_tensor` in torch) and its copy on a device (`device`).
 
-    For a CUDA GPU the host's side is pinned, and copies do not block; on the CPU both sides are the same memory. Write
-    `host` only after `wait_until_copied`: a GPU reads it when the stream gets to the copy, not when it is asked for.
+    For a CUDA GPU the host's memory is pinned and copies do not block; on the CPU both sides are the same memory. Write
+    `host` only after `wait_until_copied`, because a GPU reads it only when its stream gets to the copy.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
@@ -74,7 +75,7 @@ class MirroredArray:
             self._copied.record(torch.cuda.current_stream(self.device.device))
 
     def wait_until_copied(self) -> None:
-        """Return once the last copy has read the host's side."""
+        """Wait until the last copy has read the host's side."""
         if self._copied is not None:
             self._copied.synchronize()
 
@@ -82,16 +83,16 @@ class MirroredArray:
 class BlockTable:
     """The block ids of every request slot, int32 `[max_num_reqs, max_num_blocks_per_req x ratio]`.
 
-    Ids are given as the allocator's. Where the attention kernel's blocks are smaller, each is kept as `ratio` =
-    `block_size / kernel_block_size` consecutive kernel ids. Entries after a row's ids are always zero. Rows change on
-    the host, `commit` copies them to the device. Not thread safe.
+    Callers pass the allocator's ids. If the attention kernel's blocks are smaller, an id becomes `ratio` consecutive
+    kernel ids, `block_size / kernel_block_size`. Entries after a row's ids are always zero. Rows change on the host;
+    `commit` copies them to the device. Not thread safe.
 
     Args:
-        geometry: the sizes of blocks, and this rank's place among those that share a request's tokens.
-        max_num_reqs: rows.
-        max_num_blocks_per_req: allocation ids of a row.
-        max_num_batched_tokens: tokens of the largest step.
-        device: where the device copy lives: "cpu" or a CUDA GPU.
+        geometry: The sizes of blocks, and this rank's place among those that share a request's tokens.
+        max_num_reqs: The number of rows.
+        max_num_blocks_per_req: The most allocation ids of a row.
+        max_num_batched_tokens: The most tokens of a step.
+        device: The device of the copy: "cpu" or a CUDA GPU.
 
     Every method raises GeometryError for a row or a size that is out of range, and then changes nothing.
     """
@@ -122,17 +123,17 @@ class BlockTable:
         self._num_committed_slots = 0
 
     def append_row(self, block_ids: BlockIds, row: int) -> None:
-        """Add allocation ids after those of a row. Raises BlockIdError: the row has no room, or one is no block id."""
+        """Append allocation ids to a row. Raises BlockIdError: the row has no room, or an id is invalid."""
         self.write(row, *self.checked(block_ids, row, overwrite=False))
 
     def add_row(self, block_ids: BlockIds, row: int) -> None:
-        """Put a new request's allocation ids into a row, in place of what it held. Raises BlockIdError as above."""
+        """Replace a row by a new request's allocation ids. Raises BlockIdError: as `append_row`."""
         self.write(row, *self.checked(block_ids, row, overwrite=True))
 
     def checked(
         self, block_ids: BlockIds, row: int, *, overwrite: bool
     ) -> tuple[int, npt.NDArray[np.int32]]:
-        """Return how many of a row's ids stay, and those to `write` next. Raises BlockIdError: as `check_row_ids`."""
+        """Return how many of a row's ids stay, and the ids to `write` next. Raises BlockIdError: as `append_row`."""
         self._check_rows(row)
         held = 0 if overwrite else self.num_blocks(row)
         return held, check_row_ids(
@@ -143,7 +144,7 @@ class BlockTable:
         )
 
     def write(self, row: int, held: int, ids: npt.NDArray[np.int32]) -> None:
-        """Let a row have its first `held` ids and, after them, these `checked` ones."""
+        """Keep the first `held` allocation ids of a row, and put these `checked` ones after them."""
         ratio = self.geometry.kernel_blocks_per_block
         start, end = held * ratio, (held + len(ids)) * ratio
         self._table.wait_until_copied()
@@ -152,7 +153,7 @@ class BlockTable:
         self._num_kernel_blocks[row] = end
 
     def move_row(self, source: int, target: int) -> None:
-        """Make the target row what the source row is; the source row becomes empty."""
+        """Move a row's ids from `source` to `target`, whose own are lost."""
         self.swap_row(source, target)
         if source != target:
             self.clear_row(source)
@@ -189,11 +190,11 @@ class BlockTable:
         """Compute the slots of a step's tokens.
 
         Args:
-            req_indices: each token's row, `[num_tokens]`.
-            positions: its index in its request, `[num_tokens]`.
+            req_indices: The row of each token, `[num_tokens]`.
+            positions: The index of each token in its request, `[num_tokens]`.
 
         Returns:
-            int64 `[num_tokens]`, a view of this table's own memory; `PAD_SLOT_ID` where another rank stores the token.
+            int64 `[num_tokens]`, a view of this table's memory; `PAD_SLOT_ID` for tokens that another rank stores.
 
         Raises:
             BlockIdError: a token has no block in its row.
@@ -220,10 +221,10 @@ class BlockTable:
     def commit_slot_mapping(self, num_tokens: int | None = None) -> None:
         """Copy the slot mapping to the device, on the current stream.
 
-        After the last token the device's side holds `PAD_SLOT_ID`, which a CUDA graph of a wider step reads.
+        After the last token the device's side holds `PAD_SLOT_ID`, for CUDA graphs that were captured with more tokens.
 
         Args:
-            num_tokens: tokens that keep their slots; those after them become padding on both sides. None for all.
+            num_tokens: How many tokens keep their slots; later ones become padding on both sides. None for all.
         """
         if num_tokens is not None:
             check_count("num_tokens", num_tokens, self.max_num_batched_tokens)
@@ -234,29 +235,29 @@ class BlockTable:
         self._num_committed_slots = self._num_slots
 
     def numpy(self, num_reqs: int | None = None) -> npt.NDArray[np.int32]:
-        """The first rows on the host, int32 `[num_reqs, width]`: a view that cannot be written."""
+        """Return the first rows on the host, int32 `[num_reqs, width]`, as a read-only view."""
         rows: npt.NDArray[np.int32] = self._table.host[:num_reqs]
         rows.flags.writeable = False
         return rows
 
     def host_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
-        """The same memory as a tensor, to be read only; pinned for a GPU."""
+        """Return the same memory as a tensor, pinned for a GPU. Do not write to it."""
         return self._table.host_tensor[:num_reqs]
 
     def device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
-        """The first rows as last committed, int32 `[num_reqs, width]` on the device."""
+        """Return the first rows as last committed, int32 `[num_reqs, width]` on the device."""
         return self._table.device[:num_reqs]
 
     def device_slot_mapping(self, num_tokens: int | None = None) -> torch.Tensor:
-        """The slot mapping as last committed, int64 `[num_tokens]` on the device."""
+        """Return the slot mapping as last committed, int64 `[num_tokens]` on the device."""
         return self._slots.device[:num_tokens]
 
     def num_blocks(self, row: int) -> int:
-        """Allocation ids in a row."""
+        """Return the number of allocation ids in a row."""
         return self.num_kernel_blocks(row) // self.geometry.kernel_blocks_per_block
 
     def num_kernel_blocks(self, row: int) -> int:
-        """Kernel ids in a row."""
+        """Return the number of kernel ids in a row."""
         self._check_rows(row)
         return int(self._num_kernel_blocks[row])
 
@@ -278,7 +279,7 @@ def _index_vector(name: str, values: npt.NDArray[np.integer]) -> npt.NDArray[np.
 
 
 class MultiGroupBlockTable:
-    """One `BlockTable` per cache group, changed together, or none if one refuses: a request has one row in all.
+    """One `BlockTable` per cache group. A request has the same row in all of them; if one refuses ids, none changes.
 
     Arguments are those of `DeviceBlockTables`; methods do what those of `BlockTable` do, in every group.
     """
@@ -318,11 +319,11 @@ class MultiGroupBlockTable:
         return iter(self.tables)
 
     def append_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Add each group's allocation ids after those of a row."""
+        """Append each group's allocation ids to a row."""
         self._write(block_ids, row, overwrite=False)
 
     def add_row(self, block_ids: Sequence[BlockIds], row: int) -> None:
-        """Put a new request's allocation ids into a row of every group, in place of what it held."""
+        """Replace a row of every group by a new request's allocation ids."""
         self._write(block_ids, row, overwrite=True)
 
     def move_row(self, source: int, target: int) -> None:

@@ -1,4 +1,4 @@
-"""Block tables that the engine keeps on the GPU: staged writes, the batch's rows, its slots."""
+"""Block tables that an engine keeps on the GPU: staged writes, the rows of a batch, and the slots of its tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvconnector_kernels.block_table import (
 
 
 class _DeviceAddress:
-    """Pinned memory, described the way torch adopts foreign device arrays."""
+    """Pinned memory with the interface by which torch adopts the device arrays of other libraries."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__cuda_array_interface__ = {
@@ -36,17 +36,16 @@ class _DeviceAddress:
 
 
 class UvaBackedTensor:
-    """One array of zeros under three names: `numpy` and `host` on the host, `device` for kernels. No copies.
+    """One array of zeros seen from the host (`numpy`, and `host` in torch) and from kernels (`device`), without copies.
 
-    A GPU's kernels read pinned memory over the bus: write it before the launch, and leave it alone until that has run.
-    On the CPU `device` is `host`.
+    A GPU's kernels read the pinned memory over the bus. Write it before a launch, and not again before that has run.
     """
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
         if device.type == "cuda":
             with torch.cuda.device(device):
                 self.host = torch.zeros(tuple(shape), dtype=dtype, pin_memory=True)
-                # No target device is named: torch would then copy what it takes for another one's.
+                # if a device were named, torch would take the memory for another device's and copy it
                 self.device = torch.as_tensor(_DeviceAddress(self.host))
         else:
             self.host = torch.zeros(tuple(shape), dtype=dtype)
@@ -58,14 +57,14 @@ _GROUP, _ROW, _START, _COUNT, _OFFSET, _LENGTH = range(len(WRITE_COLUMNS))
 _NO_WRITE = -1
 
 NUM_BUFFERS = 3
-"""One that the host fills, two that the GPU has yet to read, so that scheduling one step ahead never waits."""
+"""The host fills one while the GPU has yet to read two, so that scheduling one step ahead never waits."""
 
 MAX_STAGED_IDS = 1 << 18
-"""Ids per buffer, 1 MiB of pinned memory: four million new tokens per step at 16 tokens a block."""
+"""Ids per buffer: 1 MiB of pinned memory, for four million new tokens per step at 16 tokens per block."""
 
 
 class _Buffer:
-    """Staged writes of one apply, in memory that the device reads."""
+    """The writes staged for one `apply`, in memory that the device reads."""
 
     def __init__(self, max_writes: int, max_ids: int, device: torch.device) -> None:
         self.records = UvaBackedTensor((max_writes, len(WRITE_COLUMNS)), torch.int32, device)
@@ -76,20 +75,20 @@ class _Buffer:
 
 
 class StagedWriteTensor:
-    """int32 tables `[num_rows, max_blocks x ratio]` of all cache groups, on a device.
+    """The block tables of all cache groups on a device, int32 `[num_rows, max_blocks x ratio]` each.
 
-    `stage` keeps allocation ids on the host; `apply` writes all of them, expanded to kernel ids, in one launch on the
-    current stream. A row ends after its last write, which replaces what was staged for the same entries and later ones.
-    Staged writes never overlap and may run in any order. They become visible at the next `apply`, or before it when the
-    staging memory is full, always in stream order. Not thread safe.
+    `stage` keeps allocation ids on the host. `apply` expands them to kernel ids and writes all of them in one launch on
+    the current stream. A row ends after its last write, which replaces what was staged for the same entries and later
+    ones. So staged writes never overlap, and may run in any order. They take effect in stream order at the next
+    `apply`, which `stage` calls if the staging memory is full. Not thread safe.
 
     Args:
-        geometries: by group.
-        num_rows: of every table.
-        max_blocks_per_row: allocation ids, by group.
-        device: of the tables.
-        kernels: what writes them.
-        max_staged_ids: allocation ids between two applies; the longest row always fits.
+        geometries: The sizes of blocks, by group.
+        num_rows: The number of rows of every table.
+        max_blocks_per_row: The most allocation ids of a row, by group.
+        device: The tables' device.
+        kernels: The kernels that write the tables.
+        max_staged_ids: The most allocation ids between two calls of `apply`; raised to the longest row.
     """
 
     def __init__(
@@ -124,12 +123,12 @@ class StagedWriteTensor:
             _Buffer(len(widths) * num_rows, max(max_staged_ids, *self.max_blocks_per_row), device)
             for _ in range(NUM_BUFFERS if device.type == "cuda" else 1)
         ]
-        # The last staged write of each row, which alone sets its length; for each write the one before it in its row.
+        # the last staged write of each row, which alone sets the row's length; and before each write that of its row
         self._last_write = np.full((len(widths), num_rows), _NO_WRITE, dtype=np.int64)
         self._previous_write = np.zeros(len(widths) * num_rows, dtype=np.int64)
 
     def check(self, group: int, start: int, block_ids: BlockIds) -> npt.NDArray[np.int32]:
-        """Return ids that are to be staged for a row from `start` on. Raises BlockIdError: as `check_row_ids`."""
+        """Return ids as int32, to stage in a row from `start` on. Raises BlockIdError: as `check_row_ids`."""
         return check_row_ids(
             block_ids,
             held=start,
@@ -138,7 +137,7 @@ class StagedWriteTensor:
         )
 
     def stage(self, group: int, row: int, start: int, ids: npt.NDArray[np.int32]) -> None:
-        """Stage checked ids of a row, which then ends after them."""
+        """Stage checked ids for a row from entry `start` on. The row ends after them."""
         buffer, count = self._buffers[0], len(ids)
         if buffer.num_writes == len(buffer.records.numpy) or buffer.num_ids + count > len(
             buffer.ids.numpy
@@ -156,7 +155,7 @@ class StagedWriteTensor:
         buffer.num_writes, buffer.num_ids = write + 1, end
 
     def _supersede(self, buffer: _Buffer, group: int, row: int, start: int) -> None:
-        """Cut what is staged of a row off at `start`, and leave its length to the next write."""
+        """Cut off at `start` what is staged for a row. The next write sets the row's length."""
         write = int(self._last_write[group, row])
         while write != _NO_WRITE:
             record = buffer.records.numpy[write]
@@ -168,10 +167,10 @@ class StagedWriteTensor:
             write = int(self._previous_write[write])
 
     def apply(self) -> None:
-        """Make the staged writes, in one launch on the current stream.
+        """Write everything that is staged, in one launch on the current stream.
 
         Raises:
-            LocalProtocolError: the stream is being captured, and a replay would repeat what was staged once.
+            LocalProtocolError: the stream is being captured; each replay would repeat the writes.
         """
         buffer = self._buffers[0]
         if not buffer.num_writes:
@@ -189,25 +188,25 @@ class StagedWriteTensor:
 
 
 class DeviceBlockTables:
-    """The block ids of every request on the device, the rows of the current batch, and its slots.
+    """The block ids of all requests on the device, the rows of the current batch, and the slots of its tokens.
 
-    A step is `append_block_ids` for requests with new blocks, `apply_staged_writes`, then `gather_block_tables` and
-    `compute_slot_mappings`. The last two always write to the same memory, read nothing back and allocate nothing, so a
-    CUDA graph can hold them. Run each once before a capture, which compiles it. Not thread safe.
+    In each step call `append_block_ids` for requests with new blocks, `apply_staged_writes`, then `gather_block_tables`
+    and `compute_slot_mappings`. The last two always write to the same memory, read nothing back and allocate nothing,
+    so a CUDA graph can contain them. Run each once before a capture, to compile it. Not thread safe.
 
     Args:
-        block_sizes: tokens per allocation block, by group.
-        kernel_block_sizes: tokens per block of the attention kernel, by group; None if the same.
-        max_num_reqs: requests at a time, in the tables and in a batch.
-        max_model_len: tokens of the longest request.
-        max_num_batched_tokens: tokens of the largest step.
-        num_speculative_tokens: tokens that a step may compute ahead of a request's end.
-        context_parallel: this rank's place among those that share a request's tokens.
-        device: of the tables, as torch names it: a CUDA GPU or the CPU.
-        kernels: what runs on it; None for the device's own.
+        block_sizes: Tokens per allocation block, by group.
+        kernel_block_sizes: Tokens per block of the attention kernel, by group; None if these are the same.
+        max_num_reqs: The most requests at a time, in the tables and in a batch.
+        max_model_len: The most tokens of a request.
+        max_num_batched_tokens: The most tokens of a step.
+        num_speculative_tokens: The most tokens that a step computes beyond a request's end.
+        context_parallel: This rank's place among those that share a request's tokens.
+        device: The tables' device by torch's name, a CUDA GPU or the CPU.
+        kernels: The kernels to run; None for the device's own.
 
-    Every method raises GeometryError for a group, a request, a tensor or a size that does not fit, and then changes
-    nothing. Raises ConfigError: the device has no kernels.
+    Raises ConfigError: the device has no kernels. Every method raises GeometryError for a group, a request, a tensor or
+    a size that does not fit, and then changes nothing.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class DeviceBlockTables:
         geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel)
         sizes = {"max_num_reqs": max_num_reqs, "max_num_batched_tokens": max_num_batched_tokens}
         require_at_least(1, GeometryError, **sizes)
-        # A tensor's device has its GPU's index, also where the caller meant the current one.
+        # a tensor's device has the GPU's index, even if the caller named none
         self.device = torch.empty(0, device=device).device
         self.max_num_reqs = max_num_reqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -259,28 +258,28 @@ class DeviceBlockTables:
         return self._batch.num_groups
 
     def num_blocks(self, group: int, req_index: int) -> int:
-        """Return the number of allocation ids of a request in a group, staged ones included."""
+        """Return the number of allocation ids of a request in a group, with the staged ones."""
         self._check_request(req_index)
         if not 0 <= group < self.num_groups:
             raise GeometryError("no such group", group=group, num_groups=self.num_groups)
         return int(self._num_blocks[group, req_index])
 
     def num_kernel_blocks(self, group: int, req_index: int) -> int:
-        """Return the number of the attention kernel's ids of a request in a group, staged ones included."""
+        """Return the number of kernel ids of a request in a group, with the staged ones."""
         return self.num_blocks(group, req_index) * self._requests.ratios[group]
 
     def append_block_ids(
         self, req_index: int, block_ids: Sequence[BlockIds], *, overwrite: bool
     ) -> None:
-        """Stage a request's new ids of each group.
+        """Stage a request's new ids in each group.
 
         Args:
-            req_index: its row.
-            block_ids: allocation ids, by group.
-            overwrite: in place of those that it has, not after them.
+            req_index: The request's row.
+            block_ids: Allocation ids, by group.
+            overwrite: True to replace the request's ids, False to append to them.
 
         Raises:
-            BlockIdError: the row has no room, or one is no block id.
+            BlockIdError: the row has no room, or an id is invalid.
         """
         self._check_request(req_index)
         check_every_group(block_ids, self.num_groups)
@@ -295,18 +294,18 @@ class DeviceBlockTables:
             self._num_blocks[group, req_index] = start + len(ids)
 
     def apply_staged_writes(self) -> None:
-        """Write all staged ids to the tables, as `StagedWriteTensor.apply`."""
+        """Write all staged ids to the tables. See `StagedWriteTensor.apply`."""
         self._requests.apply()
 
     def gather_block_tables(self, req_indices: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Gather the kernel ids of a batch.
 
         Args:
-            req_indices: the request of each row of the batch, int32 `[num_reqs]` on the device. Where it is none, such
-                as -1 in the padding of a CUDA graph, the row is empty.
+            req_indices: The request of each row of the batch, int32 `[num_reqs]` on the device. The row of an index
+                that is no request, such as -1 in the padding of a CUDA graph, becomes empty.
 
         Returns:
-            Per group int32 `[num_reqs, width]`, zero after a row's ids: views of the same memory in every step.
+            A table per group, int32 `[num_reqs, width]`, zero after a row's ids, in the same memory in every step.
         """
         self._check_vector("req_indices", req_indices, torch.int32, self.max_num_reqs)
         self._kernels.gather_rows(self._requests.tables, self._batch, req_indices)
@@ -318,14 +317,14 @@ class DeviceBlockTables:
         """Compute the slots of the gathered batch's tokens.
 
         Args:
-            query_start_loc: where the tokens of each request start, int32 `[num_reqs + 1]` ascending from 0, on the
-                device.
-            positions: each token's index in its request, int64 `[num_tokens]`, on the device.
+            query_start_loc: The index of each request's first token, then the number of tokens: int32 `[num_reqs + 1]`
+                on the device, ascending from 0.
+            positions: The index of each token in its request, int64 `[num_tokens]` on the device.
 
         Returns:
-            int64 `[num_groups, max_num_batched_tokens]`, the same memory in every step. After the last token it holds
-            `PAD_SLOT_ID`, which a CUDA graph of a wider step reads. That is also the slot of a token that another rank
-            stores or whose request has no block for it.
+            int64 `[num_groups, max_num_batched_tokens]`, the same memory in every step. The slot is `PAD_SLOT_ID` after
+            the last token (for CUDA graphs that were captured with more tokens), and for tokens that another rank
+            stores or whose request has no block for them.
         """
         self._check_vector("query_start_loc", query_start_loc, torch.int32, self.max_num_reqs + 1)
         self._check_vector("positions", positions, torch.int64, self.max_num_batched_tokens)
@@ -337,13 +336,13 @@ class DeviceBlockTables:
         return self._slots
 
     def dummy_block_tables(self, num_reqs: int) -> tuple[torch.Tensor, ...]:
-        """Return empty rows in the memory that `gather_block_tables` uses, for a warm-up or a capture."""
+        """Return empty rows in the memory of `gather_block_tables`, for a warm-up or a capture."""
         check_count("num_reqs", num_reqs, self.max_num_reqs)
         self._batch.lengths[:, :num_reqs].zero_()
         return tuple(table[:num_reqs].zero_() for table in self._batch.tables)
 
     def dummy_slot_mappings(self) -> torch.Tensor:
-        """Return padding in the memory that `compute_slot_mappings` uses, for a warm-up or a capture."""
+        """Return padding in the memory of `compute_slot_mappings`, for a warm-up or a capture."""
         return self._slots.fill_(PAD_SLOT_ID)
 
     def _check_request(self, req_index: int) -> None:

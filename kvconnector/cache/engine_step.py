@@ -1,4 +1,4 @@
-"""Reading an engine's scheduler output, whatever engine it is."""
+"""Reads the scheduler output of any engine whose fields have vLLM's names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from typing import Protocol, TypeAlias
 
 BlockIdsByGroup: TypeAlias = Sequence[Sequence[int]]
-"""New block ids, one list a cache group."""
+"""New block ids, a list per cache group."""
 
 
 class NewRequest(Protocol):
@@ -19,7 +19,7 @@ class NewRequest(Protocol):
 
 
 class RunningRequests(Protocol):
-    """Requests that were scheduled before: parallel lists. `new_block_ids[i]` is None where nothing was allocated."""
+    """Requests that were scheduled before, as parallel lists. `new_block_ids[i]` is None if it got no new blocks."""
 
     @property
     def req_ids(self) -> Sequence[str]: ...
@@ -41,16 +41,16 @@ class EngineStep(Protocol):
 def yield_req_data(
     step: EngineStep, *, release: tuple[int, int]
 ) -> Iterator[tuple[str, BlockIdsByGroup | None, bool]]:
-    """Yield what a step changes in the block tables of its new and running requests.
+    """Yield the changes of a step to the block tables of its new and running requests.
 
     Args:
-        step: the scheduler's output.
-        release: the release of vLLM whose meaning the third value has.
+        step: The scheduler's output.
+        release: vLLM's (major, minor), by which the third value is meant.
 
     Yields:
-        The request's id, its new block ids per group (None: no new ones), and until release 0.32 whether it is resumed
-        after a preemption; since 0.33 whether the ids are its whole table, as those of a new or a resumed request are.
-        Other ids come after those that the request has.
+        The request's id, its new block ids per group (None for no new ones), and a truth value. Up to release 0.32 it
+        is True if the request resumes after a preemption. Since 0.33 it is True if the ids are the whole table, as for
+        a new or a resumed request. Other ids extend the request's table.
     """
     is_table_whole = release >= (0, 33)
     for request in step.scheduled_new_reqs:

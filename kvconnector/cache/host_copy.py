@@ -1,6 +1,6 @@
-"""`copy_kv_blocks`: whole blocks between two pools of any geometry, host or device, in one launch for all layers.
+"""`copy_kv_blocks`: copies whole blocks between two pools of any geometry, on the host or a device, in one launch.
 
-Host pools that a GPU copies from or to must be pinned memory: the kernel reads and writes them directly.
+A host pool that a GPU copies from or to must be pinned memory, which the kernel reads and writes directly.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Direction: TypeAlias = Literal["h2d", "d2h", "d2d", "h2h"]
 
 
 class KVPool:
-    """The views of one pool, for copies to and from it.
+    """The parts of one pool, for copies from and to it.
 
     Args:
-        views: its parts, all of one shape (see `part_table`). The memory must outlive the pool.
-        device: where the memory is: "cpu" or "cuda:N".
+        views: A view per part, all of one shape (see `part_table`). Their memory must outlive this object.
+        device: The memory's device: "cpu" or "cuda:N".
 
     Raises:
-        GeometryError: there are no views, or views of different shapes.
+        GeometryError: there is no view, or the views differ in shape.
     """
 
     def __init__(self, views: Sequence[KVView], device: str) -> None:
@@ -38,12 +38,12 @@ class KVPool:
 
     @property
     def token_shape(self) -> tuple[int, int, int, int]:
-        """What two pools must share: parts, heads, head dim, item size in bytes."""
+        """(parts, heads, head dim, item size in bytes), which must be equal in two pools."""
         view = self.view
         return (len(self._rows), view.num_heads, view.head_dim, view.item_size_bytes)
 
     def side(self, ids: npt.NDArray[np.int32], device: str) -> PagedSide:
-        """Blocks of the pool, for a copy that runs on `device`. Its table is made once for each device."""
+        """Return blocks of the pool as one side of a copy on `device`, for which the part table is made once."""
         if device not in self._tables:
             self._tables[device] = PartTable(
                 self._rows,
@@ -67,20 +67,20 @@ def copy_kv_blocks(
 ) -> None:
     """Copy the tokens of `src_ids`, in order, into `dst_ids`.
 
-    Block sizes and layouts may differ. On a GPU the copy is one launch on the current stream, not waited for; without
-    a GPU it is done on return. Other blocks, and what of the last block the tokens do not fill, are not touched.
+    Block sizes and layouts may differ. If a GPU is involved, the copy is queued on its current stream; otherwise it is
+    done on return. No other blocks change, nor the slots of the last block that the tokens do not fill.
 
     Args:
-        src: the pool to read.
-        dst: the pool to write, which may be the same.
-        src_ids: blocks of `src`.
-        dst_ids: blocks of `dst`, exactly as many as these tokens need.
-        direction: from host or device to host or device, which must be where the pools are.
+        src: The pool to read.
+        dst: The pool to write, which may be the same.
+        src_ids: Block ids in `src`.
+        dst_ids: Block ids in `dst`, exactly as many as the tokens need.
+        direction: Where the two pools are: "h" for the host, "d" for a device.
 
     Raises:
-        GeometryError: the pools are elsewhere, or differ in parts, heads, head dim or item size.
-        BlockIdError: an id is outside its pool, a destination is named twice, or is a source in the same pool; or the
-            destinations are too few or too many.
+        GeometryError: the pools are not where `direction` says, or differ in parts, heads, head dim or item size.
+        BlockIdError: an id is outside its pool; `dst_ids` has a duplicate, or the wrong length; or a block of the same
+            pool is both source and destination.
     """
     device = _copying_device(src, dst, direction)
     if src.token_shape != dst.token_shape:
@@ -102,7 +102,7 @@ def copy_kv_blocks(
     if len(np.unique(targets)) != len(targets):
         raise BlockIdError("dst_ids name a block twice", dst_ids=targets.tolist())
     if src is dst and (both := np.intersect1d(sources, targets)).size:
-        raise BlockIdError("a launch would write blocks that it reads", block_ids=both.tolist())
+        raise BlockIdError("the copy would write blocks that it reads", block_ids=both.tolist())
     if tokens == 0:
         return
     num_parts, num_heads, _, _ = src.token_shape

@@ -1,9 +1,9 @@
-"""Where a token's KV goes: from a row of a block table and a position to a slot of the pool.
+"""Maps a row of a block table and a token's position to the pool slot that holds the token's KV.
 
-An allocation block holds `block_size` tokens. Under decode context parallelism of `n` ranks one block id names a block
-on every rank, so a *virtual block* is `n x block_size` consecutive tokens, dealt to the ranks in turns of
-`interleave_tokens`. Where the attention kernel's blocks are smaller, a table holds the kernel's ids: allocation block
-`b` is the kernel blocks `b x ratio .. b x ratio + ratio - 1`. A slot is the same in both: `b x block_size + offset`.
+An allocation block holds `block_size` tokens. Under decode context parallelism over `n` ranks one block id stands for a
+block on every rank, so a *virtual block* is `n x block_size` consecutive tokens, which the ranks take in turns of
+`interleave_tokens`. If the attention kernel's blocks are smaller, a table holds the kernel's ids: allocation block `b`
+is the kernel blocks `b x ratio .. b x ratio + ratio - 1`. The slot is the same in both: `b x block_size + offset`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from kvconnector.errors import BlockIdError, GeometryError, require_at_least
 from kvconnector.layout import NO_CONTEXT_PARALLEL, ContextParallel
 
 PAD_SLOT_ID = -1
-"""The slot of a token that this rank does not store."""
+"""The slot of a token that another rank stores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:
-    """How positions map to slots, for one cache group on one rank. Raises GeometryError: the kernel's block, or a turn
-    of the interleave, does not divide the allocation's block.
+    """How positions map to slots in one cache group on one rank. Sizes are in tokens. Raises GeometryError: a size is
+    below 1, or the kernel's block or the interleave does not divide the allocation's block.
     """
 
     block_size: int
@@ -42,17 +42,17 @@ class BlockGeometry:
 
     @property
     def kernel_blocks_per_block(self) -> int:
-        """Kernel ids that stand for one allocation id."""
+        """How many kernel ids stand for one allocation id."""
         return self.block_size // self.kernel_block_size
 
     @property
     def virtual_block_tokens(self) -> int:
-        """Consecutive tokens of a request that one block id holds over all ranks."""
+        """How many consecutive tokens of a request one block id stands for, over all ranks."""
         return self.block_size * self.context_parallel.world_size
 
     def max_blocks_per_request(self, max_model_len: int, num_speculative_tokens: int) -> int:
-        """Allocation ids that one row of a table must hold. A recurrent layer has one block for its state and one per
-        speculative token, however large its block is. Raises GeometryError: a count is out of range.
+        """Return how many allocation ids a row of a table needs. A recurrent layer has one block for its state and one
+        per speculative token, however large its blocks are. Raises GeometryError: a count is out of range.
         """
         require_at_least(1, GeometryError, max_model_len=max_model_len)
         require_at_least(0, GeometryError, num_speculative_tokens=num_speculative_tokens)
@@ -79,7 +79,7 @@ def group_geometries(
 
 
 def naive_slot(block_ids: Sequence[int], position: int, geometry: BlockGeometry) -> int:
-    """Return the slot of one token of a request with these allocation ids; the oracle of this module."""
+    """Return the slot of one token of a request with these allocation ids. This is the oracle for `slot_mapping`."""
     cp = geometry.context_parallel
     block, offset = divmod(position, geometry.virtual_block_tokens)
     turn, place = divmod(offset, cp.interleave_tokens)
@@ -99,18 +99,18 @@ def slot_mapping(
     geometry: BlockGeometry,
     out: npt.NDArray[np.int64],
 ) -> None:
-    """Write the slots of tokens to `out`; `PAD_SLOT_ID` where another rank stores the token.
+    """Write the slots of tokens to `out`, or `PAD_SLOT_ID` if another rank stores the token.
 
     Args:
-        kernel_ids: int32 `[num_rows, width]`, a request's kernel block ids in each row.
-        num_kernel_ids: int32 `[num_rows]`, how many of a row are set.
-        rows: `[num_tokens]`, each token's row, in range.
-        positions: `[num_tokens]`, its index in its request.
-        geometry: of the blocks.
-        out: int64 `[num_tokens]`, changed.
+        kernel_ids: Kernel block ids, a request per row, int32 `[num_rows, width]`.
+        num_kernel_ids: The number of ids in each row, int32 `[num_rows]`.
+        rows: The row of each token, `[num_tokens]`, which must exist.
+        positions: The index of each token in its request, `[num_tokens]`.
+        geometry: The sizes of blocks, and this rank's place.
+        out: The slots, int64 `[num_tokens]`.
 
     Raises:
-        BlockIdError: a position is negative or after its request's blocks, on whichever rank.
+        BlockIdError: a position is negative or beyond its request's blocks, on any rank.
     """
     cp = geometry.context_parallel
     blocks, offsets = np.divmod(positions, geometry.virtual_block_tokens)

@@ -1,23 +1,23 @@
-"""Paged block allocation for two devices: who owns which block, what is shared, cached, swapped.
+"""Paged block allocation on two devices: who owns which block, and which blocks are shared, cached and swapped.
 
-Theory. A *block* is an id of a device; its memory is the engine's, which moves the data as the calls return it. A block
-is in one of three places, so that free and owned ones always add up to the device:
+Theory. A *block* is an id on a device. The engine has the memory, and copies the data that calls tell it to copy. A
+block is in one of three states, so free and owned blocks always add up to all blocks of the device:
 
-- *owned*: `ref_counts[id]` tables hold it. Several do after a fork, or where a prefix was found. Whoever is to write a
-  block that others hold gets another one, and the content to keep is copied (`append_slots`).
-- *evictable*: nobody holds it, but its content can be found by its hash. It counts as free. The least recently used one
-  is given up first; of a chain used at one time the last, since a block is found only after those before it.
-- *free*: neither. Free blocks are handed out first in, first out, so that blocks freed together stay together.
+- *owned*: `ref_counts[id]` tables hold it; several after a fork, or if a prefix was found. Before a sequence writes a
+  block that others hold, it gets a new one, and the content that it needs is copied there (`append_slots`).
+- *evictable*: no table holds it, but its content can be found by its hash. It counts as free. Least recently used
+  blocks are evicted first; in a chain of equal age the last one, since a block is found only after those before it.
+- *free*: neither. Blocks are taken first in, first out, so that blocks freed together stay together.
 
-Content is *published* under a hash of its parent's hash, its tokens and the request's extra keys, once the engine says
-that it is computed. So whatever is found can be read. Two blocks may have the same content; the first can be found.
+Content is *published* under a hash of its parent's hash, its tokens and the request's extra keys, once the engine has
+declared it computed. So everything that is found can be read. Of two blocks with equal content the first can be found.
 
-A table changes in the order *plan, check, apply*: a call that raises has changed nothing. Within `apply`, blocks that
-were found get an owner before others are taken, which might evict them.
+A table changes in the order *plan, check, apply*: a call that raises has changed nothing. `apply` first adds an owner
+to the blocks that were found, because taking other blocks might evict them.
 
-Sequences of one group have the same tokens up to where they were forked. Layers that forget (a window, chunks, a state)
-take slots step by step and give up what their next token does not see; `Paging` says what that is. One thread at a
-time; time is an argument; nothing blocks.
+The sequences of a group have the same tokens up to the point where they were forked. Layers that forget (a window,
+chunks, a state) get slots step by step, and drop the blocks that their next token does not need (see `Paging`). Not
+thread safe; time is an argument; nothing blocks.
 """
 
 from kvconnector.cache.block_manager.allocator import Device as Device

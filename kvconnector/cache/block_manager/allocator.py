@@ -1,4 +1,4 @@
-"""Reference-counted block ids of one device, whose content can be found again."""
+"""Reference-counted block ids of one device, and a prefix cache of their contents."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _STALE_ENTRIES_ALLOWED = 64
 
 
 class OutOfBlocksError(LocalError):
-    """More blocks were asked for than the device has free; nothing was allocated."""
+    """The device has fewer free blocks than were requested. Nothing was allocated."""
 
 
 class LRUEvictor:
     """Blocks without an owner whose content can still be found, least recently accessed first.
 
-    Among blocks of equal access time the one deepest in its chain goes first: without its predecessors a block cannot
-    be found, so a chain must be given up from its end.
+    Of blocks with equal access times, the deepest in its chain is evicted first: a block cannot be found without those
+    before it, so a chain must be evicted from its end.
     """
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
-        # Removal does not touch the heap; an entry counts only while `_entries` agrees.
+        # removal leaves the heap as it is: an entry counts only while `_entries` has it too
         self._heap: list[_Entry] = []
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class LRUEvictor:
         del self._entries[block_id]
 
     def evict(self) -> int:
-        """Remove and return the first block to give up. Raises IndexError: there is none."""
+        """Remove and return the block to evict first. Raises IndexError: there is none."""
         while True:
             entry = heapq.heappop(self._heap)
             if self._entries.get(entry[2]) == entry:
@@ -65,25 +65,25 @@ class Device(Enum):
 
 
 class CachedContent(NamedTuple):
-    """What a published block holds: its chain hash and its index among its sequence's blocks."""
+    """The content of a published block: its chain hash, and its index among its sequence's blocks."""
 
     block_hash: bytes
     depth: int
 
 
 class BlockAllocator:
-    """Hands out ids 0 .. num_blocks - 1 of one device and counts the owners of each.
+    """Hands out the ids 0 .. num_blocks - 1 of one device and counts the owners of each.
 
-    Published blocks can be found while they are owned and, after that, until evicted. A block is published only when
-    its content has been computed, so whatever `lookup` returns can be read at once. Where two requests compute the same
-    content side by side, the first block stays the one to be found. The two are not merged: block tables would change
-    under kernels and transfers that already hold their ids.
+    Published blocks can be found while they have an owner, and after that until they are evicted. A block is published
+    only when its content is computed, so everything that `lookup` returns can be read at once. If two requests compute
+    the same content at the same time, only the first block can be found. The two are not merged, because that would
+    change block tables while kernels and transfers use their ids.
     """
 
     def __init__(self, device: Device, num_blocks: int) -> None:
         self.device = device
         self.num_total_blocks = num_blocks
-        # First in, first out: blocks freed together are handed out together, which keeps runs of consecutive ids.
+        # first in, first out: blocks that were freed together are taken together, which keeps ids consecutive
         self._free_ids = deque(range(num_blocks))
         self._ref_counts = [0] * num_blocks
         self._evictor = LRUEvictor()
@@ -95,12 +95,12 @@ class BlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without an owner, cached content or not."""
+        """How many blocks have no owner, cached content or not."""
         return len(self._free_ids) + len(self._evictor)
 
     @property
     def hit_rate(self) -> float:
-        """Share of looked-up blocks that were found, 0.0 before the first."""
+        """The share of looked-up blocks that were found; 0.0 before the first lookup."""
         return self._num_found / self._num_queried if self._num_queried else 0.0
 
     def is_shared(self, block_id: int) -> bool:
@@ -108,7 +108,7 @@ class BlockAllocator:
         return self._ref_counts[block_id] > 1
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
-        """Return how many of these have no owner, so that sharing them uses up a free block."""
+        """Return how many of these have no owner: sharing one of them uses up a free block."""
         return sum(self._ref_counts[block_id] == 0 for block_id in block_ids)
 
     def require_free(self, count: int) -> None:
@@ -123,7 +123,7 @@ class BlockAllocator:
             )
 
     def allocate(self, count: int) -> list[int]:
-        """Return `count` blocks of undefined content with one owner each, cached ones last. Raises OutOfBlocksError."""
+        """Return `count` blocks with one owner each, cached ones last. Raises OutOfBlocksError: fewer are free."""
         self.require_free(count)
         block_ids = [
             self._free_ids.popleft() if self._free_ids else self._evict() for _ in range(count)
@@ -133,14 +133,14 @@ class BlockAllocator:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add one owner to each block, which is owned already or was returned by `lookup`."""
+        """Add an owner to each block. A block must have an owner already, or come from `lookup`."""
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 self._evictor.remove(block_id)
             self._ref_counts[block_id] += 1
 
     def release(self, block_ids: Iterable[int], last_access_s: float = NEVER_ACCESSED_S) -> None:
-        """Take one owner from each block. Raises BlockIdError: a block has none."""
+        """Remove an owner from each block. Raises BlockIdError: a block has none."""
         for block_id in block_ids:
             remaining = self._ref_counts[block_id] - 1
             if remaining < 0:
@@ -156,7 +156,7 @@ class BlockAllocator:
                 self._free_ids.append(block_id)
 
     def lookup(self, block_hashes: Iterable[bytes]) -> list[int]:
-        """Return the blocks that hold this content, up to the first that is missing; change no owner."""
+        """Return the blocks with these hashes up to the first that is missing. Owners stay as they are."""
         found: list[int] = []
         for block_hash in block_hashes:
             if (block_id := self._block_of_hash.get(block_hash)) is None:
@@ -165,18 +165,18 @@ class BlockAllocator:
         return found
 
     def count_lookup(self, num_queried: int, num_found: int) -> None:
-        """Count a lookup whose result was used for the hit rate."""
+        """Count a lookup, whose result was used, in the hit rate."""
         self._num_queried += num_queried
         self._num_found += num_found
 
     def publish(self, block_id: int, content: CachedContent) -> None:
-        """Declare an owned block computed, so that it can be found, unless another one with this content can be."""
+        """Declare an owned block computed, so that it can be found, unless another one with its content can be."""
         if content.block_hash not in self._block_of_hash:
             self._contents[block_id] = content
             self._block_of_hash[content.block_hash] = block_id
 
     def published(self, block_id: int) -> CachedContent | None:
-        """Return the content under which the block can be found, if it can."""
+        """Return the content of a block that can be found; None for any other."""
         return self._contents[block_id]
 
     def _evict(self) -> int:

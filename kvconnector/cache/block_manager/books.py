@@ -1,4 +1,4 @@
-"""What the block manager knows of its sequences: which blocks they hold, how far these are computed."""
+"""The block manager's tables: which blocks each sequence holds, and how far they are computed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvconnector.errors import (
 
 
 class DoubleAllocationError(LocalProtocolError):
-    """The sequence or the request already holds a block table; nothing changed."""
+    """The sequence or the request already has a block table. Nothing changed."""
 
 
 class TableDirectory(dict[int | str, SequenceBlocks]):
-    """Block tables by sequence id, and those of cross-attention by request id."""
+    """Block tables by sequence id, and the tables of cross-attention by request id."""
 
     def require_absent(self, seq: Sequence) -> None:
         """Raise DoubleAllocationError if the sequence has a table."""
@@ -74,8 +74,8 @@ class TableDirectory(dict[int | str, SequenceBlocks]):
         """Return the group's tables on one device, that of cross-attention last.
 
         Raises:
-            UnknownRequestError: it has none.
-            LocalProtocolError: it has none there.
+            UnknownRequestError: the group has no tables.
+            LocalProtocolError: all of its tables are on the other device.
         """
         owners: list[int | str] = [seq.seq_id for seq in group.seqs()]
         owners.append(group.request_id)
@@ -93,7 +93,7 @@ class TableDirectory(dict[int | str, SequenceBlocks]):
 
 
 class BlockBooks:
-    """The part of `BlockSpaceManager` that hands out no blocks: its pools, and what is asked about them."""
+    """The part of `BlockSpaceManager` that hands out no blocks: its pools, and queries about them."""
 
     def __init__(
         self,
@@ -111,18 +111,18 @@ class BlockBooks:
         """Make two empty pools: GPU blocks to run in, CPU blocks to swap to.
 
         Args:
-            block_size: tokens per block.
-            num_gpu_blocks: blocks that sequences run in.
-            num_cpu_blocks: blocks that sequences are swapped out to.
-            watermark: share of the GPU blocks that admission leaves free, so that running sequences can grow without a
-                swap.
-            sliding_window: tokens that one query sees, itself included; None for all.
-            is_recurrent: a block holds one state, as `Paging` says.
-            max_step_tokens: most tokens that one step computes. With a window, states or chunks, slots are taken step
-                by step; if it is None, all at once, or with a window in steps for which `sliding_window // block_size +
-                2` blocks are enough.
-            attention_chunk_size: tokens of the chunks that queries stay inside of; None for no chunks.
-            enable_caching: find blocks again by their content.
+            block_size: Tokens per block.
+            num_gpu_blocks: Number of blocks in which sequences run.
+            num_cpu_blocks: Number of blocks to which sequences can be swapped out.
+            watermark: Share of the GPU blocks, from 0 to below 1, that admission leaves free so that running sequences
+                can grow without a swap.
+            sliding_window: How many tokens a query sees, its own included; None for all.
+            is_recurrent: True if a block holds one state; see `Paging`.
+            max_step_tokens: The most tokens that a step computes. With a window, states or chunks, slots are taken step
+                by step. If None, all slots are taken at once, or with a window in steps that need no more than
+                `sliding_window // block_size + 2` blocks.
+            attention_chunk_size: Length in tokens of the chunks to which attention is limited; None for no chunks.
+            enable_caching: True to find blocks again by their content.
 
         Raises:
             ConfigError: a value is out of range.
@@ -149,18 +149,17 @@ class BlockBooks:
         self._tables = TableDirectory()
 
     def access_all_blocks_in_seq(self, seq: Sequence, now: float) -> None:
-        """Record the time (seconds) of the sequence's latest use, which orders evictions when its blocks are free."""
+        """Record the time of a sequence's latest use, in seconds. It orders evictions once the blocks are free."""
         table = self._tables.of(seq)
         table.last_access_s = max(table.last_access_s, now)
 
     def mark_blocks_as_computed(self, group: SequenceGroup, token_chunk_size: int) -> None:
-        """State that the next `token_chunk_size` tokens of every unfinished sequence are computed.
+        """Declare the next `token_chunk_size` tokens of every unfinished sequence computed.
 
-        Counting starts after the tokens that `allocate` found cached. Blocks that become full can be found by other
-        requests from now on.
+        Counting starts after the tokens that `allocate` found cached. Other requests can find blocks that become full.
 
         Raises:
-            SequenceError: a sequence has fewer tokens with slots left.
+            SequenceError: a sequence has fewer tokens left that have slots.
         """
         marked = self._tables.unfinished(group)
         for seq, table in marked:
@@ -177,8 +176,8 @@ class BlockBooks:
                 table.publish(full_blocks, seq.block_hashes(self.block_size, full_blocks.stop))
 
     def get_common_computed_block_ids(self, seqs: Iterable[Sequence]) -> list[int]:
-        """Return the leading blocks that all these sequences share and whose tokens are computed, such as those that a
-        batch need read only once. There are none where a window has left the first block.
+        """Return the leading computed blocks that all these sequences share, for example to read them only once for a
+        batch. There are none if a window has left the first block.
         """
         tables = [self._tables.on(Device.GPU, seq) for seq in seqs]
         computed = [
@@ -189,36 +188,36 @@ class BlockBooks:
         return [block_ids[0] for block_ids in shared]
 
     def get_prefix_cache_hit_rate(self, device: Device) -> float:
-        """Return the share of full blocks that allocation (GPU) or swapping (both) found cached, at first 0.0."""
+        """Return the share of full blocks that allocation (GPU) or swapping (both) found cached; 0.0 before these."""
         return (self._gpu if device is Device.GPU else self._cpu).hit_rate
 
     def get_num_free_gpu_blocks(self) -> int:
-        """Return the number of GPU blocks without an owner, those with cached content included."""
+        """Return the number of GPU blocks without an owner, including those with cached content."""
         return self._gpu.num_free_blocks
 
     def get_num_free_cpu_blocks(self) -> int:
-        """Return the number of CPU blocks without an owner, those with cached content included."""
+        """Return the number of CPU blocks without an owner, including those with cached content."""
         return self._cpu.num_free_blocks
 
     def get_block_table(self, seq: Sequence) -> list[int]:
-        """Return the sequence's block ids, lookahead included. Those before `get_first_block` mean nothing."""
+        """Return the sequence's block ids, with those for the lookahead. Ids before `get_first_block` mean nothing."""
         table = self._tables.of(seq)
         return table.dropped + table.block_ids
 
     def get_cross_block_table(self, group: SequenceGroup) -> list[int]:
-        """Return the ids of the request's cross-attention blocks, on its device."""
+        """Return the ids of the request's cross-attention blocks, on the device where they are."""
         return self._tables.cross_of(group).block_ids.copy()
 
     def get_first_block(self, seq: Sequence) -> int:
-        """Return the index of the first block that the sequence has: a window has left those before it."""
+        """Return the index of the first block that the sequence holds. A window has left the ones before it."""
         return len(self._tables.of(seq).dropped)
 
     def get_num_cached_tokens(self, seq: Sequence) -> int:
-        """Return how many leading tokens `allocate` found cached; prefill starts after them."""
+        """Return how many leading tokens `allocate` found cached. Prefill starts after them."""
         return self._tables.of(seq).num_cached_tokens
 
     def find_cached_tokens(self, seq: Sequence, max_tokens: int | None = None) -> int:
-        """Return the most leading tokens, but not the last nor above `max_tokens`, after which `seq` could go on."""
+        """Return how many leading tokens, at most `max_tokens` and never all, the cache has so that `seq` can go on."""
         if not self.enable_caching:
             return 0
         limit = seq.num_tokens - 1 if max_tokens is None else min(max_tokens, seq.num_tokens - 1)
@@ -234,5 +233,5 @@ class BlockBooks:
         return found * size
 
     def get_num_computed_tokens(self, seq: Sequence) -> int:
-        """Return how many leading tokens were found cached, or marked as computed since."""
+        """Return how many leading tokens were found cached or have been marked as computed."""
         return self._tables.of(seq).num_computed_tokens

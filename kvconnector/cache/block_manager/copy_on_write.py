@@ -1,4 +1,4 @@
-"""Growing a table, replacing its shared blocks before a write, and moving tables from device to device."""
+"""Grows a table, replaces shared blocks before they are written, and moves tables between devices."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ BlockCopy = tuple[int, int]
 
 
 class AppendPlan(NamedTuple):
-    """What appending slots to one table takes."""
+    """What it takes to append slots to one table."""
 
     num_tokens: int
-    """Tokens that have a slot afterwards."""
+    """How many tokens have slots afterwards."""
     num_new_blocks: int
-    """Blocks added at the end."""
+    """How many blocks are added at the end."""
     copied: list[int]
-    """Indices into `block_ids` of shared blocks with tokens to keep: replaced by a copy."""
+    """Indices into `block_ids` of shared blocks with tokens to keep, each replaced by a copy."""
     replaced: list[int]
-    """Indices of shared blocks without such tokens: replaced by an empty block."""
+    """Indices into `block_ids` of shared blocks without such tokens, each replaced by an empty block."""
 
     @property
     def num_blocks_needed(self) -> int:
-        """Blocks taken from the allocator."""
+        """How many blocks the allocator must provide."""
         return self.num_new_blocks + len(self.copied) + len(self.replaced)
 
 
@@ -58,7 +58,7 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
 
 
 def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
-    """Change the table as planned; return what to copy before the next write. Raises OutOfBlocksError."""
+    """Change the table as planned, and return the blocks to copy before the next write. Raises OutOfBlocksError."""
     fresh = table.allocator.allocate(plan.num_blocks_needed)
     table.block_ids.extend(fresh[: plan.num_new_blocks])
     indices = plan.copied + plan.replaced
@@ -74,8 +74,8 @@ def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
 def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:
     """Split copies, given in order, into batches whose copies may run at the same time.
 
-    A block freed between two appends may be the source of one copy and the destination of a later one, which must not
-    overwrite what the first still reads.
+    A block that was freed between two appends may be the source of one copy and the destination of a later one, which
+    must not overwrite what the first one still reads.
     """
     batches: list[list[BlockCopy]] = []
     sources: set[int] = set()
@@ -92,20 +92,20 @@ def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]
 
 
 class SwapPlan(NamedTuple):
-    """What moving some tables takes."""
+    """What it takes to move some tables to the other device."""
 
     found: dict[int, int]
-    """Source block -> block of the destination that already caches its content: no copy."""
+    """Source block -> block of the destination that already caches its content, so that it need not be copied."""
     missing: list[int]
-    """Source blocks to copy, each once however many tables share it."""
+    """Source blocks to copy, each once, shared or not."""
     num_queried: int
-    """Source blocks looked up in the destination's cache."""
+    """How many source blocks were looked up in the destination's cache."""
     num_blocks_needed: int
-    """Free blocks of the destination that the move uses up."""
+    """How many free blocks of the destination the move uses up."""
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the tables hold on the destination."""
+        """How many blocks the tables hold on the destination."""
         return len(self.found) + len(self.missing)
 
 
@@ -134,9 +134,9 @@ def apply_swap(
     source: BlockAllocator,
     destination: BlockAllocator,
 ) -> list[BlockCopy]:
-    """Move the tables as planned; return the blocks to copy. Raises OutOfBlocksError: nothing changed."""
+    """Move the tables as planned, and return the blocks to copy. Raises OutOfBlocksError: nothing has changed."""
     destination.require_free(plan.num_blocks_needed)
-    # Cached blocks first: allocating the rest could evict them.
+    # cached blocks first, because taking the rest could evict them
     destination.share(plan.found.values())
     copies = list(zip(plan.missing, destination.allocate(len(plan.missing)), strict=True))
     moved = plan.found | dict(copies)
@@ -150,7 +150,7 @@ def apply_swap(
         source.release(table.block_ids, table.last_access_s)
         table.block_ids = block_ids
         table.allocator = destination
-    # Each table holds its own share now; this gives back the one that protected the blocks.
+    # each table has a share of its own now; return the one that protected the blocks
     destination.release(moved.values())
     destination.count_lookup(plan.num_queried, len(plan.found))
     return copies

@@ -27,19 +27,19 @@ from kvconnector.errors import ConfigError
 
 
 class AllocStatus(Enum):
-    """What `can_allocate` and `can_swap_in` answer."""
+    """The answers of `can_allocate` and `can_swap_in`."""
 
     OK = "ok"
     LATER = "later"
     """Not enough blocks are free now."""
     NEVER = "never"
-    """Not even an empty device would do."""
+    """Not even an empty device has enough blocks."""
 
 
 def _waiting_seqs(group: SequenceGroup) -> list[Sequence]:
     waiting = group.seqs(SequenceStatus.WAITING)
     if not waiting:
-        raise SequenceError("no sequence of the group waits", request_id=group.request_id)
+        raise SequenceError("no sequence of the group is waiting", request_id=group.request_id)
     for seq in waiting[1:]:
         num_tokens = max(seq.num_tokens, waiting[0].num_tokens)
         if not seq.shares_prefix(waiting[0], num_tokens):
@@ -52,40 +52,41 @@ def _waiting_seqs(group: SequenceGroup) -> list[Sequence]:
 
 
 class _StartPlan(NamedTuple):
-    """What admitting a sequence takes."""
+    """What it takes to admit a sequence."""
 
     resume_at: int
-    """Tokens before the first step: cached here, or brought by somebody else."""
+    """Leading tokens that need not be computed: they are cached here, or the caller brings them."""
     first: int
-    """The first block that the first step needs."""
+    """Index of the first block that the first step needs."""
     cached: list[int]
-    """The blocks from there on that are cached."""
+    """Ids of the cached blocks from `first` on."""
     num_queried: int
+    """How many blocks were looked up."""
     num_tokens: int
-    """Tokens that get slots."""
+    """How many tokens get slots."""
     num_held: int
-    """Blocks from `first` on, for these tokens and the lookahead."""
+    """How many blocks from `first` on these tokens and the lookahead need."""
     num_cross: int
-    """Blocks for the encoder's output."""
+    """How many blocks the encoder's output needs."""
 
 
 class BlockSpaceManager(BlockBooks):
-    """Paged KV-cache blocks of a GPU and of a CPU pool; ids count from 0 on each device.
+    """Paged KV cache blocks of a GPU pool and a CPU pool; ids count from 0 in each.
 
-    The caller moves the data: it executes the copies and swaps that calls return in the order of the calls and before
-    the next forward pass, because a block freed by one call may be handed out by the next (`split_dependent_copies`
-    tells which may run at once).
+    The caller moves the data: it executes the copies and swaps that calls return, in the order of the calls and before
+    the next forward pass, because the next call may hand out a block that this one has freed. `split_dependent_copies`
+    finds those that may run at the same time.
 
-    With a sliding window a sequence holds the blocks that its next token sees and those that its step writes. The ones
+    With a sliding window a sequence holds the blocks that its next token sees and those that its step writes. Blocks
     that the window has left can be found again until they are overwritten. Not thread safe.
 
-    What fails changes nothing. Every method may raise UnknownRequestError: the sequence, or each unfinished one of the
-    group, has no blocks; and LocalProtocolError: its blocks are on the other device.
+    A call that raises has changed nothing. Every method may raise UnknownRequestError: the sequence, or each unfinished
+    one of the group, has no blocks; and LocalProtocolError: its blocks are on the other device.
     """
 
     def fits_alone(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """Return True if a sequence of that many tokens can take each of its steps with the GPU to itself."""
-        # A recurrent sequence may be forked to keep a state, and its block copied.
+        """Return True if the GPU, with no other sequence, has enough blocks for each step of one with these tokens."""
+        # a recurrent sequence may be forked to keep a state, which copies its block
         needed = self._paging.max_blocks(num_tokens) + self._paging.is_recurrent
         needed += self._paging.num_blocks(num_encoder_tokens)
         return needed + self.watermark_blocks <= self._gpu.num_total_blocks
@@ -98,9 +99,9 @@ class BlockSpaceManager(BlockBooks):
         resume_at: int | None = None,
         num_tokens: int | None = None,
     ) -> AllocStatus:
-        """Return OK if `allocate` will succeed for the same arguments and leave the watermark's blocks free.
+        """Return OK if `allocate` will succeed with the same arguments and leave the watermark's blocks free.
 
-        Cached blocks that others hold anyway take no space for OK, but do for NEVER.
+        For OK, cached blocks that others hold anyway need no space; for NEVER, they do.
 
         Raises:
             ConfigError: as `allocate`.
@@ -130,17 +131,17 @@ class BlockSpaceManager(BlockBooks):
         cached are shared and count as computed.
 
         Args:
-            group: a request of which at least one sequence waits.
-            num_lookahead_slots: slots after the tokens.
-            resume_at: share what is cached of that many leading tokens; somebody else brings the others. None: as many
-                as are cached.
-            num_tokens: as for `append_slots`.
+            group: A request with at least one waiting sequence.
+            num_lookahead_slots: Slots after the tokens.
+            resume_at: Leading tokens that need not be computed: the cached ones are shared, the caller brings the
+                others. None for as many as are cached.
+            num_tokens: As in `append_slots`.
 
         Raises:
-            ConfigError: the group has an encoder, and the manager prefix caching or a sliding window.
-            SequenceError: no sequence waits, or their prompts differ.
+            ConfigError: the group has an encoder, and the manager has prefix caching or a sliding window.
+            SequenceError: no sequence is waiting, or the waiting ones have different prompts.
             DoubleAllocationError: a sequence, or the encoder, has blocks already.
-            OutOfBlocksError: too few blocks are free, watermark aside.
+            OutOfBlocksError: too few blocks are free, even with the watermark's.
             BlockIdError: the lookahead is negative.
         """
         start = self._plan_start(group, num_lookahead_slots, resume_at, num_tokens)
@@ -183,7 +184,7 @@ class BlockSpaceManager(BlockBooks):
     ) -> bool:
         """Return True if `append_slots` will succeed for all unfinished sequences of the group.
 
-        A shared block that is written counts as copied by each of its owners.
+        A shared block that all owners write counts as copied by each of them.
 
         Raises:
             SequenceError: as `append_slots`.
@@ -198,16 +199,15 @@ class BlockSpaceManager(BlockBooks):
         """Give slots to the tokens of `seq` that have none.
 
         Args:
-            seq: a sequence with blocks on the GPU.
-            num_lookahead_slots: slots after the tokens.
-            num_tokens: leading tokens that get slots, if they have none; None for all, or with a window those of the
-                next step.
+            seq: A sequence with blocks on the GPU.
+            num_lookahead_slots: Slots after the tokens.
+            num_tokens: How many leading tokens need slots. None for all, or with a window for those of the next step.
 
         Returns:
             The shared blocks to copy before the new slots are written.
 
         Raises:
-            SequenceError: the sequence has fewer tokens than it had.
+            SequenceError: the sequence has fewer tokens than before.
             OutOfBlocksError: too few blocks are free.
             BlockIdError: the lookahead is negative.
         """
@@ -215,15 +215,15 @@ class BlockSpaceManager(BlockBooks):
         return apply_append(self._tables.of(seq), plan)
 
     def drop_left_behind(self, seq: Sequence) -> None:
-        """Give up the blocks that the sliding window has left: no token not yet computed sees them."""
+        """Give up the blocks that the sliding window has left: no token that is yet to be computed sees them."""
         self._tables.of(seq).drop_left_behind()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all blocks of `parent`; whoever writes a shared block first copies it.
+        """Let `child` share all blocks of `parent`. The one that first writes a shared block gets a copy.
 
         Raises:
             DoubleAllocationError: the child has blocks already.
-            SequenceError: its tokens are not those in the blocks.
+            SequenceError: the child's tokens are not those in the blocks.
         """
         table = self._tables.of(parent)
         self._tables.require_absent(child)
@@ -237,17 +237,17 @@ class BlockSpaceManager(BlockBooks):
         self._tables[child.seq_id] = table.fork()
 
     def free(self, seq: Sequence) -> None:
-        """Give up the sequence's blocks, on whichever device; nothing if it has none."""
+        """Give up the sequence's blocks, if it has any, on either device."""
         if seq.seq_id in self._tables:
             self._tables.pop(seq.seq_id).release()
 
     def free_cross(self, group: SequenceGroup) -> None:
-        """Give up the request's cross-attention blocks, on whichever device; nothing if it has none."""
+        """Give up the request's cross-attention blocks, if it has any, on either device."""
         if group.request_id in self._tables:
             self._tables.pop(group.request_id).release()
 
     def can_swap_in(self, group: SequenceGroup, num_lookahead_slots: int = 0) -> AllocStatus:
-        """Return OK if the group can return to the GPU and then append its new slots and the lookahead.
+        """Return OK if the group fits into the GPU's free blocks together with its new slots and the lookahead.
 
         Raises:
             BlockIdError: the lookahead is negative.
@@ -257,7 +257,7 @@ class BlockSpaceManager(BlockBooks):
         headroom = self._gpu.num_total_blocks - plan.num_blocks - num_append_blocks
         if headroom < 0:
             return AllocStatus.NEVER
-        # A group that has grown into the watermark would otherwise wait for ever.
+        # without this a group that has grown into the watermark would wait for ever
         watermark_blocks = min(self.watermark_blocks, headroom)
         num_needed = plan.num_blocks_needed + num_append_blocks
         if self._gpu.num_free_blocks - num_needed >= watermark_blocks:
@@ -268,8 +268,8 @@ class BlockSpaceManager(BlockBooks):
         """Move the group's tables to the GPU, that of cross-attention included.
 
         Returns:
-            (CPU id, GPU id) of every block to copy, each once however many sequences share it. A block that the GPU
-            still caches needs no copy.
+            (CPU id, GPU id) of every block to copy, once for each block, shared or not. A block that the GPU still
+            caches needs no copy.
 
         Raises:
             OutOfBlocksError: too few GPU blocks are free.
@@ -282,7 +282,7 @@ class BlockSpaceManager(BlockBooks):
         return plan.num_blocks_needed <= self._cpu.num_free_blocks
 
     def swap_out(self, group: SequenceGroup) -> list[BlockCopy]:
-        """Move the group's tables to the CPU, as `swap_in` does to the GPU; others keep the blocks that they share."""
+        """Move the group's tables to the CPU, as `swap_in` does to the GPU. Other groups keep shared blocks there."""
         return self._swap(group, self._gpu, self._cpu)
 
     def _plan_start(
@@ -302,7 +302,7 @@ class BlockSpaceManager(BlockBooks):
         if num_tokens is not None and not paging.keeps_all:
             end = min(end, num_tokens)
         first = paging.first_needed(resume_at)
-        # Never the block of the last token: the engine computes that token and writes its slot.
+        # never the block of the last token, which the engine computes and writes to its slot
         num_full = (prompt.num_tokens - 1) // size
         hashes = prompt.block_hashes(size, min(num_full, resume_at // size))[first:]
         return _StartPlan(
@@ -316,11 +316,11 @@ class BlockSpaceManager(BlockBooks):
         )
 
     def _refuse_encoder(self, group: SequenceGroup) -> None:
-        """Raises ConfigError, which names what a group with an encoder cannot be combined with."""
+        """Raise ConfigError if the group has an encoder and this manager has a feature that does not allow one."""
         refused = {
-            # What the decoder caches depends on the encoder's input, which its tokens do not determine.
+            # the decoder's cache depends on the encoder's input too, not on the decoder's tokens alone
             "prefix caching": self.enable_caching,
-            # The window is the decoder's alone: cross-attention sees the encoder's whole output.
+            # the window is the decoder's alone: cross-attention sees the encoder's whole output
             "a sliding window": self._paging.sliding_window is not None,
         }
         for feature, is_enabled in refused.items():

@@ -1,4 +1,4 @@
-"""Requests as the block manager needs to know them: sequences of tokens, their blocks' hashes, and groups."""
+"""Requests as the block manager sees them: sequences of tokens with the hashes of their blocks, and groups of these."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hashlib import blake2b
 from kvconnector.errors import LocalError
 
 ExtraKey = int | str | bytes
-"""What besides tokens shapes the cache: adapter name, media digest, a tenant's salt."""
+"""What the cache depends on besides tokens: an adapter's name, a digest of media, a tenant's salt."""
 
 
 class SequenceError(LocalError):
-    """A sequence or a group contradicts itself, or the block table that was made for it."""
+    """A sequence or a group contradicts itself or its block table."""
 
 
 def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
-    """Return bytes that differ whenever the keys do. Raises SequenceError: one is neither int, str nor bytes."""
+    """Return bytes that differ if the keys differ. Raises SequenceError: a key is neither int, str nor bytes."""
     for key in extra_keys:
         if not isinstance(key, int | str | bytes):
             raise SequenceError("an extra key must be int, str or bytes", extra_key=key)
@@ -27,15 +27,15 @@ def encode_extra_keys(extra_keys: AbstractSequence[ExtraKey]) -> bytes:
 
 
 def root_hash(block_size: int) -> bytes:
-    """Return the parent of every sequence's first block, which differs between block sizes."""
+    """Return the parent hash of every sequence's first block, which depends on the block size."""
     return _digest(block_size.to_bytes(8, "little"))
 
 
 def block_hash(parent: bytes, token_ids: array[int], encoded_extra_keys: bytes) -> bytes:
-    """Return the hash of one full block, which commits to its tokens and all before: `parent`, or `root_hash`.
+    """Return the hash of a full block. Through `parent`, at first `root_hash`, it covers all tokens before, too.
 
-    Not Python's `hash()`: a collision would hand one request another one's KV cache, so a client must not be able to
-    provoke one through its prompt.
+    Python's `hash()` will not do: a collision would give a request the KV cache of another, so no client may be able to
+    provoke one by its prompt.
     """
     return _digest(parent + token_ids.tobytes() + encoded_extra_keys)
 
@@ -45,7 +45,7 @@ def _digest(content: bytes) -> bytes:
 
 
 class SequenceStatus(Enum):
-    """Where a sequence stands. The scheduler sets it; the block manager only reads it."""
+    """The state of a sequence. The scheduler sets it; the block manager only reads it."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -54,16 +54,16 @@ class SequenceStatus(Enum):
 
 
 class Sequence:
-    """Tokens of one candidate answer, prompt included; only ever appended.
+    """The tokens of one candidate answer, prompt included. They can only be appended to.
 
     Args:
-        seq_id: unique in a block manager.
-        token_ids: at least one; they are copied.
-        extra_keys: what besides tokens the cache of these depends on.
-        status: where the sequence stands.
+        seq_id: An id, unique in a block manager.
+        token_ids: At least one token; they are copied.
+        extra_keys: What the tokens' cache depends on besides the tokens.
+        status: The sequence's state.
 
     Raises:
-        SequenceError: there is no token, one is no 64-bit integer, or an extra key is neither int, str nor bytes.
+        SequenceError: there is no token, one is not a 64-bit integer, or an extra key is neither int, str nor bytes.
     """
 
     def __init__(
@@ -92,11 +92,11 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def append_tokens(self, token_ids: Iterable[int]) -> None:
-        """Add generated tokens at the end. Raises SequenceError: a token is no integer."""
+        """Append generated tokens. Raises SequenceError: one is not a 64-bit integer."""
         self._token_ids.extend(_token_array(token_ids, self.seq_id))
 
     def fork(self, seq_id: int) -> Sequence:
-        """Return a copy under another id, with the same status."""
+        """Return a copy with another id and the same status."""
         child = Sequence(seq_id, self._token_ids, extra_keys=self._extra_keys, status=self.status)
         child._chains = {block_size: list(chain) for block_size, chain in self._chains.items()}
         return child
@@ -110,7 +110,7 @@ class Sequence:
         )
 
     def block_hashes(self, block_size: int, num_blocks: int) -> list[bytes]:
-        """Return the hashes of the first `num_blocks` blocks. Raises SequenceError: fewer are full."""
+        """Return the hashes of the first `num_blocks` blocks. Raises SequenceError: one of them is not full."""
         if num_blocks * block_size > self.num_tokens:
             raise SequenceError(
                 "only full blocks have a hash",
@@ -135,13 +135,13 @@ class SequenceGroup:
     """The sequences of one request: one, or several samples or beams of the same prompt.
 
     Args:
-        request_id: unique in a block manager.
-        seqs: at least one, with different ids.
-        encoder_seq: what cross-attention reads in an encoder-decoder model, one token for each position of the
-            encoder's output. Its blocks belong to the request, not to a sequence.
+        request_id: An id, unique in a block manager.
+        seqs: At least one sequence; their ids differ.
+        encoder_seq: The input of cross-attention in an encoder-decoder model, a token per position of the encoder's
+            output. Its blocks belong to the request, not to a sequence.
 
     Raises:
-        SequenceError: there is no sequence, or two have one id.
+        SequenceError: there is no sequence, or two have the same id.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class SequenceGroup:
             raise SequenceError("a group needs at least one sequence", request_id=request_id)
 
     def add(self, seq: Sequence) -> None:
-        """Add a sequence, usually a fork. Raises SequenceError: the group has its id already."""
+        """Add a sequence, usually a fork. Raises SequenceError: the group has one with its id."""
         if seq.seq_id in self._seqs:
             raise SequenceError(
                 "the group has this sequence", request_id=self.request_id, seq_id=seq.seq_id
@@ -164,7 +164,7 @@ class SequenceGroup:
         self._seqs[seq.seq_id] = seq
 
     def seqs(self, status: SequenceStatus | None = None) -> list[Sequence]:
-        """Return all sequences in the order they were added, or those with `status`."""
+        """Return all sequences, or those with `status`, in the order in which they were added."""
         return [seq for seq in self._seqs.values() if status is None or seq.status is status]
 
 
@@ -172,4 +172,4 @@ def _token_array(token_ids: Iterable[int], seq_id: int) -> array[int]:
     try:
         return array("q", token_ids)
     except (TypeError, OverflowError) as exc:
-        raise SequenceError(f"a token is no 64-bit integer: {exc}", seq_id=seq_id) from exc
+        raise SequenceError(f"a token is not a 64-bit integer: {exc}", seq_id=seq_id) from exc

@@ -13,38 +13,39 @@ from kvconnector.cache.block_manager.allocator import (
 )
 
 NO_BLOCK = 0
-"""Stands in a table for a block that the sequence never held; nothing reads it."""
+"""A placeholder in a table for a block that the sequence never held. Nothing reads it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Paging:
-    """How tokens map to blocks, and which of them a sequence needs.
+    """How tokens map to blocks, and which blocks a sequence needs.
 
-    A recurrent layer's block holds one state: that after its last token, or after the last one computed if that is
-    inside it. It is needed as a window of two tokens is: the next token needs the block of the one before it.
+    A block of a recurrent layer holds one state, the one after its last token, or after the last computed token if the
+    block is not full. The next token needs only the block of the token before it, as with a window of two tokens.
     """
 
     block_size: int
     """Tokens per block."""
     sliding_window: int | None = None
-    """Tokens that one query sees, itself included; None for all."""
+    """How many tokens a query sees, its own included; None for all."""
     is_recurrent: bool = False
+    """True if a block holds a state. `sliding_window` is 2 then."""
     max_step_tokens: int | None = None
-    """Most tokens that one step computes; None for no limit. With a window or chunks, slots are taken step by step."""
+    """The most tokens that a step computes; None for no limit. With a window or chunks each step takes its slots."""
     attention_chunk_size: int | None = None
-    """Tokens of the chunks that queries stay inside of; None for no chunks."""
+    """The length in tokens of the chunks to which attention is limited; None for no chunks."""
 
     @property
     def keeps_all(self) -> bool:
-        """True if every block stays needed."""
+        """True if a sequence needs all of its blocks until it ends."""
         return self.sliding_window is None and self.attention_chunk_size is None
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` tokens span."""
+        """Return the number of blocks that `num_tokens` tokens span."""
         return -(-num_tokens // self.block_size)
 
     def oldest_needed(self, num_computed: int) -> int:
-        """The first token that the one after `num_computed` tokens sees."""
+        """Return the first token that the token after `num_computed` tokens sees."""
         if self.attention_chunk_size is not None:
             return num_computed // self.attention_chunk_size * self.attention_chunk_size
         if self.sliding_window is not None:
@@ -52,20 +53,20 @@ class Paging:
         return 0
 
     def first_needed(self, num_computed: int) -> int:
-        """The block of that token."""
+        """Return the index of the block of that token."""
         return self.oldest_needed(num_computed) // self.block_size
 
     def step_end(self, num_tokens: int, num_computed: int) -> int:
-        """Tokens that have slots for the step after `num_computed`, out of `num_tokens` known ones."""
+        """Return how many of `num_tokens` known tokens need slots for the step after `num_computed` tokens."""
         if self.keeps_all or self.max_step_tokens is None:
             return num_tokens
         return min(num_tokens, num_computed + self.max_step_tokens)
 
     def max_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a sequence of `num_tokens` tokens holds at a time.
+        """Return the most blocks that a sequence of `num_tokens` tokens holds at a time.
 
-        With a window or chunks, those of what the step's first token sees and of the step's tokens. A window may start
-        anywhere inside a block, which takes one more; a chunk only at multiples of its size.
+        With a window or chunks these are the blocks of the step's tokens, and of the tokens that its first one sees. A
+        window may start anywhere inside a block, which takes one block more; a chunk only at multiples of its size.
         """
         num_blocks, step = self.num_blocks(num_tokens), self.max_step_tokens
         chunk, window = self.attention_chunk_size, self.sliding_window
@@ -81,8 +82,8 @@ class Paging:
 class SequenceBlocks:
     """The blocks of one sequence, all on one device.
 
-    It owns one share of each of `block_ids`, which follow `dropped`: blocks that its window has left. `num_tokens`
-    tokens have slots. Tokens before `valid_from` are not in the blocks, although those may reach there.
+    The sequence has a share of each of `block_ids`, and none of the `dropped` ones before them, which its window left.
+    `num_tokens` tokens have slots. Slots of tokens before `valid_from` hold no data.
     """
 
     allocator: BlockAllocator
@@ -101,17 +102,17 @@ class SequenceBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks from the first token on, dropped ones included."""
+        """How many blocks there are from the first token on, dropped ones included."""
         return len(self.dropped) + len(self.block_ids)
 
     def mark_computed(self, num_tokens: int) -> range:
-        """Count `num_tokens` more as computed; return the indices of the blocks that this completed."""
+        """Count `num_tokens` more tokens as computed, and return the indices of the blocks that this completes."""
         first_block = self.num_computed_tokens // self.paging.block_size
         self.num_computed_tokens += num_tokens
         return range(first_block, self.num_computed_tokens // self.paging.block_size)
 
     def publish(self, full_blocks: range, block_hashes: list[bytes]) -> None:
-        """Offer computed blocks to others; `block_hashes` are those of all blocks from the first."""
+        """Publish computed blocks, by their indices. `block_hashes` are those of all blocks from the first one on."""
         for depth in full_blocks:
             if depth >= len(self.dropped) and depth * self.paging.block_size >= self.valid_from:
                 content = CachedContent(block_hashes[depth], depth)
@@ -126,11 +127,11 @@ class SequenceBlocks:
             self.dropped += old
 
     def fork(self) -> SequenceBlocks:
-        """Return a second table that shares every block."""
+        """Return a copy that shares every block."""
         self.allocator.share(self.block_ids)
         return replace(self, block_ids=self.block_ids.copy(), dropped=self.dropped.copy())
 
     def release(self) -> None:
-        """Give up every block; the table must not be used afterwards."""
+        """Give up every block. The table must not be used after this."""
         self.allocator.release(self.block_ids, self.last_access_s)
         self.block_ids = []

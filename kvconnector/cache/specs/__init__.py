@@ -1,4 +1,4 @@
-"""What each layer caches, how large it is, and which layers share block ids and memory."""
+"""Cache specs: what each layer caches, how large that is, and which layers share block ids and memory."""
 
 from kvconnector.cache.specs.base import CacheLimits as CacheLimits
 from kvconnector.cache.specs.base import DType as DType

@@ -1,4 +1,4 @@
-"""What every cache spec is: a frozen value that knows its page, its worst case, and how it merges."""
+"""The base of cache specs: frozen values with the size of a page, the worst case of a request, and a rule to merge."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ITEM_SIZES_BYTES = {
     "uint8": 1,
     "bool": 1,
 }
-"""Bytes of one element of every known type, by torch's name without its prefix: no tensor library is needed."""
+"""Bytes per element of every known type, by torch's name without its prefix. So no tensor library is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class DType:
     """An element type of a cache.
 
     Raises:
-        CacheSpecError: the name is none of `ITEM_SIZES_BYTES`.
+        CacheSpecError: `ITEM_SIZES_BYTES` lacks the name.
     """
 
     name: str
@@ -55,20 +55,20 @@ class DType:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheLimits:
-    """What the worst case of a request's memory depends on besides its cache specs.
+    """Limits of an engine on which, besides the cache specs, the worst case of a request's memory depends.
 
     Raises:
         CacheSpecError: a limit is not positive (encoder tokens may be zero).
     """
 
     max_model_len: int
-    """Tokens that one request may have, prompt and output together."""
+    """The most tokens of a request, prompt and output together."""
     max_num_batched_tokens: int
-    """Tokens that one step may compute, over all its requests."""
+    """The most tokens that a step computes, over all its requests."""
     decode_context_parallel_size: int = 1
-    """Ranks over which the tokens of one request are spread."""
+    """The number of ranks that share a request's tokens."""
     max_num_encoder_tokens: int = 0
-    """Tokens of encoder output that the cross-attention of one request reads."""
+    """The most tokens of encoder output that the cross-attention of a request reads."""
 
     def __post_init__(self) -> None:
         sizes = asdict(self)
@@ -93,11 +93,11 @@ class KVCacheSpec(ABC):
     @property
     @abstractmethod
     def page_size_bytes(self) -> int:
-        """Bytes of one page."""
+        """Size of a page in bytes."""
 
     @abstractmethod
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return the most bytes that one request can need in this layer, on one rank: a whole number of pages.
+        """Return the most bytes, in whole pages, that one request can need in this layer on one rank.
 
         Raises:
             CacheSpecError: this kind of cache cannot work under these limits.
@@ -105,20 +105,20 @@ class KVCacheSpec(ABC):
 
     @property
     def is_cached(self) -> bool:
-        """True if the layer keeps anything between steps, and so needs blocks and memory."""
+        """True if the layer keeps data between steps, and so needs blocks and memory."""
         return True
 
     @property
     def uniform_kind(self) -> Hashable:
-        """Layers of equal kind and block size always need the same blocks, so one block table serves them."""
+        """A key that layers may share a block table by: with it and the block size equal, they need the same blocks."""
         return type(self).__name__
 
     @classmethod
     def merge(cls, specs: Sequence[SpecT]) -> SpecT:
-        """Return the one spec that stands for all of `specs`.
+        """Return one spec that stands for all of `specs`.
 
         Raises:
-            CacheSpecError: there is none, or two differ.
+            CacheSpecError: `specs` is empty, or two differ.
         """
         if not specs:
             raise CacheSpecError("there is no spec to merge")
@@ -129,10 +129,10 @@ class KVCacheSpec(ABC):
 
 
 def merge_specs(specs: Sequence[SpecT]) -> SpecT:
-    """Return the one spec that stands for all of `specs`, by the rules of their type.
+    """Return one spec that stands for all of `specs`, by the rules of their type.
 
     Raises:
-        CacheSpecError: there is none, or two cannot be merged.
+        CacheSpecError: `specs` is empty, or two cannot be merged.
     """
     return (type(specs[0]) if specs else KVCacheSpec).merge(specs)
 

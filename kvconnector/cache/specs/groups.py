@@ -1,8 +1,8 @@
 """Groups of layers that share block ids, and the pool of blocks that the groups share.
 
-A *pool* is a range of block ids and the memory behind them. Each id belongs to one group at a time, so layers of
-different groups may use the same memory: the first layers of all groups one tensor, the second layers another, and so
-on. A pool of one group is the common case. An engine that keeps a pool for each group has a `KVCacheConfig` for each.
+A *pool* is a range of block ids with their memory. Each id belongs to one group at a time, so layers of different
+groups may use the same memory: the first layers of all groups share a tensor, the second layers another, and so on.
+Most pools have one group. An engine that keeps a pool for each group has a `KVCacheConfig` for each.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from kvconnector.errors import CacheSpecError, require_at_least
 
 @dataclass(frozen=True, kw_only=True)
 class UniformTypeKVCacheSpecs(KVCacheSpec):
-    """Layers that may differ in heads or element type but share a block table: their specs, by layer name.
+    """Specs by layer name, of layers that share a block table but may differ in heads or element type.
 
-    Its page is a page of every layer.
+    A page of the group is one page of each layer.
 
     Raises:
-        CacheSpecError: there is no layer, or the layers are not of one kind and the group's block size.
+        CacheSpecError: there is no layer, the layers differ in kind, or they have another block size than the group.
     """
 
     kv_cache_specs: Mapping[str, KVCacheSpec] = field(hash=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A private copy: a caller that goes on filling its dict must not change a frozen value.
+        # a copy, so that a caller who changes its dict later does not change a frozen value
         object.__setattr__(self, "kv_cache_specs", MappingProxyType(dict(self.kv_cache_specs)))
         specs = self.kv_cache_specs.values()
         block_sizes = {spec.block_size for spec in specs}
         if not self.is_uniform_type(self.kv_cache_specs) or block_sizes != {self.block_size}:
             raise CacheSpecError(
-                "the layers of one group must be of one kind, and of its block size",
+                "the layers of a group must have one kind, and the group's block size",
                 kinds=sorted({str(spec.uniform_kind) for spec in specs}),
                 block_sizes=sorted(block_sizes),
                 block_size=self.block_size,
@@ -49,7 +49,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
     @staticmethod
     def is_uniform_type(kv_cache_specs: Mapping[str, KVCacheSpec]) -> bool:
-        """Return True if one block table can serve all these layers, of which there must be some."""
+        """Return True if there are layers, and one block table can serve all of them."""
         specs = list(kv_cache_specs.values())
         if any(isinstance(spec, UniformTypeKVCacheSpecs) for spec in specs):
             return False
@@ -74,7 +74,7 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
         return any(spec.is_cached for spec in self.kv_cache_specs.values())
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return the bytes of as many pages as the layer holds that needs most: the layers share block ids."""
+        """Return the bytes of as many pages as the neediest layer has, because the layers share block ids."""
         num_pages = max(
             ceil_div(spec.max_memory_usage_bytes(limits), spec.page_size_bytes)
             for spec in self.kv_cache_specs.values()
@@ -84,12 +84,12 @@ class UniformTypeKVCacheSpecs(KVCacheSpec):
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
-    """Layers that share a block table: a block id means the same tokens in all of them.
+    """Layers that share a block table, so that a block id stands for the same tokens in all of them.
 
-    `spec` is that of each layer, or a `UniformTypeKVCacheSpecs` with one for each.
+    `spec` is every layer's, or a `UniformTypeKVCacheSpecs` with a spec for each.
 
     Raises:
-        CacheSpecError: there is no layer, or the layers are not those of a `UniformTypeKVCacheSpecs`.
+        CacheSpecError: there is no layer, or the layers are not those of the `UniformTypeKVCacheSpecs`.
     """
 
     layer_names: tuple[str, ...]
@@ -98,7 +98,7 @@ class KVCacheGroupSpec:
     def __post_init__(self) -> None:
         if not self.layer_names or set(self.layer_names) != set(self.layer_specs):
             raise CacheSpecError(
-                "a group needs layers, and those of its spec",
+                "a group needs layers, the same as its spec has",
                 layer_names=self.layer_names,
                 layers_of_spec=[*self.layer_specs],
             )
@@ -123,8 +123,8 @@ class KVCacheGroupSpec:
 class KVCacheTensor:
     """One allocation of `size` bytes, and the layers that use it.
 
-    Block `b` is bytes `[b x page, (b + 1) x page)` of it. There, layers of one group lie one after the other, and
-    layers of different groups in the same bytes.
+    Block `b` is bytes `[b x page, (b + 1) x page)`. In a block, layers of one group follow each other, and layers of
+    different groups use the same bytes.
     """
 
     size: int
@@ -133,13 +133,13 @@ class KVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """A pool of `num_blocks` block ids, its memory, and the groups that draw from it.
+    """A pool of `num_blocks` block ids, its memory, and the groups that take blocks from it.
 
     Layers that cache nothing (`KVCacheSpec.is_cached`) may be in a group, but are in no tensor.
 
     Raises:
-        CacheSpecError: a layer is in several groups or tensors, or a cached one in none; or a tensor is not
-            `num_blocks` pages of its layers in each group.
+        CacheSpecError: a layer is in several groups or tensors; a cached layer is in none; or the size of a tensor is
+            not `num_blocks` pages of its layers in each group.
     """
 
     num_blocks: int
@@ -161,7 +161,7 @@ class KVCacheConfig:
         ]
         if repeated or set(cached) != set(placed):
             raise CacheSpecError(
-                "every layer must be in one group, and in one tensor if it caches anything",
+                "every layer must be in one group, and in one tensor if it caches data",
                 repeated=repeated,
                 without_tensor=sorted(set(cached) - set(placed)),
                 without_cache=sorted(set(placed) - set(cached)),
@@ -171,7 +171,7 @@ class KVCacheConfig:
             page = sum(specs[name].page_size_bytes for name in tensor.shared_by if name in specs)
             if page and tensor.size != self.num_blocks * page:
                 raise CacheSpecError(
-                    "a tensor must hold the pages of its layers, as many as there are blocks",
+                    "a tensor must hold one page of its layers for each block",
                     tensor=tensor,
                     num_blocks=self.num_blocks,
                     page_size_bytes=page,
@@ -185,19 +185,19 @@ class KVCacheConfig:
         *,
         cross_layers: bool = False,
     ) -> KVCacheConfig:
-        """Make a pool of `num_blocks` blocks for these layers.
+        """Return a pool of `num_blocks` blocks for these layers.
 
-        Layers of one kind are one group. With several kinds each group has as many layers as the rarest kind (a kind's
+        Layers of one kind form a group. With several kinds, each group has as many layers as the rarest kind (a kind's
         last group may have fewer), and the i-th layers of all groups share a tensor.
 
         Args:
-            kv_cache_specs: by layer name. Layers that cache nothing are left out.
-            num_blocks: block ids of the pool.
-            cross_layers: one tensor for all layers of a pool of one group.
+            kv_cache_specs: Specs by layer name. Layers that cache nothing are left out.
+            num_blocks: The number of block ids.
+            cross_layers: True for a single tensor with all layers, which must be equal.
 
         Raises:
-            CacheSpecError: `num_blocks` is not positive though layers cache something; layers that would share a tensor
-                have pages of different sizes; or with `cross_layers` layers differ.
+            CacheSpecError: `num_blocks` is not positive though some layer caches data; layers that would share a tensor
+                have pages of different sizes; or layers differ despite `cross_layers`.
         """
         groups = tuple(_groups(kv_cache_specs))
         layers = [tuple(group.layer_names) for group in groups]
@@ -223,7 +223,7 @@ class KVCacheConfig:
 
     @property
     def block_size_bytes(self) -> int:
-        """Bytes of one block in all tensors; 0 if nothing is cached."""
+        """Size of a block in bytes, over all tensors; 0 if nothing is cached."""
         return sum(tensor.size for tensor in self.tensors) // max(1, self.num_blocks)
 
     def max_blocks_per_request(self, limits: CacheLimits) -> int:
@@ -242,12 +242,12 @@ def plan_kv_cache(
     *,
     cross_layers: bool = False,
 ) -> KVCacheConfig:
-    """Make the largest pool that fits into `available_bytes` of one rank, as `KVCacheConfig.of`.
+    """Return the largest pool that fits into `available_bytes` of one rank, as `KVCacheConfig.of` makes it.
 
-    Ranks of one engine need equal numbers of blocks: make the pools of all again, with the smallest number.
+    The ranks of an engine need equal numbers of blocks: make all pools again with the smallest number.
 
     Returns:
-        The pool; one without blocks, tensors and groups if no layer caches anything.
+        The pool, without blocks, tensors and groups if no layer caches data.
 
     Raises:
         CacheSpecError: the memory does not hold one request of `limits.max_model_len` tokens, the layers cannot work

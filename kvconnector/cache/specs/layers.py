@@ -1,4 +1,4 @@
-"""The caches of single layers: attention of every kind, and recurrent states."""
+"""Cache specs of single layers: all kinds of attention, and recurrent states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _require_dtypes(*dtypes: DType) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec(KVCacheSpec):
-    """K and V of `block_size` tokens, `num_kv_heads` on this rank and `head_size`, or with `use_mla` one latent."""
+    """K and V of `num_kv_heads` heads on this rank, `head_size` elements each; with `use_mla` one latent instead."""
 
     num_kv_heads: int
     head_size: int
@@ -33,7 +33,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def num_parts(self) -> int:
-        """Arrays per page: K and V, or the latent."""
+        """How many arrays a page has: K and V, or the latent."""
         return 1 if self.use_mla else 2
 
     @property
@@ -49,8 +49,8 @@ class AttentionSpec(KVCacheSpec):
 class FullAttentionSpec(AttentionSpec):
     """Every token stays cached.
 
-    A layer whose attention sees only a window, or only its chunk, may be cached as a full one. Then `sliding_window` or
-    `attention_chunk_size` says what its attention masks; it saves no memory. A layer has at most one of the two.
+    A layer whose attention sees only a window or a chunk may still cache every token. Then `sliding_window` or
+    `attention_chunk_size` (in tokens, at most one of the two) describes its mask, and saves no memory.
     """
 
     sliding_window: int | None = None
@@ -72,11 +72,10 @@ class FullAttentionSpec(AttentionSpec):
 
     @classmethod
     def merge(cls, specs: Sequence[SpecT]) -> SpecT:
-        """Return the one spec that stands for all of `specs`: a window or a chunk size that some have holds for all.
+        """Return one spec that stands for all of `specs`. If some have a window or a chunk size, so has the result.
 
         Raises:
-            CacheSpecError: there is none; two windows, two chunk sizes, a window and a chunk size, or other fields
-                differ.
+            CacheSpecError: `specs` is empty, has both a window and a chunk size, or specs that differ otherwise.
         """
         if all(isinstance(spec, FullAttentionSpec) for spec in specs):
             for mask in ("sliding_window", "attention_chunk_size"):
@@ -89,7 +88,7 @@ class FullAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedLocalAttentionSpec(AttentionSpec):
-    """A token attends to the tokens of its own chunk of `attention_chunk_size`, up to itself."""
+    """A token attends to the tokens of its own chunk of `attention_chunk_size` tokens, up to itself."""
 
     attention_chunk_size: int
 
@@ -100,8 +99,8 @@ class ChunkedLocalAttentionSpec(AttentionSpec):
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Return the pages of one chunk and of the tokens that one step adds.
 
-        A chunk that is no multiple of the block may start inside one, at most at the last multiple of their common
-        divisor; the tokens before it in that block count, too.
+        If the block size does not divide the chunk size, a chunk may start inside a block, at the latest at the last
+        multiple of their greatest common divisor. The block's tokens before it count, too.
         """
         offset = self.block_size - gcd(self.block_size, self.attention_chunk_size)
         tokens = offset + self.attention_chunk_size + limits.max_num_batched_tokens
@@ -128,11 +127,11 @@ class SlidingWindowSpec(AttentionSpec):
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         """Return the pages of the window before a step and of the step's tokens.
 
-        One page more, because the window may start inside a block: six tokens fill `xxxx|xx..`, two blocks of four, but
-        also `...x|xxxx|x...`, three.
+        There is one page more, because the window may start inside a block: six tokens fill two blocks of four, as in
+        `xxxx|xx..`, or three, as in `...x|xxxx|x...`.
 
         Raises:
-            CacheSpecError: under context parallelism, where a window's tokens do not stay together.
+            CacheSpecError: context parallelism would spread the window's tokens over ranks.
         """
         if limits.decode_context_parallel_size != 1:
             raise CacheSpecError(
@@ -149,7 +148,7 @@ class SlidingWindowSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOnlyAttentionSpec(AttentionSpec):
-    """Attention over tokens that one step computes together: nothing is kept between steps."""
+    """Attention among the tokens of a single step: nothing is kept between steps."""
 
     @property
     def is_cached(self) -> bool:
@@ -162,7 +161,7 @@ class EncoderOnlyAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossAttentionSpec(AttentionSpec):
-    """K and V of the encoder's output, which are written once per request."""
+    """K and V of the encoder's output, written once per request."""
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
         return self._pages_bytes(limits.max_num_encoder_tokens)
@@ -170,11 +169,11 @@ class CrossAttentionSpec(AttentionSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class MambaSpec(KVCacheSpec):
-    """State tensors of a recurrent layer, such as a convolution's window and an SSM's state.
+    """The states of a recurrent layer, such as a convolution's window and an SSM's state.
 
-    A page holds one request's states one after the other, in the order of `shapes`. `block_size` is the number of
-    tokens after which a state may be kept for a prefix. With `page_size_padded` a page is as large as an attention
-    layer's, so that both can share one tensor.
+    A page holds the states of one request consecutively, in the order of `shapes`. `block_size` is the number of tokens
+    after which a state may be kept for prefix caching. `page_size_padded` (bytes) makes a page as large as an attention
+    layer's, so that both can share a tensor.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -182,7 +181,7 @@ class MambaSpec(KVCacheSpec):
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
     num_speculative_blocks: int = 0
-    """Further states of a request, one per speculative token."""
+    """How many more states a request has, one per speculative token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -209,7 +208,7 @@ class MambaSpec(KVCacheSpec):
         return self.page_size_padded or sum(self.state_sizes_bytes)
 
     def max_memory_usage_bytes(self, limits: CacheLimits) -> int:
-        """Return one page for the state, which does not grow with the request, and one per speculative token."""
+        """Return the bytes of one page for the state, which does not grow, and of one per speculative token."""
         return (1 + self.num_speculative_blocks) * self.page_size_bytes
 
     @property

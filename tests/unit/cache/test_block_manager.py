@@ -47,8 +47,8 @@ def _prompts(*others):
 
 # Of a manager of 3 blocks, a request of one sequence of 7 tokens that runs in 2 of them, and that sequence.
 REFUSED = [
-    (lambda m, group, seq: m.allocate(group), SequenceError, "waits"),
-    (lambda m, group, seq: m.can_allocate(group), SequenceError, "waits"),
+    (lambda m, group, seq: m.allocate(group), SequenceError, "is waiting"),
+    (lambda m, group, seq: m.can_allocate(group), SequenceError, "is waiting"),
     (lambda m, group, seq: m.allocate(group_of([1], 1)), DoubleAllocationError, "seq_id=1"),
     (
         lambda m, group, seq: m.allocate(group_of(range(9), 2, 3)),

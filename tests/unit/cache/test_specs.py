@@ -117,7 +117,7 @@ REFUSED = [
     (lambda: KVCacheGroupSpec((), FULL), "needs layers"),
     (
         lambda: KVCacheGroupSpec(("b",), UniformTypeKVCacheSpecs.from_specs({"a": FULL})),
-        "those of its spec",
+        "the same as its spec",
     ),
     (pool, r"without_tensor=\['a'\]"),
     (lambda: pool((2, "a"), (2, "b")), r"without_cache=\['b'\]"),
