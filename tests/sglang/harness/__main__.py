@@ -1,6 +1,5 @@
 """`python -m tests.sglang.harness [CASE...]`: every case, as Markdown and JSON."""
 
-import multiprocessing
 import shutil
 import sys
 import time
@@ -18,6 +17,7 @@ from tests.vllm.harness.report import (
     Report,
     cases_parser,
     environment,
+    in_own_process,
     list_cases,
     parse,
 )
@@ -38,7 +38,7 @@ def main():
     import sglang
 
     report = Report(folder, environment(sglang=sglang.__version__), reasons)
-    make_models(chosen, folder)
+    in_own_process(lambda: [model_of(folder, **case.model) for case in chosen])
     with ExitStack() as stack:
         alone = Alone(folder, stack)
         for case in chosen:
@@ -59,17 +59,6 @@ def arguments_of():
         return (case.is_quick or not arguments.quick) and (is_ours or not case.is_ours)
 
     return parse(parser, BY_NAME, is_chosen)
-
-
-def make_models(cases, folder):
-    """In a process of its own: forked engines hang in OpenMP where their parent has used it."""
-    models = [case.model for case in cases]
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=lambda: [model_of(folder, **each) for each in models])
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit("the models could not be made; why is above")
 
 
 class Alone:

@@ -1,23 +1,22 @@
 """SGLang servers, forked from this process after it has imported SGLang: one starts in four seconds, not in sixty.
 
 Each `Engine` is a fork that runs SGLang's own `run_server`, with a free port and a log of its own. What that spawns is
-forked too, and all are in one process group: `kill` is to others what the loss of a host is. Requests go over HTTP,
-without threads: `submit` writes one, `answer` waits for it.
+forked too. Requests go over HTTP, without threads: `submit` writes one, `answer` waits for it.
 """
 
 import http.client
 import importlib
 import json
+import multiprocessing
 import os
-import signal
 import time
-import traceback
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.support.engine_process import EngineProcess
 from tests.support.ports import free_ports
-from tests.vllm.harness.report import NoAnswerError, end_with_parent
+from tests.vllm.harness.report import NoAnswerError
 
 START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 60.0
@@ -122,18 +121,13 @@ class Request:
                 raise NoAnswerError(f"no answer: {error or type(error).__name__}") from error
 
 
-class Engine:
+class Engine(EngineProcess):
     """The parent's end of a forked server."""
 
     def __init__(self, spec, port=None):
         self.spec = spec
         self.port = port or free_ports()
-        self.is_stopped = False
-        self.pid = os.fork()
-        if self.pid == 0:
-            _main(spec, self.port)
-        with suppress(OSError):  # the child may have done it already, or be gone
-            os.setpgid(self.pid, self.pid)
+        super().__init__(spec, _run, [*spec.arguments, "--port", str(self.port)], spec.dumps)
 
     def wait_until_ready(self):
         """Until it answers.
@@ -143,23 +137,13 @@ class Engine:
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self.has_ended():
+            if self.has_ended:
                 raise NoAnswerError(f"the engine ended at its start: {self.last_error()}")
             with suppress(NoAnswerError):
                 if Request(self.port, "/health").status(HEALTH_S) == OK:
                     return
             time.sleep(POLL_S)
         raise NoAnswerError("the engine did not start in time")
-
-    def has_ended(self):
-        """Returns True once its first process is gone, and ends the others."""
-        if self.is_stopped:
-            return True
-        if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
-            return False
-        self.is_stopped = True
-        self._signal(signal.SIGKILL)
-        return True
 
     def submit(self, prompt, *, max_tokens=8, **options):
         """Ask for the greedy tokens after `prompt`; returns the `Request`."""
@@ -179,17 +163,6 @@ class Engine:
         """Empty the prefix cache. Returns False while requests hold any of the cache."""
         return Request(self.port, "/flush_cache", {}).status() == OK
 
-    def kill(self):
-        """End it without a goodbye."""
-        if not self.is_stopped:
-            self._signal(signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.is_stopped = True
-
-    def pause(self):
-        """Stop all of its processes."""
-        self._signal(signal.SIGSTOP)
-
     def log_text(self):
         """What it has logged."""
         return self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
@@ -199,10 +172,6 @@ class Engine:
         lines = [line for line in self.log_text().splitlines() if "Error" in line]
         return lines[-1] if lines else "see its log"
 
-    def _signal(self, kind):
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, kind)
-
 
 def preload():
     """Import what every engine needs, once."""
@@ -211,25 +180,7 @@ def preload():
         importlib.import_module(name)
 
 
-def _main(spec, port):
-    try:
-        os.setpgid(0, 0)
-        end_with_parent()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ.update(spec.environment)
-        with spec.log.open("ab") as log:
-            os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-        _run([*spec.arguments, "--port", str(port)], spec.dumps)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(1)
-
-
 def _run(arguments, dumps):
-    import multiprocessing
-
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

@@ -18,8 +18,8 @@ from tests.vllm.bench.server import serve
 from tests.vllm.harness.cases import Case
 from tests.vllm.harness.device import Device
 from tests.vllm.harness.pair import Pair
-from tests.vllm.harness.report import NIXL, OURS, environment, say
-from tests.vllm.harness.runner import in_own_process, model_paths, preload, specs_of
+from tests.vllm.harness.report import NIXL, OURS, environment, in_own_process, say
+from tests.vllm.harness.runner import model_paths, preload, specs_of
 
 TIER = "tier"
 TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}

@@ -13,10 +13,11 @@ from tests.vllm.harness.report import (
     Report,
     cases_parser,
     environment,
+    in_own_process,
     list_cases,
     parse,
 )
-from tests.vllm.harness.runner import in_own_process, model_paths, preload, why_skipped
+from tests.vllm.harness.runner import model_paths, preload, why_skipped
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -1,20 +1,17 @@
 """vLLM engines in forked children, driven through pipes."""
 
 import multiprocessing
-import os
-import signal
 import time
-import traceback
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.harness.report import NoAnswerError, becomes, end_with_parent
+from tests.support.engine_process import STOP_TIMEOUT_S, EngineProcess
+from tests.vllm.harness.report import NoAnswerError, becomes
 
 START_TIMEOUT_S = 600.0
 ANSWER_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
 POLL_S = 0.01
 
 
@@ -80,19 +77,14 @@ class Answer:
         )
 
 
-class Engine:
+class Engine(EngineProcess):
     """The parent's end of a child engine. `run(pipe, spec)` is what the child does: it sends "ready", then answers
     commands. Requests are answered in whatever order they end.
     """
 
     def __init__(self, spec, run):
-        context = multiprocessing.get_context("fork")
-        self._pipe, child = context.Pipe()
-        self._process = context.Process(target=_main, args=(child, spec, run))
-        self._process.start()
-        self.pid = self._process.pid
-        with suppress(OSError):  # the child may have done it already, or be gone
-            os.setpgid(self.pid, self.pid)
+        self._pipe, child = multiprocessing.Pipe()
+        super().__init__(spec, _serve, child, spec, run)
         child.close()
         self._answers = {}
         self._count = 0
@@ -128,12 +120,6 @@ class Engine:
         if not becomes(lambda: self.call("reset_cache", has_tier), poll_s=POLL_S):
             raise NoAnswerError("an engine's prefix cache cannot be emptied")
 
-    def kill(self):
-        """End the engine and its workers, also those that outlived it, without a goodbye."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.join(STOP_TIMEOUT_S)
-
     def stop(self):
         """End the engine in order, or not, within a bound."""
         with suppress(OSError, ValueError):
@@ -158,21 +144,12 @@ class Engine:
         return kind, value
 
 
-def _main(pipe, spec, run):
-    os.setpgid(0, 0)
-    end_with_parent()
-    os.environ.update(spec.environment)
-    with spec.log.open("ab") as log:
-        os.dup2(log.fileno(), 1)
-        os.dup2(log.fileno(), 2)
+def _serve(pipe, spec, run):
     try:
         run(pipe, spec)
     except BaseException as error:
-        traceback.print_exc()
         pipe.send(("failed", f"{type(error).__name__}: {error}"))
-    finally:
-        # an engine's threads must not keep a test run alive
-        os._exit(0)
+        raise
 
 
 def run_steps(pipe, spec):

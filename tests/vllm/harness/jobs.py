@@ -5,7 +5,8 @@ import time
 from dataclasses import replace
 from multiprocessing.connection import wait
 
-from tests.vllm.harness.report import Outcome, end_with_parent
+from tests.support.engine_process import end_with_parent
+from tests.vllm.harness.report import Outcome
 from tests.vllm.harness.runner import run_case
 from tests.vllm.harness.scenarios import slept
 

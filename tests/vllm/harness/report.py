@@ -1,8 +1,8 @@
 """What the harnesses of vLLM and SGLang share: cases chosen by name, what they found, and the report of it."""
 
 import argparse
-import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -14,16 +14,10 @@ from kvconnector.bench.environment import commit, cpu_name
 
 OURS, NIXL = "kvconnector", "nixl"
 HEADINGS = ("case", "connector", "tokens equal", "bytes equal", "seconds", "state")
-PR_SET_PDEATHSIG = 1
 
 
 class NoAnswerError(Exception):
     """An engine did not answer in time, or is gone."""
-
-
-def end_with_parent():
-    """No process outlives the test run, however that ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 @dataclass
@@ -112,6 +106,15 @@ class Report:
         failed = [row["case"] for row in rows]
         say(f"failed: {', '.join(failed)}" if failed else "no case failed")
         return 1 if failed else 0
+
+
+def in_own_process(make):
+    """Make models in a process of its own: the one that engines are forked from must use neither CUDA nor OpenMP."""
+    process = multiprocessing.get_context("fork").Process(target=make)
+    process.start()
+    process.join()
+    if process.exitcode:
+        raise SystemExit("the models could not be made; why is above")
 
 
 def becomes(condition, timeout_s=60.0, poll_s=0.05):

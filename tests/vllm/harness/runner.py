@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import importlib.util
-import multiprocessing
 import os
 from contextlib import closing
 from math import prod
@@ -84,13 +83,6 @@ def why_skipped(case, device):
     # ranks may share cores, but not GPUs
     is_lacking = device.kind == "cuda" and wanted > found
     return f"an engine needs {wanted} GPUs, there are {found}" if is_lacking else ""
-
-
-def in_own_process(make):
-    """Models are made so: it may touch CUDA, which the process that engines are forked from must not."""
-    process = multiprocessing.get_context("fork").Process(target=make)
-    process.start()
-    process.join()
 
 
 def model_paths(case, folder):

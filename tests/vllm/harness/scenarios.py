@@ -1,7 +1,5 @@
 """What is done with a pair of engines, and whether it went as it must. Each returns complaints; none is good."""
 
-import os
-import signal
 import time
 from itertools import product
 
@@ -161,11 +159,11 @@ def abort(pair, outcome):
     before = pair.decode.submit(prompt, pair.prefilled(prompt))
     pair.decode.call("abort", before)
     offer = pair.prefilled(prompt)
-    os.killpg(pair.prefill.pid, signal.SIGSTOP)
+    pair.prefill.pause()
     during = pair.decode.submit(prompt, offer)
     time.sleep(SETTLE_S)
     pair.decode.call("abort", during)
-    os.killpg(pair.prefill.pid, signal.SIGCONT)
+    pair.prefill.resume()
     after = pair.decode.submit(prompt, pair.prefilled(prompt), max_tokens=2000)
     time.sleep(SETTLE_S)
     pair.decode.call("abort", after)
@@ -176,7 +174,7 @@ def abort(pair, outcome):
 def _killed_during_a_load(pair, prompt):
     """The decode engine's answer to a prompt whose prefill engine dies before it is loaded."""
     offer = pair.prefilled(prompt)
-    os.killpg(pair.prefill.pid, signal.SIGSTOP)
+    pair.prefill.pause()
     request = pair.decode.submit(prompt, offer)
     time.sleep(SETTLE_S)
     pair.prefill.kill()
@@ -309,13 +307,13 @@ def aborted_beside_tier(pair, outcome):
     for is_stopped in (False, True):
         offer = pair.prefilled(prompt)
         if is_stopped:
-            os.killpg(pair.prefill.pid, signal.SIGSTOP)
+            pair.prefill.pause()
         request = pair.decode.submit(prompt, offer)
         deadline = time.monotonic() + ANSWER_TIMEOUT_S
         while not (loads := pair.decode.call("loads"))["tier"] and time.monotonic() < deadline:
             time.sleep(0.001)
         pair.decode.call("abort", request)
-        os.killpg(pair.prefill.pid, signal.SIGCONT)
+        pair.prefill.resume()
         outcome.check("both load", len(loads["remote"]), 1)
         outcome.complaints += pair.leftovers()
     _compare(pair, outcome, "after the aborts", prompt, expected)

@@ -1,0 +1,71 @@
+"""Engines of vLLM and SGLang in processes forked from this one, which has imported what they need."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from contextlib import suppress
+
+PR_SET_PDEATHSIG = 1
+STOP_TIMEOUT_S = 20.0
+
+
+class EngineProcess:
+    """An engine's first process, which leads a process group of all that it starts: `kill` is to other engines what the
+    loss of its host is.
+
+    Args:
+        spec: its `log` gets what the processes print, and they have its `environment` beside this one's.
+        run: what the process does, with `arguments`.
+    """
+
+    def __init__(self, spec, run, *arguments):
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=_main, args=(spec, run, arguments))
+        self._process.start()
+        with suppress(OSError):  # the child may have done it already, or be gone
+            os.setpgid(self._process.pid, self._process.pid)
+
+    @property
+    def has_ended(self):
+        """Returns True once its first process is gone."""
+        return not self._process.is_alive()
+
+    def pause(self):
+        """Stop all of its processes."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self):
+        self._signal(signal.SIGCONT)
+
+    def kill(self):
+        """End all of its processes without a goodbye, also those that outlived the first."""
+        self._signal(signal.SIGKILL)
+        self._process.join(STOP_TIMEOUT_S)
+
+    def _signal(self, kind):
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, kind)
+
+
+def end_with_parent():
+    """Let the kernel kill this process when the one that forked it ends, however that ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _main(spec, run, arguments):
+    try:
+        os.setpgid(0, 0)
+        end_with_parent()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.update(spec.environment)
+        with spec.log.open("ab") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        run(*arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # an engine's threads must not keep the process alive
+        os._exit(1)
