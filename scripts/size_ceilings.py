@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2941),
     "kvconnector/control": Size(1325, target=1330),
     "kvconnector/datapath": Size(4480, target=4050),
-    "kvconnector/integrations": Size(3382, target=3510),
+    "kvconnector/integrations": Size(3381, target=3510),
     "kvconnector/integrations/sglang": Size(1305, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(557, target=560),

@@ -1,1 +1,1 @@
-"""Serving engines that use kvconnector through their own connector interface. Import one by its module."""
+"""Integrations of serving engines through their own connector interfaces. Import the module of the engine."""

@@ -1,4 +1,4 @@
-"""Prometheus metrics for engines without their own kind of them; vLLM's are in `integrations.vllm.stats`."""
+"""Prometheus metrics for engines other than vLLM, whose own metrics interface `integrations.vllm.stats` uses."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 T = TypeVar("T", Counter, Gauge, Histogram)
 
 FRESH_S = 2.0
-"""What a worker said of a load counts for so long; it says more twice a second."""
+"""How long a worker's report on a load under way stays valid. Workers report twice a second."""
 TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 
 
 def known_causes() -> list[str]:
-    """Names of the errors that a load can end with for reasons outside this worker."""
+    """Return the sorted names of the errors with which a load can end for reasons outside this worker."""
     found, kinds = set(), [RemoteError, TransportError]
     while kinds:
         kind = kinds.pop()
@@ -31,9 +31,9 @@ def known_causes() -> list[str]:
 
 
 class EngineMetrics:
-    """Transfers of one engine, labelled with its id. `observe` takes each step's statistics; gauges ask the scheduler.
+    """The metrics of one engine's transfers, labelled with its id. Needs the extra `metrics`.
 
-    Loads are counted per worker, as they are reported. It needs the extra `metrics`.
+    `observe` takes the statistics of each step, and gauges ask the scheduler. Loads are counted once per worker.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class EngineMetrics:
         text = "Finished requests whose blocks are kept for a consumer."
         held = metric(Gauge, "requests_held", text)
         held.labels(engine_id).set_function(lambda: len(scheduler.held))
-        # a rate needs a counter that was there before the first failure
+        # Prometheus computes a rate only for a counter that exists before the first failure
         for cause in known_causes():
             self._failures.labels(engine_id, cause)
 
     def in_flight(self) -> list[LoadInFlight]:
-        """The loads under way, by worker, for `kvconnector top`: engines serve them as JSON under `/transfers`."""
+        """Return the loads under way, by worker. `kvconnector top` expects them as JSON under `/transfers`."""
         self._forget_stale()
         return [load for load, _ in self._loading.values()]
 
@@ -86,9 +86,9 @@ class EngineMetrics:
         self._loading = {key: seen for key, seen in self._loading.items() if seen[1] > since_s}
 
     def observe(self, stats: WorkerStats) -> None:
-        """Count what `WorkerOutput.stats` reports."""
+        """Count the transfers and failures in `WorkerOutput.stats`."""
         if stats.loading:
-            self._forget_stale()  # also where nobody asks for them: of those that fail no transfer is reported
+            self._forget_stale()  # failed loads, which appear in no `transfers`, even if `in_flight` is never called
         for each in stats.loading:
             self._loading[each.request_id, each.rank] = each, time.monotonic()
         ended = {load.request_id for load in stats.transfers}

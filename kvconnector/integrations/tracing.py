@@ -1,7 +1,7 @@
-"""OpenTelemetry spans of transfers, with whatever tracer provider the process has; without one they cost nothing.
+"""OpenTelemetry spans of transfers, through the process's tracer provider. Without a provider they cost nothing.
 
-Each transfer of a worker becomes a span `kvconnector.load` or `kvconnector.hold`, with a child for each phase that
-`session.RequestTrace` names. It needs the extra `tracing`.
+Each transfer of a worker becomes a span `kvconnector.load` or `kvconnector.hold`, with a child span for each phase of
+its `session.RequestTrace`. Needs the extra `tracing`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GOOD = frozenset({"done", "released"})
 
 
 class RequestSpans:
-    """Spans of one engine's transfers, as children of the spans that its requests came with."""
+    """Exports spans of one engine's transfers, as children of the spans in its requests' trace headers."""
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
@@ -29,14 +29,14 @@ class RequestSpans:
         self._headers: dict[str, Mapping[str, str]] = {}
 
     def on_new_request(self, request_id: str, headers: Mapping[str, str] | None) -> None:
-        """A request was queued; `headers` may have a W3C `traceparent`. Those of the newest `MAX_REQUESTS` are kept."""
+        """Note a queued request's headers, which may have a W3C `traceparent`, for the last `MAX_REQUESTS` requests."""
         if headers:
             self._headers[request_id] = headers
             if len(self._headers) > MAX_REQUESTS:
                 del self._headers[next(iter(self._headers))]
 
     def export(self, traces: Sequence[RequestTrace]) -> None:
-        """The spans of transfers that are over, of any of the engine's workers."""
+        """Export spans of transfers that have ended, on any of the engine's workers."""
         for each in traces:
             self._export(each)
 

@@ -1,13 +1,13 @@
-"""vLLM's KV connector, as a class that `--kv-transfer-config` names.
+"""`KVConnector`, a KV connector for vLLM. Name it in `--kv-transfer-config`.
 
     {"kv_connector": "KVConnector", "kv_connector_module_path": "kvconnector.integrations.vllm",
      "kv_role": "kv_producer"}
 
-Launchers that know NixlConnector's name alone (NVIDIA Dynamo) find the same class under that name in this module.
-`MultiConnector` of this module loads one request from several connectors. It has the name of vLLM's own, by which vLLM
-looks at the configurations of the children.
-Nothing of vLLM is imported until the class is asked for: vLLM loads `register` as a plugin in each of its processes,
-also in those that serve no connector.
+Launchers that know only NixlConnector's name (NVIDIA Dynamo) find the same class under that name in this module. The
+`MultiConnector` of this module loads one request from several connectors. It has the name of vLLM's own class, because
+vLLM recognizes a configuration with children by that name.
+This module imports nothing of vLLM before the class is used: vLLM calls `register` as a plugin in each of its
+processes, even if they serve no connector.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["SUPPORTED_VLLM", "KVConnector", "register"]
 
 CONNECTOR_NAME = "KVConnector"
 SUPPORTED_VLLM = ((0, 32), (0, 33))
-"""Major and minor numbers. vLLM changes its connector interface between minor releases.
+"""Supported (major, minor) releases. vLLM changes its connector interface between minor releases.
 
-0.33 differs: it has sleep mode with connectors, and calls `supports_sleep_mode`,
-`unregister_kv_caches`, `restore_kv_caches` and, after each wake-up, `set_xfer_handshake_metadata_pp_aware` again.
+Since 0.33 engines with connectors can sleep. vLLM then calls `supports_sleep_mode`, `unregister_kv_caches`,
+`restore_kv_caches` and, after each wake-up, `set_xfer_handshake_metadata_pp_aware` again.
 """
 
 
 def register() -> None:
-    """Make `KVConnector` known by name (the `vllm.general_plugins` entry point).
+    """Register `KVConnector` with vLLM by name. vLLM calls this through the `vllm.general_plugins` entry point.
 
-    vLLM's `MultiConnector` finds the classes of its children by name alone.
+    Its `MultiConnector` finds the classes of its children only by name.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
@@ -58,7 +58,7 @@ def __getattr__(name: str) -> object:
 
 
 def check_version(found: str) -> None:
-    """Raises ConfigError: neither a supported release nor a development build, named 0.0.0 or dev."""
+    """Raise ConfigError unless this is a supported release of vLLM, or a development build (0.0.0, 0.1 or dev)."""
     release = re.match(r"(\d+)\.(\d+)", found)
     if release is None or release.group() in ("0.0", "0.1"):
         return

@@ -1,4 +1,4 @@
-"""Block tables of vLLM's cache groups as blocks of ours, and what the groups keep. Pure."""
+"""Translates block tables of vLLM's cache groups to our blocks, and describes what the groups keep. Pure."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, 
 from kvconnector.topology import GroupGeometry
 
 NULL_BLOCK = 0
-"""vLLM's id for a block that was dropped or never allocated; no request owns it."""
+"""vLLM's id in a table for a block that was dropped or never allocated. No request owns it."""
 
 
 def kernel_block_ids(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
-    """Ids of our blocks, `kernel_blocks` for each of vLLM's. Null blocks stay null."""
+    """Return the ids of our blocks, `kernel_blocks` for each of vLLM's. Null blocks stay null."""
     ratio = info.kernel_blocks
     if ratio == 1:
         return list(block_ids)
@@ -29,13 +29,13 @@ def kernel_block_ids(info: GroupInfo, block_ids: Sequence[int]) -> list[int]:
 def request_blocks(
     info: GroupInfo, block_ids: Sequence[int], num_tokens: int
 ) -> tuple[list[int], int]:
-    """`(our block ids, index of the first in the sequence)` of what a request has in a group.
+    """Return the ids of our blocks that a request has in a group, and the first one's index in the sequence.
 
-    Blocks outside a sliding window are gone: vLLM's table starts with null blocks in their places. A state is that
+    If leading blocks are gone, as outside a sliding window, vLLM's table starts with null blocks. A state is the one
     after `num_tokens` tokens.
     """
     if info.keeps == "state":
-        # the running one is in the last block before the scratch blocks, where there are any
+        # the current state is in the last block before the scratch blocks, if there are any
         state = max(0, len(block_ids) - info.scratch_blocks - 1)
         return list(block_ids[state : state + 1]), max(0, num_tokens - 1)
     gone = 0
@@ -46,20 +46,20 @@ def request_blocks(
 
 @dataclass(frozen=True, slots=True)
 class InTiles:
-    """Tiles of `tile_tokens` tokens, of which a group keeps those that hold its `tokens`. One that is begun moves."""
+    """The retention of a group that stores tiles of `tile_tokens` tokens: it keeps every tile with a token it needs."""
 
     tokens: Retention
     tile_tokens: int
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
-        """The tiles that hold a token which is not here."""
+        """Return the tiles that hold a missing token."""
         found = self.tokens.missing(num_computed_tokens, stop)
         last = -(-found.stop // self.tile_tokens)
         return range(found.start // self.tile_tokens if found else last, last)
 
 
 def retention_of(info: GroupInfo) -> Retention:
-    """Return what a group keeps of a sequence, for the scheduler half."""
+    """Return which tokens of a sequence a group keeps."""
     kept: Retention = KeepsAll()
     if info.keeps == "state":
         kept = KeepsState()
@@ -71,7 +71,7 @@ def retention_of(info: GroupInfo) -> Retention:
 
 
 def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]) -> range:
-    """A token range widened to vLLM's blocks, each of which stands for a block on every context parallel rank."""
+    """Widen a token range to whole blocks of vLLM's, which stand for a block on each context parallel rank."""
     start, stop = tokens
     size = group.virtual_block_tokens * info.kernel_blocks
     return range(start // size * size, -(-stop // size) * size)
@@ -80,8 +80,8 @@ def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int])
 def unwritten_slots(
     info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]
 ) -> list[tuple[int, int, int]]:
-    """`(index of our block in the sequence, first slot, slot after the last)` of what a load of `tokens` leaves as it
-    was on this rank, in the blocks of vLLM's that belong to these tokens.
+    """Return the slots that a load of `tokens` leaves unwritten on this rank, in vLLM's blocks of these tokens: a list
+    of (index of our block in the sequence, first slot, slot after the last).
     """
     if info.keeps == "state" or tokens[0] >= tokens[1]:
         return []

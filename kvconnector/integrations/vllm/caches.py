@@ -1,4 +1,4 @@
-"""A worker's registered tensors as cache groups: the same groups in the same order on every rank of an engine."""
+"""Cache groups from the tensors that vLLM registers: the same groups in the same order on every rank of an engine."""
 
 from __future__ import annotations
 
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
 LAYERS_PER_NAMESPACE = 4096
 DRAFT_NAMESPACE = 8
 DRAFT_NAME = re.compile(r"(?:^|[._])(?:draft|mtp)(?:[._]|$)")
-"""In the names of a draft model's layers: `draft_model.layers.0`, `mtp.layers.0`, `model.mtp_layers.0`."""
+"""Matches the names of a draft model's layers: `draft_model.layers.0`, `mtp.layers.0`, `model.mtp_layers.0`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegisteredGroup:
-    """One cache group, what vLLM calls it, and its tensors by layer name.
-
-    `joined_blocks` consecutive blocks of a tensor are one of ours.
+    """One cache group in our terms and in vLLM's, and its tensors by layer name. A block of ours is `joined_blocks`
+    consecutive blocks of a tensor.
     """
 
     cache: CacheGroup
@@ -48,19 +47,19 @@ class RegisteredGroup:
     joined_blocks: int = 1
 
     def tensor_block_ids(self, block_ids: Sequence[int]) -> list[int]:
-        """Ids of the tensors' blocks that make up these of ours."""
+        """Return the ids of the tensors' blocks that these blocks of ours consist of."""
         ratio = self.joined_blocks
         return [block * ratio + part for block in block_ids for part in range(ratio)]
 
 
 def layer_number(name: str) -> int:
-    """A layer's number, from its vLLM name: the same on every rank and engine of a model.
+    """Return a layer's global index, from its vLLM name: the same on every rank and engine of a model.
 
-    The first number in the name is the decoder layer's. A second one (several caches in one decoder layer) and a draft
-    model's layers get namespaces of their own.
+    The first number in the name is the decoder layer's. A second one (of several caches in one decoder layer), and a
+    draft model's layers, get namespaces of their own.
 
     Raises:
-        GeometryError: no number in the name, or one that is too large.
+        GeometryError: the name has no number, or one is too large.
     """
     numbers = _numbers(name)
     if not numbers or numbers[0] >= LAYERS_PER_NAMESPACE or sum(numbers[1:]) >= DRAFT_NAMESPACE:
@@ -74,8 +73,9 @@ def _numbers(name: str) -> list[int]:
 
 
 def total_kv_heads(vllm_config: VllmConfig, name: str) -> int:
-    """The KV heads of one layer on all ranks together, by its vLLM name: of its own model's, and of its own where a
-    model's layers differ. A draft model's layers are named so, or numbered after the target's.
+    """Return the number of KV heads of one layer, by its vLLM name, on all ranks together.
+
+    A draft model's layers have other heads. They are found by their names, or by numbers after the target's layers.
     """
     target, speculative = vllm_config.model_config, vllm_config.speculative_config
     number = next(iter(_numbers(name)), 0)
@@ -92,19 +92,19 @@ def register_groups(
     kv_caches: Mapping[str, torch.Tensor],
     placement: Placement,
 ) -> list[RegisteredGroup]:
-    """Our groups, from vLLM's groups and the tensors that it registers.
+    """Return our cache groups, from vLLM's groups and the tensors that it registers.
 
     A group of vLLM whose layers differ in shape becomes several of ours with the same block table.
 
     Raises:
-        GeometryError: a layout that is not understood, or a tensor that is missing.
+        GeometryError: a layout is not supported, or a tensor is missing.
     """
     cut = TpSplit(placement.tp_rank, vllm_config.parallel_config.tensor_parallel_size)
     registered = []
     for vllm_group in kv_cache_config.transfer_group_ids:
         group = kv_cache_config.kv_cache_groups[vllm_group]
         if group.host_resident:
-            raise GeometryError("KVConnector does not move host resident groups", group=vllm_group)
+            raise GeometryError("a host resident group cannot be transferred", group=vllm_group)
         for spec, all_names in _uniform_parts(group):
             names = _own_caches(all_names, kv_caches)
             layers = {
@@ -123,7 +123,7 @@ def register_groups(
 
 
 def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
-    """`(spec, layer names)` of every set of equal layers, in an order that all ranks share."""
+    """Return (spec, layer names) of every set of equal layers, in the same order on all ranks."""
     from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
     spec = group.kv_cache_spec
@@ -138,7 +138,7 @@ def _uniform_parts(group: Any) -> list[tuple[Any, list[str]]]:
 
 
 def _own_caches(names: Sequence[str], kv_caches: Mapping[str, torch.Tensor]) -> list[str]:
-    """Layers with a cache of their own: a layer that shares another's is registered with that layer's memory."""
+    """Return the layers with caches of their own. vLLM registers a layer that shares a cache with the same memory."""
     missing = [name for name in names if name not in kv_caches]
     if missing:
         raise GeometryError("vLLM registers no tensor for these layers", layers=missing)
@@ -189,7 +189,7 @@ def _register(
     info = group_info(spec, vllm_group, ratio, block_size // tiles)
     if shared.world_size > 1 and info.keeps != "all":
         raise GeometryError(
-            "context parallel ranks share the tokens of groups that keep all of them, and of no others",
+            "context parallel ranks can share the tokens only of groups that keep all of them",
             group=vllm_group,
             keeps=info.keeps,
             dcp_size=shared.world_size,
@@ -211,7 +211,7 @@ def _register(
 
 
 def _kernel_blocks(num_blocks: int, vllm_group: int, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Blocks of the attention backend's in one of vLLM's."""
+    """Return how many of the attention backend's blocks make up one of vLLM's."""
     found = {tensor.shape[0] // num_blocks for tensor in tensors.values()}
     if len(found) > 1:
         raise GeometryError(
@@ -221,14 +221,14 @@ def _kernel_blocks(num_blocks: int, vllm_group: int, tensors: Mapping[str, torch
 
 
 def _join(cache: LayerCache, ratio: int, shared: ContextParallel) -> LayerCache:
-    """The layer in vLLM's blocks instead of its backend's: a turn of the interleave ends inside no block then."""
+    """Return the layer in vLLM's blocks instead of its backend's, so that no turn of the interleave ends inside one."""
     tensor = cache.tensor
     num_blocks, num_heads, block_size, content = tensor.shape
     block, head, token, inner = tensor.stride()
     if block != block_size * token:
         raise GeometryError(
-            "the interleave does not divide the attention backend's blocks, and these cannot be joined: choose an"
-            " interleave that does (--cp-kv-cache-interleave-size)",
+            "the interleave does not divide the attention backend's blocks, and these cannot be joined: choose one that"
+            " does (--cp-kv-cache-interleave-size)",
             layer=cache.name,
             kernel_block_size=block_size,
             interleave_tokens=shared.interleave_tokens,
@@ -262,7 +262,7 @@ def _common_geometry(
 
 
 def group_info(spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int = 1) -> GroupInfo:
-    """Return what vLLM keeps in a group. Raises GeometryError: a kind of group whose rules are not known here."""
+    """Return a group in vLLM's terms, with the tokens that it keeps. Raises GeometryError: the kind is unsupported."""
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
         FullAttentionSpec,
@@ -284,7 +284,7 @@ def group_info(spec: Any, vllm_group: int, kernel_blocks: int, tile_tokens: int 
     if type(spec) in {FullAttentionSpec, MLAAttentionSpec}:
         return keeps()
     raise GeometryError(
-        "KVConnector does not move cache groups of this kind",
+        "KVConnector does not transfer cache groups of this kind",
         group=vllm_group,
         kind=type(spec).__name__,
     )

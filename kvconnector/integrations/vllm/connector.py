@@ -1,4 +1,4 @@
-"""`KVConnector`: vLLM's connector interface, forwarded to the scheduler half or the worker half."""
+"""`KVConnector`: implements vLLM's connector interface by calls of a scheduler half or a worker half."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _LAYOUT_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
-"""As vLLM's own connectors name them: `MultiConnector` compares the names that its children return."""
+"""The names that vLLM's own connectors return. `MultiConnector` compares those of its children."""
 
 
 class KVConnector(KVConnectorBase_V1, SupportsHMA):
     """Moves KV caches between prefill and decode engines of any tensor, pipeline and decode context parallelism, block
     size and layout.
 
-    vLLM makes one per process and role. Methods of the other role raise `LocalError`.
+    vLLM makes one in each process of a role. Methods of the other role raise LocalError.
     """
 
     _cache_hit_source = CacheHitSource.P2P
@@ -77,26 +77,26 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True if a load brings what the local attention hit lacks: recurrent states yes, windows no."""
+        """True if a load brings everything that the local prefix hit lacks: recurrent states yes, windows no."""
         return self._scheduler.completes_divergent_hits
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if a request that is preempted at its end is computed again rather than handed over without blocks:
-        on whatever engine hands over, also a decode engine whose blocks the next turn's prefill reads.
+        """True if this engine hands blocks to others, a decode engine's to the next turn's prefill included. vLLM then
+        computes a request that is preempted at its end again.
         """
         return self._scheduler.delivers
 
     @property
     def _scheduler(self) -> SchedulerHalf:
         if self._scheduler_half is None:
-            raise LocalError("this is a worker's connector")
+            raise LocalError("a worker's connector has no scheduler half")
         return self._scheduler_half
 
     @property
     def _worker(self) -> WorkerHalf:
         if self._worker_half is None:
-            raise LocalError("this is a scheduler's connector")
+            raise LocalError("a scheduler's connector has no worker half")
         return self._worker_half
 
     # -- worker --
@@ -105,11 +105,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33: the engine goes to sleep."""
+        """Stop transfers, because the engine goes to sleep (vLLM 0.33)."""
         self._worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """vLLM 0.33: the caches have their memory again."""
+        """Resume transfers, because the caches have their memory again (vLLM 0.33)."""
         self._worker.wake()
 
     def set_host_xfer_buffer_ops(self, copy_operation: CopyBlocks) -> None:
@@ -119,14 +119,14 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.handshake()
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """vLLM calls it after the step's kernels, unless a request of the step needs what another connector loads."""
+        """Take the step's orders, after its kernels are launched, or before if another connector loads for the step."""
         step = self._get_connector_metadata()
         if not isinstance(step, ConnectorStep):
             raise LocalError("this is another connector's metadata", found=type(step).__name__)
         self._worker.start_step(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request that runs has all its layers."""
+        """Do nothing: loads are asynchronous, so a request that runs has all of its layers."""
 
     def save_kv_layer(
         self,
@@ -135,19 +135,19 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         attn_metadata: AttentionMetadata,
         **kwargs: Any,
     ) -> None:
-        """Blocks are read from where they are, and a layer as soon as it is written."""
+        """Let consumers read the layer: they read blocks in place, and each layer as soon as it is written."""
         step = self._connector_metadata
         if isinstance(step, ConnectorStep):
             self._worker.layer_written(step, layer_name)
 
     def wait_for_save(self) -> None:
-        """Nothing is saved."""
+        """Do nothing: consumers read the blocks in place."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         step = self._connector_metadata
         is_idle = isinstance(step, ConnectorStep) and step.is_idle
-        # with asynchronous scheduling this step was planned before the last one's results are taken: were it to wait
-        # for other loads, so would what those begin
+        # asynchronous scheduling has planned this step before it takes the last one's results: if loads ended in that
+        # step, waiting for other loads in this one would delay the requests that can begin now
         results = self._worker.finished(is_idle=is_idle and not self._has_ended_loads)
         self._has_ended_loads = bool(results.finished_recving)
         return results
@@ -208,7 +208,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     def emit_first_tokens(
         self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
-        """Ours, not vLLM's: the scheduler calls it with each step's outputs, see `first_token`."""
+        """Add first tokens to a step's outputs. Called by our wrapper of vLLM's scheduler, not by vLLM itself."""
         self._scheduler.first_tokens.emit(scheduler, outputs)
 
     # -- both --
@@ -221,12 +221,12 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """vLLM 0.33 asks before it starts: yes, for every configuration."""
+        """Return True: every configuration can sleep (vLLM 0.33)."""
         return True
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Every layout is moved, that by heads in the longest runs. A latent has one head, and no preference."""
+        """Return the layout in which a head slice is contiguous, or None for any: latents have a single head."""
         if vllm_config.model_config.use_mla:
             return None
         return _LAYOUT_NAMES[required_cache_layout({"kv_connector": cls.__name__})]
@@ -247,7 +247,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _share_vllm_handlers() -> None:
-    """Write what kvconnector logs where vLLM writes, at its level, unless the operator has configured it already."""
+    """Log through vLLM's handlers, at vLLM's level, unless the operator has configured our logger."""
     ours, theirs = logging.getLogger("kvconnector"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:
         return

@@ -1,4 +1,4 @@
-"""The cores on which our threads may run."""
+"""Keeps our threads off the cores on which vLLM's model computes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _TASKS = "/proc/self/task"
 
 @contextmanager
 def parents_cores() -> Iterator[None]:
-    """Threads that are started in this context may run on all cores of the parent process from its end on.
+    """At the end of this context, let the threads that were started in it run on all cores of the parent process.
 
-    vLLM binds a CPU worker's main thread to the first core of its model's threads, where the driver, UCX's thread and
-    ZMQ's, children of that thread, would take time from every step, and wait for it. The main thread stays where it is,
-    so that the memory it touches first stays near it.
+    vLLM binds a CPU worker's main thread to the first core of its model's threads. The driver's, UCX's and ZMQ's
+    threads would inherit that core, take time from every step, and wait for it. The main thread stays there, so that
+    the memory that it touches first is near it.
     """
     before = _threads()
     try:
@@ -27,7 +27,7 @@ def parents_cores() -> Iterator[None]:
         try:
             cores = os.sched_getaffinity(os.getppid())
         except OSError:
-            logger.debug("threads stay on the cores of the main thread", exc_info=True)
+            logger.debug("threads keep the cores of the main thread", exc_info=True)
         else:
             for thread in _threads() - before:
                 with suppress(ProcessLookupError):  # it has ended already

@@ -1,9 +1,9 @@
-"""The place of each element in a block of vLLM's CPU attention, found with vLLM's own store operation.
+"""Finds the place of each element in a block of vLLM's CPU attention, with vLLM's own store operation.
 
-The tensor's shape is `[block, head, token, 2 * dim]`, but what lies inside a (block, head) depends on the instruction
-set: the vector code stores K as `[dim][token]`, then V as `[token][dim]`; AMX code stores tiles. A block with coded
-contents tells. Where elements lie at plain strides, any two engines can exchange them. Where they lie in tiles of some
-tokens and dims, whole tiles are moved, between engines with the same tiles.
+The tensor's shape is `[block, head, token, 2 * dim]`, but the order inside a (block, head) depends on the instruction
+set: vector code stores K as `[dim][token]`, then V as `[token][dim]`; AMX code stores tiles. To find out, a block is
+written with coded values. Elements at plain strides can be exchanged between any two engines. Elements in tiles of
+several tokens and dims are transferred in whole tiles, between engines with the same tiles.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PartStrides:
-    """A part of a block, in elements from the block's first: where its `[0, 0, 0]` is, and the strides of head, token
-    and dim. Of a part in tiles, a token is a tile of tokens, and the `width` dims of one are a tile's elements.
+    """A part of a block: the offset of its `[0, 0, 0]` from the block's start, and the strides of head, token and dim,
+    all in elements. In a tiled part a tile of tokens counts as one token, with the tile's elements as its `width` dims.
     """
 
     name: str
@@ -37,13 +37,13 @@ class PartStrides:
 
 
 def probe_block(cache: LayerCache) -> tuple[int, list[PartStrides]]:
-    """`(tokens in a tile, parts)` of a layer's blocks, as vLLM writes them; plain strides are tiles of one token, and K
-    and V.
+    """Return the number of tokens in a tile, and the parts of a layer's blocks, as vLLM writes them. With plain strides
+    a tile has one token, and the parts are K and V.
 
     Every element's index is written bit by bit, as zeros and ones, which every element type holds exactly.
 
     Raises:
-        GeometryError: the places are neither those of plain strides nor those of tiles.
+        GeometryError: the elements lie neither at plain strides nor in tiles.
     """
     _, heads, block_size, _ = cache.tensor.shape
     shape = (2, heads, block_size, cache.spec.head_size)
@@ -68,7 +68,7 @@ def probe_block(cache: LayerCache) -> tuple[int, list[PartStrides]]:
 
 
 def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """The block's memory after vLLM stored K, V = `bits` (`[2, H, N, D]`) there, in order of addresses."""
+    """Let vLLM store K and V from `bits` (`[2, H, N, D]`) in a block, and return the block's bits in memory order."""
     from vllm import _custom_ops as ops
 
     _, heads, tokens, dim = bits.shape
@@ -96,7 +96,7 @@ def _stored(layer: LayerCache, bits: npt.NDArray[np.int64]) -> npt.NDArray[np.bo
 
 
 def _strides(places: npt.NDArray[np.int64], name: str, width: int) -> PartStrides | None:
-    """The strides of an index array `[H, N, D]`, if it is nothing but strides."""
+    """Return the strides of an index array `[H, N, D]`, or None if plain strides do not describe it."""
     offset = int(places[0, 0, 0])
     steps = [
         int(places[tuple(int(axis == other) for other in range(3))]) - offset
@@ -113,8 +113,8 @@ def _strides(places: npt.NDArray[np.int64], name: str, width: int) -> PartStride
 
 
 def _tiles(places: npt.NDArray[np.int64], name: str, tile_tokens: int) -> list[PartStrides]:
-    """A part for each run of dims whose tiles of that many tokens are contiguous and alike, as few as will do; none if
-    there are no such tiles. Equal names mean equal tiles.
+    """Return a part for each run of dims, as few as possible, whose tiles of `tile_tokens` tokens are contiguous and
+    equal; none if there are no such tiles. Parts with equal names have equal tiles.
     """
     heads, tokens, dims = places.shape
     for run in reversed(_divisors(dims)):
@@ -146,7 +146,7 @@ def _divisors(number: int) -> list[int]:
 
 def _not_understood(cache: LayerCache, why: str) -> GeometryError:
     return GeometryError(
-        f"vLLM's CPU attention stores blocks in a way that KVConnector does not move: {why}",
+        f"vLLM's CPU attention stores blocks in a way that KVConnector does not support: {why}",
         isa=cache.isa,
         dtype=str(cache.tensor.dtype),
         block_size=cache.tensor.shape[2],

@@ -1,22 +1,22 @@
-"""First tokens: the prefill engine's sampled token is the decode engine's first one, and is not computed there again.
+"""First tokens: the decode engine emits the token that the prefill engine sampled, instead of computing it again.
 
-The prefill engine (P) sends the token with its offer, as `remote_first_token`, with a digest of how it was sampled. The
-decode engine (D) loads the whole prompt. When the load has ended it emits the token and makes it the last one of the
-request's prompt: what is left to compute is that token alone, as after any load, and nothing else in vLLM has to know.
-Stop tokens, lengths and minimums are those of vLLM's own check, which runs before. A failed load emits nothing: D
-computes the prompt and samples the token itself.
+The prefill engine (P) sends the token with its offer, as `remote_first_token`, with a digest of the sampling
+parameters. The decode engine (D) loads the whole prompt. When the load has ended, D emits the token and appends it to
+the request's prompt. Then only that token is left to compute, as after any load, and nothing else in vLLM has to
+change. Before that vLLM's own check applies stop tokens and length limits. If the load fails, D emits nothing, computes
+the prompt and samples the token itself.
 
-A streamed prompt is loaded before P has sampled. Its token comes with P's last report of the prompt, without which no
-load ends, so D never waits for it alone. If that report has none, or one that D cannot take, vLLM computes the last
-token of the prompt, as of any that is found whole.
+A streamed prompt is loaded before P has sampled. Its token comes with P's last report on the prompt. No load ends
+before that report, so D never waits for the token alone. If the report has no token, or one that D cannot use, vLLM
+computes the prompt's last token, as for any prompt that is cached as a whole.
 
-vLLM has no call with which a connector emits a token. So this module wraps one method, `Scheduler.update_from_output`,
-in the process of a scheduler whose connector loads, and calls what `_USED` names. All of it is compared with the
-releases that are known before anything is wrapped; D computes first tokens where it differs.
+vLLM's interface lets no connector emit tokens. So this module wraps one method, `Scheduler.update_from_output`, in the
+process of a scheduler whose connector loads, and calls the functions in `_USED`. It first compares the sources of all
+of these with those of the known releases. If one differs, it wraps nothing and D computes first tokens.
 
-P's token is D's only if D would have drawn it from the same distribution, and if no later token needs to know that it
-was sampled rather than given. Parameters of which neither is known to be true leave the request as it is, also those
-that a later release may add.
+D can use P's token only if it would have drawn it from the same distribution, and if no later token depends on it being
+sampled rather than given. Requests with parameters for which that is not known, such as new ones in a later release,
+are left alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIRST_TOKEN = "remote_first_token"
 """Key of `kv_transfer_params`: `[token, digest of its sampling parameters]`."""
 GREEDY_TEMPERATURE = 1e-5
 
-# what the first token is drawn with; penalties of output tokens do not act on it
+# parameters that affect the first token (penalties on output tokens do not)
 _COMPARED = (
     "temperature",
     "top_p",
@@ -62,7 +62,7 @@ _COMPARED = (
     "logit_bias",
     "allowed_token_ids",
 )
-# what acts on neither the first token nor, by it, on later ones; or has a rule of its own below
+# parameters that affect neither the first token nor, through it, later ones; or that have a rule of their own below
 _FREE = {
     *("max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "_eos_token_id"),
     *("_all_stop_token_ids", "detokenize", "skip_special_tokens", "spaces_between_special_tokens"),
@@ -78,7 +78,7 @@ _CHECKED = tuple(
 )
 _EXTRA_ARGS = {"kv_transfer_params", "ec_transfer_params", "kv_cache_report_mode"}
 
-# digests of the sources in the releases that are known, 0.32 and 0.33; one where both have the same
+# digests of the sources in the known releases, 0.32 and 0.33; a single one if both have the same source
 _USED: dict[Any, tuple[str, ...]] = {
     Scheduler.update_from_output: ("1f8d6e28ba4c3fcf", "3713fcfee525cd79"),
     Scheduler.finish_requests: ("550697af508ebf26", "aad302ec49507a20"),
@@ -91,7 +91,7 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def request_obstacle(request: Request) -> str:
-    """Return why a request's first token is computed by the decode engine; empty if it need not be."""
+    """Return why the decode engine must compute a request's first token; empty if it need not."""
     params = request.sampling_params
     if params is None:
         return "pooling"
@@ -106,7 +106,7 @@ def request_obstacle(request: Request) -> str:
 
 
 def engine_obstacle(vllm_config: VllmConfig) -> str:
-    """Return why an engine neither sends nor takes first tokens; empty if it does."""
+    """Return why an engine can neither send nor use first tokens; empty if it can."""
     model = vllm_config.model_config
     plugins = importlib.metadata.entry_points(group="vllm.logits_processors")
     obstacles = {
@@ -120,7 +120,7 @@ def engine_obstacle(vllm_config: VllmConfig) -> str:
 
 
 def sampling_digest(request: Request) -> str:
-    """Return what two requests have in common whose first tokens are drawn from the same distribution."""
+    """Return a digest that is equal for two requests if their first tokens are drawn from the same distribution."""
     params = request.sampling_params
     stops = sorted(params.all_stop_token_ids) if params.min_tokens else None
     lora = request.lora_request.lora_name if request.lora_request else None
@@ -129,14 +129,15 @@ def sampling_digest(request: Request) -> str:
 
 
 class FirstTokens:
-    """Those that an engine sends with its offers, and those that its requests came with, until they are emitted.
+    """The first tokens that an engine sends with its offers, and those that it has received but not yet emitted.
 
     Args:
-        vllm_config: The engine's. Its scheduler is made ready if the engine `loads`.
-        policy: By the option `first_token`.
+        vllm_config: The engine's configuration.
+        policy: The option `first_token`.
+        loads: True if the engine loads prompts, for which its scheduler is wrapped.
 
     Raises:
-        ConfigError: the policy is "always", and the engine cannot.
+        ConfigError: the policy is "always", and the engine cannot send or use first tokens.
     """
 
     def __init__(
@@ -160,12 +161,12 @@ class FirstTokens:
         return f"<FirstTokens {sorted(self._expected)}, {len(self._loaded)} loaded>"
 
     def is_sent(self, request: Request) -> bool:
-        """Returns True if a prompt is computed to its end in any case, although its model forgets."""
+        """Return True if the prompt is computed to its end although its model has windows or states."""
         is_streamed = "transfer_id" in request.kv_transfer_params
         return self._policy == "always" and not is_streamed and not request_obstacle(request)
 
     def of(self, request: Request) -> list[Any] | None:
-        """Return the token of a prompt that is computed, as `kv_transfer_params` carry it; None for no token."""
+        """Return a computed prompt's token and digest, for `kv_transfer_params`; None if there is no usable token."""
         if self._policy == "never" or request.num_output_tokens != 1:
             return None
         if not self._is_free(request_obstacle(request)):
@@ -173,9 +174,7 @@ class FirstTokens:
         return [request.output_token_ids[0], sampling_digest(request)]
 
     def expect(self, request: Request, params: Mapping[str, Any]) -> None:
-        """A request was queued that loads from a producer, with the producer's offer; or it is streamed, and `sampled`
-        comes later.
-        """
+        """Note a queued request that loads. Its token is in `params`, or comes with `sampled` for a streamed prompt."""
         if self._policy == "never" or not self._is_free(request_obstacle(request)):
             return
         self._expected[request.request_id] = request, None
@@ -183,7 +182,7 @@ class FirstTokens:
             self._take(request, params.get(FIRST_TOKEN), params.get("remote_num_tokens"))
 
     def sampled(self, request_id: str, extra: bytes) -> None:
-        """The producer of a streamed prompt reported its token. Unknown requests are ignored."""
+        """Take the token that the producer of a streamed prompt has reported. Unknown requests are ignored."""
         if request_id not in self._expected:
             return
         try:
@@ -220,15 +219,15 @@ class FirstTokens:
         return request_id in self._expected
 
     def forget(self, request_id: str) -> None:
-        """The request's prompt is not loaded, or not whole, or the request is over. Unknown ones are ignored."""
+        """Forget a request that has ended, or whose prompt is not loaded whole. Unknown ones are ignored."""
         self._expected.pop(request_id, None)
 
     def loaded(self, request_ids: set[str]) -> None:
-        """These requests have their whole prompts: `emit` their tokens."""
+        """Take requests whose whole prompts are loaded. `emit` adds their tokens to the step's outputs."""
         for name in self._expected.keys() & request_ids:
             request, token = self._expected[name]
             if token is None:
-                self._take(request, None, None)  # it is forgotten, and the reason logged
+                self._take(request, None, None)  # forgets it, and logs the reason
             else:
                 self._loaded.append((request, token))
                 self.forget(name)
@@ -237,8 +236,8 @@ class FirstTokens:
         """Add the tokens of loaded requests to a step's outputs, by client.
 
         Args:
-            scheduler: vLLM's, which still waits for these loads. Requests that end with their first token end here.
-            outputs: What its `update_from_output` returns.
+            scheduler: vLLM's scheduler, for which these loads are still under way. A stop token ends its request here.
+            outputs: The outputs that its `update_from_output` returns, changed.
         """
         loaded, self._loaded = self._loaded, []
         for request, token in loaded:
@@ -252,11 +251,11 @@ class FirstTokens:
 def _emitted(scheduler: Scheduler, request: Request, token: int) -> EngineCoreOutput:
     waiting = request.status
     request.append_output_token_ids(token)
-    if scheduler.log_stats:  # the request's time in the queue is over
+    if scheduler.log_stats:  # ends the request's time in the queue
         request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
     if check_stop(request, scheduler.max_model_len):
         end, request.status = request.status, waiting
-        request.kv_transfer_params = None  # nobody would be given an offer of these blocks
+        request.kv_transfer_params = None  # no reader would get an offer of these blocks
         scheduler.finish_requests(request.request_id, end)
     else:
         _make_prompt(request, token)
@@ -272,7 +271,7 @@ def _emitted(scheduler: Scheduler, request: Request, token: int) -> EngineCoreOu
 
 
 def _make_prompt(request: Request, token: int) -> None:
-    """Let a request's only output token be the last one of its prompt. The client keeps its own prompt."""
+    """Turn a request's only output token into the last one of its prompt. The client's prompt stays as it is."""
     request._output_token_ids.clear()
     request.prompt_token_ids = [*request.prompt_token_ids, token]
     request.num_prompt_tokens += 1
@@ -283,7 +282,7 @@ def _make_prompt(request: Request, token: int) -> None:
 
 
 def scheduler_obstacle(vllm_config: VllmConfig) -> str:
-    """Wrap the scheduler's method. Return why it cannot be, and is not; empty if it is."""
+    """Wrap the scheduler's method. Return why it cannot be wrapped; empty if it is."""
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if scheduler not in {Scheduler, AsyncScheduler}:
         return f"the scheduler {scheduler.__qualname__}"
@@ -296,7 +295,7 @@ def scheduler_obstacle(vllm_config: VllmConfig) -> str:
         if source_digest(function) not in digests
     ]
     if unknown:
-        return f"another {' and '.join(unknown)} than in the releases of vLLM that are known"
+        return f"another {' and '.join(unknown)} than the known releases of vLLM"
 
     @functools.wraps(original)
     def update_from_output(
@@ -314,6 +313,6 @@ def scheduler_obstacle(vllm_config: VllmConfig) -> str:
 
 
 def source_digest(function: Any) -> str:
-    """Return a digest of a function's own source, not of what it wraps."""
+    """Return a digest of a function's own source, not of a function that it wraps."""
     source = inspect.getsource(function.__code__)
     return hashlib.blake2b(source.encode(), digest_size=8).hexdigest()

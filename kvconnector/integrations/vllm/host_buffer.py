@@ -1,7 +1,7 @@
 """Mirrors of a device's caches in host memory, for devices whose memory the transport cannot reach.
 
-A finished request's blocks are copied to the mirror before they are offered, and a loaded request's from the mirror
-before it is reported, so kvconnector itself sees host memory only.
+Blocks are copied to the mirror before consumers may read them, and loaded blocks are copied from the mirror before the
+load is reported. So the rest of kvconnector sees only host memory.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ CopyBlocks = Callable[
     ],
     None,
 ]
-"""vLLM's: `(source caches, destination caches, source ids, destination ids, direction)`."""
+"""vLLM's operation: (source caches, destination caches, source ids, destination ids, direction)."""
 
 
 class HostBuffer:
-    """One mirror per layer, of the layer's shape. `copy_blocks` must be set before the first step."""
+    """A mirror of each layer, with the layer's shape. Set `copy_blocks` before the first step."""
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._caches = dict(kv_caches)
@@ -42,15 +42,15 @@ class HostBuffer:
         self.copy_blocks: CopyBlocks | None = None
         self._loads: dict[str, list[tuple[list[str], list[int]]]] = {}
         self._grown: dict[str, tuple[GroupBlocks, ...]] = {}
-        """Blocks of prompts that are still computed, as far as the mirrors have them."""
+        """The blocks, by request, that were copied to the mirrors while the prompt is still being computed."""
 
     def before_lease(
         self, order: LeaseOrder | WithdrawRequest, groups: Sequence[RegisteredGroup]
     ) -> None:
-        """Copy what consumers may read, and was not copied before; the last block of that has changed.
+        """Copy the blocks that consumers may read to the mirrors. Of those copied before, only the last has changed.
 
         Raises:
-            LocalError: vLLM cannot copy.
+            LocalError: vLLM has set no copy operation.
         """
         copied = self._grown.pop(order.request_id, None)
         if isinstance(order, WithdrawRequest):
@@ -63,11 +63,11 @@ class HostBuffer:
             self._grown[order.request_id] = order.blocks
 
     def forget_prompts(self) -> None:
-        """The caches lose what was copied of prompts that are still computed."""
+        """Forget which blocks were copied, because the caches lose their content."""
         self._grown.clear()
 
     def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
-        """Remember where a load will land. Raises BlockIdError: its blocks do not hold its tokens."""
+        """Note the blocks that a load writes. Raises BlockIdError: its blocks do not hold its tokens."""
         self._loads[load.request_id] = [
             (list(group.tensors), _covering(group, blocks, tokens))
             for group, blocks, tokens in zip(
@@ -76,7 +76,7 @@ class HostBuffer:
         ]
 
     def after_load(self, request_id: str, *, is_filled: bool) -> None:
-        """The load is over: copy what was received to the device, if it was, and wait for it."""
+        """Copy a load's blocks to the device if they are filled, and wait for the copy."""
         for names, block_ids in self._loads.pop(request_id, []):
             if is_filled:
                 self._copy(names, block_ids, "h2d")
@@ -85,7 +85,7 @@ class HostBuffer:
         self, names: Sequence[str], block_ids: list[int], direction: Literal["h2d", "d2h"]
     ) -> None:
         if self.copy_blocks is None:
-            raise LocalError("vLLM gave no operation to copy blocks to and from host memory")
+            raise LocalError("vLLM has set no operation to copy blocks to and from host memory")
         device = {name: self._caches[name] for name in names}
         host = {name: self.mirrors[name] for name in names}
         pair = (device, host) if direction == "d2h" else (host, device)
@@ -95,7 +95,7 @@ class HostBuffer:
 
 def _covering(group: RegisteredGroup, blocks: GroupBlocks, tokens: tuple[int, int]) -> list[int]:
     geometry = group.cache.geometry
-    # whole blocks of vLLM's, for what is zeroed beside the load
+    # whole blocks of vLLM's, because the slots around the load's tokens are zeroed
     whole = whole_blocks(group.info, geometry, tokens)
     covered = blocks.covering(whole, geometry.virtual_block_tokens, what="a load's blocks")
     return group.tensor_block_ids(covered.block_ids.tolist())

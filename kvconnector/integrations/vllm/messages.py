@@ -1,4 +1,4 @@
-"""The messages that vLLM carries between our halves: its own base classes around `msgspec` bytes."""
+"""Messages that vLLM carries between our halves, in its own base classes. Their payloads are encoded by msgspec."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvconnector.session import RequestTrace
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One of our cache groups in vLLM's terms.
 
-    `vllm_group` is the index of its block table, `kernel_blocks` the number of our blocks in one of vLLM's. Where
-    `tile_tokens` tokens lie in one tile, a tile is a token of ours.
-    `keeps` names what vLLM keeps: all, those in a sliding window or a chunk of `extent_tokens`, or one state in
-    the last block but `scratch_blocks`.
+    `vllm_group` is the index of its block table, and `kernel_blocks` the number of our blocks in one of vLLM's. If the
+    attention backend stores tiles of `tile_tokens` tokens, a tile counts as one token of ours.
+    `keeps` says which tokens vLLM keeps: all; those in a sliding window or a chunk of `extent_tokens`; or one state,
+    which is in the last block before `scratch_blocks` others.
     """
 
     vllm_group: int
@@ -35,7 +35,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's registration."""
+    """A worker's registration: its ranks' geometry and addresses, and its cache groups in vLLM's terms."""
 
     worker: WorkerMetadata
     groups: tuple[GroupInfo, ...]
@@ -57,7 +57,7 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):
-    """A step's `StepMetadata`, encoded, or nothing. `is_idle`: neither it nor a step in flight computes."""
+    """A step's `StepMetadata`, encoded if not empty. `is_idle`: neither this step nor one in flight computes tokens."""
 
     payload: bytes
     is_idle: bool = False
@@ -74,11 +74,11 @@ class ConnectorStep(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers report to the scheduler half beside the ends of transfers.
+    """What workers report to the scheduler half besides the ends of transfers.
 
-    `begun` are requests whose load may be asked for: their prefill engine computes them, or never will. It has `traces`
-    where vLLM traces requests. `failed` and `unsent` say why loads and leases failed, for the log. `extras` are first
-    tokens of streamed prompts.
+    `begun` are requests whose blocks may be allocated now: their prefill engine computes them, or will never do so.
+    `traces` are there only if vLLM traces requests. `failed` and `unsent` are the reasons why loads and leases failed,
+    by request. `extras` are the first tokens of streamed prompts.
     """
 
     begun: set[str] = field(default_factory=set)
@@ -88,7 +88,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     extras: dict[str, bytes] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
-        """Both reports, as one. Raises LocalError: the other one is another connector's."""
+        """Return both reports merged. Raises LocalError: the other one is another connector's."""
         if not isinstance(other, WorkerReport):
             raise LocalError("this is another connector's metadata", found=type(other).__name__)
         return WorkerReport(

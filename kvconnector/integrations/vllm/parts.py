@@ -1,8 +1,8 @@
-"""One layer's cache of vLLM as parts: K and V, an MLA latent, or a recurrent state.
+"""The parts of one layer's cache in vLLM: K and V, an MLA latent, or a recurrent state.
 
-vLLM gives every attention layer a tensor seen as `[B, H, N, C]` (blocks, heads, tokens, content), K and V packed in C.
-The states of one request and recurrent layer lie one after another in a page: a convolution's channels and the state
-heads. Both are cut by tensor parallelism, and are called heads in the rest of kvconnector; a state is one token.
+vLLM gives every attention layer a tensor `[B, H, N, C]` (blocks, heads, tokens, content), with K and V packed in C. A
+page of a recurrent layer holds the states of one request consecutively: a convolution's channels, then the state heads.
+Tensor parallelism splits both, and the rest of kvconnector calls both of them heads. A state counts as one token.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ PACKED_CONTENT = frozenset(
         "XPU_ATTN",
     }
 )
-"""Backends whose tensors have the order of their shape: per block, head and token first K's dims, then V's, or opaque
-quantised bytes of both."""
+"""Backends that store, for each block, head and token, first K's elements and then V's, or opaque quantised bytes of
+both, in the order of the tensor's shape."""
 CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
-"""Kinds of layers whose states are a convolution's input and a state per head, in this order, both cut evenly."""
+"""Kinds of layers with two states, a convolution's input and a state per head, in this order and both split evenly."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer as vLLM registers it. `backend` is its attention backend's name, `isa` that of the CPU backend.
-    `total_kv_heads` are those of its own model: a draft model may have another number than its target.
+    """One layer as vLLM registers it. `backend` is the name of its attention backend, and `isa` the instruction set of
+    the CPU backend. `total_kv_heads` are those of the layer's own model, which may be a draft model.
     """
 
     name: str
@@ -60,14 +60,14 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class TpSplit:
-    """How the engine cuts its layers over its tensor-parallel ranks."""
+    """How the engine splits its layers over tensor-parallel ranks, and which of them this rank is."""
 
     tp_rank: int
     tp_size: int
 
     def heads(self, layer: LayerCache) -> tuple[int, range]:
-        """`(total heads, this rank's)` of an attention layer. Raises GeometryError: its tensor has another number of
-        heads than this rank's share, and a single one, which may be its own or a replica.
+        """Return an attention layer's number of heads on all ranks, and this rank's range of them. Raises
+        GeometryError: the tensor has a single head, though the model's share is larger.
         """
         total, held = layer.total_kv_heads, layer.tensor.shape[1]
         mine = TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
@@ -89,7 +89,7 @@ Part = tuple[PartGeometry, KVView]
 
 
 def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Part]:
-    """The parts of an attention layer, by its block size in tokens. Raises GeometryError: an unknown layout."""
+    """Return an attention layer's parts, for blocks of `block_size` tokens. Raises GeometryError: an unknown layout."""
     spec: AttentionSpec = cache.spec
     _check_attention(cache, block_size)
     tensor = cache.tensor
@@ -112,7 +112,7 @@ def attention_parts(cache: LayerCache, cut: TpSplit, block_size: int) -> list[Pa
 
 
 def _is_latent(spec: AttentionSpec) -> bool:
-    """MLA: one latent for all heads, on every rank."""
+    """Return True for MLA, which caches one latent for all heads, on every rank."""
     return bool(spec.num_kv_heads == 1 and spec.head_size_v == 0)
 
 
@@ -126,7 +126,7 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
         )
     if spec.tokens_per_state != 1 or tensor.shape[2] != block_size:
         raise GeometryError(
-            "KVConnector does not move caches that store several tokens in one state",
+            "KVConnector does not transfer caches that store several tokens in one state",
             layer=cache.name,
             tokens_per_state=str(spec.tokens_per_state),
             shape=tuple(tensor.shape),
@@ -134,7 +134,7 @@ def _check_attention(cache: LayerCache, block_size: int) -> None:
         )
     if spec.num_head_slots is not None or spec.kv_quant_mode.is_nvfp4:
         raise GeometryError(
-            "KVConnector does not move caches whose heads are not separate in memory",
+            "KVConnector does not transfer caches whose heads are not separate in memory",
             layer=cache.name,
             backend=cache.backend,
             num_head_slots=spec.num_head_slots,
@@ -180,11 +180,11 @@ def _cpu_parts(cache: LayerCache, total: int, heads: range) -> list[Part]:
 
 
 def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[Part]:
-    """The parts of a recurrent layer. `is_dim_first`: the convolution's channels are outermost.
+    """Return the parts of a recurrent layer. `is_dim_first`: the convolution's channels are outermost.
 
-    A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each cut on its own;
-    so any two tensor-parallel sizes and both orders of the channels fit. States of other kinds are one opaque part a
-    rank, for engines of equal size.
+    A convolution's input is `x` (Mamba 1), `x, B, C` (Mamba 2) or `Q, K, V` (gated delta net), each split on its own,
+    so engines may differ in tensor parallelism and in the order of channels. States of other kinds are one opaque part
+    per rank, for engines of equal tensor parallelism.
 
     Raises:
         GeometryError: the parts do not fill the state.
@@ -193,7 +193,7 @@ def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[
     kind, state_bytes = spec.mamba_type.name, _state_bytes(spec)
     part = partial(_state_part, cache.tensor)
     if spec.tp_replicated or kind not in CUT_STATES or len(spec.shapes) != 2:
-        # another size gives the part another name, so such engines refuse each other
+        # the part's name contains the size, so engines of other sizes refuse each other
         name = "state" if spec.tp_replicated else f"state-tp{cut.tp_size}"
         ranks = TpSplit(0, 1) if spec.tp_replicated else cut
         return [part(name, ranks, (1, state_bytes), (state_bytes, 1), offset=0, item=1)]
@@ -212,7 +212,7 @@ def state_parts(cache: LayerCache, cut: TpSplit, *, is_dim_first: bool) -> list[
     found = sum(view.num_heads * view.head_dim * view.item_size_bytes for _, view in parts)
     if found != state_bytes:
         raise GeometryError(
-            "a recurrent state is not made of the pieces that it should be",
+            "the parts of a recurrent state do not add up to its size",
             layer=cache.name,
             kind=kind,
             shapes=spec.shapes,
@@ -232,8 +232,8 @@ def _state_part(
     offset: int,
     item: int,
 ) -> Part:
-    """Channels or state heads of one rank: their number and size, at bytes of a page from `offset` on. The engine has
-    as many on each of its ranks, the ranks' shares in order.
+    """Return the part of one rank's channels or state heads. `shape` is their number and their elements, `offset` the
+    first one's byte in a page. All ranks have equally many, in rank order.
     """
     (units, dim), (unit_stride, dim_stride) = shape, strides
     block_stride = tensor.stride(0) * tensor.element_size()
@@ -249,7 +249,7 @@ def _state_part(
 
 
 def _channels(kind: str, channels: int, temporal: tuple[int, ...]) -> list[tuple[str, int]]:
-    """`(name, number)` of the convolution's inputs, in order; the two beside the widest are of one size."""
+    """Return (name, number of channels) of the convolution's inputs, in order. The two narrower ones are equal."""
     if kind == "MAMBA1":
         return [("x", channels)]
     inner = temporal[0] * temporal[1]

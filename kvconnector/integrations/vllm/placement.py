@@ -1,4 +1,4 @@
-"""A worker's place in its engine: its heads, its tokens, and its name among other engines."""
+"""A worker's place in its engine: which heads and tokens it holds, and the rank under which other engines know it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """One worker's place.
+    """One worker's place in its engine.
 
-    `rank` counts all workers of a pipeline stage, as vLLM does in its handshake; `tp_rank` gives the heads here,
-    `context_parallel` which tokens. A replica holds what another worker holds, and no other engine knows it.
+    `rank` counts all workers of a pipeline stage, as in vLLM's handshake. `tp_rank` determines the worker's heads, and
+    `context_parallel` its tokens. A replica holds what another worker holds, and other engines do not know it.
     """
 
     rank: Rank
@@ -35,10 +35,10 @@ class Placement:
         pcp_rank: int,
         dcp_rank: int,
     ) -> Placement:
-        """From a worker's ranks in vLLM's groups.
+        """Make it from a worker's ranks in vLLM's groups.
 
-        Prefill context parallelism alone leaves the whole cache on each of its ranks. With decode context parallelism,
-        which then spans it, each rank has its own tokens.
+        With prefill context parallelism alone, each of its ranks holds the whole cache. With decode context parallelism
+        too, whose groups then span these ranks, each rank holds its own tokens.
         """
         if parallel.decode_context_parallel_size == 1:
             return cls(rank=Rank(pp_rank, tp_rank), tp_rank=tp_rank, is_replica=pcp_rank > 0)
@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def here(cls, parallel: ParallelConfig) -> Placement:
-        """That of this process, in whose groups vLLM is initialized."""
+        """Make that of this process, in which vLLM's groups are initialized."""
         from vllm.distributed.parallel_state import (
             get_dcp_group,
             get_pcp_group,

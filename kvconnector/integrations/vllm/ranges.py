@@ -1,17 +1,17 @@
-"""Loads of one request by several connectors, each of a range of its prompt.
+"""A `MultiConnector` whose children load one request together, each a range of its prompt.
 
-vLLM's `MultiConnector` loads a request from the first of its children that has any of it. This one asks them in their
-order, each from where the one before it ends: a cache tier has `[0, S)`, `KVConnector` brings `[S, N)` from the prefill
-engine. No child has to know of it: it is asked for what follows `num_computed_tokens`, and is given the request's
-blocks and the number of tokens that it loads.
+vLLM's own `MultiConnector` loads a request from the first child that has any of its tokens. This one asks the children
+in order, each for the tokens after those of the one before: a cache tier has `[0, S)`, and `KVConnector` brings `[S,
+N)` from the prefill engine. The children need not know: each is asked for what follows `num_computed_tokens`, and gets
+the request's blocks and the number of tokens to load.
 
-Ranges meet at block boundaries, since a tier writes whole blocks. Only asynchronous loads are combined: a synchronous
-one belongs to the step that computes with it. States and windows are those before the end of the last range. The
-blocks that vLLM allocates have room for these alone, so what an earlier child has of others is not loaded.
+Ranges meet at block boundaries, since a tier writes whole blocks. Only asynchronous loads are combined, because a
+synchronous load belongs to the step that uses it. States and windows are those at the end of the last range. vLLM
+allocates blocks for these only, so those that an earlier child has for other positions are not loaded.
 
-The scheduler's side decides; each worker counts. A request is reported once all of its children have ended on that
-worker, as failed if one of them failed, since vLLM's aggregator expects one report of each worker. Blocks that a child
-reports as not filled go to vLLM at once, which keeps them for when the request is reported.
+The scheduler's side decides, and each worker counts. A worker reports a request once all of its children have ended,
+as failed if one of them failed, since vLLM's aggregator expects one report from each worker. Blocks that a child
+reports as unfilled go to vLLM at once, which keeps them until the request is reported.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ LOAD_POLICY = "range_aware"
 
 @dataclass
 class RangeMetadata(MultiKVConnectorMetadata):
-    """`extra_async_loads`: of each request that several children load from this step on, their number less one."""
+    """`extra_async_loads`: for each request that several children start to load in this step, their number less one."""
 
     extra_async_loads: dict[str, int] = field(default_factory=dict)
 
 
 class RangeConnector(MultiConnector):
-    """vLLM's `MultiConnector`, whose children load one request together.
+    """vLLM's `MultiConnector`, but its children load a request together.
 
     Raises:
-        ConfigError: `load_policy` is another one.
+        ConfigError: `load_policy` is not `LOAD_POLICY`.
     """
 
     def __init__(
@@ -72,24 +72,24 @@ class RangeConnector(MultiConnector):
         policy = vllm_config.kv_transfer_config.get_from_extra_config("load_policy", LOAD_POLICY)
         if policy != LOAD_POLICY:
             raise ConfigError(
-                "kvconnector's MultiConnector has one load_policy; for the first hit alone use vLLM's own, without"
+                "kvconnector's MultiConnector has one load_policy: to load only the first hit, use vLLM's own, without"
                 " kv_connector_module_path",
                 load_policy=policy,
                 known=LOAD_POLICY,
             )
         if any(isinstance(child, KVConnector) for child in self._connectors[:-1]):
             logger.warning(
-                "KVConnector brings whole prompts: connectors after it load nothing of its requests"
+                "KVConnector loads whole prompts, so connectors after it load no part of its requests"
             )
         dcp_size = vllm_config.parallel_config.decode_context_parallel_size
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         tokens = [each for each in specs if not isinstance(each, MambaSpec)]
         self._block_size = lcm(*(resolve_dcp_kv_block_size(each, dcp_size) for each in tokens))
         self._shares: dict[str, dict[int, int]] = {}
-        """Tokens that children load of each request, by the child's position."""
+        """How many tokens each child loads of a request, by the child's position."""
         self._new_loads: dict[str, int] = {}
         self._unended_loads: dict[str, int] = {}
-        """On a worker: children that have yet to end before the last one."""
+        """On a worker: how many children of a request have yet to end, less one."""
         self._failed: set[str] = set()
 
     # -- scheduler --
@@ -100,7 +100,7 @@ class RangeConnector(MultiConnector):
         shares = self._shares[request.request_id] = {}
         stop, is_async, is_open = num_computed_tokens, False, True
         for position, child in enumerate(self._connectors):
-            # vLLM asks all of them, too: some look up what they do not have yet
+            # ask all of them, as vLLM does: some only start to look up tokens now
             tokens, loads_async = child.get_num_new_matched_tokens(request, stop)
             if tokens is None:
                 return None, False
@@ -121,7 +121,7 @@ class RangeConnector(MultiConnector):
             self._new_loads[request.request_id] = len(shares) - 1
 
     def _shares_of(self, request: Request, num_external_tokens: int) -> dict[int, int]:
-        """Tokens of `num_external_tokens` by the child's position: vLLM may take fewer than it was offered."""
+        """Divide `num_external_tokens`, which may be fewer than were offered, among the children by position."""
         shares, left = {}, num_external_tokens
         for position, offered in self._shares.get(request.request_id, {}).items():
             tokens = min(offered, left)
@@ -131,7 +131,7 @@ class RangeConnector(MultiConnector):
         return shares
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """Groups that every child of the request restores: one alone restores a part."""
+        """Return the groups that all children of the request load, since each loads only a part of the tokens."""
         loaders = [self._connectors[each] for each in self._shares[request.request_id]]
         ids = [set(each.get_loaded_kv_cache_group_ids(request)) for each in loaders]
         return tuple(sorted(set.intersection(*ids)))
@@ -170,7 +170,7 @@ class RangeConnector(MultiConnector):
 
 
 def _last(request_ids: Iterable[str], unended: dict[str, int]) -> set[str]:
-    """Take a child's reports. Returns the requests of which no other child is to end any more."""
+    """Take a child's reports. Returns the requests for which it was the last child to end."""
     last = set()
     for request_id in request_ids:
         others = unended.pop(request_id, 0)

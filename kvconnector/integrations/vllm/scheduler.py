@@ -1,7 +1,6 @@
-"""The scheduler half: vLLM's requests, block tables and outputs in the terms of `runtime.Scheduler`.
+"""The scheduler half: translates between vLLM's requests, block tables and outputs and `runtime.Scheduler`.
 
-Nothing that a request or a worker brings may raise here: an exception would end vLLM's engine core, and with it every
-other request.
+No input from a request or a worker may raise an error here: it would end vLLM's engine core, and all other requests.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 
 
 class SchedulerHalf:
-    """One engine's scheduler side, for whichever roles it has."""
+    """The part of the connector in an engine's scheduler, for a producer, a consumer or both."""
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self._settings = settings
         self._vllm_config = vllm_config
         self._groups: tuple[GroupInfo, ...] = ()
         self.delivers = settings.config.role != "consumer"
-        """True if finished requests' blocks are handed to other engines."""
+        """True if other engines may read the blocks of finished requests."""
         self._started: Scheduler | None = None
         self._handshakes: list[Handshake] = []
         self._siblings = Siblings()
@@ -62,14 +61,14 @@ class SchedulerHalf:
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
-        """Take every worker's registration, and start the directory service of a producer. vLLM 0.33 repeats it when
-        the engine wakes up, which changes nothing. Raises KVConnectorError: the workers do not make up one engine, or
-        the address or keys cannot be used.
+        """Take all workers' registrations, and start a producer's directory service. vLLM 0.33 calls this again when
+        the engine wakes up, which changes nothing. Raises KVConnectorError: the workers do not form one engine, or the
+        address or the keys cannot be used.
         """
         foreign = {type(item).__name__ for item in metadata.values()} - {HandshakeMetadata.__name__}
         if foreign:
             raise LocalError(
-                "KVConnector got another connector's handshake: of a MultiConnector's children, one may transfer"
+                "KVConnector got another connector's handshake: only one of a MultiConnector's children may transfer"
                 " between engines",
                 found=sorted(foreign),
             )
@@ -79,7 +78,7 @@ class SchedulerHalf:
             raise LocalError("the workers registered different cache groups", groups=groups)
         if self._started is not None:
             if handshakes != self._handshakes:
-                raise LocalError("the workers registered before, and not the same")
+                raise LocalError("the workers have registered before, with other caches")
             return
         self._groups = groups.pop()
         with parents_cores():
@@ -93,7 +92,7 @@ class SchedulerHalf:
     @property
     def _scheduler(self) -> Scheduler:
         if self._started is None:
-            raise LocalError("the workers' handshakes come before the first request")
+            raise LocalError("the workers must register before the first request")
         return self._started
 
     @property
@@ -102,11 +101,11 @@ class SchedulerHalf:
 
     @property
     def completes_divergent_hits(self) -> bool:
-        """A load always brings a state, but of a window only what lies beyond the local hit."""
+        """True if a load brings everything that groups lack after different local hits: of a window, it does not."""
         return all(info.keeps in {"all", "state"} for info in self._groups)
 
     def on_new_request(self, request: Request) -> None:
-        """A request was queued: leave the end of its prompt to the decode engine, or keep its lease alive."""
+        """Take a queued request: leave the end of its prompt to the decode engine, or keep a producer's lease alive."""
         params = request.kv_transfer_params
         if not params:
             return
@@ -123,9 +122,9 @@ class SchedulerHalf:
             return
         source = str(offer["remote_engine_id"]), str(_transfer_of(offer))
         if not self._siblings.add(request.request_id, *source):
-            return  # which then draws its own first token
+            return  # it reads the prefix cache later, and samples its own first token
         is_known = self._tell_scheduler(request, offer)
-        # of a streamed prompt that is not computed to its end nobody samples a token
+        # if a streamed prompt is not computed to its end, the prefill engine samples no token
         is_sampled = bool(offer.get("remote_block_ids")) or not self._backoff_tokens()
         if is_known and is_sampled and not params.get("do_remote_decode"):
             self.first_tokens.expect(request, offer)
@@ -143,7 +142,7 @@ class SchedulerHalf:
         return True
 
     def _offer_of(self, params: Params) -> Params | None:
-        """The producer's offer in a request's parameters, or the name of what it computes, if it is for this engine."""
+        """Return a request's parameters if they tell this engine to load an offer or a streamed prompt; else None."""
         if not _transfer_of(params) or any(params.get(key) is None for key in ADDRESS_KEYS):
             return None
         if params.get("do_remote_prefill"):
@@ -155,10 +154,10 @@ class SchedulerHalf:
         return None
 
     def _backoff_tokens(self) -> int:
-        """Trailing prompt tokens that a prefill engine must not compute.
+        """Return how many tokens at a prompt's end a prefill engine must leave to the decode engine.
 
-        The decode engine computes the last prompt token itself. What the blocks hold must then be the state before that
-        token, and windows as seen from it; with several draft modules, all of their look-ahead.
+        The decode engine computes the last prompt token itself. It then needs the recurrent state before that token,
+        and the window that the token sees. With several draft modules it computes all of their look-ahead, too.
         """
         forgets = any(info.keeps != "all" for info in self._groups)
         lookahead: int = self._vllm_config.num_prefill_lookahead_tokens
@@ -186,10 +185,10 @@ class SchedulerHalf:
         self._shortened.add(request.request_id)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """`(tokens that come from the producer beyond those computed here, asynchronously)`; None: ask again."""
+        """Return how many tokens to load after the computed ones (None: ask again), and True if asynchronously."""
         if not self._loads:
             return 0, False
-        # the request is about to be computed or loaded anew, and another connector may do so
+        # the request is about to be computed or loaded again, maybe by another connector
         self._received.forget(request.request_id)
         first = self._siblings.first_of(request.request_id)
         if first is not None and self._scheduler.is_pending(first):
@@ -199,12 +198,12 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         num_tokens = request.num_prompt_tokens
         if not params.get("remote_block_ids"):
-            # the producer has not reported where it stops: where an engine of this configuration does
+            # the producer has not said how many tokens it computes: assume as many as this configuration would
             num_tokens -= max(0, self._backoff_tokens() - 1)
             if num_computed_tokens >= num_tokens - 1:
-                # nothing is loaded: the last token is computed before the producer has done so
+                # nothing to load: this engine computes the last token before the producer does
                 self.first_tokens.forget(request.request_id)
-        # the token that is computed here follows the prompt, or is its last one
+        # this engine computes the token after the prompt if it gets the first token, or else the prompt's last one
         num_tokens += request.request_id in self.first_tokens
         tokens, is_async = self._scheduler.matched_tokens(
             request.request_id, num_tokens, num_computed_tokens
@@ -214,13 +213,13 @@ class SchedulerHalf:
         return tokens, is_async
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Load into the request's blocks, or notify the producer that nothing is needed."""
+        """Load into the request's blocks, or tell the producer that none of its blocks are needed."""
         if not self._loads:
             return
         if not num_external:
             self.first_tokens.forget(request.request_id)
         tables = blocks.get_block_ids()
-        # vLLM's hit is the same for all groups, but for recurrent states, of which the scheduler half knows the place
+        # vLLM's hit has the same length in all groups but recurrent states, whose position `Scheduler` derives
         given = [request_blocks(info, tables[info.vllm_group], 0) for info in self._groups]
         try:
             self._scheduler.load(
@@ -230,24 +229,24 @@ class SchedulerHalf:
                 num_tokens=num_external,
             )
         except KVConnectorError:
-            # only another connector's tokens can be meant: we offered none
+            # these must be another connector's tokens, as we offered none
             logger.exception("request %s is not loaded by this connector", request.request_id)
 
     def build_step(self, planned: SchedulerOutput) -> ConnectorStep:
-        """The orders for every worker, who take them when the planned step's kernels are launched."""
+        """Return the orders for all workers, which take them once the planned step's kernels are launched."""
         for request in self._streamed.values():
             self._grow(request, planned)
         is_idle = self._idle_steps.plan(planned.total_num_scheduled_tokens)
         return ConnectorStep.of(self._scheduler.build_step(), is_idle=is_idle)
 
     def _grow(self, request: Request, planned: SchedulerOutput) -> None:
-        """Let a consumer read what the steps up to this one compute of a prompt."""
+        """Let consumers read the tokens of a prompt that the steps up to this one compute."""
         request_id = request.request_id
         if request.num_preemptions:
             self._scheduler.withdraw(request_id)
             return
         num_scheduled = planned.num_scheduled_tokens.get(request_id)
-        # with another connector's loads in the step, its orders are taken before it
+        # if another connector loads in the step, workers take its orders before the kernels are launched
         if num_scheduled is None or planned.has_sync_kv_loads:
             return
         computed = request.num_computed_tokens, request.num_computed_tokens + num_scheduled
@@ -257,13 +256,13 @@ class SchedulerHalf:
             request_id,
             blocks=[kernel_block_ids(info, tables[info.vllm_group]) for info in self._groups],
             num_tokens=num_tokens,
-            # a draft model's layers are written after the workers have taken a step's orders
+            # the draft model's kernels are launched after the workers have taken the step's orders
             ahead_tokens=0 if self._vllm_config.speculative_config else step_stop,
         )
 
     def update(self, output: KVConnectorOutput) -> None:
-        """Take what the workers finished. Reports that repeat earlier ones are taken out of `output`: vLLM would end
-        its engine core over them. Those of requests that are not ours stay: other connectors have reports too.
+        """Take the workers' reports. Reports that repeat earlier ones are removed from `output`, because vLLM would end
+        its engine core over them. Reports on requests that are not ours stay there for other connectors.
         """
         sent, received = set(output.finished_sending or ()), set(output.finished_recving or ())
         held = self._scheduler.held
@@ -289,7 +288,7 @@ class SchedulerHalf:
             self._sent.explain(request_id, report.unsent[request_id])
         unsent = {name: self._sent.take_reason(name) for name in our_sent}
         reasons = {name: self._received.take_reason(name) for name in our_received}
-        # those whose blocks vLLM takes as invalid are not among its failed ones
+        # a failed request whose unfilled blocks vLLM computes is not in `failed_recving`, but it has a reason
         failed = {name for name in our_received if reasons[name]}
         failed |= our_received.intersection(output.failed_recving or ())
         for name, extra in report.extras.items():
@@ -310,7 +309,7 @@ class SchedulerHalf:
     def request_finished(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Return True if the request's blocks must be kept, and the parameters for their reader."""
+        """Return True if the request's blocks must be kept, and the parameters with which another engine reads them."""
         self._siblings.remove(request.request_id)
         self._streamed.pop(request.request_id, None)
         self.first_tokens.forget(request.request_id)
@@ -331,7 +330,7 @@ class SchedulerHalf:
         # the last sampled token is not in the cache
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if request.num_computed_tokens > num_tokens and self._keeps_states:
-            return None  # a step in flight has moved the states on
+            return None  # a step in flight has already advanced the states
         held = [
             request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
         ]
@@ -370,12 +369,12 @@ class SchedulerHalf:
 
 
 def _transfer_of(params: Params) -> Any:
-    """Return a consumer's name for the transfer, by the offer, or while the prompt is computed."""
+    """Return the name of a request's transfer: the offer's, or the router's while the prompt is being computed."""
     return params.get("remote_request_id" if params.get("remote_block_ids") else "transfer_id")
 
 
 def _request_spans(vllm_config: VllmConfig, engine_id: str) -> RequestSpans | None:
-    """Spans of transfers, where vLLM makes spans of requests."""
+    """Return an exporter for spans of transfers, or None if vLLM exports no spans of requests."""
     if traces_endpoint(vllm_config) is None:
         return None
     from kvconnector.integrations.tracing import RequestSpans

@@ -1,4 +1,4 @@
-"""vLLM's configuration in kvconnector's terms."""
+"""kvconnector's settings from vLLM's configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 FirstTokenPolicy = Literal["auto", "always", "never"]
 PositiveSeconds = Annotated[float, msgspec.Meta(gt=0)]
 
-# NixlConnector's options that mean nothing here; a deployment that sets them need not change.
+# options of NixlConnector that KVConnector ignores, so that deployments need not remove them
 IGNORED_OPTIONS = frozenset(
     {
         "backends",
@@ -41,26 +41,26 @@ IGNORED_OPTIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of the halves beside the `ConnectorConfig`. The names are those of NixlConnector's options."""
+    """A `ConnectorConfig`, and the integration's own settings, by the names of NixlConnector's options."""
 
     config: ConnectorConfig
     bidirectional_kv_xfer: bool
-    """A decode engine keeps a finished request's blocks, so that the next turn's prefill can read them."""
+    """True if a decode engine keeps a finished request's blocks for the prefill of the conversation's next turn."""
     kv_recompute_threshold: int
-    """A prefill engine recomputes rather than read fewer tokens than this from a decode engine."""
+    """A prefill engine computes tokens itself if it could read fewer than this from a decode engine."""
     decoder_kv_blocks_ttl_s: float
     """How long a decode engine keeps the blocks of a finished request for the next turn."""
     first_token: FirstTokenPolicy
-    """A decode engine emits the token that the prefill engine sampled. "always": also of models with sliding windows
+    """If a decode engine emits the token that the prefill engine sampled. "always" includes models with sliding windows
     or recurrent states, whose prompts the prefill engine then computes to the end.
     """
     model_name: str
-    """Peers compare it instead of vLLM's model name, which may be a path that differs between hosts."""
+    """The name that peers compare instead of vLLM's model name, which may be a path that differs between hosts."""
 
     @classmethod
     def of(cls, vllm_config: VllmConfig, environ: Mapping[str, str] | None = None) -> Settings:
-        """From `kv_transfer_config`, its extra options and the environment (`KVCONNECTOR_*` comes last and wins).
-        Raises ConfigError: an option is unknown, malformed or contradicts another one.
+        """Read `kv_transfer_config`, its extra options, and the environment, whose `KVCONNECTOR_*` override the others.
+        Raises ConfigError: an option is unknown or malformed, or contradicts another one.
         """
         environ = os.environ if environ is None else environ
         transfer = vllm_config.kv_transfer_config
@@ -105,9 +105,9 @@ def _base(
 
 
 def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:
-    """Return the settings of one data-parallel rank, an engine of its own: the next port, where one is given, and an id
-    that no other rank has. vLLM appends the rank to its own engine id, but not to that of a `MultiConnector`'s child or
-    to one of our settings.
+    """Return the settings of one data-parallel rank, which is an engine of its own: its index is added to the port, if
+    one is set, and to the id. vLLM appends the index to its own engine id, but not to the id of a `MultiConnector`'s
+    child or to one from our settings.
 
     Raises:
         ConfigError: there is no such port.
@@ -120,7 +120,7 @@ def of_rank(config: ConnectorConfig, index: int) -> ConnectorConfig:
     port = control.port + index
     if port > MAX_PORT:
         raise ConfigError(
-            "a data-parallel rank listens on the control port plus its index, and there is no such port",
+            "a data-parallel rank listens on the control port plus its index, which exceeds the highest port",
             port=control.port,
             data_parallel_index=index,
         )
@@ -145,7 +145,7 @@ def _port(value: str) -> int:
 
 
 def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
-    """An option of vLLM's own names, taken out of `options`; numbers and truth values may be written as text."""
+    """Remove an option from `options` and return its value. Numbers and truth values may be written as text."""
     if name not in options:
         return default
     value = options.pop(name)
@@ -158,7 +158,7 @@ def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
 
 
 def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
-    """Return what two engines must agree on beyond shapes. Not the weights' quantization: that is each engine's own."""
+    """Return the values beside shapes on which two engines must agree. Their weights' quantization may differ."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelDescription(
@@ -169,15 +169,15 @@ def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
 
 
 def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
-    """Refuse what cannot be transferred, before anything is allocated. Raises ConfigError: an engine whose prefill
-    context parallel ranks each hold the whole cache is to load into it.
+    """Refuse a deployment whose caches cannot be transferred, before anything is allocated. Raises ConfigError: the
+    engine loads, and each of its prefill context parallel ranks holds the whole cache.
     """
     parallel = vllm_config.parallel_config
     pcp_size = parallel.prefill_context_parallel_size
     if pcp_size > 1 and parallel.decode_context_parallel_size == 1 and role != "producer":
         raise ConfigError(
-            "KVConnector loads into one copy of a cache, and prefill context parallelism alone keeps several: use"
-            " kv_producer without bidirectional_kv_xfer, or decode context parallelism with it",
+            "KVConnector loads into one copy of a cache, but prefill context parallelism alone keeps several: use"
+            " kv_producer without bidirectional_kv_xfer, or add decode context parallelism",
             role=role,
             prefill_context_parallel_size=pcp_size,
             decode_context_parallel_size=1,
@@ -185,6 +185,6 @@ def check_deployment(vllm_config: VllmConfig, role: Role) -> None:
 
 
 def traces_endpoint(vllm_config: VllmConfig) -> str | None:
-    """Return where vLLM sends its spans, by `--otlp-traces-endpoint`."""
+    """Return `--otlp-traces-endpoint`, to which vLLM exports spans; None if it is not set."""
     endpoint: str | None = vllm_config.observability_config.otlp_traces_endpoint
     return endpoint

@@ -1,4 +1,4 @@
-"""Transfer statistics in vLLM's three forms: a container that travels to the scheduler, a log line, and metrics."""
+"""Transfer statistics in vLLM's three forms: a container that workers send to the scheduler, a log line and metrics."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ RATE_BUCKETS_GB_PER_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 20.0, 40.0, 80.0,
 
 @dataclass
 class ConnectorStats(KVConnectorStats):
-    """Loads of one interval, as lists by name, so that merging is concatenation.
+    """The loads of one interval, as lists by name, which are merged by concatenation.
 
-    Seconds and bytes of every load; one entry per load under the name of its path, and
-    one per failure under that of its error.
+    There are lists of every load's seconds and bytes, a list for each path with an entry per load, and a list for each
+    error with an entry per failure.
     """
 
     @classmethod
     def of(cls, stats: WorkerStats) -> ConnectorStats:
-        """The statistics of one worker."""
+        """Return the statistics of one worker."""
         data: dict[str, list[float]] = {
             "transfer_duration": [load.seconds for load in stats.transfers],
             "bytes_transferred": [load.nbytes for load in stats.transfers],
@@ -83,7 +83,7 @@ class ConnectorStats(KVConnectorStats):
 
 
 def counts(data: dict[str, Any], prefix: str) -> dict[str, int]:
-    """Entries under each name that starts with `prefix`, by the rest of the name, in order."""
+    """Return the number of entries of each list whose name starts with `prefix`, by the rest of the name, in order."""
     return {
         name.removeprefix(prefix): len(values)
         for name, values in sorted(data.items())
@@ -92,7 +92,7 @@ def counts(data: dict[str, Any], prefix: str) -> dict[str, int]:
 
 
 class PromMetrics(KVConnectorPromMetrics):
-    """The same as Prometheus metrics, one set per engine."""
+    """The same statistics as Prometheus metrics, one set per engine."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class PromMetrics(KVConnectorPromMetrics):
         self._transfers = self._counter("num_transfers", text, "path")
         text = "KV cache loads that failed, per worker, by cause."
         self._failed = self._counter("num_failed_transfers", text, "cause")
-        # A rate needs a counter that was there before the first failure.
+        # Prometheus computes a rate only for a counter that exists before the first failure
         for engine_idx in per_engine_labelvalues:
             for cause in known_causes():
                 self._count(self._failed, engine_idx, cause, 0)
@@ -134,7 +134,7 @@ class PromMetrics(KVConnectorPromMetrics):
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        """A counter with labels of ours after vLLM's."""
+        """Return a counter with labels of ours after vLLM's."""
         return self._counter_cls(
             name=f"vllm:kvconnector_{name}",
             documentation=text,

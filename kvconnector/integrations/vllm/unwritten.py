@@ -1,8 +1,8 @@
-"""What a load leaves unwritten: zeroed around its tokens, reported to vLLM if it failed.
+"""Handles the slots that a load leaves unwritten: zeroes those around its tokens, and reports those of failed loads.
 
-Where recurrent states share memory with attention caches, or element types differ, a reused block can hold bytes that
-read as NaN, and an attention kernel multiplies the slots that it masks. vLLM zeroes such blocks when it allocates them,
-but not those that a connector loads. A load moves tokens, not blocks, so the rest of its blocks is zeroed here.
+If recurrent states share memory with attention caches, or element types differ, a reused block can hold bytes that read
+as NaN, and attention kernels also multiply the slots that they mask. vLLM zeroes such blocks when it allocates them,
+except for blocks that a connector loads. A load writes tokens, not whole blocks, so the other slots are zeroed here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvconnector.session.orders import LoadRequest, Order
 
 
 def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> None:
-    """Zero the slots around a load's tokens, on the current stream: nothing else writes them until the request runs."""
+    """Zero the slots around a load's tokens, on the current stream. Nothing else writes them until the request runs."""
     for group, blocks, tokens in zip(groups, load.local_blocks, load.token_ranges, strict=True):
         for index, first, last in unwritten_slots(group.info, group.cache.geometry, tokens):
             position = index - blocks.first_block
@@ -32,10 +32,10 @@ def clear_unwritten(groups: Sequence[RegisteredGroup], load: LoadRequest) -> Non
 
 
 class FailedParts:
-    """The blocks that failed loads have not filled: vLLM computes only these, where its policy is to recompute.
+    """The blocks that failed loads did not fill. With the policy "recompute", vLLM computes only these.
 
     Args:
-        group: The only cache group. It keeps every token: else blocks do not say from where on to compute.
+        group: The model's only cache group, which keeps every token: only then do blocks say where to start.
     """
 
     def __init__(self, group: RegisteredGroup) -> None:
@@ -45,15 +45,15 @@ class FailedParts:
 
     @classmethod
     def of(cls, groups: Sequence[RegisteredGroup]) -> FailedParts | None:
-        """Of a model with these cache groups; None if vLLM can keep no part of a load."""
+        """Make it for a model with these cache groups. Returns None if vLLM can keep no part of a failed load."""
         return cls(groups[0]) if [group.info.keeps for group in groups] == ["all"] else None
 
     def expect(self, orders: Sequence[Order]) -> None:
-        """Remember which blocks the loads among a step's orders fill."""
+        """Note the loads among a step's orders, and so the blocks that they fill."""
         self._loads |= {each.request_id: each for each in orders if isinstance(each, LoadRequest)}
 
     def ended(self, output: WorkerOutput) -> set[str]:
-        """Take the loads that ended. Returns those that failed, and whose blocks are known that were not filled."""
+        """Take the loads that ended. Returns those that failed and whose unfilled blocks are known."""
         known = set()
         for request_id in output.finished_recving:
             load, filled = self._loads.pop(request_id, None), output.filled_tokens.get(request_id)
@@ -63,7 +63,7 @@ class FailedParts:
         return known
 
     def take_unfilled(self) -> set[int]:
-        """Return the blocks, in vLLM's numbers, since the last call."""
+        """Return vLLM's ids of the blocks that were found unfilled since the last call."""
         unfilled, self._unfilled = self._unfilled, set()
         return unfilled
 
@@ -76,7 +76,7 @@ class FailedParts:
 
 
 def slots_of(tensor: torch.Tensor, view: KVView) -> torch.Tensor:
-    """`[block, head, token, dim]` of one part of a layer, over the memory of the layer's tensor."""
+    """Return one part of a layer as a tensor `[block, head, token, dim]` that shares memory with the layer's tensor."""
     item = view.item_size_bytes
     offset = (view.address - tensor.data_ptr()) // item
     return torch.as_strided(

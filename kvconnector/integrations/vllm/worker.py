@@ -1,4 +1,4 @@
-"""The worker half: vLLM's tensors, steps and results in the terms of `runtime.Worker`."""
+"""The worker half: translates between vLLM's tensors, steps and results and `runtime.Worker`."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
 IDLE_WAIT_S = 0.002
-"""For a transfer in a step that computes nothing. vLLM sleeps 1 ms after each, and plans two before it takes the first
-one's results."""
+"""How long a step that computes nothing waits for a transfer. vLLM sleeps 1 ms after each such step, and plans two
+before it takes the first one's results."""
 _in_use: list[list[RegisteredGroup]] = []
-"""Caches that could not be freed when their worker closed."""
+"""Caches that transfers still used when their worker closed, and that therefore must not be freed."""
 
 
 class WorkerHalf:
-    """One rank's side."""
+    """The part of the connector that registers one rank's caches and moves their blocks."""
 
     def __init__(
         self,
@@ -73,14 +73,14 @@ class WorkerHalf:
         self._is_started = False
         self._is_asleep = False
         self._layers: dict[str, int] = {}
-        """Global indices of the layers that are reported while a step is computed."""
+        """Global indices, by name, of the layers that are reported while a step is computed."""
         self._begun: ConnectorStep | None = None
         self._parts: FailedParts | None = None
         self._report = WorkerReport()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Register vLLM's tensors, or their mirrors in host memory where the device cannot be reached. Raises
-        KVConnectorError: a layout that is not understood, or a transport that cannot start.
+        """Register vLLM's tensors, or mirrors of them in host memory if transfers cannot reach the device. Raises
+        KVConnectorError: a layout is not supported, or the transport cannot start.
         """
         if not kv_caches or self._worker is not None:
             raise LocalError(
@@ -94,7 +94,7 @@ class WorkerHalf:
             device = torch.device("cpu")
         if device.type not in REACHABLE_DEVICES:
             raise ConfigError(
-                "KVConnector reaches caches on this device only through host memory: set kv_buffer_device to cpu",
+                "KVConnector can reach caches on this device only through host memory: set kv_buffer_device to cpu",
                 device=str(device),
             )
         self._groups = register_groups(
@@ -111,19 +111,19 @@ class WorkerHalf:
         policy = self._vllm_config.kv_transfer_config.kv_load_failure_policy
         if self._host_buffer is None and policy == "recompute":
             self._parts = FailedParts.of(self._groups)
-        # a mirror gets a step's blocks when it is over, and of a step in two parts each calls for itself
+        # a mirror gets a step's blocks only at its end, and both halves of a split batch call `save_kv_layer`
         if self._host_buffer is None and not self._vllm_config.parallel_config.use_ubatching:
             self._layers = {
                 name: layer_number(name) for group in self._groups for name in group.tensors
             }
 
     def set_copy_blocks(self, copy_blocks: CopyBlocks) -> None:
-        """vLLM's operation that copies blocks between the device and its mirror."""
+        """Take vLLM's operation that copies blocks between the device and its mirror."""
         if self._host_buffer is not None:
             self._host_buffer.copy_blocks = copy_blocks
 
     def handshake(self) -> HandshakeMetadata | None:
-        """Return this worker's registration; None if other engines do not know it."""
+        """Return this worker's registration, or None if other engines need not know this worker."""
         return HandshakeMetadata.of(
             Handshake(
                 worker=self._registered().handshake(),
@@ -132,12 +132,12 @@ class WorkerHalf:
         )
 
     def start_step(self, step: ConnectorStep) -> None:
-        """Take a step's orders; never blocks. What cannot be taken fails alone, with its request."""
+        """Take a step's orders; never blocks. An order that cannot be carried out fails only its own request."""
         self._begun, taken = step, step.decode()
         if taken.is_empty:
             return
         if self._is_asleep:
-            self._take(taken)  # to be refused: the caches have no memory to prepare
+            self._take(taken)  # the worker refuses all orders; the caches have no memory to prepare
             return
         orders = tuple(map(self._prepared, _without_beginnings(taken.orders)))
         try:
@@ -155,9 +155,9 @@ class WorkerHalf:
         self._is_started = True
 
     def layer_written(self, step: ConnectorStep, name: str) -> None:
-        """An attention layer of the step is written: consumers may read it before the step is over. Never blocks.
+        """Report that a layer's kernel is launched, so that consumers may read the layer; never blocks.
 
-        The first call of a step brings its prompts to the worker; `start_step`, after the kernels, all its orders.
+        A step's first call gives the worker its orders that grow prompts; `start_step`, after the kernels, all orders.
         """
         if not step.payload or self._is_asleep or name not in self._layers:
             return
@@ -168,11 +168,11 @@ class WorkerHalf:
                 if ahead:
                     self._take(replace(taken, orders=ahead))
             except KVConnectorError as error:
-                logger.debug("a step is reported when it is over: %s", error)
+                logger.debug("the step is not reported by layers, only at its end: %s", error)
         self._registered().layer_written(self._layers[name])
 
     def _prepared(self, order: Order) -> Order:
-        """The order, once the caches are ready for it; or that to give its request up."""
+        """Prepare the caches for an order and return it. If that fails, return the order to give up its request."""
         try:
             if isinstance(order, LoadRequest):
                 if self._kv_cache_config.needs_kv_cache_zeroing:
@@ -195,8 +195,9 @@ class WorkerHalf:
         self._registered().refuse((order,), error)
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
-        """What finished since the last call. Blocks for copies out of a host buffer; and in an engine that is idle but
-        for loads, until one ends or may be asked for, at most `IDLE_WAIT_S`.
+        """Return the transfers that have ended since the last call. Blocks while loads are copied out of a host buffer.
+
+        In an `is_idle` step it also waits up to `IDLE_WAIT_S` until a load ends, or blocks may be allocated for one.
         """
         self._collect()
         has_news = self._unreported.finished_recving or self._report.begun
@@ -227,14 +228,14 @@ class WorkerHalf:
         self._unreported.failed_recving.update(failed)
 
     def take_unfilled(self) -> set[int]:
-        """Return the blocks, in vLLM's numbers, that failed loads have not filled, since the last call."""
+        """Return vLLM's ids of the blocks that failed loads did not fill, since the last call."""
         return set() if self._parts is None else self._parts.take_unfilled()
 
     def sleep(self) -> None:
-        """Give up every load and lease, and wait until nothing reads or writes the caches: vLLM takes their memory
-        away, and brings it back at the same addresses. Connections and staging stay. Idempotent.
+        """Give up all loads and leases, and wait until nothing reads or writes the caches. Idempotent.
 
-        What was given up is reported as usual; loads as failed, since what they brought is lost.
+        vLLM releases the caches' memory, and restores it at the same addresses. Connections and staging memory stay.
+        The given up transfers are reported as usual, loads as failed, because the data that they brought is lost.
 
         Raises:
             MemoryInUseError: a transfer did not end in time. The caches must keep their memory.
@@ -245,24 +246,24 @@ class WorkerHalf:
         self._registered().quiesce(self._settings.config.peer.transfer_timeout_s)
 
     def wake(self) -> None:
-        """The caches have memory again. Idempotent."""
+        """Resume transfers, because the caches have memory again. Idempotent."""
         self._is_asleep = False
         if self._worker is not None:
             self._worker.resume()
 
     def take_report(self) -> WorkerReport:
-        """Return the report to the scheduler half since the last call."""
+        """Return what the scheduler half must know of the time since the last call."""
         report, self._report = self._report, WorkerReport()
         return report
 
     def take_stats(self) -> WorkerStats:
-        """Everything since the last call."""
+        """Return the statistics of the time since the last call."""
         stats, self._stats = self._stats, WorkerStats()
         return stats
 
     def close(self) -> None:
-        """Stop the driver; bounded and idempotent. Caches that are still in use stay allocated: at an error vLLM would
-        break its shutdown off, before the scheduler's half and the other workers.
+        """Stop the driver in bounded time. Idempotent. Caches still in use stay allocated. This raises no error, which
+        would keep vLLM from shutting down the scheduler's half and the other workers.
         """
         if self._worker is not None:
             try:
@@ -278,8 +279,8 @@ class WorkerHalf:
 
 
 def _without_beginnings(orders: Sequence[Order]) -> list[Order]:
-    """Leave out a prompt's beginning where the same step grows it: after an order that the first layer's call brought,
-    a lease without blocks would take blocks back.
+    """Drop the order that begins a prompt's lease if the same step grows it. `layer_written` may have given the worker
+    the growth already, and a lease without blocks would then take these blocks back.
     """
     newest = {each.request_id: each for each in orders if isinstance(each, GrowRequest)}
     return [
@@ -290,21 +291,21 @@ def _without_beginnings(orders: Sequence[Order]) -> list[Order]:
 
 
 def _grows_ahead(order: Order) -> bool:
-    """Returns True if the step computes more of a prompt."""
+    """Return True if the order is for a prompt of which the step computes more tokens."""
     return isinstance(order, GrowRequest) and order.watermark.step_stop > order.watermark.num_tokens
 
 
 class ReplicaHalf(WorkerHalf):
-    """Of a rank whose cache is a copy of another's, as prefill context parallelism alone leaves it: takes no part in
-    transfers. vLLM frees a request's blocks when every worker reports it sent, so this one reports at once what the
-    others hold.
+    """The worker half of a rank whose cache is a copy of another's, as prefill context parallelism alone makes it. It
+    transfers nothing. vLLM frees a request's blocks once every worker has reported it sent, so this one reports at once
+    the requests that the others hold.
     """
 
     def register(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        """Nobody reads these."""
+        """Do nothing: no rank reads these caches."""
 
     def handshake(self) -> None:
-        """No other engine knows this worker."""
+        """Return None: other engines need not know this worker."""
 
     def start_step(self, step: ConnectorStep) -> None:
         self._unreported.finished_sending.update(
@@ -312,11 +313,11 @@ class ReplicaHalf(WorkerHalf):
         )
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
-        """Return what the others hold, at once: an idle rank without transfers has nothing to wait for."""
+        """Return at once the requests that the others hold. This rank has no transfers to wait for."""
         return super().finished()
 
     def _collect(self) -> None:
-        """There is no one to ask."""
+        """Do nothing: there is no worker to poll."""
 
     def sleep(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no transfer is under way."""
