@@ -46,7 +46,7 @@ _ROW, _BLOCK = offset_of(JOB, "slot"), offset_of(JOB, "block")
 _READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
 _NEXT_PIECE = offset_of(READ, "next_piece")
 CALL_BYTES = 1 << 20
-"""A call copies about as many. Control waits for it: a tenth of a millisecond or so."""
+"""A call copies about as many, or one piece. Control waits for it: a tenth of a millisecond or so."""
 
 
 @helper
@@ -123,7 +123,7 @@ def _make(sources_hash):
         fields = record_at(read, READ)
         if fields.num_helpers and helpers.share(context, read, flag, fields.num_helpers):
             fields.num_helpers = 0
-        left, is_last = CALL_BYTES, False
+        left, is_last = max(CALL_BYTES, fields.piece_bytes), False
         while left > 0 and not is_last:
             nbytes, is_last = copy_piece(read)
             left -= nbytes

@@ -49,7 +49,7 @@ _ROWS, _IDS, _START, _SKIP = map(
 PIECE_BYTES, SHARED_PIECE_BYTES = CALL_BYTES, CALL_BYTES // 4
 """Pieces of a read. Shared ones are short, so that no thread copies for long after the others."""
 MIN_SHARED_BYTES = 4 << 20
-"""Shorter reads end before threads that are woken for them have done much."""
+"""A shorter read is one piece: the thread that begins it ends it, before another that is woken could do much of it."""
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
 
@@ -116,8 +116,10 @@ class CpuCopies(Copies):
         room = READ.itemsize + len(read.source.members) * JOB.itemsize
         buffer, ids, first = self.ids.lend(blocks, more_bytes=room)
         try:
-            num_helpers, num_jobs = self._num_helpers(read.source.total_bytes), 0
-            numbers = [0, 0, SHARED_PIECE_BYTES if num_helpers else PIECE_BYTES, num_helpers]
+            nbytes = read.source.total_bytes
+            num_helpers = self._num_helpers(nbytes)
+            piece_bytes = PIECE_BYTES if nbytes >= MIN_SHARED_BYTES else nbytes
+            numbers = [0, 0, SHARED_PIECE_BYTES if num_helpers else piece_bytes, num_helpers]
             for span in self.read_spans(read, remote, ids):
                 (part, stop), job = span.rows, _job_of(span)
                 job[_NUM_PARTS] = stop - part
@@ -125,9 +127,8 @@ class CpuCopies(Copies):
                 job[_SRC + _ROWS] += part * ROW_BYTES
                 job[_DST + _ROWS] += part * ROW_BYTES
                 numbers += job
-                num_jobs += 1
-            numbers[0] = num_jobs
-            if read.source.total_bytes >= self._min_streamed_bytes:
+            numbers[0] = num_jobs = (len(numbers) - _READ_WORDS) // _JOB_WORDS
+            if nbytes >= self._min_streamed_bytes:
                 numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * num_jobs
             # numpy takes several times as long to make an array, and to say where it is
             words = array("q", numbers).tobytes()

@@ -57,8 +57,10 @@ def test_control_waits_for_a_piece_only():
     assert reader.num_calls == 3
 
 
-@pytest.mark.parametrize("piece_bytes", [copy_cpu.CALL_BYTES, 1 << 14, 1])
-def test_a_call_copies_jobs_until_it_has_a_mebibyte(piece_bytes):
+@pytest.mark.parametrize(
+    "piece_bytes, num_calls", [(4 << 20, 1), (copy_cpu.CALL_BYTES, 2), (1 << 14, 2), (1, 2)]
+)
+def test_a_call_copies_jobs_until_it_has_a_mebibyte_or_a_piece(piece_bytes, num_calls):
     """Three jobs of 512 KiB, whose units, of 1 KiB, may be longer than a piece."""
     sides = [[Window(Pool("NHD", 16, 32, 8, 64, 2, num_parts=1)) for _ in range(2)] for _ in "abc"]
     counts = {"num_heads": 8, "num_tokens": 512}
@@ -69,12 +71,13 @@ def test_a_call_copies_jobs_until_it_has_a_mebibyte(piece_bytes):
     reader = Reader()
     jobs = [job_of(src, dst, num_parts=1, **counts) for src, dst in held]
     read = read_of(*jobs, piece_bytes=piece_bytes)
-    assert reader.call(read) == MORE
+    assert reader.call(read) == (ALL if num_calls == 1 else MORE)
     done = [torch.equal(dst.buffer, want) for (_, dst), want in zip(sides, wants, strict=True)]
-    assert done == [True, True, False]
-    assert reader.finish(read) == ALL
+    assert done == [True, True, num_calls == 1]
+    if num_calls > 1:
+        assert reader.finish(read) == ALL
     assert all(torch.equal(dst.buffer, want) for (_, dst), want in zip(sides, wants, strict=True))
-    assert reader.num_calls == 2
+    assert reader.num_calls == num_calls
 
 
 def test_a_token_longer_than_a_piece_is_a_piece():
