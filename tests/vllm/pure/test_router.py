@@ -78,7 +78,7 @@ def test_without_an_offer_the_decode_engine_computes_the_prompt(offer):
     assert decoded[0][0] == BODY
 
 
-@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"[]"])
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b"[]"])
 def test_what_is_no_json_object_is_the_clients_mistake(body):
     status, text = asyncio.run(routed(engine([], {}), engine([], {}), body))
     assert status == 400
