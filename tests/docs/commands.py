@@ -1,4 +1,4 @@
-"""What is known of the commands that the documentation names: which options they take."""
+"""Checks of the commands that the documentation names, and of their options."""
 
 import json
 import re

@@ -1,6 +1,6 @@
-"""The bytes of wire version 3, one file a message, and what each says, by its fields' names in `wire_3.json`.
+"""The bytes of wire version 3, one file a message; `wire_3.json` has each message's fields by name.
 
-They are what released peers send: never change them.
+Released peers send these bytes: never change them.
 
 A field that is appended to a message changes what `encode` writes, not what `decode` takes: add a file of the new bytes
 beside the old one, under another name, and say of the old one that it is `sent_by_earlier_releases`.

@@ -23,7 +23,7 @@ QUICK = {
     },
     "lease": {"duration_s": 6, "early_read_s": 1},
 }
-"""Settings under which a fault shows within seconds."""
+"""Settings with which a fault shows within seconds."""
 _SPREAD = (
     "import runpy, sys; sys.executable, module = sys.argv[1:3]; del sys.argv[1:3];"
     " runpy.run_module(module, run_name='__main__', alter_sys=True)"
@@ -81,7 +81,7 @@ class Servers(cluster.Cluster):
         return self._start(host, name, ["-m", module], [*options, *arguments], port)
 
     def spread_engine(self, hosts, name, role, *arguments):
-        """Start an engine whose server is beside the switch, and each of whose ranks is on a host of its own."""
+        """Start an engine with its server beside the switch and each rank on a host of its own."""
         python = self.folder / f"{name}-python"
         cases = ""
         for rank, host in enumerate(hosts):

@@ -1,4 +1,4 @@
-"""Faults between engines on several hosts: when each is injected, what it does, and what was seen."""
+"""Faults between engines on several hosts: each is injected in a phase of a request, and becomes a row of a table."""
 
 import asyncio
 import os
@@ -109,21 +109,21 @@ FAULTS = {
     "consumer killed and restarted": kill("d1"),
     "router gone": kill("r1"),
 }
-"""All but those of the producer must not be noticed by a request of another consumer."""
+"""Requests of another consumer must notice no fault but the producer's."""
 
 
 def received_bytes(host):
-    """What the host's eth0 has received."""
+    """Bytes that the host's eth0 has received."""
     counters = Path(f"/proc/{host.pid}/root/sys/class/net/eth0/statistics")
     return int((counters / "rx_bytes").read_text())
 
 
 SHARES = {"idle": 0.0, "greeting": 0.0, "reading": 0.4, "after the read": 1.0}
-"""Of the bytes of a read, which have come when a phase begins."""
+"""Share of a read's bytes that have arrived when a phase begins."""
 
 
 async def wait_phase(cluster, phase, before, request):
-    """Until the first consumer's request is in this phase, by what has reached its host, or over."""
+    """Wait until the first consumer's request is over, or in this phase by the bytes that have reached its host."""
     share = SHARES[phase]
     while not request.done():
         received = received_bytes(cluster.hosts["d1"]) - before
@@ -146,13 +146,13 @@ HEADINGS = (
 
 
 def table(rows):
-    """The faults as a Markdown table. A wrong token fails the run, so that none is in it."""
+    """The faults as a Markdown table. It shows no wrong tokens: these fail the run."""
     lines = [HEADINGS, ("---",) * len(HEADINGS), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
-    """One request by a consumer's router: "right tokens", or the error that the client got. Wrong tokens fail."""
+    """Send a request by a consumer's router. Returns "right tokens" or the client's error; wrong tokens fail."""
     router, prompt = cluster.running[f"r{index + 1}"], prompt_of(num_tokens, index)
     try:
         await answered(cluster.servers, router, prompt, MAX_TOKENS)
@@ -164,14 +164,14 @@ async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
 
 
 class Others:
-    """Short requests of the second consumer, one after the other: what those that were served took, and errors."""
+    """Short requests of the second consumer, one after the other: seconds of those that were served, and errors."""
 
     def __init__(self):
         self.seconds = []
         self.errors = []
 
     async def ask(self, cluster, is_over):
-        """Until all is over, and there are enough for a percentile."""
+        """Ask until `is_over`, and often enough for a percentile."""
         while len(self.seconds) + len(self.errors) < MIN_OTHERS or not is_over():
             began_s = time.monotonic()
             outcome = await ask(cluster, 1, SHORT_PROMPT_TOKENS)
@@ -195,7 +195,7 @@ def count_complaints(folder):
 
 
 async def inject(cluster, name, phase):
-    """Inject a fault in a phase of a request, and see that everything is well afterwards: a row of the table."""
+    """Inject a fault in a phase of a request, and check that the engines recover. Returns a row of the table."""
     complaints = count_complaints(cluster.servers.folder)
     request = asyncio.ensure_future(ask(cluster, 0))
     others_before = await Others().ask(cluster, request.done)

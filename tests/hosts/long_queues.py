@@ -1,4 +1,4 @@
-"""An engine on a host, for tests in which very many requests are in its queue.
+"""An engine on a host with very many requests in its queue.
 
 Run as a program, two of them on this host serve as many requests as its first argument says, and it prints how long
 the connector kept their steps: `PYTHONPATH=examples python -m tests.hosts.long_queues 10000`. With `--no-stream` the
@@ -35,7 +35,7 @@ class QueueEngine(Engine):
         self.place = address, self.config.control.port
 
     def params(self):
-        """What a router knows of this engine from an earlier answer."""
+        """The address of this engine that a router knows from an earlier answer."""
         params = self.scheduler.offer("known", blocks=[[0]], num_tokens=BLOCK_TOKENS)
         self.scheduler.abort("known")
         self.run_for(0.5)
@@ -61,7 +61,7 @@ class QueueEngine(Engine):
         return self.dense([*range(NUM_BLOCKS)], NUM_BLOCKS * BLOCK_TOKENS)
 
     def compute(self, names, deadline_s):
-        """Compute one after the other, as there are blocks; which of them were not given back in time."""
+        """Compute requests in turn, as blocks are free. Returns those whose blocks were not given back in time."""
         until_s = time.monotonic() + deadline_s
         for first in range(0, len(names), NUM_BLOCKS):
             wave = names[first : first + NUM_BLOCKS]
@@ -73,7 +73,7 @@ class QueueEngine(Engine):
         return sorted({*names} - self.sent)
 
     def load_all(self, names, expected, deadline_s):
-        """Load each as soon as the producer has begun with it; which were not loaded, and which bytes are wrong."""
+        """Load each request once the producer has begun it. Returns those not loaded, loaded wrongly, and failed."""
         until_s = time.monotonic() + deadline_s
         wrong, first = [], 0
         asked = set()
@@ -150,7 +150,7 @@ class TimedEngine(QueueEngine):
         self._steps.append((took, min(took, ran + stood_still)))
 
     def _clocks(self):
-        """Seconds for which the engine's thread ran, and waited for a processor; for which the driver's waited."""
+        """Seconds that the engine's thread ran and waited for a processor, and that the driver's thread waited."""
         threads = {thread.name: thread.native_id for thread in threading.enumerate()}
         driver = next((each for name, each in threads.items() if name.endswith("-pp0tp0")), None)
         clocks = []
@@ -163,14 +163,14 @@ class TimedEngine(QueueEngine):
         return clocks[0], clocks[1], clocks[3]
 
     def times_ms(self):
-        """Of all steps: the number, p99 and longest, the same less waits for a processor, the longest collection."""
+        """The number of steps, their p99 and longest, both less waits for a processor, and the longest collection."""
         kinds = [sorted(1e3 * step[kind] for step in self._steps) for kind in range(2)]
         p99 = len(self._steps) * 99 // 100
         figures = [each[at] for each in kinds for at in (p99, -1)]
         return len(self._steps), *figures, 1e3 * max(self._collections)
 
     def offer_all(self, names):
-        """Everything is computed before anything is wanted."""
+        """Compute all requests before any is wanted; returns their offers."""
         offers = []
         for number, name in enumerate(names):
             block = number % NUM_BLOCKS
@@ -186,7 +186,7 @@ class TimedEngine(QueueEngine):
                 self.step()
 
     def serve_all(self, names, deadline_s):
-        """Steps until everything is given back; what is not in time."""
+        """Take steps until all blocks are given back. Returns the requests whose blocks are late."""
         until_s = time.monotonic() + deadline_s
         while not self.sent >= {*names} and time.monotonic() < until_s:
             self.step()

@@ -1,8 +1,8 @@
 """Hosts made of Linux namespaces, joined by a switch: each has an address and a name of its own, and shares neither
 memory nor processes with the others. Only the file system is common.
 
-Nothing of this is seen outside: the switch has a network namespace of its own, and everything ends with the process
-that made it, however that ends.
+Nothing outside sees them: the switch has a network namespace of its own, and everything ends with the process that made
+it, however that ends.
 """
 
 import argparse
@@ -27,7 +27,7 @@ class HostsError(Exception):
 
 
 def missing():
-    """Why hosts cannot be made here, or None."""
+    """Returns the reason for which hosts cannot be made here, or None."""
     if os.geteuid() != 0:
         return "hosts need root, to make network namespaces"
     if absent := [tool for tool in TOOLS if shutil.which(tool) is None]:
@@ -127,7 +127,7 @@ class Host:
         return address
 
     def cut(self):
-        """Pull the cable of eth0: what is on its way is lost, and nobody is notified."""
+        """Pull the cable of eth0: packets on their way are lost, and neither end is notified."""
         self._network.ip(["link", "set", "dev", self.name, "nomaster"])
 
     def restore(self):

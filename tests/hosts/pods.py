@@ -11,7 +11,7 @@ TOKENS, SOURCE, TARGET = 30, [9, 3], [5, 6]
 
 
 class PodEngine(Engine):
-    """An engine that takes a step before it says what has ended."""
+    """An engine that takes a step before each answer."""
 
     def sends(self, name):
         self.step()
@@ -53,7 +53,7 @@ class Pods:
 
 
 def place_of_volume():
-    """Where the documented manifest mounts the volume, which is what it sets `paths.shared_folder` to."""
+    """The folder where the documented manifest mounts the volume, and to which it sets `paths.shared_folder`."""
     text = MANIFEST.read_text()
     (place,) = set(re.findall(r"KVCONNECTOR_PATHS_SHARED_FOLDER, value: (\S+) }", text))
     assert f"mountPath: {place} }}" in text

@@ -18,7 +18,7 @@ QUICK = {
     ("consumer rank killed", "idle"),
     ("consumer rank killed", "reading"),
 }
-"""What every change is tested with; the others are slow."""
+"""Every change is tested with these; the others are slow."""
 SEEN = []
 
 

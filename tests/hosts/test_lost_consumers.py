@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(110)
 SETTINGS = {"tcp_segment_bytes": 512 << 10}
 NUM_MESSAGES, MESSAGE_BYTES, REPEATS = 32, 1 << 20, 2
 QUIET_WAKEUPS = 500
-"""In half a second. With an endpoint that UCX cannot finish it is thousands."""
+"""Wake-ups in half a second. An endpoint that UCX cannot finish causes thousands."""
 
 
 def given_up_while_stopped(consumer, producer, to):

@@ -55,8 +55,8 @@ def exchange(a, b):
 
 
 def test_of_two_interfaces_one_is_dead(network):
-    """One that is down is not used. One that looks well is named by the error, and the other is used where it is. UCX
-    before 1.20 gives the peer up that has one that is down, unless the other one is named.
+    """UCX does not use an interface that is down. The error names one that only looks well, and the other is used if it
+    is named. UCX before 1.20 gives up a peer that has an interface down, unless the other one is named.
     """
     named = {"NET_DEVICES": "eth1"}
     hosts = [network.host(name) for name in ("a", "b")]

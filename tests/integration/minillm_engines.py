@@ -1,4 +1,4 @@
-"""What tests of minillm's servers share: prompts, the dense reference, an engine's gauges."""
+"""Prompts, the reference tokens and engine gauges for tests of minillm's servers."""
 
 import asyncio
 import functools
@@ -22,13 +22,13 @@ def prompt_of(length, seed=0):
 
 @functools.cache
 def expected_tokens(model, prompt, max_tokens):
-    """What one rank computes in this process, without a connector."""
+    """Tokens that one rank computes in this process, without a connector."""
     return generate(model, list(prompt), max_tokens)
 
 
 async def answered(cluster, router, prompt, max_tokens):
-    """A completion by the default model: tokens exactly as expected, log-probabilities within rounding, of a cache that
-    was moved, unless the last token is all of it.
+    """Check a completion of the default model: exact tokens, log-probabilities within rounding, and a cache that was
+    moved, unless the prompt has only one token.
     """
     result = await complete(cluster.session, router.url, prompt, max_tokens)
     expected = expected_tokens(ModelConfig(), prompt, max_tokens)
@@ -51,7 +51,7 @@ async def start_pair(cluster, prefill, decode, *, is_routed=False):
 
 
 async def wait_all_blocks_free(cluster, *servers):
-    """Every engine gets all its blocks back once its requests are over."""
+    """Wait until every engine has all its blocks back."""
     deadline = asyncio.get_running_loop().time() + RELEASE_TIMEOUT_S
     for server in servers:
         while True:
@@ -64,7 +64,7 @@ async def wait_all_blocks_free(cluster, *servers):
 
 
 async def complete_on(cluster, server, prompt, *, status=200, **fields):
-    """One completion's whole answer, which comes with this status."""
+    """Ask for a completion, which must come with this status; returns the whole answer."""
     body = {"prompt": list(prompt), "return_token_ids": True, **fields}
     async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
         answer = await response.json()
@@ -73,7 +73,7 @@ async def complete_on(cluster, server, prompt, *, status=200, **fields):
 
 
 async def offer_of(cluster, producer, prompt, **fields):
-    """What a router does first: one token from the producer, and its parameters."""
+    """Ask the producer for one token, as a router does first; returns its parameters."""
     asked = {"do_remote_decode": True}
     answer = await complete_on(
         cluster, producer, prompt, max_tokens=1, kv_transfer_params=asked, **fields

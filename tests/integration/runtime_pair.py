@@ -25,7 +25,7 @@ PEER = {
     "backoff_initial_s": 0.1,
 }
 SETTINGS = {"control": {"insecure": True}, "peer": PEER, "lease": {"early_read_s": 1}}
-"""With these no peer is given up, and no lease ends, because the machine is busy."""
+"""On a busy machine no peer is given up and no lease ends with these settings."""
 
 
 def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
@@ -65,7 +65,7 @@ class Engine:
         self.traces = []
 
     def step(self):
-        """One engine step: news down, results up."""
+        """Take one engine step: orders go to the workers, and their results to the scheduler."""
         step = self.scheduler.build_step()
         for worker in self.workers:
             worker.start_step(step)
@@ -104,7 +104,7 @@ class Engine:
 
 
 def keyed_controls(folder, **trusts):
-    """Keys of engines, and control settings with which each trusts those that are named for it."""
+    """Make keys of engines, and control settings with which each trusts those that are named for it."""
     keys = {name: generate_keys(folder / name) for name in trusts}
     controls = {}
     for name, trusted in trusts.items():

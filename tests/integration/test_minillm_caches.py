@@ -1,4 +1,4 @@
-"""What the engines do with their caches: known beginnings are not moved again, and full pools are swapped.
+"""Engines do not move known beginnings of prompts again, and swap requests out of full pools.
 
 Real processes, real UCX. The completions must be those of a single-rank model that computes everything in this process.
 """
@@ -76,7 +76,7 @@ TURNS = {
     "architecture", ["chunked-local", *map(SLOW, ("llama", "hybrid", "mamba"))]
 )
 def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run_cluster):
-    """What is missing starts anywhere in P's blocks, and differs between the layers. A stage has one kind alone."""
+    """The missing tokens start anywhere in P's blocks and differ between layers. A stage has layers of one kind."""
     decode_shape = "pp=2,layers=7+1,block=6,layout=NHD"
     model = ModelConfig(architecture=architecture)
     common = ["--model", architecture, "--failure-policy", "fail"]
@@ -122,7 +122,7 @@ TOKENS_TO_SWAP = 24
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", ["pp=2,block=8", SLOW("dcp=2,interleave=4,block=4")])
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device, run_cluster):
-    """Six that grow to twice its pool. Its block tables are on the device, which on the CPU is not the default."""
+    """Six requests grow to twice its pool. Its block tables are on the device, which on a CPU is not the default."""
 
     async def main(cluster):
         on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]

@@ -45,8 +45,8 @@ ENCODER = ModelConfig(architecture="encoder-decoder")
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines, and what they share. `path` is in the path of every load. With `long` prompts engines compute each
-    in one step, so long that its first layers are read while the others are computed.
+    """Two engines and their model. Every load's path includes `path`. Engines compute each `long` prompt in one step,
+    so long that the first layers are read while the others are computed.
     """
 
     prefill: str
@@ -112,7 +112,7 @@ ALL = [
 
 
 def token_bytes(case):
-    """Of one token on all ranks of D: each stores it once, whose heads or latents it has and whose turn it is."""
+    """Bytes of one token on all ranks of D: a rank stores it once if it has the head and shares the token."""
     model, shape = case.model, parse_engine_options(case.decode)
     dcp_size = int(shape.get("dcp", 1))
     copies = int(shape.get("tp", dcp_size)) // model.cache_heads // dcp_size

@@ -1,4 +1,4 @@
-"""Requests that go wrong, and many at once: what the clients get, and that no engine keeps their blocks."""
+"""Of requests that go wrong, and of many at once, no engine keeps blocks, and clients get tokens or an error."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ PROMPT = prompt_of(40)
 
 
 async def wrong_params(cluster, prefill, decode):
-    """What a client may send in place of a producer's: never other tokens, never the engine's end."""
+    """Parameters that a client falsifies give no other tokens, and do not end the engine."""
     for change, status in (
         ({"transfer_secret": "0" * 32}, 200),
         ({"remote_block_ids": [[1 << 30] * 3]}, 200),

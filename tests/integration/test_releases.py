@@ -148,7 +148,7 @@ def test_a_rolling_upgrade_loses_only_what_the_restarted_engine_held(monkeypatch
 
 
 async def _calm(fleet):
-    """Until some more requests are answered."""
+    """Wait until some more requests are answered."""
     wanted = fleet.answered + CALM_REQUESTS
     while fleet.answered < wanted:
         await asyncio.sleep(0.02)

@@ -61,7 +61,7 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     ],
 )
 def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, text):
-    """In one step with a good load, which goes on; the producer gets the blocks of both back at once."""
+    """A good load of the same step goes on; the producer gets the blocks of both back at once."""
     p, d = pair
     offers = {
         f"{name}-good": p.offer(f"{name}-good", [10, 11], 30),

@@ -1,7 +1,7 @@
-"""SGLang's Python sources without what they import: for its pools, its queues' signatures and a backend's base classes.
+"""SGLang's Python sources without their dependencies: its pools, its queues' signatures and a backend's base classes.
 
-SGLang imports 200 packages, of which those classes use torch. The others are stood in for: any name of theirs can be
-imported, subclassed and called, and is a class without behaviour. Its compiled kernels are among them.
+SGLang imports 200 packages, of which those classes use torch. Stand-ins replace the others, its compiled kernels among
+them: any name of theirs can be imported, subclassed and called, and is a class without behaviour.
 """
 
 import importlib.machinery
@@ -24,15 +24,15 @@ REAL = {
     "regex",
     *sys.stdlib_module_names,
 }
-"""What is never stood in for: SGLang has a plan for what is missing here, or uses it."""
+"""Packages without a stand-in: SGLang uses them, or does without those that are missing."""
 OTHERWISE_VERSIONED = {"accelerate", "huggingface_hub", "pydantic", "torchvision", "transformers"}
-"""What is always stood in for: a machine may have another version than SGLang imports from."""
+"""Packages with a stand-in even where they are installed: the version may not be the one that SGLang needs."""
 
 
 def use_sources():
     """Make `sglang` importable from the folder that the environment names, if it names one.
 
-    The package's own module is left out: it imports clients of other services.
+    The package's own module is left out, which imports clients of other services.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -83,7 +83,7 @@ def _attribute(owner, name):
 
 
 class StandIn(type):
-    """A class whose attributes, items and instances are such classes; a function that it decorates stays as it is."""
+    """A class whose attributes, items and instances are stand-ins; a function that it decorates stays as it is."""
 
     def __new__(mcs, name, bases, namespace, **_):
         return super().__new__(mcs, name, bases, namespace)

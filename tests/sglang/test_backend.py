@@ -26,7 +26,7 @@ WINDOW, WINDOW_LAYERS, FULL_LAYERS = 20, (1,), (0, 2)
 
 
 class Side:
-    """One engine's rank. `pages` are those of the prompt, in no order, and as many of its windows.
+    """One engine's rank. `pages` hold the prompt, in no order, and `window_pages` its windows.
 
     `kind` of its pool: "mha", "mla", "swa" (with sliding windows) or "mamba" (with recurrent states).
     """
@@ -59,13 +59,13 @@ class Side:
         self.manager.teardown()
 
     def rows(self, pages, start, stop):
-        """Where these tokens are in a pool."""
+        """Rows of these tokens in a pool."""
         tokens = torch.arange(start, stop)
         pages = torch.from_numpy(pages).long()[tokens // self.page_size]
         return (pages * self.page_size + tokens % self.page_size).to(self.device)
 
     def buffers(self):
-        """Each layer's K, V or latent `[row, head, dim]`, the prompt's pages there, the first token kept."""
+        """Yield each layer's K, V or latent `[row, head, dim]`, the prompt's pages in it, and the first token kept."""
         if self.kind == "swa":
             windows, full = self.pool.swa_kv_pool, self.pool.full_kv_pool
             for tensor in (*windows.k_buffer, *windows.v_buffer):
@@ -77,19 +77,19 @@ class Side:
             yield tensor, self.pages, 0
 
     def write(self, values, start, stop):
-        """What a step computes, on the current stream."""
+        """Write the values that a step computes, on the current stream."""
         for (tensor, pages, _), value in zip(self.buffers(), values, strict=True):
             tensor[self.rows(pages, start, stop)] = value[start:stop].to(self.device)
 
     def has(self, values):
-        """All of the prompt that an engine keeps is there."""
+        """Returns True if all tokens that the engine keeps of the prompt have these values."""
         for (tensor, pages, first), value in zip(self.buffers(), values, strict=True):
             if not tensor[self.rows(pages, first, TOKENS)].cpu().equal(value[first:]):
                 return False
         return True
 
     def values(self):
-        """A prompt's, of each of the buffers."""
+        """Random values of a prompt for each of the buffers."""
         return [torch.randn(TOKENS, *tensor.shape[1:]) for tensor, _, _ in self.buffers()]
 
     def slots(self):
@@ -100,7 +100,7 @@ class Side:
         return [tensor[:, self.slot] for tensor in (*cache.conv, cache.temporal)]
 
     def states(self):
-        """As SGLang's queues name them to a backend."""
+        """Windows and states as SGLang's queues name them to a backend."""
         kept = (TOKENS - WINDOW) // self.page_size
         named = {"swa": [self.window_pages[kept:]], "mamba": [np.array([self.slot])]}
         return named.get(self.kind, [])
@@ -204,7 +204,7 @@ def _until(wanted, *polled):
 
 
 def _send_first(prefill, sender):
-    """A prompt's values, of which all tokens are computed, and the first chunk sent."""
+    """Compute a whole prompt and send its first chunk; returns its values."""
     values = prefill.values()
     _busy(prefill.device)
     prefill.write(values, 0, CHUNK)
@@ -274,6 +274,6 @@ def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(back
 
 
 def _busy(device):
-    """Keep the current stream busy: who does not wait for it reads what was there before."""
+    """Keep the current stream busy, so that a read which does not wait for it finds old bytes."""
     if device != "cpu":
         torch.cuda._sleep(100_000_000)

@@ -1,4 +1,4 @@
-"""What SGLang finds of the backend, and that it is what SGLang's own base classes ask for."""
+"""SGLang finds the backend, which has all that SGLang's base classes and queues ask for."""
 
 import ast
 import inspect
@@ -19,7 +19,7 @@ OF_REFUSED = {
     "bootstrap_infos": "pages kept after an abort",
     "conclude_state": "allocation once a prompt is computed",
 }
-"""What SGLang uses only with these, which are refused at the start or need a backend that offers them."""
+"""Names that SGLang uses only with these features, which are refused at the start or which a backend must offer."""
 ASKING = {"getattr", "hasattr"}
 KINDS = ("KVARGS", "MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER")
 

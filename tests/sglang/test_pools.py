@@ -1,4 +1,4 @@
-"""SGLang's own pool classes, as it lists them for transfers: our views have the elements that its layers write."""
+"""Our views of SGLang's own pools, as it lists them for transfers, have the elements that its layers write."""
 
 import ctypes
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler with our connector in it; the workers are the test's word."""
+"""vLLM's real scheduler with our connector in it; the test says what the workers report."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 TRANSFER = {"transfer_id": "t", "transfer_secret": SECRET}
 ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
 FOLLOWED = {"do_remote_prefill": True, **ADDRESS, **TRANSFER}
-"""What a router that has named a transfer tells a decode engine while the prompt is computed."""
+"""Parameters that a router which has named a transfer gives a decode engine while the prompt is computed."""
 
 
 def offer(num_tokens, **changes):
@@ -59,8 +59,8 @@ def vllm_config(
     engine=None,
     **extra,
 ):
-    """As `vllm serve` would make it with these arguments of the engine. `beside`: the connector before ours in a
-    `MultiConnector`, or after it if ours `is_first`. `is_ranged`: that is ours, too.
+    """The configuration that `vllm serve` would make of these arguments. `beside`: the connector before ours in a
+    `MultiConnector`, or after it if ours `is_first`. `is_ranged`: the `MultiConnector` is ours, too.
     """
     transfer = {
         "kv_connector": "KVConnector",
@@ -156,8 +156,8 @@ class News:
 
 
 class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
-    """For a `MultiConnector`: keeps every finished request's blocks, as one that saves them would, until
-    `finished_sending` names the request. It has the first `loads` tokens of each prompt, and no state of a layer.
+    """A child of a `MultiConnector` that keeps every finished request's blocks, as if it saved them, until
+    `finished_sending` names the request. It has the first `loads` tokens of each prompt, and no recurrent state.
     """
 
     loads = 0
@@ -182,12 +182,12 @@ class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return True, None
 
 
-# the rest of the interface is the workers', and there are none
+# the rest of the interface is for workers, and there are none
 KeepingConnector.__abstractmethods__ = frozenset()
 
 
 class World:
-    """An engine whose forward passes are imagined: every scheduled request that has its prompt samples token 7."""
+    """An engine without a model: every scheduled request whose prompt is complete samples token 7."""
 
     def __init__(self, config, kv_caches, handshakes, *, is_async=False):
         block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_caches, config)
@@ -228,7 +228,7 @@ class World:
         self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def step(self, **finished):
-        """One engine step in which the workers report `finished`: the news for them, and the requests' outputs."""
+        """Take a step in which the workers report `finished`. Returns their orders and the requests' outputs."""
         planned = self.scheduler.schedule()
         return self.news(planned), self.complete(planned, **finished)
 
@@ -240,8 +240,8 @@ class World:
         return News(ours.decode())
 
     def complete(self, planned, reported=None, **finished):
-        """The forward pass of a planned step is over, and the workers' aggregated output is `reported`, or they report
-        `finished`: the requests' outputs.
+        """End a planned step, whose workers' aggregated output is `reported`, or who report `finished`. Returns the
+        requests' outputs.
         """
         if finished:
             reported = KVConnectorOutput(**finished)
@@ -271,8 +271,8 @@ class World:
 
 class TierStep:
     """A step of an engine beside vLLM's `OffloadingConnector`, whose workers do what they are ordered. `news`: our
-    orders; `tier`: its loads; `extra`: the children that a worker waits for before the last one; `outputs`: the
-    requests'.
+    orders; `tier`: the tier's loads; `extra`: the number of children that a worker waits for besides the last one, by
+    request; `outputs`: the requests' outputs.
     """
 
     def __init__(self, engine, report=None, **finished):

@@ -1,6 +1,6 @@
-"""Engines of vLLM whose ranks may share tokens: its scheduler, cache tensors, slots, caller and aggregator of workers.
+"""vLLM engines whose ranks may share tokens, with its own scheduler, cache tensors, slots and aggregator of workers.
 
-Only the model is left out: what a forward pass writes is a known value for each layer, token and head.
+Only the model is left out: a forward pass writes a known value for each layer, token and head.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Shape:
         return 2 * DIM if self.kv_heads else DIM
 
     def heads(self, tp_rank):
-        """Those of a rank, in the model's numbers."""
+        """KV heads of a rank, in the whole model's numbering."""
         return (
             TpKVTopology.heads_of(self.kv_heads, tp_rank=tp_rank, tp_size=self.tp_size)
             if self.kv_heads
@@ -78,7 +78,7 @@ class Shape:
 
 
 def written(prompt, heads, content):
-    """`[layer, token, head, content]`: what a forward pass over a prompt leaves in the cache."""
+    """Values that a forward pass over a prompt leaves in the cache: `[layer, token, head, content]`."""
     layers, dims = torch.arange(LAYERS)[:, None, None, None], torch.arange(content)
     tokens = torch.tensor(prompt)[None, :, None, None]
     places = torch.arange(len(prompt))[None, :, None, None]
@@ -89,7 +89,7 @@ def written(prompt, heads, content):
 
 @lru_cache
 def _v1_kernel():
-    """vLLM's kernel with the real Triton's interpreter; where there is no GPU, vLLM has a dummy in Triton's place."""
+    """vLLM's kernel in the real Triton's interpreter: without a GPU, vLLM replaces Triton by a dummy."""
     here = ComputeSlotMappingKernel.kernel, None
     # in whose place vLLM may have registered one for this platform
     name = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
@@ -102,8 +102,8 @@ def _v1_kernel():
 
 
 def v1_slots(block_ids, num_tokens, block_size, shared):
-    """The slots of a request's first tokens on one rank, in blocks of vLLM's; -1 where another rank has the token. By
-    vLLM's V1 model runner: its CPU code knows no context parallelism.
+    """Slots of a request's first tokens on one rank, in vLLM's blocks; -1 where another rank has the token. vLLM's V1
+    model runner computes them, since its CPU code has no context parallelism.
     """
     table = torch.tensor([list(block_ids)], dtype=torch.int32)
     slots = torch.full((num_tokens,), PAD_SLOT_ID - 1, dtype=torch.int64)
@@ -176,7 +176,7 @@ class Rank:
             layer[place] = value[positions.start : positions.stop][is_own]
 
     def right_tokens(self, token_ids, block_ids):
-        """Positions whose slots on this rank hold what a forward pass over the tokens leaves."""
+        """Positions whose slots on this rank hold the values that a forward pass over the tokens leaves."""
         slots = self.slots(block_ids, len(token_ids))
         values = written(token_ids, self.heads, self.shape.content)
         is_right = slots != PAD_SLOT_ID
@@ -307,7 +307,7 @@ def prefilled(producer, prompt_number, num_tokens):
 
 
 def check_read(producer, consumer, prompt_number, num_tokens):
-    """A prompt that one engine prefills is, token by token, where vLLM reads it on the other's ranks."""
+    """Check that a prompt which one engine prefills is, token by token, where vLLM reads it on the other's ranks."""
     prompt, params = prefilled(producer, prompt_number, num_tokens)
     request = consumer.world.add(num_tokens, params, prompt=prompt_number)
     until(lambda: request.num_output_tokens > 0, consumer, producer)

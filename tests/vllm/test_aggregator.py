@@ -35,7 +35,7 @@ class Worker:
         self._left = {way: rng.sample(REQUESTS, len(REQUESTS)) for way in ("send", "recv")}
 
     def step(self, events, expected):
-        """What it does in one step, in our form; None if it says nothing."""
+        """The worker's output of one step in our form; None if it is empty."""
         rng = self._rng
         sent, received = (
             frozenset(left.pop() for _ in range(rng.randint(0, min(2, len(left)))))

@@ -43,7 +43,7 @@ def test_packed_k_and_v_are_found_in_every_layout(layout):
 
 
 def store_in_tiles(key_NHD, value_NHD, key_cache, value_cache, slots, *isa, **scales):
-    """As AMX code stores bfloat16: K as [16 tokens][dim pair][token][2], V as [16 dims][token pair][dim][2]."""
+    """Store bfloat16 as AMX code does: K as [16 tokens][dim pair][token][2], V as [16 dims][token pair][dim][2]."""
     size, dim = key_cache.shape[2:]
     for token, slot in enumerate(slots.tolist()):
         block, t = divmod(slot, size)
@@ -145,7 +145,7 @@ def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, t
 
 
 def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
-    """Where vLLM's configuration has a number of its own for the layer, also a single head can be seen."""
+    """A single head can be told if vLLM's configuration has a number of heads for that layer."""
     own = {"tp_size": 2, "total_kv_heads": 8, "place": placed(1)}
     part = registered(attention(num_kv_heads=2), **own)[0].cache.geometry.parts[0]
     assert (part.total_heads, part.head_start, part.head_stop) == (4, 2, 4)

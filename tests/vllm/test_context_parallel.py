@@ -22,7 +22,7 @@ WINDOW = attention(SlidingWindowSpec, sliding_window=48)
 
 
 def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
-    """Every worker's place, by the groups that vLLM makes of them."""
+    """The place of every worker in the groups that vLLM makes."""
     parallel = ParallelConfig(
         tensor_parallel_size=tp_size,
         pipeline_parallel_size=pp_size,
@@ -146,7 +146,7 @@ CASES = {
 @pytest.mark.ucx
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
-    """Also after a prefix hit. Everything but the model is vLLM's: scheduling, blocks, tensors, slots."""
+    """Tokens also arrive after a prefix hit. All but the model is vLLM's: scheduling, blocks, tensors, slots."""
     prefill, decode = CASES[name]
     virtual_block = decode.block_size * decode.dcp_size
     # vLLM lets ranks share the tokens of a head that they would else hold twice

@@ -34,7 +34,7 @@ def vllm_is_left_as_it_was(monkeypatch):
 
 
 def sampled(world, num_tokens, sampling=None, **options):
-    """What a prefill engine offers of a prompt: with `TOKEN`, if it sends the one that it sampled."""
+    """A prefill engine's offer of a prompt, with `TOKEN` in place of a token that it sampled and sends."""
     producer = world(role="kv_producer", **options)
     asked = {"max_tokens": 1, **(sampling or {})}
     producer.add(num_tokens, dict(w.REMOTE_DECODE), prompt=1, **asked)
@@ -47,7 +47,7 @@ def sampled(world, num_tokens, sampling=None, **options):
 
 
 def reported(world, num_tokens, sampling=None, **options):
-    """What the workers of a prefill engine report with the end of a prompt that it streams."""
+    """The extra bytes that a prefill engine's workers send with the end of a streamed prompt."""
     producer = world(role="kv_producer", **options)
     asked = {"max_tokens": 1, **(sampling or {})}
     producer.add(num_tokens, w.REMOTE_DECODE | w.TRANSFER, prompt=1, **asked)
@@ -63,7 +63,7 @@ def of_token(extra, **changes):
 
 
 def followed(engine, num_tokens=100, **sampling):
-    """A request for a streamed prompt that begins to load, and that step's orders and outputs."""
+    """Let a request for a streamed prompt begin to load; returns it and that step's orders and outputs."""
     request = engine.add(num_tokens, dict(w.FOLLOWED), prompt=1, **sampling)
     engine.step()
     engine.step(kv_connector_worker_meta=WorkerReport({request.request_id}))
@@ -71,7 +71,7 @@ def followed(engine, num_tokens=100, **sampling):
 
 
 class Seeded:
-    """A request that waits for its load, whose producer sampled `TOKEN`. `news`: what was ordered."""
+    """A request that waits for its load, whose producer sampled `TOKEN`. `news`: the workers' orders."""
 
     def __init__(self, world, engine, sampling=None, num_tokens=100, *, is_streamed=False):
         sampling = sampling or {}
@@ -87,14 +87,14 @@ class Seeded:
         assert outputs == []
 
     def end(self, **report):
-        """The load ends, as the workers say it did: the requests' outputs."""
+        """End the load as the workers report it; returns the requests' outputs."""
         if self.extra is not None:
             said = report.setdefault("kv_connector_worker_meta", WorkerReport())
             said.extras["r1"] = self.extra
         return self.engine.step(finished_recving={"r1"}, **report)[1]
 
     def check_computed(self, num_tokens):
-        """The engine computes `num_tokens` tokens of the prompt, and its first token itself."""
+        """Check that the engine computes `num_tokens` tokens of the prompt, and samples the first token itself."""
         planned = self.engine.scheduler.schedule()
         assert planned.num_scheduled_tokens == {"r1": num_tokens}
         assert self.engine.connector._scheduler._scheduler.num_loading == 0
@@ -257,7 +257,7 @@ FORGETS = {"specs": [attention(), WINDOWED], "first_token": "always"}
     [*((each, {}) for each in NOBODYS), ({}, {"first_token": "never"}), ({}, FORGETS)],
 )
 def test_no_token_is_sent_or_awaited_that_nobody_can_take(world, sampling, options):
-    """An offer of a model that forgets has one, see below; a stream has not."""
+    """The offer of a model that forgets tokens has one, see below; its stream has none."""
     if "specs" not in options:
         assert FIRST_TOKEN not in sampled(world, 100, sampling, **options)
     assert FIRST_TOKEN not in sampled(world, 100, {"max_tokens": 2}, bidirectional_kv_xfer=True)

@@ -1,6 +1,6 @@
-"""What engines of two vLLM releases exchange: the same parameters, whichever makes and whichever takes them.
+"""Engines of two vLLM releases exchange the same parameters, whichever of them makes or takes these.
 
-`scripts/test_vllm --contracts` runs this against the other release: both make the bytes of one file, and take them.
+`scripts/test_vllm --contracts` runs this against the other release: both make and take the parameters of one file.
 """
 
 import json

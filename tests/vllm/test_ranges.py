@@ -31,7 +31,7 @@ def fake(monkeypatch):
 
 
 def _loading(engine, stored=SPLIT, num_tokens=200, **changes):
-    """The tier has `stored` tokens of a prompt, and the prefix cache none: a request for it, and its first step."""
+    """Let the tier alone have `stored` tokens of a prompt; returns a request for it and its first step."""
     engine.add(stored, max_tokens=1, prompt=1)
     for _ in range(3):
         w.TierStep(engine)
@@ -117,7 +117,7 @@ def test_a_state_is_that_after_the_last_range(world, fake, monkeypatch):
 
 @pytest.mark.parametrize("loads,is_async", [(40, True), (SPLIT, False)])
 def test_a_prefix_that_nothing_can_follow_is_loaded_alone(world, fake, loads, is_async):
-    """It ends inside a block, or is loaded by the step that computes with it."""
+    """The prefix ends inside a block, or the step that computes with it loads it."""
     fake(loads, is_async=is_async)
     engine = world(**FAKE)
     request = engine.add(100, w.offer(100))
@@ -154,7 +154,7 @@ def test_tokens_of_several_sources_are_counted_once(world, fake):
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("lost", ["ours", "the tier's"])
 def test_a_range_that_is_lost_fails_the_request_once(world, policy, lost):
-    """Where vLLM recomputes, the tier's range is kept, or loaded again."""
+    """Where vLLM recomputes, the engine keeps the tier's range or loads it again."""
     engine = world(**TIER, policy=policy)
     request, ended, _ = _loading(engine)
     name = request.request_id
@@ -192,7 +192,7 @@ def test_an_aborted_request_keeps_its_blocks_until_both_have_ended(world):
 
 @pytest.mark.parametrize("is_ranged,stored", [(True, SPLIT), (False, 0)])
 def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch, is_ranged, stored):
-    """Also what came from the producer: the tier stores blocks as they fill."""
+    """The tier stores blocks as they fill, and so has the producer's tokens as well."""
     engine = world(beside="OffloadingConnector", is_ranged=is_ranged)
     request, ended, step = _loading(engine, stored or 1)
     assert [load.token_ranges for load in step.news.loads] == [((stored, 199),)]
@@ -213,7 +213,7 @@ def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch, 
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_vllms_own_loads_from_the_first_hit_alone(world, fake, is_first):
-    """Either child: a prefix, whose rest is computed here, or all that the producer has."""
+    """The first child has a prefix, and the engine computes the rest, or the producer has the whole prompt."""
     fake(SPLIT)
     engine = world(beside="KeepingConnector", is_first=is_first)
     request = engine.add(200, w.offer(200))
@@ -254,7 +254,7 @@ def test_a_worker_reports_each_request_when_its_last_child_has_ended(model, seed
 
 
 def _worker(model, num_children):
-    """A worker's connector, whose children report what the test says."""
+    """A worker's connector whose children report what the test sets."""
     config = w.vllm_config(model, **FAKE)
     options = config.kv_transfer_config.kv_connector_extra_config
     options["connectors"] = [options["connectors"][0]] * num_children

@@ -1,4 +1,4 @@
-"""What engines of vLLM's form give and take: our readers and transforms, and vLLM's own, of the same values."""
+"""Our readers and transforms, and vLLM's own, give the same of the same values."""
 
 import random
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Prompts that a decode engine reads while a prefill engine computes them, a part in each step."""
+"""A decode engine reads prompts while a prefill engine computes them, a part in each step."""
 
 from contextlib import closing, contextmanager
 
@@ -22,7 +22,7 @@ WINDOWED = [attention(), attention(SlidingWindowSpec, sliding_window=32)]
 
 
 def holds(news):
-    """What the workers of a prefill engine get: tokens, blocks of each group, and whether it is all."""
+    """A prefill engine's orders to its workers: tokens, blocks of each group, and True with the last one."""
     return [
         (
             hold.watermark.step_stop,
@@ -78,7 +78,7 @@ def test_a_prompt_that_is_preempted_is_given_up(world):
     news, _ = engine.step()
     assert (news.withdrawn, holds(news)) == (["r1"], [])
     orders = [engine.step()[0] for _ in range(3)]
-    # the workers know the name, and let go of the blocks at once
+    # the workers know the name, and free the blocks at once
     assert [holds(news) for news in orders] == [[], [], [(140, 5, True)]]
     assert orders[-1].holds[0].transfer_id == "t"
     engine.step(finished_sending={"r1"})
@@ -100,7 +100,7 @@ def test_without_names_that_can_be_used_or_streams_a_prompt_is_offered_at_the_en
 
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(world, is_followed):
-    """Its producer is notified, also if no step has scheduled the request."""
+    """The producer is notified even if no step has scheduled the request."""
     engine = world()
     request = engine.add(100, dict(w.FOLLOWED) if is_followed else w.offer(100))
     if is_followed:
@@ -139,7 +139,7 @@ def begin(producer, consumer, address, number=1):
 
 
 def arrived(consumer, request):
-    """Leading tokens of a request that are in the decode engine's blocks."""
+    """Number of a request's leading tokens that are right in the decode engine's blocks."""
     if not consumer.world.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]:
         return 0
     right = set(range(LENGTH))
@@ -179,7 +179,7 @@ def test_parts_arrive_before_the_prompt_is_computed(model, name, direct):
         until(lambda: request.num_output_tokens > 0, producer, consumer)
         assert arrived(consumer, request) == LENGTH
         until(request.is_finished, consumer, producer)
-        # nothing of the prompt: the first token is the producer's
+        # it computes nothing of the prompt: the first token is the producer's
         assert consumer.num_computed[request.request_id] == 3
         leave_nothing(producer, consumer)
 
@@ -202,7 +202,7 @@ def test_both_engines_know_the_beginning_of_a_prompt(model):
 @pytest.mark.ucx
 @pytest.mark.parametrize("stream", [(False, True), (True, False)])
 def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream):
-    """The router gives the prefill engine's answer to the decode engine, where that engine names the transfer."""
+    """Where the prefill engine names the transfer, the router hands its answer to the decode engine."""
     with (
         closing(
             SharedEngine(model, "kv_producer", Shape(step_tokens=48), stream=stream[0])
@@ -232,8 +232,8 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 @pytest.mark.parametrize("policy,direct", [("fail", "auto"), ("recompute", "never")])
 @pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close", "close before the token"])
 def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
-    """The decode engine's request fails, or is computed there from what has come on. An engine that slept offers the
-    prompt, which nobody reads before the lease ends.
+    """The decode engine's request fails, or the engine computes what has not arrived. An engine that slept offers the
+    prompt, and the lease ends unread.
     """
     options = {"paths": {"direct": direct}, "lease": {"duration_s": 6}}
     with acquainted(model, policy=policy, **options) as acquaintance:
@@ -261,7 +261,7 @@ def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
         until(request.is_finished, *both)
         assert (request.status.name == "FINISHED_ERROR") == (policy == "fail")
         assert request.num_output_tokens == (0 if policy == "fail" else 4)
-        if end != "close before the token":  # by which a load that has all of it keeps nothing
+        if end != "close before the token":  # such a load has every token and keeps none
             assert consumer.num_computed[request.request_id] <= LENGTH - 48 + 3
         leave_nothing(*both)
 

@@ -53,8 +53,8 @@ def load(request_id="d", ids=(4, 2, 3), tokens=(3 * c.SIZE, 6 * c.SIZE)):
 
 @pytest.fixture
 def host_buffer(monkeypatch):
-    """A host buffer whose device is the CPU, on a rank that shares tokens: two kernel blocks are one of ours. vLLM's
-    own operation copies.
+    """A host buffer whose device is the CPU, on a rank that shares tokens: two kernel blocks are one of ours, and
+    vLLM's own operation copies.
     """
 
     def copy(source, destination, source_ids, destination_ids):
@@ -92,7 +92,7 @@ def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_bu
 
 
 class TakingWorker:
-    """Reports what a test sets, and remembers the orders it got."""
+    """Reports what a test sets, and records its orders."""
 
     def __init__(self, error=None):
         self.error = error
@@ -142,7 +142,7 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
 
 
 def test_layers_are_told_in_order_and_before_the_step_is():
-    """vLLM calls for each layer, and hands over the step's orders when the last one was launched."""
+    """vLLM calls for each layer, and hands over the step's orders after it has launched the last one."""
     worker, written = TakingWorker(), []
     worker.layer_written = written.append
     half = worker_half(worker)
@@ -178,7 +178,7 @@ def test_a_step_that_cannot_be_taken_fails_its_requests_and_no_other():
     [(3 * c.SIZE, {4, 2, 3}), (4 * c.SIZE, {2, 3}), (5 * c.SIZE + 1, {3}), (None, set())],
 )
 def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invalid):
-    """If nobody knows what came, the request has failed as a whole."""
+    """If it is not known how many tokens arrived, the request fails as a whole."""
     worker = TakingWorker()
     half = worker_half(worker)
     half._parts = FailedParts.of([c.registered(c.attention())[0]])
@@ -194,7 +194,7 @@ def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invali
 
 
 def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
-    """With something to compute, or nothing to wait for, no step waits."""
+    """No step waits while the engine has something to compute, or no load is under way."""
     worker = TakingWorker()
     half = worker_half(worker)
     half.finished(is_idle=True)
@@ -207,7 +207,7 @@ def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
 
 
 def test_a_load_that_ended_does_not_wait_for_others():
-    """Its step's results are taken after the next step, which is planned before."""
+    """vLLM takes the results of the load's step after the next step, which it has planned before."""
     worker = TakingWorker()
     connector = object.__new__(integration.KVConnector)
     connector._worker_half, connector._has_ended_loads = worker_half(worker), False
@@ -248,7 +248,7 @@ def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end)
 
 
 def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
-    """The rest of the step is carried out, and the refused requests' other engines are notified."""
+    """The worker carries out the rest of the step, and notifies the other engines of the refused requests."""
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)
     bad, good = load("bad", ids=(3,)), load()
@@ -263,7 +263,7 @@ def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
 
 
 def test_what_a_failed_load_would_have_copied_is_forgotten(host_buffer):
-    """Its blocks are another request's by the time that a request of the same name is loaded."""
+    """When a request of the same name is loaded, the old one's blocks may belong to another request."""
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)
     half.start_step(ConnectorStep.of(StepMetadata(orders=(load("bad", ids=(3,)), load()))))

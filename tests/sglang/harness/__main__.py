@@ -62,7 +62,7 @@ def arguments_of():
 
 
 class Alone:
-    """One engine without another, of the model that the last case had."""
+    """One engine alone, of the last case's model."""
 
     def __init__(self, folder, stack):
         self._folder, self._engine, self._model, self._known = folder, None, None, {}
@@ -80,7 +80,7 @@ class Alone:
         return self
 
     def ask(self, prompt, **options):
-        """Its answer, from its cache if it was asked before."""
+        """Its answer, remembered from an earlier time if it was asked before."""
         key = repr((prompt, options))
         if key not in self._known:
             self._known[key] = self._engine.ask(prompt, **options)

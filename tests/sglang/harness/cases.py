@@ -9,10 +9,10 @@ from tests.sglang.harness import scenarios as s
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines and what is done with them.
+    """Two engines and the scenario that drives them.
 
     `prefill` and `decode` are options of `sglang.launch_server`. `is_quick`: run for every change. `is_ours`: it needs
-    settings or errors of kvconnector, or what SGLang's own backends cannot do. `why_not`: why it cannot run on a CPU.
+    settings or errors of kvconnector, or moves that SGLang's own backends lack. `why_not`: why it cannot run on a CPU.
     """
 
     name: str
@@ -48,7 +48,7 @@ SOON = {
     "KVCONNECTOR_PEER_TIMEOUT_S": "3",
     "KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "3",
 }
-"""So that cases of loss end soon."""
+"""Deadlines that let cases of loss end soon."""
 
 
 def _ours(name, *arguments, **options):

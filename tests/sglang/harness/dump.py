@@ -1,4 +1,4 @@
-"""What both engines have in their caches for a prompt: hooks that run in the engines, and the comparison.
+"""Hooks that dump what an engine has in its caches for a prompt, and the comparison of both engines' dumps.
 
 The prefill engine writes digests of its bytes when a prompt is complete, the decode engine when the transfer is: one
 file for each room and rank. SGLang's pages do not matter here: its table of a request names a row for each token.
@@ -14,9 +14,9 @@ import torch
 from tests.vllm.harness.digests import difference, digest, merged
 
 NO_ROW = 0
-"""Of a window's pool: where tokens are that it does not keep."""
+"""The row of a window's pool that stands for tokens which it does not keep."""
 STATE_PARTS = ((512, 64, 64), (16,))
-"""Of the model with "states": its convolution is `[x | B | C]`, each cut by ranks, and then there are its heads."""
+"""Parts of a recurrent state: its convolution `[x | B | C]`, each cut by ranks, and its heads."""
 
 
 def dump_into(folder):
@@ -112,7 +112,7 @@ class Digests:
                 self._found[f"{layer}.{name}", head] = dict(found)
 
     def _states(self):
-        """By channel and by head."""
+        """Digest recurrent states by channel and by head."""
         cache = self._scheduler.req_to_token_pool.mamba_pool.mamba_cache
         slot = int(self._req.kv.mamba_pool_idx)
         for number, tensor in enumerate((*cache.conv, cache.temporal)):

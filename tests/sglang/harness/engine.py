@@ -54,8 +54,8 @@ OPTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS`; `dumps`: the
-    folder where it leaves what is in its cache.
+    """An engine's options. `options`: of `sglang.launch_server`, by name, beyond `OPTIONS`; `dumps`: the folder for the
+    digests of its cache.
     """
 
     model: str
@@ -75,7 +75,7 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Answer:
-    """Of one request. `error`: SGLang's message, empty if there is none."""
+    """The answer to one request. `error`: SGLang's message, "" if there is none."""
 
     tokens: list
     error: str = ""
@@ -83,7 +83,7 @@ class Answer:
 
 
 class Request:
-    """One under way: POST, or GET without a body."""
+    """A request under way: POST, or GET without a body."""
 
     def __init__(self, port, path, body=None):
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
@@ -130,7 +130,7 @@ class Engine(EngineProcess):
         super().__init__(spec, _run, [*spec.arguments, "--port", str(self.port)], spec.dumps)
 
     def wait_until_ready(self):
-        """Until it answers.
+        """Wait until it answers.
 
         Raises:
             NoAnswerError: it ended, or took longer than `START_TIMEOUT_S`.
@@ -152,7 +152,7 @@ class Engine(EngineProcess):
         return Request(self.port, "/generate", body)
 
     def ask(self, prompt, **options):
-        """Tokens of this engine alone."""
+        """Ask this engine alone."""
         return self.submit(prompt, **options).answer()
 
     def abort(self, request_id):
@@ -164,7 +164,7 @@ class Engine(EngineProcess):
         return Request(self.port, "/flush_cache", {}).status() == OK
 
     def log_text(self):
-        """What it has logged."""
+        """Its log so far."""
         return self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
 
     def last_error(self):
@@ -200,7 +200,7 @@ def _run(arguments, dumps):
 
 
 def rest_when_idle():
-    """SGLang's scheduler polls without a pause, also when it has nothing to compute: leave the cores to the others."""
+    """Let SGLang's scheduler, which polls without a pause when it is idle, leave the cores to the others."""
     from sglang.srt.managers.scheduler import Scheduler
 
     on_idle = Scheduler.on_idle
@@ -213,7 +213,7 @@ def rest_when_idle():
 
 
 def use_host_memory():
-    """SGLang's NIXL backend registers every cache as GPU memory, on a CPU too: say host memory to NIXL."""
+    """Let SGLang's NIXL backend, which registers every cache as GPU memory, register host memory."""
     from nixl._api import nixl_agent
 
     def on_host(original):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 UNUSED_OPS = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cpu")
-"""Of gated delta nets: SGLang looks them up for every recurrent model."""
+"""Kernels of gated delta nets, which SGLang looks up for every recurrent model."""
 
 
 def stand_in():

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine of one case, asked as a router does, and an engine alone that says what is right."""
+"""A prefill and a decode engine, asked as a router does, and an engine alone that gives the right tokens."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Asked:
-    """One request at both engines, or at one of them. `name`: that of each after `prefill-` and `decode-`."""
+    """One request at both engines or at one of them, where its id is `prefill-` or `decode-` and `name`."""
 
     room: int
     name: str
@@ -55,17 +55,17 @@ class Pair:
         self.decode = Engine(self.specs["decode"])
 
     def wait_until_ready(self):
-        """Both."""
+        """Wait for both engines."""
         self.prefill.wait_until_ready()
         self.decode.wait_until_ready()
 
     def stop(self):
-        """Both, at once."""
+        """Kill both engines."""
         self.prefill.kill()
         self.decode.kill()
 
     def restart(self, side, **environment):
-        """Start one anew under its ports, with its log going on."""
+        """Kill an engine and start it again with its ports and log."""
         old = getattr(self, side)
         old.kill()
         spec = replace(old.spec, environment={**old.spec.environment, **environment})
@@ -73,11 +73,11 @@ class Pair:
         getattr(self, side).wait_until_ready()
 
     def alone(self, prompt, **options):
-        """Tokens of one engine alone."""
+        """Tokens that one engine alone gives."""
         return self._alone.ask(prompt, **options).tokens
 
     def submit(self, prompt, to=("prefill", "decode"), **options):
-        """Ask both engines at once, as a router does, or one of them."""
+        """Ask both engines at once, as a router does, or only one."""
         room, name = secrets.randbits(62) + 1, secrets.token_hex(8)
         where = {"bootstrap_host": "127.0.0.1", "bootstrap_port": self.bootstrap_port}
         asked = {}
@@ -89,7 +89,7 @@ class Pair:
         return Asked(room, name, prompt, asked.get("prefill"), asked.get("decode"))
 
     def compare(self, outcome, what, asked, expected):
-        """Compare tokens with one engine's alone, and both caches."""
+        """Compare tokens with those of one engine alone, and the caches of both engines."""
         answers = [each.answer() for each in (asked.decode, asked.prefill)]
         if any(answer.error for answer in answers):
             outcome.prompts += 1
@@ -99,7 +99,7 @@ class Pair:
         outcome.compare_bytes(what, compare(self.dumps, asked.room))
 
     def ask(self, outcome, what, prompt, **options):
-        """Ask both, and compare."""
+        """Ask both engines, and compare."""
         expected = self.alone(prompt, **options)
         self.compare(outcome, what, self.submit(prompt, **options), expected)
 
@@ -126,7 +126,7 @@ class Pair:
 
 
 def threads_of(ranks):
-    """SGLang binds each rank of a CPU engine to cores of its own, and must be given them beyond one per NUMA node."""
+    """Variables that name a core for each rank: SGLang finds them itself only up to one rank per NUMA node."""
     if ranks == 1:
         return {}
     cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]

@@ -1,4 +1,4 @@
-"""What is done with a pair of engines."""
+"""The scenarios of the cases: each drives a pair of engines."""
 
 import statistics
 import time
@@ -24,7 +24,7 @@ def tokens(pair, outcome):
 
 
 def prefix_hits(pair, outcome):
-    """What one or both engines have of a prompt is not moved again, and the rest is right."""
+    """The engines do not move tokens again that one or both of them have, and the rest is right."""
     prompt = prompt_of(200, seed=1)
     pair.ask(outcome, "first", prompt)
     pair.ask(outcome, "the same again", prompt)
@@ -47,7 +47,7 @@ def crowd(pair, outcome):
 
 
 def retraction(pair, outcome):
-    """The decode engine has no room for all answers: it takes requests back, resumes them, and they are right."""
+    """The decode engine has no room for all answers: it takes requests back and resumes them."""
     prompts = [prompt_of(100, seed=20 + number) for number in range(3)]
     expected = [pair.alone(prompt, max_tokens=200) for prompt in prompts]
     asked = [pair.submit(prompt, max_tokens=200) for prompt in prompts]
@@ -63,7 +63,7 @@ def logprobs(pair, outcome):
 
 
 def times(pair, outcome):
-    """How long the first answer takes, and then a first token at the decode engine, beside one engine alone.
+    """Measure the first answer, and then first tokens at the decode engine and at one engine alone.
 
     Of prompts of one chunk and of eight: nobody has seen them, and each is asked once. Two engines in turn.
     """
@@ -112,7 +112,7 @@ def abort(pair, outcome):
 
 
 def kill(pair, outcome, side, other):
-    """One engine dies when the other has a request for it: that fails in time, by an error of ours, nothing else."""
+    """One engine dies while the other has a request for it, which fails in time by an error of ours; no other does."""
     prompt, left = prompt_of(400, seed=8), getattr(pair, other)
     pair.ask(outcome, "before", prompt)
     pair.forget()
@@ -156,7 +156,7 @@ def lost_router(pair, outcome):
 
 
 def keys(pair, outcome):
-    """With keys the caches are right; a decode engine whose key is not authorised gets an error, and no bytes."""
+    """Engines with keys move caches; a decode engine whose key is not authorised gets an error and no bytes."""
     folder = pair.dumps.parent / "keys"
     own = {side: generate_keys(folder / side).public_key for side in ("prefill", "decode", "other")}
     (folder / "prefill" / AUTHORIZED_CLIENTS_FILE).write_text(own["decode"] + "\n")

@@ -1,4 +1,4 @@
-"""Prefill and decode engines of several ranks in this process, as SGLang would call their ranks."""
+"""Prefill and decode engines of several ranks in this process, called as SGLang would call their ranks."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ from tests.sglang.pure.pools import Pools
 from tests.support.ports import free_ports
 
 DEADLINE_S = 110.0
-"""Whoever comes first compiles the kernels."""
+"""The first test compiles the kernels."""
 
 
 class Gathered:
-    """What all ranks, each in a thread, give and get."""
+    """Gathers the payloads of all ranks, each in a thread of its own."""
 
     def __init__(self, num_ranks):
         self._barrier = threading.Barrier(num_ranks, timeout=DEADLINE_S)
@@ -75,7 +75,7 @@ class Engine:
 
 
 class Pair:
-    """A prefill engine and a decode engine. What one of them is asked to do, all of its ranks are."""
+    """A prefill engine and a decode engine. Each call goes to all ranks of an engine."""
 
     def __init__(self, model, *, prefill=None, decode=None, environ=None):
         self.model, self.port = model, free_ports()
@@ -105,8 +105,8 @@ class Pair:
         return found
 
     def compute(self, sent, pages, start, stop, *, is_last=False, slot=2, row=1, token=7):
-        """Compute and publish the tokens in between, of which the first begins a page; with the last ones what is read
-        at the end.
+        """Compute and publish the tokens from `start`, where a page begins, to `stop`; with the last ones also states
+        and metadata.
         """
         for transfer, pools in zip(sent, self.prefill.pools, strict=True):
             size = pools.page_size
@@ -121,7 +121,7 @@ class Pair:
             transfer.send(taken, states, stop - start)
 
     def load(self, wanted, pages, num_tokens, *, prefix=0, slot=3, row=2):
-        """Into `pages`, which begin with the sequence's first."""
+        """Load into `pages`, the first of which holds the sequence's first token."""
         for transfer, pools in zip(wanted, self.decode.pools, strict=True):
             transfer.num_tokens, transfer.window_tokens = num_tokens, self.model.window_tokens
             taken = pages[prefix // pools.page_size : -(-num_tokens // pools.page_size)]
@@ -129,7 +129,7 @@ class Pair:
             transfer.send_metadata(taken, row, states, prefix)
 
     def _states(self, pools, pages, num_tokens, prefix, slot):
-        """As SGLang names them: a window's pages, whole ones, and a slot."""
+        """A window's pages, and the slot of a state, as SGLang names them."""
         states = []
         size = pools.page_size
         if self.model.windows:
@@ -150,7 +150,7 @@ class Pair:
             time.sleep(0.001)
 
     def check(self, pages, num_tokens, *, prefix=0, slot=3, row=2, token=7):
-        """All that the decode engine's ranks should have is there."""
+        """Check that the decode engine's ranks have all that they should have."""
         for pools in self.decode.pools:
             kept = num_tokens - self.model.window_tokens
             spans = [(pools.kv, 0, prefix), (pools.draft, 0, prefix), (pools.window, 4, kept)]
@@ -170,7 +170,7 @@ class Pair:
 
 
 def error_of(transfer):
-    """What SGLang gets when it asks a request that has failed, here or in another rank."""
+    """The error that SGLang gets from a request which has failed, here or in another rank."""
     with pytest.raises(KVConnectorError) as raised:
         transfer.failure_exception()
     return raised.value

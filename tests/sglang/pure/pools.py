@@ -1,7 +1,7 @@
-"""Pools as SGLang lays them out, and what it lists of them, in this process and without SGLang.
+"""Pools as SGLang lays them out, and their listing in `KVArgs`, without SGLang.
 
-Every element has a value that says which it is: of which part and layer, head, token or channel. So a rank of any
-engine knows what it must have after a load.
+The value of each element says which part, layer, head, token or channel it belongs to, so that a rank of any engine
+knows what it must have after a load.
 """
 
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ DTYPE = torch.int32
 
 
 class Model:
-    """What both engines have. `windows` are layers with a sliding window, `states` layers with a recurrent state."""
+    """The model of both engines. `windows` are layers with a sliding window, `states` layers with a recurrent state."""
 
     def __init__(
         self, *, layers=4, heads=4, latent=False, windows=(), states=(), window_tokens=0, draft=0
@@ -118,7 +118,7 @@ class Pools:
         return args
 
     def rows_of(self, pages, first_token, tokens):
-        """Where these tokens are, if the pages begin with the page of `first_token`."""
+        """Rows of these tokens, if the pages begin with the page of `first_token`."""
         base = first_token // self.page_size
         return [
             pages[token // self.page_size - base] * self.page_size + token % self.page_size
@@ -126,7 +126,7 @@ class Pools:
         ]
 
     def expected_pages(self, part, layer, tokens):
-        """Of these tokens `[token, head, dim]` of this rank."""
+        """Values of these tokens on this rank, `[token, head, dim]`."""
         heads = torch.tensor([*self.heads]).view(-1, 1) * HEAD_DIM
         tokens = torch.tensor([*tokens], dtype=torch.int64).view(-1, 1, 1)
         return self.model.code(part, layer, tokens, heads + torch.arange(HEAD_DIM))
@@ -144,14 +144,14 @@ class Pools:
         return self.model.code(9, layer, own.view(-1, 1), inner).view(-1, *STATE_DIMS)
 
     def write_tokens(self, caches, pages, tokens, part_base=0, first_token=0):
-        """As a model's forward would."""
+        """Write tokens as a model's forward pass would."""
         rows = self.rows_of(pages, first_token, tokens)
         for part, layers in enumerate(caches):
             for layer, tensor in layers.items():
                 tensor[rows] = self.expected_pages(part_base + part, layer, tokens)
 
     def write_end(self, slot, row, token):
-        """States, and a row of metadata whose first byte is the token."""
+        """Write states, and a row of metadata whose first byte is the token."""
         for layer, tensor in self.conv.items():
             tensor[slot] = self.expected_conv(layer)
         for layer, tensor in self.temporal.items():

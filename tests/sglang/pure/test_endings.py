@@ -1,4 +1,4 @@
-"""Requests that end early, on either side and at any time, and what each engine learns of it."""
+"""Requests end early on either side and at any time, and both engines learn of it."""
 
 import time
 from contextlib import closing
@@ -40,7 +40,7 @@ def pair():
 
 @pytest.fixture
 def patient():
-    """With deadlines that no busy machine reaches, where no test waits for one."""
+    """For tests that wait for no deadline: on no busy machine do these pass."""
     with closing(Pair(Model(), decode={"tp_size": 2})) as made:
         yield made
 

@@ -1,4 +1,4 @@
-"""The router of examples/sglang_1p1d, between two stand-in engines, and what the example starts its engines with."""
+"""The router of examples/sglang_1p1d between two stand-in engines, and the commands of the example's engines."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from sglang_1p1d.run import engine_command
 
 
 class Engine:
-    """Answers with `status` once `other` was asked for the same room, `delay_s` later; never if that is None."""
+    """Answers with `status` `delay_s` after `other` was asked for the same room; never if `delay_s` is None."""
 
     def __init__(self, status=200, delay_s=0.0):
         self.status, self.delay_s, self.other, self.bodies = status, delay_s, self, []
@@ -36,7 +36,7 @@ class Engine:
 
 
 def through_router(prefill, decode, prompts):
-    """Statuses and bodies of one request after the other."""
+    """Send one request after the other; returns their statuses and bodies."""
 
     async def ask():
         prefill.other, decode.other = decode, prefill

@@ -1,4 +1,4 @@
-"""What arrives where, between engines of any shapes, by real workers."""
+"""Prompts, windows and states arrive between engines of any shapes, by real workers."""
 
 from contextlib import closing
 

@@ -1,4 +1,4 @@
-"""What the SGLang backend takes from its surroundings, and what it refuses in words."""
+"""The SGLang backend takes settings from its surroundings, and refuses in words what it cannot move."""
 
 from types import SimpleNamespace
 

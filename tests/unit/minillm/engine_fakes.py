@@ -1,4 +1,4 @@
-"""A connector that records, and ranks that keep in every slot which token of which prefix was written there."""
+"""A connector that records calls, and ranks that keep in every slot the prefix whose last token was written there."""
 
 import zlib
 
@@ -103,7 +103,7 @@ def run_step(scheduler, events=NO_EVENTS):
 
 
 def next_token(tokens):
-    """What the fake model samples after `tokens`."""
+    """The token that the fake model samples after `tokens`."""
     return hash(tuple(tokens)) % 5
 
 
@@ -185,7 +185,7 @@ class FakeRanks:
             pool.setdefault(ids[block], {})[slot] = tuple(tokens[: position + 1])
 
     def load(self, request, target, num_valid):
-        """What a connector does: each group's missing tokens, into its blocks. Something else from `num_valid` on."""
+        """Write each group's missing tokens into its blocks as a connector does, and wrong ones from `num_valid` on."""
         stop = request.num_computed
         tokens = request.prompt[: min(num_valid, stop)]
         tokens += [-1] * (stop - len(tokens))

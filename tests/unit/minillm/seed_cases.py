@@ -66,7 +66,7 @@ def config_of(architecture, role="mono", *, tables="host", direct="always", **ca
 
 
 def expected(architecture, prompt):
-    """What follows the prompt."""
+    """Tokens that follow the prompt."""
     return token_ids(generate(model_of(architecture), prompt, MAX_TOKENS))
 
 

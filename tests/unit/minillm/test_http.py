@@ -152,7 +152,7 @@ def test_a_failed_transfer_is_a_server_error(stream):
 
 
 def test_a_client_that_goes_away_aborts_its_request(tmp_path):
-    """One that waits for the whole answer; the integration tests have clients that leave streams."""
+    """This client waits for the whole answer; in the integration tests clients leave streams."""
 
     async def check():
         engine = ScriptedEngine(endless=True)
@@ -264,7 +264,7 @@ class StreamingEngines:
 
 
 async def statuses(client, count):
-    """Of this many completions, one after the other."""
+    """Statuses of `count` completions, one after the other."""
     found = []
     for _ in range(count):
         async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:
@@ -274,7 +274,7 @@ async def statuses(client, count):
 
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_the_router_finds_a_prefill_engine_that_was_restarted_elsewhere(recomputes):
-    """Also where the decode engine computes the prompt itself, and answers before the prefill engine does."""
+    """The router also finds it if the decode engine computes the prompt itself and answers first."""
     engines = StreamingEngines(recomputes=recomputes, is_slow=True)
 
     async def check():

@@ -1,4 +1,4 @@
-"""Both routers with more requests at once than a default HTTP client has connections for, and the reasons they give."""
+"""Both routers take more requests at once than a default HTTP client has connections, and name reasons of failures."""
 
 import asyncio
 import errno
@@ -20,7 +20,7 @@ TIMEOUT_S = 100.0
 
 
 class Engines:
-    """A prefill and a decode engine that stream, and answer nobody before everybody has asked both of them."""
+    """A prefill and a decode engine that stream, and answer once all requests have reached both of them."""
 
     def __init__(self):
         self.expected = 1

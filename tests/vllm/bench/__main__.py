@@ -23,7 +23,7 @@ from tests.vllm.harness.runner import model_paths, preload, specs_of
 
 TIER = "tier"
 TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}
-"""Of each prompt, what the decode engine's tier has."""
+"""Share of each prompt that the decode engine's tier has."""
 STREAMED = {OURS: "streamed", "computed": "computed-streamed"}
 """Pairs that are also asked both at once, and that contender's name."""
 PLANS = {

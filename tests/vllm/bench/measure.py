@@ -21,8 +21,8 @@ CANDIDATES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is asked. `step_tokens`: the engines' `max_num_batched_tokens`. `churn_tokens` run through every pool first,
-    so that free blocks lie scattered.
+    """The requests of a run. `step_tokens`: the engines' `max_num_batched_tokens`. `churn_tokens` run through every
+    pool first, so that free blocks lie scattered.
     """
 
     lengths: list[int]
@@ -34,7 +34,7 @@ class Plan:
 
 
 class Asked(NamedTuple):
-    """A case: `prompts` at once, each of `tokens`."""
+    """A case: `prompts` requests at once, each of `tokens` tokens."""
 
     title: str
     prompts: int
@@ -52,9 +52,8 @@ class Contender:
     in_tier: float | None = None
 
     def handed_over(self, prompts):
-        """Both engines' answers, and the seconds from the prefill engine's last one to each first token of the other.
-
-        One after the other, they begin when the decode engine is asked.
+        """Hand prompts over. Returns both engines' answers, and seconds from the prefill engine's last answer, or if
+        not streamed from the request to the decode engine, to each first token.
         """
         pair = self.pair
         if self.is_streamed:
@@ -97,8 +96,8 @@ class Turns:
     """Every contender does each thing in its turn; one that fails is left out, for the reason in `errors`. `keep` is
     called after each case.
 
-    `samples` are by case, contender and what was found: seconds, and of `RIGHT` whether a request's first token was
-    the prefill engine's own.
+    `samples` are by case, contender and figure: seconds, and for `RIGHT` True if a request's first token was the
+    prefill engine's own.
     """
 
     def __init__(self, contenders, plan, say, keep):
@@ -150,8 +149,8 @@ class Turns:
                     self.samples[case][name][what] += samples
 
     def _clear_prompt(self, length):
-        """Of prompts that differ in their last token the one whose two likeliest next tokens are furthest apart, by the
-        first prefill engine that answers: so rounding does not decide the first token.
+        """Choose among prompts that differ in their last token the one whose two likeliest next tokens are furthest
+        apart, by the first prefill engine that answers, so that rounding does not decide the first token.
         """
         head = self._prompt(length - 1)
         prompts = [head + self._prompt(1) for _ in range(CANDIDATES)]

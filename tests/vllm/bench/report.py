@@ -11,10 +11,10 @@ from kvconnector.bench.results import CaseResult, Measurement
 from kvconnector.cli.bench import draw_handover
 
 FIRST, SECOND = "first token", "second token"
-"""From the prefill engine's answer to the decode engine's first and second token; the latter is given out with it."""
+"""Times from the prefill engine's answer to the decode engine's first and second token."""
 TRANSFER, RIGHT = "transfer", "right"
 BEST = "best possible"
-"""First tokens of the same requests once more, when the decode engine has everything in its prefix cache."""
+"""First tokens of the same requests again, when the decode engine has their prompts in its prefix cache."""
 TITLES = {
     "streamed": "kvconnector, streamed",
     "computed": "kvconnector, first_token=never",
@@ -27,7 +27,7 @@ TITLES = {
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. Times are compared with the first contender's first tokens."""
+    """A run. Every time is compared with the first contender's first tokens."""
 
     command: str
     environment: dict[str, str]
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cases_of(turns):
-    """What was found so far."""
+    """The results so far."""
     for asked, samples in turns.samples.items():
         measurements = []
         for name, found in samples.items():

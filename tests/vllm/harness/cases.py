@@ -17,16 +17,15 @@ from tests.vllm.harness.servers import http_example, metrics
 
 @dataclass(frozen=True)
 class Case:
-    """Two engines and what is done with them.
+    """Two engines and the scenario that drives them.
 
-    `prefill` and `decode` are arguments of `EngineSpec`, and "draft": how they speculate, with the model itself as
-    "draft_model", with an "eagle", or with the model's own layers, "mtp". Of servers only "dp_size" counts.
-    `found_by`: the connector is found by a module's path, by its plugin's name, or as the child of a
-    `MultiConnector` ("multi"), also after vLLM's OffloadingConnector: in ours, which loads from both ("ranges"), or in
-    vLLM's own, which loads from the first that has anything ("first-hit"). `servers` takes the place of all this with
-    API servers. `is_quick`: run for every change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" that vLLM's
-    CPU code cannot do without, "hosts" made of namespaces, or packages of a launcher or router. `gpu_dtype`: where the
-    attention that a case needs takes no float32.
+    `prefill` and `decode` are arguments of `EngineSpec`, and "draft": they speculate with the model itself
+    ("draft_model"), with an "eagle", or with the model's own layers ("mtp"). Of servers only "dp_size" counts.
+    `found_by`: vLLM finds the connector by a module's path, by its plugin's name, or as the child of a
+    `MultiConnector` ("multi"), which may have vLLM's OffloadingConnector first: ours loads from both ("ranges"), vLLM's
+    own from the first that has anything ("first-hit"). `servers` runs API servers in place of all this. `is_quick`: run
+    for every change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" if vLLM's CPU code cannot run it, "hosts"
+    made of namespaces, or packages of a launcher or router. `gpu_dtype`: for attention that takes no float32.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Engines of several data-parallel ranks: whichever rank computed a prompt, whichever decodes it."""
+"""Engines of several data-parallel ranks: any rank decodes a prompt that any rank computed."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -8,7 +8,7 @@ from tests.support.ports import free_ports
 from tests.vllm.harness.servers import Servers, failures, transfers
 
 BALANCED = 6
-"""Requests that vLLM's own load balancers spread."""
+"""Number of requests that vLLM's own load balancers spread."""
 
 
 def one_address(kind="llama", *, prefill, decode, more=""):
@@ -57,7 +57,7 @@ def address_per_rank(kind, *, size, more=""):
 
 
 def _every_pair(servers, outcome, ranks):
-    """Prompts from each prefill rank to each decode rank, which are `(server, rank)`: the number of transfers."""
+    """Move a prompt from each prefill rank to each decode rank, given as `(server, rank)`. Returns their number."""
     pairs = list(product(ranks["prefill"], ranks["decode"]))
     sizes = Counter(server for places in ranks.values() for server, _ in places)
 

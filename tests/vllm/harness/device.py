@@ -1,4 +1,4 @@
-"""What the engines of a case run on: cores of this host, or its GPUs."""
+"""The engines of a case run on cores of this host or on its GPUs."""
 
 import os
 import shutil
@@ -8,9 +8,9 @@ from functools import cached_property
 
 PIPELINE_WORKER = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
 MEMORY_SHARE = 0.04
-"""Of a GPU, which the engines of several cases share."""
+"""Share of a GPU's memory for one engine: the engines of several cases share a GPU."""
 EXACT = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-"""So that float32 is that: one engine and two of them round differently otherwise, and tokens with them."""
+"""Exact float32: with TF32 one engine and two engines would round differently and give different tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Device:
         return f"{len(self.units)} x {self._gpus[0]}" if self._gpus else self.kind
 
     def environment(self, first, world_size):
-        """Of an engine whose ranks are on the units from `first` on, around the end."""
+        """Variables of an engine whose ranks are on the units from `first` on; after the last unit comes the first."""
         first += self.first
         units = [self.units[(first + rank) % len(self.units)] for rank in range(world_size)]
         if self.kind == "cpu":

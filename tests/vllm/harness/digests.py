@@ -1,15 +1,15 @@
-"""Compares a request's cache on both engines, byte by byte, whatever their ranks, blocks and layouts."""
+"""Compare a request's caches on two engines byte by byte, whatever their ranks, blocks and layouts."""
 
 import numpy as np
 import torch
 
 
 class CacheDigests:
-    """`worker_extension_cls` of every engine: methods that the engine calls on all its ranks."""
+    """The `worker_extension_cls` of every engine, whose methods the engine calls on all its ranks."""
 
     def cache_digests(self, block_ids, *tokens):
-        """`{(layer, KV head): {token: digest of its K and V}}` of this rank, for a request's blocks by group and its
-        tokens `range(*tokens)`. Null blocks and recurrent states are left out.
+        """Digest the tokens `range(*tokens)` of a request whose blocks are `block_ids`, by group, on this rank. Returns
+        `{(layer, KV head): {token: digest of its K and V}}` without null blocks and recurrent states.
         """
         from kvconnector.integrations.vllm.placement import Placement
 
@@ -31,7 +31,7 @@ class CacheDigests:
         return found
 
     def _first_head(self, rank, heads):
-        """The first KV head of a rank: heads are cut, or copied where there are fewer of them than ranks."""
+        """The first KV head of a rank. Heads are cut, or copied if there are fewer heads than ranks."""
         model = self.vllm_config.model_config
         # a latent stands for all heads: every rank has it
         total = 1 if model.use_mla else model.get_total_num_kv_heads()
@@ -73,20 +73,20 @@ def by_token(content):
 
 
 def tokens_of_rank(first_token, end_token, dcp_size, dcp_rank, interleave):
-    """Tokens that a context parallel rank keeps, and their places in its own blocks one after the other."""
+    """Tokens that a context parallel rank keeps, and their places in the row of its own blocks."""
     numbers = np.arange(first_token, end_token)
     numbers = numbers[numbers // interleave % dcp_size == dcp_rank]
     return numbers, numbers // (interleave * dcp_size) * interleave + numbers % interleave
 
 
 def digest(content):
-    """64 bits of each row of bytes: sums modulo 2^64 with random odd factors."""
+    """Digest each row of bytes to 64 bits: a sum modulo 2^64 with random odd factors."""
     factors = np.random.default_rng(0).integers(0, 2**63, content.shape[-1], dtype=np.uint64)
     return (content.astype(np.uint64) + 1) @ (2 * factors + 1)
 
 
 def merged(ranks):
-    """The ranks of one engine as one; what two of them keep must be the same, or counts as different from all else."""
+    """Join the digests of an engine's ranks. A token that two ranks keep differently equals no digest."""
     found = {}
     for rank in ranks:
         for key, digests in rank.items():
@@ -97,7 +97,7 @@ def merged(ranks):
 
 
 def difference(prefill, decode):
-    """What the decode engine has otherwise, in words; empty if nothing. Tokens count that both keep."""
+    """Name a difference between two engines' digests of the tokens that both keep; "" if there is none."""
     if prefill.keys() != decode.keys():
         return f"layers and heads {sorted(prefill.keys() ^ decode.keys())} are on one engine only"
     for key, expected in prefill.items():

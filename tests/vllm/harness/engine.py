@@ -17,7 +17,7 @@ POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """What an engine is started with. `transfer`: its `kv_transfer_config`; `arguments`: more of vLLM's."""
+    """An engine's options. `transfer`: its `kv_transfer_config`; `arguments`: further options of vLLM."""
 
     model: str
     transfer: dict[str, Any]
@@ -46,8 +46,8 @@ class EngineSpec:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished request. `least_gap`: between the two likeliest tokens, over all positions. `computed_tokens`: of its
-    prompt; None before the first step.
+    """A finished request. `least_gap`: the smallest gap in log probability between the two likeliest tokens of a
+    position. `computed_tokens`: of its prompt; None before the first step.
     """
 
     tokens: list[int]
@@ -116,12 +116,12 @@ class Engine(EngineProcess):
                 return value
 
     def forget(self, *, has_tier=False):
-        """Empty the engine's prefix cache, once the blocks of its last request are free, and the tier that it has."""
+        """Empty the engine's prefix cache once its last request's blocks are free, and with `has_tier` its tier."""
         if not becomes(lambda: self.call("reset_cache", has_tier), poll_s=POLL_S):
             raise NoAnswerError("an engine's prefix cache cannot be emptied")
 
     def stop(self):
-        """End the engine in order, or not, within a bound."""
+        """End the engine in order, or kill it after `STOP_TIMEOUT_S`."""
         with suppress(OSError, ValueError):
             self._send("stop")
             self._process.join(STOP_TIMEOUT_S)
@@ -153,7 +153,7 @@ def _serve(pipe, spec, run):
 
 
 def run_steps(pipe, spec):
-    """An engine whose steps this process takes, until it is asked to stop."""
+    """Make an engine and take its steps in this process until it is asked to stop."""
     from vllm import LLM
 
     options = {"enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
@@ -185,8 +185,8 @@ def sampling_of(params, max_tokens, logprobs):
 
 
 class _Loop:
-    """Steps the engine until asked to stop: also when idle, or a producer never frees its blocks. What `on_` methods
-    return is sent back.
+    """Steps the engine until asked to stop, also when it is idle: otherwise a producer never frees its blocks. Sends
+    back what `on_` methods return.
     """
 
     def __init__(self, pipe, engine):
@@ -221,7 +221,7 @@ class _Loop:
                 time.sleep(0.001)
 
     def _schedule(self, *arguments):
-        """Count the tokens of prompts that a step computes."""
+        """Plan a step, and count the tokens of prompts that it computes."""
         planned = self._plan(*arguments)
         for unique_id, count in planned.num_scheduled_tokens.items():
             request_id = unique_id.rpartition("-")[0]
@@ -238,7 +238,7 @@ class _Loop:
         return planned
 
     def _look(self):
-        """Keep what nobody tells of a request after its end: its blocks."""
+        """Note each request's blocks: after its end the engine does not tell them."""
         for unique_id, request in self._scheduler.requests.items():
             request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
             blocks = self._scheduler.kv_cache_manager.get_block_ids(unique_id)
@@ -272,8 +272,8 @@ class _Loop:
         return self._engine.reset_prefix_cache(reset_connector=has_tier)
 
     def on_loads(self):
-        """What was ordered of a `MultiConnector`'s children since the last call: the first token of each load from
-        another engine, and blocks of each from the tier, in the group that has most.
+        """Orders to a `MultiConnector`'s children since the last call: the first token of each load from another
+        engine, and the blocks of each load from the tier, in the group that has most.
         """
         loads, self._loads = self._loads, {"remote": [], "tier": []}
         return loads

@@ -11,17 +11,17 @@ from tests.vllm.harness.runner import run_case
 from tests.vllm.harness.scenarios import slept
 
 GRACE_S = 45.0
-"""For a case whose time is over, to end its engines; then they end with it."""
+"""How long a case may take to end its engines after its time is up; then they end with it."""
 
 
 def is_alone(case):
-    """Returns True if no other case may use its GPUs: vLLM compares their free memory before and after it sleeps."""
+    """Returns True if no other case may use its GPUs: vLLM compares the free memory before and after it sleeps."""
     return case.scenario is slept
 
 
 def run_jobs(jobs, folder, device, *, at_once, limit_s):
-    """What `Report.add` takes of each `(case, connector)`, in the order in which they end, those alone last; the rest
-    is ended when the caller stops listening.
+    """Run each `(case, connector)`, the ones that run alone last, and yield the arguments of `Report.add` as they end.
+    The others are ended when the caller stops listening.
     """
     waiting = sorted(enumerate(jobs), key=lambda each: is_alone(each[1][0]))
     running = {}
@@ -69,7 +69,7 @@ def _result(pipe, why_none):
 
 
 def _end(process):
-    """In order, or not; engines go with the process that started them."""
+    """End a case's process in order or by force; its engines end with it."""
     process.join(1.0)
     process.terminate()
     process.join(GRACE_S)

@@ -1,4 +1,4 @@
-"""Launchers and routers around whole engines: what a client gets through them, beside what one engine alone answers."""
+"""Launchers and routers around whole engines: a client gets through them what one engine alone answers."""
 
 import json
 import os
@@ -32,12 +32,12 @@ PROMPTS = 4
 MODEL = "tiny"
 SIDES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 RAY_PORTS = ("--port", "8000", "--metrics", "9400")
-"""Of a host of its own, where every port is free."""
+"""On a host of its own every port is free."""
 RAY_APP = (sys.executable, "-m", "tests.vllm.harness.ray_app")
 
 
 def compare_through(url, model, outcome, expected):
-    """Completions through a launcher at `url`, every second one streamed, beside `expected`."""
+    """Compare completions through a launcher at `url`, every second one streamed, with `expected`."""
     for seed, tokens in enumerate(expected):
         is_streamed = seed % 2 == 1
         what = f"prompt {seed}{' streamed' if is_streamed else ''}"
@@ -145,7 +145,7 @@ def dynamo(folder, outcome, device):
 
 
 def _dynamo_worker(side, role, model, keys, port):
-    """Command and environment; `port`: for its state and metrics."""
+    """Command and environment of a worker that serves its state and metrics at `port`."""
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": "kvconnector.integrations.vllm",
@@ -168,7 +168,7 @@ def _dynamo_worker(side, role, model, keys, port):
 
 
 def _complete_model(path):
-    """A chat template and an end token, without which the frontend serves no model."""
+    """Add a chat template and an end token, without which the frontend serves no model."""
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     files = (
         ("tokenizer_config", {"chat_template": template}),
@@ -180,7 +180,7 @@ def _complete_model(path):
 
 
 def _wait_for_a_transfer(url, metrics):
-    """The frontend finds one worker after the other, and asks the decode worker alone as long as it knows no other."""
+    """Wait until the frontend has found both workers: before that it asks the decode worker alone."""
     deadline = time.monotonic() + TIMEOUT_S
     for seed in count(PROMPTS):
         with suppress(RuntimeError, OSError):  # it is not there, or knows no model
@@ -193,7 +193,7 @@ def _wait_for_a_transfer(url, metrics):
 
 
 def _alone(folder, device):
-    """The path of a model, and what one engine alone answers."""
+    """Make a model and ask one engine alone; returns the model's path and the answers."""
     with ExitStack() as stack:
         servers = Servers(folder, stack, device, options={"decode": ""})
         url, model = servers.urls["decode"], servers.model
@@ -212,7 +212,7 @@ def ray_token():
 
 
 def _compare_ray(app, address, metrics_address, outcome, expected):
-    """Once the application at `address` and the decode engine's metrics are there."""
+    """Wait for the application at `address` and the decode engine's metrics, then compare."""
     url, metrics = f"http://{address}", f"http://{metrics_address}/metrics"
     for ready in (metrics, f"{url}/v1/models"):
         example.wait_for(ready, app, "Ray Serve application")
@@ -226,6 +226,6 @@ def _compare_loaded(url, metrics, outcome, expected):
 
 
 def _check_loaded(outcome, samples, before=MappingProxyType({})):
-    """Every prompt came by a transfer since the decode engine's samples were `before`."""
+    """Check that every prompt came by a transfer since the decode engine's samples were `before`."""
     outcome.check("transfers", transfers(samples) - transfers(before), PROMPTS)
     outcome.check("no failure", failures(samples), {})

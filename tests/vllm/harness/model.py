@@ -79,7 +79,7 @@ def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
 
 
 def _save(model, path, architecture, weights, joint):
-    """With a matrix, `joint`, that joins the target's hidden states with its embeddings."""
+    """Save a draft's weights with the matrix `joint`, which joins the target's hidden states with its embeddings."""
     import torch
 
     width = model.config.hidden_size

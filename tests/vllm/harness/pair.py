@@ -20,7 +20,7 @@ def prompt_of(num_tokens, seed=0):
 
 
 class Pair:
-    """Both engines, until `close`. `address`: how a router that had an offer knows the prefill engine."""
+    """Both engines, until `close`. `address`: the prefill engine's, as a router knows it from an offer."""
 
     def __init__(self, prefill, decode, candidates=1, run=run_steps):
         self.specs = (prefill, decode)
@@ -46,13 +46,13 @@ class Pair:
         self.prefill.wait_until_ready()
 
     def alone(self, prompt):
-        """What the decode engine answers without a prefill engine. Its prefix cache is empty afterwards."""
+        """Ask the decode engine without a prefill engine, and empty its prefix cache. Returns the tokens."""
         tokens = self.decode.ask(prompt).tokens
         self.decode.forget()
         return tokens
 
     def differs_alone(self, prompt, expected):
-        """How vLLM itself gives other tokens than the decode engine alone, without a transfer; "" if it does not."""
+        """Say how vLLM itself, without a transfer, gives other tokens than `expected`; "" if it does not."""
         self.prefill.forget()
         if self.prefill.ask(prompt, max_tokens=1).tokens != expected[:1]:
             return "the prefill engine's own first token is another one"
@@ -62,7 +62,7 @@ class Pair:
 
     @cached_property
     def _differs_from_own_cache(self):
-        """Returns True if the decode engine does so, with one token of a prompt to compute, as after a transfer."""
+        """Returns True if the decode engine does so when it computes one token of a prompt, as after a transfer."""
         decode = self.specs[1]
         block = decode.block_size * decode.arguments.get("decode_context_parallel_size", 1)
         prompt = self.clear_prompt(CONTROL_TOKENS // block * block + 1)
@@ -73,7 +73,7 @@ class Pair:
         return again.cached_tokens > 0 and again.tokens != expected
 
     def clear_prompt(self, length, seed=0):
-        """Of several prompts the one whose likeliest tokens are furthest apart, so that rounding decides nothing."""
+        """Choose the prompt whose likeliest tokens are furthest apart, so that rounding decides nothing."""
         if self._candidates == 1:
             return prompt_of(length, seed)
         prompts = [prompt_of(length, 1000 * seed + each) for each in range(self._candidates)]
@@ -86,7 +86,7 @@ class Pair:
         return self.prefill.submit(prompt, {**REMOTE_DECODE, **names}, max_tokens=1)
 
     def offered(self, request):
-        """The prefill engine's answer with its parameters, of which a router remembers the address."""
+        """Wait for the prefill engine's answer with parameters, and remember the address as a router does."""
         answer = self.prefill.answer(request)
         if not answer.params:
             raise NoAnswerError(f"the prefill engine gave no parameters ({answer.reason})")
@@ -97,8 +97,8 @@ class Pair:
         return self.offered(self.begin_prefill(prompt)).params
 
     def compared(self, prompt, cached=0, *, is_whole=False):
-        """Prefill there, decode here, and how the caches differ after `cached` tokens that were here; "" if not.
-        `is_whole`: the decode engine loads the prompt's last token, too.
+        """Prefill on one engine and decode on the other. Returns the answer, and how the caches differ after `cached`
+        tokens that the decode engine had; "" if they are equal. `is_whole`: it loads the prompt's last token, too.
         """
         prefill = self.prefill.answer(self.begin_prefill(prompt))
         decode = self.decode.submit(prompt, prefill.params)
@@ -120,8 +120,8 @@ class Pair:
         return answer, difference(expected, merged(found))
 
     def fill_tier(self, prompt, cached):
-        """Let the decode engine's tier, and nothing else of it, have the first `cached` tokens. Returns how they differ
-        there from the prefill engine's, which may compute them for this: a step of another length can round otherwise.
+        """Put the first `cached` tokens into the decode engine's tier alone. Returns how they differ from the prefill
+        engine's, which may compute them for this: a step of another length can round otherwise.
         """
         self._tier = [], {}
         if not cached:
@@ -135,7 +135,7 @@ class Pair:
         return difference(expected, found)
 
     def begin_streamed(self, prompt, **options):
-        """Ask both engines at once, as a router does that knows the address: the names of both requests."""
+        """Ask both engines at once, as a router that knows the address does. Returns the ids of both requests."""
         self._transfers += 1
         names = {"transfer_id": f"stream-{self._transfers}", "transfer_secret": "5" * 32}
         params = {"do_remote_prefill": True, **self.address, **names}
@@ -149,7 +149,7 @@ class Pair:
         return self._compared(prompt, prefill, decode, is_whole=is_whole)
 
     def leftovers(self, *names):
-        """What these engines, or both, still hold when nothing is asked of them, after waiting for it to go."""
+        """Wait until the named engines, or both, hold nothing; returns a complaint for each thing that stays."""
         found = []
         for name in names or ("prefill", "decode"):
             engine = getattr(self, name)

@@ -26,7 +26,7 @@ ENGINE = {
 
 
 class Metrics(CallbackBase):  # type: ignore[misc] # Ray is not where types are checked
-    """Of one engine, on a port of its own: Ray exports them with its dashboard only, which wants more packages."""
+    """Serves one engine's metrics on a port of its own: Ray's own export needs its dashboard, and more packages."""
 
     async def on_before_node_init(self):
         prometheus_client.start_http_server(self.kwargs["port"])
@@ -76,7 +76,7 @@ def parse():
 
 
 def engine(arguments, side, role):
-    """The example's, as small as the machine."""
+    """The example's engine, made small enough for this machine."""
     config = ray_serve.engine(MODEL, role)
     config["model_loading_config"]["model_source"] = arguments.model
     config["accelerator_config"] = {"kind": "cpu"}

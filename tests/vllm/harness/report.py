@@ -1,4 +1,4 @@
-"""What the harnesses of vLLM and SGLang share: cases chosen by name, what they found, and the report of it."""
+"""The harnesses of vLLM and SGLang choose cases by name, collect outcomes and report them with this module."""
 
 import argparse
 import json
@@ -22,8 +22,8 @@ class NoAnswerError(Exception):
 
 @dataclass
 class Outcome:
-    """Prompts whose tokens, and whose caches, were equal, and complaints. `differs_alone`: prompts whose caches were
-    equal and tokens not, and to which the engine itself gives other tokens without a transfer.
+    """Counts of prompts with equal tokens and with equal caches, and complaints. `differs_alone` names prompts with
+    equal caches to which the engine itself, without a transfer, gives other tokens.
     """
 
     equal: int = 0
@@ -76,12 +76,12 @@ def parse(parser, by_name, is_chosen):
 
 
 def list_cases(reasons):
-    """Say their names, and why some are not run."""
+    """Print the names of cases, and why some are not run."""
     say("\n".join(f"{name}: not run: {why}" if why else name for name, why in reasons.items()))
 
 
 class Report:
-    """`report.json` and `report.md`, written after every case. `reasons`: why cases are not run, by name."""
+    """Writes `report.json` and `report.md` after every case. `reasons`: why cases are not run, by name."""
 
     def __init__(self, folder, facts, reasons):
         # an interrupted run ends its engines too
@@ -118,7 +118,7 @@ def in_own_process(make):
 
 
 def becomes(condition, timeout_s=60.0, poll_s=0.05):
-    """What `condition` returns once that is true, or after `timeout_s`."""
+    """Poll `condition` until it is true, for at most `timeout_s`; returns its last value."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(poll_s)

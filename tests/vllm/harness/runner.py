@@ -22,7 +22,7 @@ BESIDE_TIER = ("ranges", "first-hit")
 
 
 def side_channel(connector, *, is_port_kept=False):
-    """Where an engine listens for its peers. NixlConnector needs a port, ours finds one itself."""
+    """Variables of the address at which an engine listens for its peers. NixlConnector needs a port, ours finds one."""
     host = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     if connector != "nixl" and not is_port_kept:
         return host
@@ -61,7 +61,7 @@ def world_size(options):
 
 
 def why_skipped(case, device):
-    """Why a case cannot run on a device; empty if it can."""
+    """Returns the reason for which a case cannot run on a device; "" if it can."""
     for need in case.needs:
         if need == "gpus":
             why = "vLLM's CPU code has none of it" if device.kind == "cpu" else ""
@@ -86,7 +86,7 @@ def why_skipped(case, device):
 
 
 def model_paths(case, folder):
-    """Where a case's model is, and its draft's ("" without)."""
+    """Make a case's model and its draft; returns their paths, "" without a draft."""
     model = str(make_model(folder / "models", **case.model))
     draft = case.decode.get("draft", "")
     if draft == "eagle":
@@ -125,7 +125,7 @@ def specs_of(case, connector, folder, device):
 
 
 def run_case(case, connector, folder, device):
-    """What goes wrong is a complaint."""
+    """Run a case; every error becomes a complaint."""
     outcome = Outcome()
     try:
         if case.servers is not None:

@@ -1,4 +1,4 @@
-"""What is done with a pair of engines, and whether it went as it must. Each returns complaints; none is good."""
+"""The scenarios of the cases: each drives a pair of engines and adds to the outcome what went wrong."""
 
 import time
 from itertools import product
@@ -19,10 +19,10 @@ def tokens(pair, outcome):
 
 
 def _compare(pair, outcome, what, prompt, expected, *, cached=0):
-    """One request's caches, after `cached` tokens that the decode engine had, and its tokens."""
+    """Compare one request's tokens, and its caches after the `cached` tokens that the decode engine had."""
     answer, difference = pair.compared(prompt, cached)
     outcome.compare_bytes(what, difference)
-    # the last one, unless its token came from the prefill engine
+    # the last token, unless the first sampled one came from the prefill engine
     if answer.computed_tokens not in {0, 1}:
         outcome.complaints.append(f"{what}: {answer.computed_tokens} computed by the decode engine")
     is_asked = answer.tokens != expected and not difference
@@ -34,8 +34,8 @@ def _compare(pair, outcome, what, prompt, expected, *, cached=0):
 
 
 def first_tokens(pair, outcome, *, is_streamed=False):
-    """The decode engine computes nothing of the prompts: it goes on from the prefill engine's token, which may also be
-    the last one.
+    """The decode engine computes nothing of a prompt: it goes on from the prefill engine's token, which may be the only
+    one.
     """
     pair.prefilled(prompt_of(40))
     for length in LENGTHS:
@@ -60,7 +60,7 @@ def first_tokens(pair, outcome, *, is_streamed=False):
 
 
 def prefix_hits(pair, outcome):
-    """The decode engine has a prefix of every number of its blocks already; the prefill engine another one."""
+    """The decode engine already has a prefix of each length in blocks, and the prefill engine another one."""
     length = 600
     block = pair.specs[1].block_size
     for cached in range(block - 3, length + block, block):
@@ -73,7 +73,7 @@ def prefix_hits(pair, outcome):
 
 
 def _at_once(pair, outcome, prompts, max_tokens=16):
-    """All these requests at the decode engine; equal prompts are prefilled once."""
+    """Ask the decode engine for all prompts at once; equal ones are prefilled once."""
     expected = {}
     for prompt in prompts:
         expected[tuple(prompt)] = pair.decode.ask(prompt, max_tokens=max_tokens).tokens
@@ -110,8 +110,8 @@ def completions(pair, outcome):
 
 
 def streamed(pair, outcome):
-    """Prompts that are read while they are computed, in turn with offered ones and many at once; and a client that
-    leaves in mid-prompt.
+    """The decode engine reads prompts while they are computed, in turn with offered ones and several at once; then a
+    client leaves in mid-prompt.
     """
     pair.prefilled(prompt_of(40))
     for number, length in enumerate(LENGTHS):
@@ -172,7 +172,7 @@ def abort(pair, outcome):
 
 
 def _killed_during_a_load(pair, prompt):
-    """The decode engine's answer to a prompt whose prefill engine dies before it is loaded."""
+    """Kill the prefill engine before the decode engine has loaded a prompt; returns the answer."""
     offer = pair.prefilled(prompt)
     pair.prefill.pause()
     request = pair.decode.submit(prompt, offer)
@@ -182,8 +182,8 @@ def _killed_during_a_load(pair, prompt):
 
 
 def killed(pair, outcome):
-    """The prefill engine dies in the middle of a transfer: the decode engine computes the prompt itself, or the request
-    fails, and nothing else, as its policy says.
+    """The prefill engine dies in the middle of a transfer: by its policy the decode engine computes the prompt itself,
+    or fails this request alone.
     """
     is_recomputed = pair.specs[1].transfer["kv_load_failure_policy"] == "recompute"
     warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
@@ -272,7 +272,7 @@ def from_both(pair, outcome):
 
 def from_tier_alone(pair, outcome):
     """vLLM's own `MultiConnector` takes the tier's prefix alone: the decode engine computes the rest, and the prefill
-    engine's blocks are free.
+    engine frees its blocks.
     """
     length, cached = 600, 448
     prompt = prompt_of(length, seed=1)
@@ -287,7 +287,7 @@ def from_tier_alone(pair, outcome):
 
 
 def killed_beside_tier(pair, outcome):
-    """The prefill engine dies in the middle of its range: the decode engine computes that, and not the tier's."""
+    """The prefill engine dies while its range is read: the decode engine computes that range, not the tier's."""
     length, cached = 2000, 1600
     prompt = prompt_of(length, seed=2)
     expected = pair.prefill.ask(prompt).tokens
@@ -300,7 +300,7 @@ def killed_beside_tier(pair, outcome):
 
 
 def aborted_beside_tier(pair, outcome):
-    """Requests that end while one connector or both load them leave nothing held."""
+    """Requests that are aborted while one connector or both load them leave nothing held."""
     prompt, cached = prompt_of(900, seed=1), 448
     expected = pair.prefill.ask(prompt).tokens
     _in_tier(pair, outcome, prompt, cached)

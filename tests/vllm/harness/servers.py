@@ -1,4 +1,4 @@
-"""Two API servers, as an operator starts them, and what their `/metrics` and logs say of transfers."""
+"""Two API servers, as an operator starts them, and the transfers in their `/metrics` and logs."""
 
 import json
 import os
@@ -32,8 +32,8 @@ GPU_ARGUMENTS = (
 
 
 class Servers:
-    """API servers of a `kind` of model. `options`: more of vLLM's, by server; the part of its name before a dash is its
-    role.
+    """API servers of a `kind` of model. `options`: further options of vLLM, by server; a server's name begins with its
+    role, up to a dash.
     """
 
     def __init__(self, folder, stack, device, kind="llama", options=MappingProxyType(PLAIN)):
@@ -59,7 +59,7 @@ class Servers:
             example.wait_for(url + "/health", self._processes[name], name)
 
     def ask(self, name, seed, rank=None, **body):
-        """`complete`, by one of the servers, with the tokens themselves."""
+        """`complete` by one of the servers, with token ids."""
         return complete(self.urls[name], self.model, seed, rank, return_token_ids=True, **body)
 
     def offer(self, seed, name="prefill", rank=None):
@@ -79,7 +79,7 @@ class Servers:
 
 
 def fetch(method, url, *body, **more):
-    """A server's answer, as text."""
+    """Ask a server; returns its answer as text."""
     status, answer = example.http(method, url, *body, **more)
     text = answer.decode(errors="replace")
     if status != example.OK:
@@ -88,9 +88,9 @@ def fetch(method, url, *body, **more):
 
 
 def complete(url, model, seed, rank=None, *, is_streamed=False, **body):
-    """The answer to a completion of the prompt that `seed` makes; `rank`: of this data-parallel rank.
+    """Ask for a completion of the prompt that `seed` makes, by data-parallel `rank` if there are several.
 
-    `tokens` are words, unless `return_token_ids` asks for the tokens; `num_tokens` counts also words that are not
+    Of the answer `tokens` are words, or token ids with `return_token_ids`; `num_tokens` also counts words that are not
     written, as "w0"; it came in `num_parts`.
     """
     if is_streamed:
@@ -141,7 +141,7 @@ def samples_of(text, rank=0):
 
 
 def metrics(folder, outcome, device):
-    """Transfers, an expired lease and a lost producer, as an operator sees them."""
+    """An operator sees transfers, an expired lease and a lost producer."""
     # of this process, which is the case's own
     os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": "6", "VLLM_LOG_STATS_INTERVAL": "1"}
     # an engine that has no token yet when its interval ends logs what was transferred in it at this level, and no more
@@ -211,13 +211,13 @@ def http_example(folder, outcome, device, more=""):
 
 
 def transfers(samples):
-    """Loads that ended well, by whatever path."""
+    """Number of loads that ended well, by any path."""
     found = samples.items()
     return sum(value for name, value in found if name.startswith("num_transfers_total"))
 
 
 def failures(samples):
-    """Failed loads by cause, but those that never happened."""
+    """Number of failed loads by cause, without causes that never occurred."""
     prefix = "num_failed_transfers_total:"
     return {
         name.removeprefix(prefix): value
@@ -227,7 +227,7 @@ def failures(samples):
 
 
 def _compare(servers, outcome, what, seed, offer=None):
-    """The decode server's tokens, with an offer or a new one, beside the prefill server's own."""
+    """Compare the decode server's tokens, by this offer or a new one, with the prefill server's own."""
     expected = servers.ask("prefill", seed).tokens
     offer = offer or servers.offer(seed)  # last: its lease is short
     outcome.compare(what, servers.ask("decode", seed, kv_transfer_params=offer), expected)

@@ -1,4 +1,4 @@
-"""The comparison of caches that whole engines are checked with: it must notice what it is there for."""
+"""The cases compare the caches of whole engines by digests: these must notice every difference."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What examples/vllm_1p1d starts its engines with."""
+"""The commands with which examples/vllm_1p1d starts its engines."""
 
 import pytest
 

@@ -14,7 +14,7 @@ BODY = {"prompt": "w1 w2", "max_tokens": 16, "n": 2, "stream": True, "stream_opt
 
 
 def engine(seen, answer, status=200):
-    """An engine that keeps what it is asked. `answer` may be a function of that. Routers may ask for its health."""
+    """An engine that records its requests in `seen`. `answer` may be a function of a request. It also answers GET."""
 
     async def complete(request):
         if request.method == "GET":
@@ -30,8 +30,8 @@ def engine(seen, answer, status=200):
 
 
 async def routed(prefill, decode, *bodies):
-    """`(status, answer)` of the last of these completions through a router between two engines. A body of bytes is sent
-    as it is, and its answer is text.
+    """Send completions through a router between two engines; returns `(status, answer)` of the last one. A body of
+    bytes is sent as it is, and its answer is text.
     """
     async with prefill, decode:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (prefill, decode)]
@@ -71,7 +71,7 @@ def test_a_prefill_engine_is_asked_for_no_more_tokens_than_it_may_sample():
 
 @pytest.mark.parametrize("offer", [None, {}])
 def test_without_an_offer_the_decode_engine_computes_the_prompt(offer):
-    """Whatever offer a client itself brings: it would send the decode engine to any host."""
+    """The router drops an offer that the client itself brings: it could send the decode engine to any host."""
     decoded = []
     prefill = engine([], {"kv_transfer_params": offer})
     asyncio.run(routed(prefill, engine(decoded, {}), {**BODY, "kv_transfer_params": OFFER}))
@@ -86,7 +86,7 @@ def test_what_is_no_json_object_is_the_clients_mistake(body):
 
 
 def streaming(decoding=None):
-    """What a prefill engine answers that streams; `decoding`: the decode engine has been asked."""
+    """The answers of a prefill engine that streams; it waits for `decoding` before the second one."""
 
     async def answer(body):
         names = body["kv_transfer_params"]
