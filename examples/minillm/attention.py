@@ -42,7 +42,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What every layer of a step needs. `encoded_ME` is the encoder's input so far."""
+    """Context of a step for its layers. `encoded_ME` is the encoder's input, after its layers so far."""
 
     batch: Batch
     cache: PagedCache
@@ -100,7 +100,7 @@ def paged_attention(
 
 
 FirstSeen = Callable[[Tensor], Tensor]
-"""By positions, the first token that a query there sees."""
+"""Maps positions to the first token that a query at each position sees."""
 
 
 def first_of_window(window: int) -> FirstSeen:

@@ -43,7 +43,7 @@ class Batch:
     token_ids_T: Tensor
     positions_T: Tensor
     common_tokens: tuple[int, ...]
-    """By cache group, leading tokens whose blocks are the same for all sequences."""
+    """Number of leading tokens whose blocks are the same for all sequences, by cache group."""
     encoder_token_ids_M: Tensor
     encoded: tuple[SequenceSlice, ...]
     slots: tuple[Slots, ...]
@@ -117,7 +117,7 @@ class Batch:
 
 
 def _slots_of(group: LayerGroup, slots_T: Tensor) -> Slots:
-    """Where the tokens go that this rank caches: all of them, unless others share them."""
+    """Slots of the tokens that this rank caches: all tokens, unless ranks share them."""
     rows = None
     if group.dcp_size > 1:
         rows = (slots_T != PAD_SLOT_ID).nonzero().squeeze(1)

@@ -77,7 +77,7 @@ class BlockMover:
         return directions[kind]
 
     def _parts(self, pool: int, *, on_host: bool) -> list[KVPool]:
-        """What a pool's blocks hold on one side, together for all parts of one shape."""
+        """A pool's parts on the device or the host, those of one shape together."""
         from kvconnector.cache.host_copy import KVPool
 
         cache = self.host if on_host else self._cache
@@ -91,7 +91,7 @@ class BlockMover:
 
 
 def transform_between(source: KVPool, target: KVPool, device: str) -> ReceiveTransform | None:
-    """What lays blocks of one pool out as those of another. None where they differ neither in size nor in order."""
+    """The transform that lays out blocks of one pool as those of another; None if they have the same size and order."""
     from kvconnector_kernels.relayout import (
         receive_block_size,
         receive_block_size_and_layout,

@@ -54,7 +54,7 @@ FLOAT32 = DType("float32")
 DEFAULT_REQUESTS = 4
 """Requests of full length that the pools hold unless their blocks are configured."""
 UNLIMITED = 1 << 62
-"""Blocks of a pool of which a rank has no layer."""
+"""Number of blocks of a pool of which a rank has no layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class LayerGroup:
 
     @property
     def names(self) -> dict[str, int]:
-        """What specs call the caches of its layers, and the layers."""
+        """Names of its layers' caches in specs, and the layers."""
         return {cache_name(layer, self.kind): layer for layer in self.layers}
 
     @property
@@ -104,7 +104,7 @@ class LayerGroup:
 
     @property
     def retention(self) -> Retention:
-        """What the group keeps of a sequence, as the connector takes it."""
+        """The part of a sequence that the group keeps, in the connector's terms."""
         match self.spec:
             case SlidingWindowSpec(sliding_window=window):
                 return KeepsWindow(window)
@@ -145,7 +145,7 @@ def layer_groups(
 
 
 def cache_name(layer: int, kind: CacheKind) -> str:
-    """What specs call a layer's cache."""
+    """The name of a layer's cache in specs."""
     parts: dict[CacheKind, str] = {"state": "mixer", "cross": "cross_attn"}
     return f"model.layers.{layer}.{parts.get(kind, 'self_attn')}"
 
@@ -224,7 +224,7 @@ def _spec(model: ModelConfig, kind: CacheKind, cache: CacheConfig, num_heads: in
 
 
 def cache_limits(config: EngineConfig) -> CacheLimits:
-    """What the worst case of a request's memory depends on."""
+    """Limits that decide the most memory that a request can need."""
     model = config.model
     return CacheLimits(
         max_model_len=model.max_model_len,
@@ -246,8 +246,8 @@ def host_config(config: EngineConfig) -> EngineConfig:
 
 
 def num_stored_host_blocks(config: EngineConfig, sizes: Sequence[PoolSizes]) -> list[int]:
-    """By pool, the blocks that host memory is made of: several for one block id where they are smaller than on the
-    device. A block of states is whole.
+    """Number of blocks in host memory by pool: several for one block id if they are smaller than on the device. Blocks
+    of states have one size.
     """
     cache, groups = config.cache, layer_groups(config.model, config.cache)
     states = {group.pool for group in groups if group.kind == "state"}
@@ -258,7 +258,7 @@ def num_stored_host_blocks(config: EngineConfig, sizes: Sequence[PoolSizes]) -> 
 
 
 def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
-    """How many blocks each pool of an engine has: as configured, else enough for `DEFAULT_REQUESTS` on each rank."""
+    """Number of blocks of each pool of an engine: as configured, else enough for `DEFAULT_REQUESTS` on each rank."""
     cache, parallel = config.cache, config.parallel
     groups = layer_groups(config.model, cache, parallel.dcp_size)
     states = {

@@ -1,4 +1,4 @@
-"""What one engine is made of: model, parallelism, cache, scheduling. The only place with defaults; imports no torch."""
+"""Configuration of one engine: model, parallelism, cache, scheduling. All defaults are here. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ EvenSize = Annotated[int, msgspec.Meta(ge=2, multiple_of=2)]
 """Checked where options and files are read."""
 
 START_TIMEOUT_S = 90.0
-"""How long the ranks may take to be ready."""
+"""Longest time until all ranks are ready."""
 STEP_TIMEOUT_S = 120.0
-"""How long a step may take."""
+"""Longest time of a step."""
 ITEM_SIZE_BYTES = 4
 """The engine computes and caches in float32, so that two engines' greedy tokens can be compared exactly."""
 
 
 class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What only some architectures' layers have in place of plain attention."""
+    """Settings of layers that some architectures have in place of plain attention."""
 
     latent_rank: Size = 64
     """MLA: width of the compressed K and V that the cache holds per token."""
     rope_dim: EvenSize = 16
     """MLA: width of the decoupled rotary part, stored after the latent."""
     sliding_window: Span = 64
-    """Hybrid: tokens that a query of a window layer sees, itself included."""
+    """Hybrid: number of tokens that a query of a window layer sees, itself included."""
     attention_chunk: Size = 64
     """Chunked-local: tokens of a chunk, whose queries see the tokens of their own chunk alone."""
     max_encoder_len: Size = 4096
@@ -48,7 +48,7 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_dim: Size = 16
     """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
     conv_width: Span = 4
-    """Mamba: tokens that the causal convolution before the state sees."""
+    """Mamba: number of tokens that the causal convolution before the state sees."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +100,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """What each layer keeps of a sequence: every token, a window, a chunk, or one state. Mixtures alternate.
+        """Kind of each layer: it keeps every token, a window, a chunk, or one state. Mixtures alternate.
 
         The first quarter of an encoder-decoder model's layers is the encoder, which keeps nothing; each layer of the
         decoder keeps its own tokens and, for cross-attention, the encoder's output.
@@ -120,7 +120,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the ranks split the model. `pp_layers` gives layers per stage; empty: as even as possible.
+    """The ranks' split of the model. `pp_layers` gives layers per stage; empty: as even as possible.
 
     Runs of `dcp_size` tensor ranks cache the same heads and share a sequence's tokens, `interleave_tokens` at a time.
     """
@@ -159,12 +159,12 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kernel_block_size: Count = 0
     """Tokens of the blocks that attention reads, a divisor of `block_size`; 0: the same."""
     lookahead: Count = 0
-    """Slots that a step takes after its tokens, so that most steps change no block table."""
+    """Number of slots that a step takes after its tokens, so that most steps change no block table."""
     num_host_blocks: Count | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
     they are recomputed."""
     host_layout: Layout | None = None
-    """Of the blocks in host memory; None: as on the device."""
+    """Layout of blocks in host memory; None: as on the device."""
     host_block_size: Count = 0
     """Tokens of a block in host memory, a divisor of `block_size`; 0: the same."""
     prefix_caching: bool = True
@@ -192,7 +192,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resolved_host_block_size(self) -> int:
-        """As configured, else as on the device."""
+        """Tokens of a block in host memory: as configured, else as on the device."""
         return self.host_block_size or self.block_size
 
     @property
@@ -217,7 +217,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device_offset: int = 0
     """Rank i runs on GPU (device_offset + i) % count."""
     block_tables: BlockTables | None = None
-    """Where the ranks keep their block tables: None for the device on a GPU, and the host elsewhere."""
+    """Place of the ranks' block tables; None: the device if it is a GPU, else the host."""
     max_batched_tokens: int = 2048
     max_running: int = 32
     failure_policy: FailurePolicy = "recompute"
@@ -241,7 +241,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resolved_layout(self) -> Layout:
-        """As configured, else what the connector, or attention alone, prefers."""
+        """Layout of the caches: as configured, else as the connector, or attention alone, prefers."""
         preferred = required_cache_layout(
             {} if self.role == "mono" else {"kv_connector": "kvconnector"}
         )
@@ -249,12 +249,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def caches_prefixes(self) -> bool:
-        """As configured, but that a decoder's tokens do not determine its cache: the encoder's input does, too."""
+        """True if prefixes are cached: as configured, but never if the cache also depends on an encoder's input."""
         return self.cache.prefix_caching and not self.model.is_encoder_decoder
 
     @property
     def resolved_block_tables(self) -> BlockTables:
-        """As configured, else where they are fastest."""
+        """Place of the block tables: as configured, else where they are fastest."""
         return self.block_tables or ("device" if self.device == "cuda" else "host")
 
 

@@ -41,7 +41,7 @@ from minillm.demo_picture import draw_picture
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
 
 PATHS = {"direct": "auto", "packed": "never"}
-"""How a decode engine gets its blocks, by the `paths.direct` that makes it so."""
+"""Ways in which a decode engine gets blocks, and the value of `paths.direct` for each."""
 WARM_UP_TOKENS = 64
 LOGPROB_TOLERANCE = 1e-3
 """Rounding of another tensor-parallel split stays orders below; one lost block of one layer goes beyond."""
@@ -66,7 +66,7 @@ class PromptResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare(num_prompt: int, remote: Completion, reference: Completion) -> PromptResult:
-    """What the two engines made of one prompt of `num_prompt` tokens.
+    """Compare the two engines' completions of one prompt of `num_prompt` tokens.
 
     A prompt of several tokens must have been moved: one that was computed again proves nothing.
     """
@@ -94,7 +94,7 @@ def split_prompt(model: str, tokens: list[int]) -> dict[str, list[int]]:
 
 
 class Servers(NamedTuple):
-    """What the demo talks to: by path the decode engine and its router, and the reference engine."""
+    """The servers that the demo asks: a decode engine and a router for each path, and the reference engine."""
 
     decodes: Mapping[str, Server]
     routers: Mapping[str, Server]
@@ -102,7 +102,7 @@ class Servers(NamedTuple):
 
 
 def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> list[str]:
-    """What one engine's server is started with; `offset` is its first device."""
+    """Arguments of one engine's server; `offset` is its first device."""
     # a transfer that fails must fail the demo, not be computed again in silence
     common = ["--model", arguments.model, "--device", arguments.device, "--failure-policy", "fail"]
     if arguments.block_tables:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 16 << 20
 MAX_ANSWERS = 16
-"""To one prompt."""
+"""Most answers to one prompt."""
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):

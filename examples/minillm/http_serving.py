@@ -1,4 +1,4 @@
-"""What every HTTP server of minillm does alike: options, listening, telling its port."""
+"""Options of minillm's HTTP servers, and serving: each listens and writes its port to a file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted, as when many requests come at once. The kernel has a limit of its own."""
+"""Number of connections that may wait to be accepted when many requests come at once. The kernel has its own limit."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""What the scheduler process and its ranks say to each other, as msgspec structs over ZMQ. No pickle."""
+"""Messages between the scheduler process and its ranks: msgspec structs over ZMQ, no pickle."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     start: int
     num_samples: int
-    """How many tokens to sample after the last of these, the likeliest first; 0 where more are known."""
+    """Number of tokens to sample after the last of these, the likeliest first; 0 where more are known."""
     encoder_token_ids: list[int] = []
-    """Encode these before, and cache the result in its cross blocks: with the first step of a prompt."""
+    """Encode these first, and cache the result in the request's cross blocks: in the first step of a prompt."""
     num_encoder_tokens: int = 0
     """Tokens of the encoder's input, whether it is encoded now or was before."""
 
@@ -52,7 +52,7 @@ class RunningRequests(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TableChanges(msgspec.Struct, frozen=True, array_like=True):
-    """What a step changes in the ranks' block tables, as `yield_req_data` reads it. Finished requests come first."""
+    """A step's changes to the ranks' block tables, as `yield_req_data` reads them. Finished requests come first."""
 
     scheduled_new_reqs: list[NewRequest] = []
     scheduled_cached_reqs: RunningRequests = msgspec.field(default_factory=RunningRequests)
@@ -83,7 +83,7 @@ class Step(msgspec.Struct, tag="step"):
     tables: TableChanges = msgspec.field(default_factory=TableChanges)
     moves: list[BlockMove] = []
     common_blocks: list[int] = []
-    """By cache group, leading blocks that all sequences have in common; empty for none."""
+    """Number of leading blocks that all sequences have in common, by cache group; empty for none."""
     connector: msgspec.Raw = EMPTY
     """This step's connector metadata, encoded; empty in an engine without a connector."""
     idle_wait_s: float = 0.0
@@ -112,7 +112,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result"):
-    """What one rank did in one step. Only the last stage's first rank fills `tokens`."""
+    """One rank's results of a step. Only the last stage's first rank fills `tokens`."""
 
     step_id: int
     tokens: dict[str, list[SampledToken]] = {}

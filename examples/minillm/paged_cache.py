@@ -106,7 +106,7 @@ class PagedCache:
         return tuple(name for name, own in self.group_of.items() if own == group)
 
     def block_ids(self, name: str, tables: Sequence[Tensor]) -> Tensor:
-        """Of a sequence's tables by group, that of a cache."""
+        """Choose a cache's table from a sequence's tables by group."""
         return tables[self.group_of[name]]
 
     def write(self, name: str, values_THD: Sequence[Tensor], slots: Slots) -> None:
@@ -134,7 +134,7 @@ class PagedCache:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """Where tokens of a step go in one group: block and offset per cached row, int64; `rows` are those, None all."""
+    """Slots of a step's tokens in one group: block and offset per cached row, int64. `rows` are cached; None: all."""
 
     block_ids: Tensor
     offsets: Tensor
@@ -147,7 +147,7 @@ class HeadsFirstAttention(FlashAttentionBackend):
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Of all layers: blocks, heads, layers, K and V, tokens, so that a head slice of a block is one run."""
+        """All layers: blocks, heads, layers, K and V, tokens, so that a head slice of a block is one run."""
         return (2, 4, 0, 1, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
 
 
@@ -163,7 +163,7 @@ class LatentPagedAttention:
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """In memory as written; of all layers blocks first."""
+        """Axes as in the shape; blocks first in the tensor of all layers."""
         return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
 

@@ -53,7 +53,7 @@ class ProcessGroups:
         self._dcp_group = self._own_group(parallel.dcp_size)
 
     def _own_group(self, size: int) -> dist.ProcessGroup | None:
-        """Of all runs of `size` ranks, the one that this rank is in. All ranks make all of them, in one order."""
+        """Make a group of each run of `size` ranks, in one order on all ranks; returns the group with this rank."""
         found = None
         for first in range(0, self.parallel.world_size if size > 1 else 0, size):
             ranks = list(range(first, first + size))

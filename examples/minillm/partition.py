@@ -1,4 +1,4 @@
-"""Which part of the model one rank holds: layers by pipeline stage, heads, MLP rows and vocabulary by tensor rank."""
+"""One rank's part of the model: layers by pipeline stage, heads, MLP rows and vocabulary by tensor rank."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class StepTables(NamedTuple):
-    """What a step needs of the tables, on the device: of each sequence the block ids by group, int64, and of each group
-    the slots of all tokens, int64 `[T]`, `PAD_SLOT_ID` where another rank caches the token. In a group of
-    cross-attention they are those of the tokens that the step encodes.
+    """Tables of a step on the device: each sequence's block ids by group, int64, and each group's slots of all tokens,
+    int64 `[T]`, `PAD_SLOT_ID` where another rank caches the token. A group of cross-attention has the slots of the
+    tokens that the step encodes.
     """
 
     block_ids: tuple[tuple[Tensor, ...], ...]

@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "error"]
 
 
 class RequestState(enum.Enum):
-    """Where a request is; see the scheduler's module."""
+    """State of a request; see the scheduler's module."""
 
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KV = enum.auto()
@@ -62,7 +62,7 @@ class Request:
 
     @property
     def root_id(self) -> str:
-        """Of a fork: the request that it is an answer of."""
+        """Id of the request that a fork answers; "" if it is no fork."""
         return self.request_id.removesuffix(f"/{self.answer}") if self.answer else ""
 
     @property
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUpdate:
-    """What a step meant for one request: a token, its end, or both. `error` goes with the reason `"error"`."""
+    """A step's result for one request: a token, its end, or both. `error` goes with the reason `"error"`."""
 
     request_id: str
     answer: int = 0
@@ -99,7 +99,7 @@ class RequestUpdate:
 
 
 class SentTables:
-    """What the ranks know of the requests' block tables."""
+    """The requests' block tables as the ranks know them."""
 
     def __init__(self) -> None:
         self._sent: dict[str, list[list[int]]] = {}

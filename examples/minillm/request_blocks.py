@@ -1,4 +1,4 @@
-"""Which blocks of every cache group each request holds: the pools of all groups, changed together."""
+"""The blocks that each request holds in every cache group: the pools of all groups, changed together."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class RequestBlocks:
         self.groups = tuple(groups)
         self.num_blocks = sum(size.num_blocks for size in sizes)
         self.swapped_blocks = 0
-        """Blocks moved to host memory so far."""
+        """Number of blocks moved to host memory so far."""
         self.copied_blocks = 0
-        """Shared blocks that were copied because one of their owners wrote."""
+        """Number of shared blocks that were copied because one of their owners wrote."""
         self.common_reads = 0
-        """Blocks that a step did not have to read again for another of its sequences."""
+        """Number of block reads saved, since several sequences of a step shared the blocks."""
         self._lookahead = lookahead
         self._pools = [
             BlockSpaceManager(
@@ -226,14 +226,14 @@ class RequestBlocks:
                 self._pools[group.pool].fork(books.tokens, books.kept)
 
     def mark_computed(self, request_id: str, num_computed: int) -> None:
-        """Take that this many leading tokens are in the cache: other requests can find full blocks from now on."""
+        """Note that the first `num_computed` tokens are in the cache: other requests can find their full blocks."""
         books = self._get(request_id)
         for pool in self._pools:
             added = num_computed - pool.get_num_computed_tokens(books.tokens)
             pool.mark_blocks_as_computed(books.group, added)
 
     def mark_invalid(self, blocks: Iterable[int]) -> None:
-        """Loads that have not ended on all ranks will not fill these blocks, given by `block_number`."""
+        """Note blocks, by `block_number`, that a load which has not ended on all ranks will not fill."""
         self._invalid.update(blocks)
 
     def take_valid_tokens(self, request_id: str, num_tokens: int) -> int:
@@ -253,13 +253,13 @@ class RequestBlocks:
         return num_tokens
 
     def touch(self, request_id: str, now: float) -> None:
-        """The request's blocks are used at `now`, which decides what is evicted first."""
+        """Note that the request's blocks are used at `now`: the ones used longest ago are evicted first."""
         tokens = self._get(request_id).tokens
         for pool in self._pools:
             pool.access_all_blocks_in_seq(tokens, now)
 
     def release(self, request_id: str) -> None:
-        """Give the request's blocks up, wherever they are; it stays known."""
+        """Give up the request's blocks, wherever they are; it stays known."""
         books = self._get(request_id)
         for pool in self._pools:
             for seq in books.group.seqs():
@@ -309,8 +309,8 @@ class RequestBlocks:
         return moves
 
     def common_blocks(self, request_ids: Sequence[str]) -> list[int]:
-        """By group, how many leading blocks these requests all have in common, and computed: a batch reads them once.
-        Of cross-attention none: each request has its own.
+        """Number of leading computed blocks that all of these requests share, by group: a batch reads them once. In
+        cross-attention they share none.
         """
         seqs = [self._get(request_id).tokens for request_id in request_ids]
         common = [len(pool.get_common_computed_block_ids(seqs)) for pool in self._pools]
@@ -322,9 +322,8 @@ class RequestBlocks:
         return self._tables(self._get(request_id))
 
     def offer(self, request_id: str, num_tokens: int) -> BlockOffer | None:
-        """What a consumer may read of the first `num_tokens` tokens, in the connector's terms.
-
-        All but the last of them, which it computes itself. None if a window has moved on since.
+        """Offer a consumer all but the last of the first `num_tokens` tokens, in the connector's terms: it computes
+        that one itself. None if a window has moved on since.
         """
         books = self._get(request_id)
         offered = [self._offered(group, books, num_tokens) for group in self.groups]

@@ -1,4 +1,4 @@
-"""What a request's blocks are booked under, and the terms in which they are offered and loaded."""
+"""The sequences that own a request's blocks, and the terms in which blocks are offered and loaded."""
 
 from __future__ import annotations
 
@@ -57,19 +57,19 @@ class RequestBooks:
         return SequenceGroup(f"sequence {self.tokens.seq_id}", seqs, encoder_seq=self.encoder)
 
     def set_status(self, status: SequenceStatus) -> None:
-        """Of all answers."""
+        """Set the status of all answers."""
         for seq in (self.tokens, *self.siblings):
             seq.status = status
 
     def first_stop(self, resume_at: int) -> int | None:
-        """Where a step that begins at `resume_at` must end: before a token that replaces kept states."""
+        """The token before which a step from `resume_at` on must end, since it replaces kept states; None without."""
         if self.keep_state_at is None or self.keep_state_at <= resume_at:
             return None
         return self.keep_state_at
 
 
 def forgetting(retention: Retention) -> dict[str, Any]:
-    """What a block manager must know of how a group forgets tokens."""
+    """A block manager's options for a group that forgets tokens."""
     match retention:
         case KeepsWindow(window_tokens=window):
             return {"sliding_window": window}

@@ -26,7 +26,7 @@ from vllm_1p1d.router import OK, Begun, Prefilled
 UNREACHABLE = PeerUnreachableError.__name__
 """The cause in a decode engine's answer if no prefill engine listens where one was."""
 CONFIRM_S = 5.0
-"""How long a prefill engine may take to end its answer after the decode engine's has ended."""
+"""Time for a prefill engine to end its answer after the decode engine's has ended."""
 
 
 class Router(router.Router):
@@ -87,10 +87,10 @@ class Router(router.Router):
             raise
 
     async def _confirm(self, url: str, prefilled: asyncio.Task[Prefilled]) -> None:
-        """Wait for what the prefill engine says of itself, once the client has its whole answer.
+        """Wait for the prefill engine's answer, which has its address, after the client has the whole of its own.
 
-        A decode engine that does not reach it, since it was restarted, may compute a short prompt itself and be done
-        before. Without a word from it the next request asks it first, and learns where it is.
+        A decode engine that cannot reach a restarted prefill engine may compute a short prompt itself and be done
+        first. If the prefill engine does not answer, the next request asks it first, and learns its address.
         """
         await asyncio.wait({prefilled}, timeout=CONFIRM_S)
         if not prefilled.done() or prefilled.exception() is not None:

@@ -36,7 +36,7 @@ FIRST = Rank(0, 0)
 
 
 def cache_forms(topology: TpKVTopology) -> Iterator[str]:
-    """How the first rank's caches lie in memory, a line for each cache group whose blocks have several tokens."""
+    """Describe the first rank's caches in memory, a line for each cache group whose blocks have several tokens."""
     engine = topology.engine
     replicas = "by need" if topology.is_kv_replicated(engine) else "not"
     if topology.replicates_kv_cache(engine) and not topology.is_kv_replicated(engine):

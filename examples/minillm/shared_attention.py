@@ -25,7 +25,7 @@ def shared_attention(
     scale: float,
     groups: ProcessGroups,
 ) -> Tensor:
-    """As `paged_attention`, for this rank's queries over the tokens of all ranks of its group. `[T, H, D]`."""
+    """`paged_attention` of this rank's queries over the tokens of all ranks of its group. Returns `[T, H, D]`."""
     num_heads = q_THD.shape[1]
     all_q_THD = torch.cat(groups.gather_shares(q_THD), dim=1)
     partials = [

@@ -22,7 +22,7 @@ Params = dict[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class TransferEvents:
-    """What the connector finished on all ranks since the last step. `failed_recving` is part of `finished_recving`.
+    """Transfers that all ranks finished since the last step. `failed_recving` is part of `finished_recving`.
 
     `invalid_blocks` are those that a failed load should have filled, by `block_number`; reported when the first rank
     fails. `stored` are the cache events that all ranks have reported, see `stored_event`; None where none are counted.
@@ -69,7 +69,7 @@ class SchedulerTransfer:
 
     @property
     def loads_in_flight(self) -> Sequence[LoadInFlight]:
-        """How far loads are."""
+        """Progress of the loads under way."""
         return ()
 
     def on_new_request(self, request_id: str, params: Params) -> None:
@@ -134,7 +134,7 @@ class WorkerTransfer:
     """The worker half of a connector as the rank's loop uses it; this one is that of a rank without a connector."""
 
     def handshake(self) -> msgspec.Raw:
-        """What the scheduler process must know of this rank."""
+        """This rank's metadata for the scheduler process."""
         return EMPTY
 
     def start_step(self, metadata: msgspec.Raw) -> None:
@@ -148,7 +148,7 @@ class WorkerTransfer:
         time.sleep(timeout_s)
 
     def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """What finished since the last step, and with it the cache events of this one; never blocks."""
+        """The connector's output since the last step, with the cache events of this one; never blocks."""
         return EMPTY
 
     def close(self) -> None:

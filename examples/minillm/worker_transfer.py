@@ -25,7 +25,7 @@ class ConnectorWorkerTransfer(WorkerTransfer):
         )
         groups = cache_groups(config, share, cache)
         self._block_tokens = [group.geometry.virtual_block_tokens for group in groups]
-        """Of each cache group, tokens of one block to the connector."""
+        """Tokens of one block as the connector counts them, by cache group."""
         self._loads: dict[str, LoadRequest] = {}
         self.worker = Worker(connector_config(config), rank=share.rank, model=model)
         try:
@@ -122,7 +122,7 @@ def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartG
 
 
 def model_name(model: ModelConfig) -> str:
-    """What two engines must agree on besides what the geometry of their caches tells."""
+    """A name for all that two engines must agree on besides the geometry of their caches."""
     sights = {"window": model.mixer.sliding_window, "chunk": model.mixer.attention_chunk}
     sight = "".join(f"-{kind}{size}" for kind, size in sights.items() if kind in model.layer_kinds)
     return f"minillm-{model.architecture}-seed{model.seed}{sight}"

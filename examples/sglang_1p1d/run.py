@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
 
 
 def engine_command(arguments: argparse.Namespace, name: str) -> tuple[list[str], dict[str, str]]:
-    """What the engine `name`, "prefill", "decode" or "alone", is started with."""
+    """Command and environment of the engine `name`: "prefill", "decode" or "alone"."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", arguments.model]
     command += ["--host", "127.0.0.1", "--port", str(arguments.port + PORTS[name])]
     environment = {}

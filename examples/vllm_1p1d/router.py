@@ -25,7 +25,7 @@ from aiohttp import web
 TOTAL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 BACKLOG = 4096
-"""Connections that may wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 SILENT_HOST_S = 10
 MAX_BODY_BYTES = 64 << 20
 REMOTE_DECODE: dict[str, Any] = {
@@ -76,7 +76,7 @@ class Router:
         self._decode = itertools.cycle(decode_urls)
         self._session: aiohttp.ClientSession
         self._streaming: dict[str, dict[str, Any]] = {}
-        """How a decode engine finds each prefill engine that takes the names of transfers."""
+        """Address of each prefill engine that takes the names of transfers, for decode engines, by base URL."""
 
     def app(self) -> web.Application:
         """The HTTP application."""
@@ -248,7 +248,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _unanswered(url: str, error: Exception) -> web.HTTPException:
-    """Why an engine did not answer, in words that do not blame it for what the router lacks."""
+    """The refusal of a request whose engine did not answer; it does not blame the engine for what the router lacks."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return web.HTTPServiceUnavailable(

@@ -23,7 +23,7 @@ from vllm_1p1d.model import make_model
 HERE = Path(__file__).parent
 START_TIMEOUT_S = 600.0
 CONTROL_PORT_OFFSETS = {"prefill": 11, "decode": 111}
-"""From the router's port to that of each engine's first rank; its further data-parallel ranks take the next ones."""
+"""Distance from the router's port to each engine's first control port; other data-parallel ranks take the next."""
 STOP_TIMEOUT_S = 15.0
 PROMPT_WORDS = 300
 OK = 200
@@ -104,7 +104,7 @@ def engine_command(
     gpus: str | None = None,
     more: str = "",
 ) -> tuple[list[str], dict[str, str]]:
-    """What an engine, the `number`-th on this host, is started with beside a router at `port`: command, environment."""
+    """Command and environment of an engine, the `number`-th on this host, beside a router at `port`."""
     transfer = {
         "kv_connector": connector,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
@@ -161,7 +161,7 @@ def start(
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ask, then end."""
+    """Terminate a process with its children, and kill those that do not end."""
     for kind in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, kind)
@@ -174,7 +174,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], name: str) -> None:
-    """Until `url` answers; an engine that ends first ends the example."""
+    """Wait until `url` answers; an engine that ends first ends the example."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -189,7 +189,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], name: str) -> None:
 
 
 def compare(model: str, router_url: str, decode_url: str) -> bool:
-    """The same greedy completions through the router and from the decode engine alone."""
+    """Compare greedy completions through the router with those of the decode engine alone."""
     are_equal = True
     # from the second prompt on the router knows the prefill engine, and asks both engines at once
     for step in (17, 19):
