@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import signal
 import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 from rich import box
@@ -32,7 +31,6 @@ from minillm.client import Completion, CompletionError, complete
 from minillm.cluster import Cluster, Server
 from minillm.config import (
     Architecture,
-    BlockTables,
     ModelConfig,
     engine_shape,
     parse_engine_options,
@@ -105,8 +103,6 @@ def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> 
     """Arguments of one engine's server; `offset` is its first device."""
     # a transfer that fails must fail the demo, not be computed again in silence
     common = ["--model", arguments.model, "--device", arguments.device, "--failure-policy", "fail"]
-    if arguments.block_tables:
-        common += ["--block-tables", arguments.block_tables]
     return [*common, "--engine", shape, "--device-offset", str(offset)]
 
 
@@ -145,7 +141,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 async def run(arguments: argparse.Namespace, console: Console, cluster: Cluster) -> Run:
     """Start the servers, send the prompts, `arguments.concurrent` at a time, stop the servers."""
-    rng = random.Random(arguments.seed)
+    rng = random.Random(0)
     prompts = [
         [rng.randrange(arguments.vocab_size) for _ in range(length)] for length in arguments.prompts
     ]
@@ -226,25 +222,6 @@ def result_table(results: list[PromptResult]) -> Table:
     return table
 
 
-def report(arguments: argparse.Namespace, finished: Run, total_s: float) -> dict[str, Any]:
-    """The run as data, for `--json`."""
-    results = finished.results
-    return {
-        "prefill": arguments.prefill,
-        "decode": arguments.decode,
-        "model": arguments.model,
-        "device": arguments.device,
-        "cpu_count": os.cpu_count(),
-        "total_s": total_s,
-        "swapped_blocks": finished.swapped_blocks,
-        "identical": all(result.identical for result in results),
-        "prompts": [
-            {**msgspec.to_builtins(result), "gigabytes_per_s": result.gigabytes_per_s}
-            for result in results
-        ],
-    }
-
-
 def _prompt_lengths(text: str) -> list[int]:
     lengths = [int(item) for item in text.split(",")]
     if min(lengths) < 1:
@@ -300,9 +277,6 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--cache-salt", default="", help="only requests with the same one find known prompts again"
     )
-    parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts")
-    parser.add_argument("--json", type=Path, help="write the results here as well")
     parser.add_argument(
         "--picture",
         type=Path,
@@ -340,8 +314,6 @@ def main(cluster: Cluster | None = None) -> int:
     results = finished.results
     total_s = time.perf_counter() - started
     console.print(result_table(results))
-    if arguments.json:
-        arguments.json.write_bytes(msgspec.json.encode(report(arguments, finished, total_s)))
     identical = sum(result.identical for result in results)
     megabytes = sum(result.bytes for result in results) / 1e6
     console.print(

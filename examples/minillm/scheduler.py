@@ -53,11 +53,6 @@ class Scheduler:
         """Returns True if steps are still needed: also requests that only wait for the connector."""
         return bool(self.requests)
 
-    def counts(self) -> dict[RequestState, int]:
-        """Number of requests in each state."""
-        found = [request.state for request in self.requests.values()]
-        return {state: found.count(state) for state in RequestState}
-
     def add(self, request: Request) -> None:
         """Queue a request.
 

@@ -172,15 +172,10 @@ class StatusHandlers:
             "minillm_free_blocks": engine.scheduler.blocks.get_num_free_gpu_blocks(),
             "minillm_blocks": engine.scheduler.blocks.num_blocks,
             "minillm_swapped_blocks": engine.scheduler.blocks.swapped_blocks,
-            "minillm_copied_blocks": engine.scheduler.blocks.copied_blocks,
-            "minillm_common_reads": engine.scheduler.blocks.common_reads,
             "minillm_prefix_hit_rate": engine.scheduler.blocks.get_prefix_cache_hit_rate(),
         }
         for name, value in values.items():
             Gauge(name, name.replace("_", " "), registry=registry).set(value)
-        states = Gauge("minillm_requests", "requests by state", ["state"], registry=registry)
-        for state, count in engine.scheduler.counts().items():
-            states.labels(state.name.lower()).set(count)
         body = generate_latest(registry) + generate_latest(engine.scheduler.transfer.registry)
         return web.Response(body=body, content_type="text/plain")
 
