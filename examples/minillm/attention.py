@@ -254,7 +254,7 @@ class CrossAttention:
         self.heads = HeadProjections(weights, self.name)
 
     def __call__(self, x_TE: Tensor, context: StepContext) -> Tensor:
-        """Cache K and V of what is encoded now, and attend. Returns this rank's partial sum, `[T, E]`."""
+        """Cache K and V of newly encoded tokens, and attend. Returns this rank's partial sum, `[T, E]`."""
         cache = context.cache
         encoded_ME = context.encoded_ME
         if len(encoded_ME):

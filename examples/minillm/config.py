@@ -227,7 +227,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.parallel.dcp_size == 1:
             return
-        # which divides that of the device
+        # the host's block size divides the device's
         size = self.cache.resolved_host_block_size
         if size % self.parallel.interleave_tokens:
             raise ValueError(

@@ -85,7 +85,7 @@ def compare(num_prompt: int, remote: Completion, reference: Completion) -> Promp
 
 
 def split_prompt(model: str, tokens: list[int]) -> dict[str, list[int]]:
-    """A prompt's fields in a request: an encoder-decoder model encodes all of it, and goes on with the end of it."""
+    """A prompt's fields in a request. An encoder-decoder model encodes the whole prompt, and goes on with its end."""
     if model != "encoder-decoder":
         return {"prompt": tokens}
     return {"encoder_prompt": tokens, "prompt": tokens[-max(2, len(tokens) // 4) :]}
@@ -107,7 +107,7 @@ def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> 
 
 
 async def start_servers(cluster: Cluster, arguments: argparse.Namespace) -> Servers:
-    """Start everything, and wait until all of it is healthy."""
+    """Start all servers, and wait until they are healthy."""
     prefill_ranks = engine_shape(parse_engine_options(arguments.prefill))[0].world_size
     decode_ranks = engine_shape(parse_engine_options(arguments.decode))[0].world_size
 

@@ -105,7 +105,7 @@ def completion_choice(
     tokens: Sequence[SampledToken],
     finish_reason: str | None,
 ) -> dict[str, Any]:
-    """One answer, or what one stream event carries of it."""
+    """One answer, or the part of it in one stream event."""
     token_ids = [token.token_id for token in tokens]
     choice: dict[str, Any] = {
         "index": answer,

@@ -1,4 +1,4 @@
-"""A request as the scheduler sees it, and what it tells the engine about it."""
+"""A request as the scheduler sees it, and the scheduler's updates for the engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RequestState(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One completion: what was asked, and how far it is.
+    """One completion: the request and its progress.
 
     `num_computed` counts tokens whose KV is in the cache, or on its way from another engine. Of the prompt,
     `num_cached` were found in this engine's.
@@ -126,6 +126,6 @@ class SentTables:
             self._finished.append(request_id)
 
     def finish(self, changes: TableChanges) -> None:
-        """Add to `changes` what was released since the last step."""
+        """Add to `changes` the requests that were released since the last step."""
         changes.finished_req_ids.extend(self._finished)
         self._finished.clear()

@@ -171,8 +171,8 @@ class RequestBlocks:
         return AllocStatus.LATER if AllocStatus.LATER in found else AllocStatus.OK
 
     def allocate(self, request_id: str, resume_at: int) -> LoadTarget:
-        """Give a request its blocks, once `can_allocate` says OK. Returns where what is still missing before
-        `resume_at` must be loaded.
+        """Give a request its blocks, once `can_allocate` says OK. Returns the blocks into which tokens that are missing
+        before `resume_at` must be loaded.
         """
         books = self._get(request_id)
         tokens = books.tokens
@@ -284,7 +284,7 @@ class RequestBlocks:
         books = self._get(request_id)
         moves: list[BlockMove] = []
         for index, pool in enumerate(self._pools):
-            # what it would drop before its next step must not count as held when it wants to return
+            # blocks that it would drop before its next step must not count when it returns
             pool.drop_left_behind(books.tokens)
             moves += self._moves(index, "out", pool.swap_out(books.group))
         books.set_status(SequenceStatus.SWAPPED)

@@ -285,7 +285,7 @@ class Scheduler:
         self._recompute(victim)
 
     def _recompute(self, request: Request) -> None:
-        """Give the request's blocks up; it starts again with what is cached when it does."""
+        """Give up the request's blocks; it starts again after the tokens that are cached by that time."""
         self.blocks.release(request.request_id)
         request.num_computed = 0
         request.state = RequestState.WAITING
@@ -300,7 +300,7 @@ class Scheduler:
         step.moves += self.blocks.swap_in(request.request_id)
         request.state = RequestState.RUNNING
         self._running.append(request)
-        # without a block for what it needs besides slots it is in the next step at the latest
+        # if a block is missing now, the next step takes it in
         self._take_in(request, step)
         return True
 
@@ -360,8 +360,8 @@ class Scheduler:
             self._forget(request)
             return [RequestUpdate(request_id=request_id, finish_reason="error", error=error)]
         if num_valid < request.num_computed and not self.blocks.keeps_all_tokens:
-            # groups that forget have not what the first invalid token needs, or found more than the others: what is
-            # computed now would go into cached blocks
+            # a group that forgets may lack tokens that the first invalid one needs, or may have found more than the
+            # others, so that the step would write into cached blocks
             self._recompute(request)
             return []
         request.num_computed = num_valid

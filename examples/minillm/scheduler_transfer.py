@@ -1,4 +1,4 @@
-"""The scheduler half of kvconnector behind `SchedulerTransfer`."""
+"""kvconnector's scheduler half as a `SchedulerTransfer`."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class ConnectorTransfer(SchedulerTransfer):
     def grow(
         self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
     ) -> None:
-        """Let a consumer that follows the request read what is computed."""
+        """Let a consumer that follows the request read the computed tokens."""
         self._scheduler.grow(
             request_id, blocks=tables, num_tokens=num_tokens, ahead_tokens=ahead_tokens
         )
@@ -134,7 +134,7 @@ class ConnectorTransfer(SchedulerTransfer):
         num_encoder_tokens: int,
         params: Params,
     ) -> tuple[bool, Params]:
-        """Hold what is offered; without an offer the consumer computes the prompt itself."""
+        """Hold the offered blocks; without an offer the consumer computes the prompt itself."""
         if offer is None or not self.is_offered(params):
             self._scheduler.finish(request_id)
             return False, None

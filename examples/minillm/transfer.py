@@ -58,7 +58,7 @@ class LoadStats(msgspec.Struct, kw_only=True):
 class SchedulerTransfer:
     """The scheduler half of a connector, in one engine's terms. Block ids come by cache group.
 
-    This one is that of a monolithic engine: nothing is ever remote. `ConnectorTransfer` is kvconnector's.
+    This class is for a monolithic engine, where nothing is ever remote. `ConnectorTransfer` is kvconnector's.
     """
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class SchedulerTransfer:
 
 
 class WorkerTransfer:
-    """The worker half of a connector as the rank's loop uses it; this one is that of a rank without a connector."""
+    """The worker half of a connector as the rank's loop uses it; this class is for a rank without a connector."""
 
     def handshake(self) -> msgspec.Raw:
         """This rank's metadata for the scheduler process."""

@@ -92,8 +92,8 @@ class Router:
         return app
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
-        # three descriptors a request, and no limit on connections: one that waits for the connection of another
-        # request could not be told from one that its engine does not answer
+        # three descriptors a request, and no limit on connections: a request that waits for another one's connection
+        # would look like one that its engine does not answer
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         connector = aiohttp.TCPConnector(limit=0, socket_factory=_watched_socket)

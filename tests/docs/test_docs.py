@@ -79,7 +79,7 @@ def test_every_function_of_the_walk_exists():
 
 @pytest.mark.parametrize("block", blocks(*DATA), ids=str)
 def test_data_is_well_formed_and_configurations_are_valid(block):
-    assert block.language, "a block without a language is checked by nobody"
+    assert block.language, "no check knows a block without a language"
     DATA[block.language](block.text)
     if block.language == "mermaid":
         assert ";" not in block.text, "Mermaid takes it for the end of a statement"

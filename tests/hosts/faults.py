@@ -202,7 +202,7 @@ async def inject(cluster, name, phase):
     assert await request == "right tokens"
     assert not others_before.errors
     if phase == "greeting":
-        # one that has met nobody
+        # a consumer that has greeted no producer
         await cluster.running["d1"].stop()
         await cluster.repair()
     before = received_bytes(cluster.hosts["d1"])

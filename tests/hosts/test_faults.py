@@ -1,4 +1,4 @@
-"""Engines on several hosts, and faults between them. Set FAULTS_TABLE to a file that is to get what was seen."""
+"""Faults between engines on several hosts. FAULTS_TABLE names a file for the table of results."""
 
 import asyncio
 import os

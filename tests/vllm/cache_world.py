@@ -115,7 +115,7 @@ def registered(
     backend="FLASH_ATTN",
     *,
     kernel_block_size=None,
-    place=placed(),  # noqa: B008  nobody changes it
+    place=placed(),  # noqa: B008  it is not changed
     **engine,
 ):
     """A group as a worker registers it, and its caches by layer."""

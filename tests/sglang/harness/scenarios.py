@@ -65,7 +65,7 @@ def logprobs(pair, outcome):
 def times(pair, outcome):
     """Measure the first answer, and then first tokens at the decode engine and at one engine alone.
 
-    Of prompts of one chunk and of eight: nobody has seen them, and each is asked once. Two engines in turn.
+    Prompts of one chunk and of eight are new to the engines, and each is asked once, by both ways in turn.
     """
     figures = outcome.figures
     figures["first contact s"] = _seconds(pair.submit(prompt_of(64, seed=90), max_tokens=1).decode)

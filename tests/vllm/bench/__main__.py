@@ -78,7 +78,7 @@ def main():
                 contenders[STREAMED[name]] = Contender(pair, is_streamed=True)
         turns = Turns(contenders, plan, say, keep)
         is_whole = False
-        with suppress(KeyboardInterrupt):  # what is known at that point
+        with suppress(KeyboardInterrupt):  # its results so far are kept
             turns.run()
             is_whole = True
         report = keep(turns)

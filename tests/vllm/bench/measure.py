@@ -124,7 +124,7 @@ class Turns:
             case = Asked(f"{length} tokens", 1, length)
             for number in range(WARM_UP + plan.repetitions):
                 prompt = self._clear_prompt(length)
-                if number == WARM_UP:  # what was before does not count
+                if number == WARM_UP:  # the warm-up does not count
                     del self.samples[case]
                 self._each(partial(_request, prompt), case=case)
             self._keep(self)

@@ -238,7 +238,7 @@ def chat(pair, outcome):
         conversation = conversation + answer.tokens + prompt_of(50, seed=turn)
     if not offer:
         outcome.complaints.append("the decode engine offers no blocks for the next turn")
-    # the decode engine holds what it offered last, so the prefill engine says what is right
+    # the decode engine still holds its last offer, so the prefill engine gives the right tokens
     for turn, (prompt, answer) in enumerate(turns):
         pair.prefill.forget()
         outcome.compare(f"turn {turn}", answer, pair.prefill.ask(prompt).tokens)

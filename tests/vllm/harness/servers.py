@@ -144,7 +144,7 @@ def metrics(folder, outcome, device):
     """An operator sees transfers, an expired lease and a lost producer."""
     # of this process, which is the case's own
     os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": "6", "VLLM_LOG_STATS_INTERVAL": "1"}
-    # an engine that has no token yet when its interval ends logs what was transferred in it at this level, and no more
+    # an engine without a token when its interval ends logs the interval's transfers at this level alone
     os.environ["VLLM_LOGGING_LEVEL"] = "DEBUG"
     # a direct read of a producer that was killed may still end well: its shared pools outlive it
     os.environ["KVCONNECTOR_PATHS_DIRECT"] = "never"
