@@ -54,7 +54,7 @@ ROOMS: dict[str, Size] = {
     "examples": Size(59),
     "examples/launchers": Size(39),
     "examples/monitoring": Size(96),
-    "examples/minillm": Size(5859),
+    "examples/minillm": Size(5820),
     "examples/sglang_1p1d": Size(210),
     "examples/vllm_1p1d": Size(571),
     "scripts": Size(901),
@@ -75,12 +75,12 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(1237),
     "tests/unit/control": Size(96),
     "tests/unit/datapath": Size(2601),
-    "tests/unit/minillm": Size(1666),
+    "tests/unit/minillm": Size(1647),
     "tests/unit/runtime": Size(2212),
     "tests/unit/session": Size(1665),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1091),
-    "tests/vllm": Size(6930),
+    "tests/vllm": Size(6916),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {
