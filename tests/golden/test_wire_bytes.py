@@ -41,7 +41,7 @@ def named(value):
 
 
 @pytest.mark.parametrize("name", SAID)
-def test_bytes_of_a_released_peer_still_say_the_same(name):
+def test_bytes_of_a_released_peer_are_still_the_same_message(name):
     message, said = decode(golden(name)), SAID[name]
     assert type(message).__name__ == said["kind"]
     assert named(message) == said["fields"]

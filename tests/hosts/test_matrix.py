@@ -54,7 +54,7 @@ def exchange(a, b):
     return lanes, list(errors)
 
 
-def test_of_two_interfaces_one_is_dead(network):
+def test_one_of_two_interfaces_is_dead(network):
     """UCX does not use an interface that is down. The error names one that only looks well, and the other is used if it
     is named. UCX before 1.20 gives up a peer that has an interface down, unless the other one is named.
     """

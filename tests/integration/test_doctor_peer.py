@@ -82,7 +82,7 @@ def test_every_mismatch_is_a_fault_in_plain_words(p, doctor):
         ("CONTROL_OVER_UCX=false", ("pp0tp0", "round trip")),
     ],
 )
-def test_what_this_engine_is_set_to_counts(p, doctor, monkeypatch, setting, expected):
+def test_the_settings_of_this_engine_count(p, doctor, monkeypatch, setting, expected):
     name, _, value = setting.partition("=")
     monkeypatch.setenv(f"KVCONNECTOR_{name}", value)
     subject, text = expected
@@ -121,7 +121,7 @@ def test_keys(tmp_path, doctor):
         ({"remote_engine_id": "q"}, "another engine answers there"),
     ],
 )
-def test_why_params_cannot_be_used_is_told(p, doctor, tmp_path, changes, cause):
+def test_the_reason_for_unusable_params_is_given(p, doctor, tmp_path, changes, cause):
     file = tmp_path / "params.json"
     params = p.offer(f"r{cause}", [1, 2], 30)
     file.write_text(json.dumps({"kv_transfer_params": {**params, **changes}}))
@@ -147,7 +147,7 @@ def silent():
         ("silent", "accepts connections at this port and does not answer", "stopped or stuck"),
     ],
 )
-def test_why_nobody_answers_is_told_with_a_remedy_of_its_own(doctor, request, where, cause, remedy):
+def test_each_reason_for_no_answer_has_a_remedy_of_its_own(doctor, request, where, cause, remedy):
     where = request.getfixturevalue("silent") if where == "silent" else where
     found = doctor("--peer", where)["peer"]
     assert found["verdict"] == "FAIL"

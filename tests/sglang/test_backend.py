@@ -236,7 +236,7 @@ def test_a_prompt_in_chunks_arrives_in_other_pages_with_states_and_metadata(back
         assert sender.get_transfer_metric().transfer_total_bytes == 5 * page_bytes
 
 
-def test_what_another_stream_wrote_is_read_after_its_event(backend, sides):
+def test_bytes_that_another_stream_wrote_are_read_after_its_event(backend, sides):
     prefill, decode = sides
     if prefill.device == "cpu":
         pytest.skip("a CPU has no streams")

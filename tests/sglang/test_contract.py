@@ -40,7 +40,7 @@ def test_the_installed_backend_is_a_choice_of_the_command_line(utils):
     assert utils.TransferBackend("kvconnector").value == "kvconnector"
 
 
-def test_the_others_stay_what_they_were(utils):
+def test_the_other_backends_stay(utils):
     names = {each.value for each in utils.TransferBackend}
     assert {"mooncake", "nixl", "ascend", "mori", "fake", "kvconnector"} <= names
     assert _class(utils, "SENDER", "fake").__module__.startswith("sglang.")
@@ -70,7 +70,7 @@ def test_methods_take_what_those_of_sglang_take(utils, kind):
         assert has_any or not missing, f"{name} lacks {missing}"
 
 
-def test_whatever_sglang_uses_of_a_backend_is_there(utils):
+def test_the_backend_has_all_that_sglang_uses(utils):
     import sglang
 
     used, asked_for = set(), set()
@@ -92,7 +92,7 @@ def test_whatever_sglang_uses_of_a_backend_is_there(utils):
     assert not missing
 
 
-def test_the_hook_gets_what_it_asks_for():
+def test_the_hook_gets_its_arguments():
     from sglang.srt.disaggregation.decode import DecodePreallocQueue
 
     from kvconnector.integrations.sglang.backend import SEND_METADATA

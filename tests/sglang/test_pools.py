@@ -123,7 +123,7 @@ def test_recurrent_states_cut_channel_by_channel_and_head_by_head():
     assert _bytes_at(heads, 3, 2, 0) == temporal[1, 3, 2].numpy().tobytes()
 
 
-def test_states_that_are_made_up_in_an_unknown_way_match_only_the_same_parallelism():
+def test_states_of_unknown_parts_match_only_the_same_parallelism():
     (_, states), _ = _registered(_hybrid(None), replace(SHAPE, kv_layers=()))
     shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1)
     (_, cut), _ = _registered(_hybrid(None, 2), shape)

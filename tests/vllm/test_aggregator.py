@@ -82,7 +82,7 @@ def as_vllm(output):
 
 
 @pytest.mark.parametrize("seed", range(200))
-def test_both_say_the_same_of_any_outputs(seed):
+def test_both_aggregate_any_outputs_alike(seed):
     rng = random.Random(seed)
     world_size, told = rng.randint(1, 4), rng.choice([None, 0, 1, 3])
     connector = SimpleNamespace(get_finished_count=lambda: told)

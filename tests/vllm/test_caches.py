@@ -221,12 +221,12 @@ def test_a_layer_that_shares_anothers_cache_is_moved_once():
         (attention(kv.SinkFullAttentionSpec, sink_len=4), "FLASH_ATTN", "SinkFullAttentionSpec"),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(spec, backend, text):
+def test_an_unknown_cache_is_refused_by_name(spec, backend, text):
     with pytest.raises(GeometryError, match=text):
         registered(spec, backend=backend)
 
 
-def test_of_chunked_attention_a_chunk_is_kept():
+def test_chunked_attention_keeps_a_chunk():
     group, _ = registered(attention(kv.ChunkedLocalAttentionSpec, attention_chunk_size=64))
     assert (group.info.keeps, group.info.extent_tokens) == ("chunk", 64)
 

@@ -204,7 +204,7 @@ def test_a_request_that_must_know_what_was_sampled_has_an_obstacle(world, sampli
         ),
     ],
 )
-def test_a_token_that_was_drawn_otherwise_or_came_wrong_is_not_taken(
+def test_a_token_that_was_sampled_differently_or_is_malformed_is_not_taken(
     world, caplog, sampling, changes, reason
 ):
     caplog.set_level(logging.INFO, "kvconnector")
@@ -256,7 +256,7 @@ FORGETS = {"specs": [attention(), WINDOWED], "first_token": "always"}
     "sampling, options",
     [*((each, {}) for each in NOBODYS), ({}, {"first_token": "never"}), ({}, FORGETS)],
 )
-def test_no_token_is_sent_or_awaited_that_nobody_can_take(world, sampling, options):
+def test_no_token_is_sent_or_expected_that_no_engine_can_take(world, sampling, options):
     """The offer of a model that forgets tokens has one, see below; its stream has none."""
     if "specs" not in options:
         assert FIRST_TOKEN not in sampled(world, 100, sampling, **options)
@@ -335,7 +335,7 @@ def test_a_prefix_of_the_decode_engine_is_not_loaded(world, is_hit):
     assert output.new_token_ids == [7]
 
 
-def test_of_several_completions_one_takes_the_token_and_the_others_draw_their_own(world):
+def test_one_of_several_completions_takes_the_token_and_the_others_sample_their_own(world):
     engine, params = world(), sampled(world, 100)
     requests = [engine.add(100, params, prompt=1) for _ in range(3)]
     engine.step()

@@ -33,7 +33,7 @@ OFFER = TransferParams(
 )
 
 
-def test_dynamo_speaks_to_the_alias_as_to_nixl():
+def test_dynamo_uses_the_alias_as_it_uses_nixl():
     found = importlib.util.find_spec("dynamo")
     if found is None:
         pytest.skip("ai-dynamo is not installed")

@@ -57,7 +57,7 @@ def test_a_prefix_comes_from_the_tier_and_the_rest_from_the_producer(world, stor
     assert (found.num_local_cached_tokens, found.num_external_cached_tokens) == (0, 199)
 
 
-def test_what_the_prefix_cache_has_is_loaded_from_nowhere(world):
+def test_tokens_that_the_prefix_cache_has_are_not_loaded(world):
     engine = world(**TIER)
     _, ended, _ = _loading(engine, stored=128, num_tokens=40)
     for finished in (ended, {}, {}, {}):
@@ -89,7 +89,7 @@ def test_the_tier_loads_nothing_before_the_producer_has_begun(world):
 
 
 @pytest.mark.parametrize("window,tier_blocks", [(SIZE, 0), (4 * SIZE, 3)])
-def test_windows_are_those_before_the_end_of_the_last_range(world, window, tier_blocks):
+def test_windows_end_with_the_last_range(world, window, tier_blocks):
     specs = [attention(), attention(SlidingWindowSpec, sliding_window=window)]
     engine = world(**TIER, specs=specs)
     blocks = [*range(1, 8)]
@@ -102,7 +102,7 @@ def test_windows_are_those_before_the_end_of_the_last_range(world, window, tier_
     assert job.dst_spec.block_ids.tolist() == full[:5] + seen[5 - tier_blocks : 5]
 
 
-def test_a_state_is_that_after_the_last_range(world, fake, monkeypatch):
+def test_a_state_is_loaded_as_it_is_after_the_last_range(world, fake, monkeypatch):
     fake(SPLIT)
     monkeypatch.setattr(w.KeepingConnector, "get_loaded_kv_cache_group_ids", lambda *_: (0,))
     specs = [attention(), w.state_spec()]
@@ -212,7 +212,7 @@ def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch, 
 
 
 @pytest.mark.parametrize("is_first", [False, True])
-def test_vllms_own_loads_from_the_first_hit_alone(world, fake, is_first):
+def test_vllms_own_connector_loads_from_the_first_hit_alone(world, fake, is_first):
     """The first child has a prefix, and the engine computes the rest, or the producer has the whole prompt."""
     fake(SPLIT)
     engine = world(beside="KeepingConnector", is_first=is_first)

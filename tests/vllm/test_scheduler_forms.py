@@ -71,7 +71,7 @@ def table(cache_BHND):
         (4, "NHD", receive_block_size_and_layout),
     ],
 )
-def test_received_blocks_are_put_in_order_where_they_are_as_vllm_does(ratio, stored, transform):
+def test_received_blocks_are_laid_out_in_place_as_vllm_does(ratio, stored, transform):
     """Some local blocks of 16 tokens hold the bytes of a remote's smaller ones in HND."""
     shape = {"HND": (BLOCKS, HEADS, 16, DIM), "NHD": (BLOCKS, 16, HEADS, DIM)}[stored]
     memory = torch.randint(-99, 99, shape, dtype=torch.int16)

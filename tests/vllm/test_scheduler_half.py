@@ -19,7 +19,7 @@ def _load(world, num_tokens=100, **changes):
 
 
 @pytest.mark.parametrize("cached,first", [(31, 0), (32, 32), (64, 64), (95, 64)])
-def test_only_what_the_prefix_cache_lacks_is_loaded(world, cached, first):
+def test_only_tokens_that_the_prefix_cache_lacks_are_loaded(world, cached, first):
     engine = world()
     engine.add(cached, max_tokens=1, prompt=1)
     engine.step()
@@ -46,7 +46,7 @@ def test_a_window_is_loaded_into_the_blocks_after_those_that_are_gone(world):
 
 
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_why_a_load_failed_is_logged(world, caplog, is_whole):
+def test_the_reason_of_a_failed_load_is_logged(world, caplog, is_whole):
     engine = world()
     request, _ = _load(engine)
     (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)

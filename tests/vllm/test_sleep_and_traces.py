@@ -52,7 +52,7 @@ def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next
         )
 
 
-def test_what_is_asked_of_a_sleeping_engine_fails_alone(model):
+def test_a_request_to_a_sleeping_engine_fails_alone(model):
     with engines(model, Shape(), Shape()) as (producer, consumer):
         _, params = prefilled(producer, 1, 90)
         (rank,) = consumer.ranks

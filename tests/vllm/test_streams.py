@@ -55,7 +55,7 @@ IN_STEPS = [*[(0, 0, False), (48, 2, False), (96, 3, False), (100, 4, False)], (
         ),
     ],
 )
-def test_a_prompt_is_told_with_the_step_that_computes_each_part(
+def test_each_step_orders_the_part_of_a_prompt_that_it_computes(
     world, num_tokens, expected, options
 ):
     engine = world(**{"role": "kv_producer", "engine": CHUNKS, **options})
@@ -88,9 +88,7 @@ def test_a_prompt_that_is_preempted_is_given_up(world):
 @pytest.mark.parametrize(
     "names,stream", [({"transfer_secret": "no"}, True), ({"transfer_id": 5}, True), ({}, False)]
 )
-def test_without_names_that_can_be_used_or_streams_a_prompt_is_offered_at_the_end(
-    world, names, stream
-):
+def test_a_prompt_is_offered_at_the_end_without_usable_names_or_streams(world, names, stream):
     engine = world(role="kv_producer", stream=stream)
     engine.add(40, {**DECODE, **names}, max_tokens=1)
     news, (output,) = engine.step()
@@ -231,7 +229,7 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 @pytest.mark.ucx
 @pytest.mark.parametrize("policy,direct", [("fail", "auto"), ("recompute", "never")])
 @pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close", "close before the token"])
-def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
+def test_a_prefill_engine_gives_up_a_prompt(model, end, direct, policy):
     """The decode engine's request fails, or the engine computes what has not arrived. An engine that slept offers the
     prompt, and the lease ends unread.
     """
@@ -267,7 +265,7 @@ def test_a_prefill_engine_that_gives_a_prompt_up(model, end, direct, policy):
 
 
 @pytest.mark.ucx
-def test_a_decode_engine_that_gives_a_prompt_up(model):
+def test_a_decode_engine_gives_up_a_prompt(model):
     with acquainted(model) as (producer, consumer, address):
         prompt, request = begin(producer, consumer, address)
         producer.step()
@@ -283,7 +281,7 @@ def test_a_decode_engine_that_gives_a_prompt_up(model):
 
 
 @pytest.mark.ucx
-def test_a_decode_engine_that_hears_late_reads_all_at_once(model):
+def test_a_decode_engine_that_asks_late_reads_all_at_once(model):
     with acquainted(model) as (producer, consumer, address):
         prompt, request = begin(producer, consumer, address)
         until(prompt.is_finished, producer)
@@ -292,7 +290,7 @@ def test_a_decode_engine_that_hears_late_reads_all_at_once(model):
 
 
 @pytest.mark.ucx
-def test_what_waits_for_a_prefill_engine_that_is_not_there_ends(model):
+def test_a_request_for_a_missing_prefill_engine_ends(model):
     with acquainted(model, policy="recompute") as (producer, consumer, address):
         producer.close()
         theirs = {"do_remote_prefill": True, **address, **w.TRANSFER}

@@ -40,7 +40,7 @@ def geometry(block_size, **shared):
     length=st.integers(0, 30),
     data=st.data(),
 )
-def test_what_is_unwritten_is_the_rest_of_the_blocks(
+def test_the_rest_of_the_blocks_is_unwritten(
     *, turns, interleave, ratio, ranks, start, length, data
 ):
     rank, size = data.draw(st.integers(0, ranks - 1)), turns * interleave

@@ -141,7 +141,7 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
     return half
 
 
-def test_layers_are_told_in_order_and_before_the_step_is():
+def test_layers_are_reported_in_order_and_before_the_step():
     """vLLM calls for each layer, and hands over the step's orders after it has launched the last one."""
     worker, written = TakingWorker(), []
     worker.layer_written = written.append
@@ -193,7 +193,7 @@ def test_the_blocks_that_a_failed_load_has_not_filled_are_invalid(filled, invali
     assert half.take_report().failed == {"d": "LocalError: lost"}
 
 
-def test_an_idle_engine_hears_of_a_load_in_the_step_that_began_it():
+def test_an_idle_engine_reports_a_load_in_the_step_that_began_it():
     """No step waits while the engine has something to compute, or no load is under way."""
     worker = TakingWorker()
     half = worker_half(worker)
@@ -219,7 +219,7 @@ def test_a_load_that_ended_does_not_wait_for_others():
     assert worker.waits == 2  # in the first step, and in the third
 
 
-def test_why_a_lease_failed_reaches_the_scheduler_half_in_a_step_without_other_reports():
+def test_the_reason_of_a_failed_lease_reaches_the_scheduler_half_without_other_reports():
     worker, reasons = TakingWorker(), {"p": "LeaseExpiredError: the lease ended"}
     worker.output = WorkerOutput(finished_sending=frozenset(reasons), failed_sending=reasons)
     connector = object.__new__(integration.KVConnector)
@@ -262,7 +262,7 @@ def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
     assert finished.finished_sending == {"p", "old"}
 
 
-def test_what_a_failed_load_would_have_copied_is_forgotten(host_buffer):
+def test_copies_of_a_failed_load_are_forgotten(host_buffer):
     """When a request of the same name is loaded, the old one's blocks may belong to another request."""
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)

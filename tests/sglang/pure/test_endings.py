@@ -132,7 +132,7 @@ def test_a_room_that_is_in_use_is_refused_and_its_first_request_goes_on(patient)
     assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
 
 
-def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
+def test_an_error_of_a_request_fails_it_alone(pair):
     sent = pair.send(12)
     with sent[0].failing():
         raise BlockIdError("no such block")
@@ -141,9 +141,7 @@ def test_what_goes_wrong_with_a_request_fails_it_alone(pair):
 
 
 @pytest.mark.parametrize("is_prefill_first", [True, False], ids=["prefill", "decode"])
-def test_a_room_is_for_one_request_whichever_engine_hears_of_the_second_first(
-    patient, is_prefill_first
-):
+def test_a_room_is_for_one_request_whichever_engine_is_asked_first(patient, is_prefill_first):
     sent, wanted = _computed(patient, 8), patient.want(8)
     patient.load(wanted, OTHERS, TOKENS)
     assert {*patient.until_over(*sent, *wanted)} == {Stage.DONE}
@@ -176,7 +174,7 @@ def test_a_prefill_engine_that_is_gone_fails_its_requests_and_one_in_its_place_i
         pair.check(OTHERS, TOKENS)
 
 
-def test_where_nobody_listens_a_request_fails_in_time():
+def test_a_request_fails_in_time_if_no_engine_listens():
     environ = QUICK | {"KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "1"}
     with closing(Pair(Model(), environ=environ)) as pair:
         pair.prefill.close()

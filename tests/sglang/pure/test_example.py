@@ -76,13 +76,13 @@ def test_both_engines_are_asked_at_once_for_a_room_of_their_own():
     assert not prefill.was_given_up
 
 
-def test_where_the_decode_engine_fails_the_prefill_engine_is_given_up():
+def test_the_prefill_engine_is_given_up_if_the_decode_engine_fails():
     prefill, decode = Engine(delay_s=None), Engine(status=500)
     assert through_router(prefill, decode, [[1]]) == [(500, {"output_ids": [1]})]
     assert prefill.was_given_up
 
 
-def test_what_is_no_json_object_is_the_clients_mistake():
+def test_a_body_that_is_no_json_object_is_the_clients_mistake():
     for body in (b"{", b"[1]"):
         (text,) = through_router(Engine(), Engine(), [body])
         assert "JSON" in text

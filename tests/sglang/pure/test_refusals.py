@@ -42,7 +42,7 @@ def test_both_sides_derive_the_prefill_engines_name_and_the_transfers():
 @pytest.mark.parametrize(
     "variable", [("ENGINE_ID", "me"), ("CONTROL_PORT", "1"), ("ROLE", "both")], ids=str
 )
-def test_what_follows_from_sglangs_arguments_is_not_set(variable):
+def test_settings_that_follow_from_sglangs_arguments_are_refused(variable):
     with pytest.raises(ConfigError, match="follows from SGLang's arguments"):
         _config(**dict([variable]))
 

@@ -42,7 +42,7 @@ def test_engine_options_become_parallelism_and_cache(options, parallel, cache):
     assert engine_shape(parse_engine_options(options)) == (parallel, cache)
 
 
-def test_only_what_keeps_every_token_in_blocks_of_whole_turns_can_be_shared():
+def test_ranks_share_only_caches_of_every_token_in_blocks_of_whole_turns():
     parallel = ParallelConfig(tp_size=2, dcp_size=2, interleave_tokens=8)
     EngineConfig(role="mono", engine_id="e", parallel=parallel)
     with pytest.raises(ValueError, match="interleave=8 must divide block=12"):

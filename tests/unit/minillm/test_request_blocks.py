@@ -40,7 +40,7 @@ def test_a_window_that_moved_on_is_not_offered():
     assert blocks.offer("a", 10) is None
 
 
-def test_what_stands_for_a_block_that_a_window_left_is_not_an_invalid_one():
+def test_the_placeholder_of_a_block_that_a_window_left_is_not_invalid():
     """The placeholder may be the id of a block that another request loads into."""
     blocks = make_blocks(16, architecture="hybrid")
     start(blocks, "other", range(9), salt="other")

@@ -107,7 +107,7 @@ def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once(router
         (ConnectionResetError(), 502, "http://d did not answer: ConnectionResetError"),
     ],
 )
-def test_a_failure_has_words_that_name_who_lacks_what(error, status, words):
+def test_a_failure_is_worded_by_its_cause(error, status, words):
     refusal = vllm_1p1d.router._unanswered("http://d", error)
     assert refusal.status == status
     assert words in refusal.text

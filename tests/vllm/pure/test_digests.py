@@ -18,7 +18,7 @@ def test_one_wrong_byte_is_named():
     assert difference(expected, found) == "1 of 6 tokens of ('layer', 1) differ, from 3 to 3"
 
 
-def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_agree():
+def test_a_missing_layer_is_named_and_two_ranks_that_keep_a_token_must_agree():
     assert "one engine only" in difference({("a", 0): {0: 1}}, {})
     assert "no token" in difference({("a", 0): {0: 1}}, {("a", 0): {1: 1}})
     ranks = [{("a", 0): {0: 5}}, {("a", 0): {0: 6}}]
@@ -26,7 +26,7 @@ def test_what_one_engine_lacks_is_named_and_ranks_that_keep_a_token_both_must_ag
 
 
 @pytest.mark.parametrize("interleave", [1, 4, 16])
-def test_context_parallel_ranks_have_each_token_once_in_its_turn(interleave):
+def test_context_parallel_ranks_have_each_token_once(interleave):
     ranks = [tokens_of_rank(5, 83, 3, rank, interleave) for rank in range(3)]
     assert sorted(np.concatenate([numbers for numbers, _ in ranks])) == list(range(5, 83))
     for rank, (numbers, places) in enumerate(ranks):

@@ -79,7 +79,7 @@ def test_without_an_offer_the_decode_engine_computes_the_prompt(offer):
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 100_000, b"[]"])
-def test_what_is_no_json_object_is_the_clients_mistake(body):
+def test_a_body_that_is_no_json_object_is_the_clients_mistake(body):
     status, text = asyncio.run(routed(engine([], {}), engine([], {}), body))
     assert status == 400
     assert "JSON" in text

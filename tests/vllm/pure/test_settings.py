@@ -109,7 +109,7 @@ def test_wrong_options_are_named(extra, text):
         settings({integration.PORT_VARIABLE: "many"})
 
 
-def test_what_peers_compare_may_be_named():
+def test_the_model_name_that_peers_compare_can_be_set():
     config = vllm_config(model_name="org/m")
     found = integration.model_description(config, integration.Settings.of(config, {}).model_name)
     assert (found.model, found.dtype, found.num_layers) == ("org/m", "bfloat16", 4)
