@@ -66,7 +66,7 @@ ROOMS: dict[str, Size] = {
     "tests/integration": Size(1699),
     "tests/kernels": Size(1977),
     "tests/property": Size(3087),
-    "tests/sglang/pure": Size(860),
+    "tests/sglang/pure": Size(858),
     "tests/support": Size(2852),
     "tests/transport": Size(1469),
     "tests/unit": Size(1757),
@@ -75,12 +75,12 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(1237),
     "tests/unit/control": Size(96),
     "tests/unit/datapath": Size(2601),
-    "tests/unit/minillm": Size(1647),
+    "tests/unit/minillm": Size(1646),
     "tests/unit/runtime": Size(2212),
     "tests/unit/session": Size(1665),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1091),
-    "tests/vllm": Size(6916),
+    "tests/vllm": Size(6914),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

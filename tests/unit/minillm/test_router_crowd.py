@@ -1,4 +1,4 @@
-"""Both routers take more requests at once than a default HTTP client has connections, and name reasons of failures."""
+"""minillm's router, and so that of vLLM's example, takes more requests at once than an HTTP client has connections."""
 
 import asyncio
 import errno
@@ -9,9 +9,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-import minillm.router
 import vllm_1p1d.router
 from minillm.http_serving import BACKLOG
+from minillm.router import Router
 from tests.unit.minillm.http_fakes import app_of, streamed_offer
 
 NUM_REQUESTS = 1600
@@ -61,8 +61,7 @@ async def ask(session, url, prompt):
         return response.status, await response.text()
 
 
-@pytest.mark.parametrize("router", [minillm.router, vllm_1p1d.router])
-def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once(router):
+def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if limit < NUM_REQUESTS * FILES_A_REQUEST + 1000:
         pytest.skip(f"a process may open {limit} files here")
@@ -72,7 +71,7 @@ def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once(router
         async with AsyncExitStack() as stack:
             apps = app_of(engines.prefill), app_of(engines.decode)
             urls = [await stack.enter_async_context(serving(app)) for app in apps]
-            app = router.Router(*([url] for url in urls)).app()
+            app = Router(*([url] for url in urls)).app()
             url = await stack.enter_async_context(serving(app))
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
