@@ -34,9 +34,10 @@ from kvconnector.bench.rank_process import (
     failure,
 )
 from kvconnector.bench.results import ShowProgress
-from kvconnector.config import ConnectorConfig, ControlConfig, is_loopback
+from kvconnector.config import ConnectorConfig, ControlConfig, PeerConfig, is_loopback
 from kvconnector.control.address import parse_address
-from kvconnector.control.base import ControlChannel, Disconnected, PeerHandle, Received
+from kvconnector.control.base import Disconnected, PeerHandle, Received
+from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import ConfigError
 from kvconnector.ids import new_secret
 from kvconnector.runtime.channels import open_control
@@ -285,6 +286,5 @@ for _name in REMOTE:
 
 
 def _open_channel(control: ControlConfig, port: int) -> ControlChannel:
-    peer = {"hello_timeout_s": HELLO_TIMEOUT_S}
-    base = {"engine_id": "bench", "control": msgspec.to_builtins(control), "peer": peer}
-    return open_control(ConnectorConfig.from_mapping(base), port)
+    peer = PeerConfig(hello_timeout_s=HELLO_TIMEOUT_S)
+    return open_control(ConnectorConfig(engine_id="bench", control=control, peer=peer), port)

@@ -14,7 +14,7 @@ import secrets
 import struct
 from dataclasses import dataclass
 
-from kvconnector.control.base import check_payload
+from kvconnector.control.base import MessageTooLargeError
 from kvconnector.errors import PeerLostError, RemoteError
 
 KEY_BYTES = 32
@@ -53,7 +53,8 @@ class Sealer:
 
     def seal(self, payload: bytes) -> bytes:
         """The next frame. Raises MessageTooLargeError."""
-        check_payload(payload, self._max_message_bytes)
+        if len(payload) > self._max_message_bytes:
+            raise MessageTooLargeError.of(payload, self._max_message_bytes)
         content = _NUMBER.pack(self._next_number) + payload
         self._next_number += 1
         mac = self._keyed.copy()

@@ -9,7 +9,6 @@ import ctypes
 import os
 import select
 import threading
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -53,16 +52,22 @@ class _PollFd(ctypes.Structure):
 
 
 class Descriptors:
-    """Some file descriptors, as the one `fd` that is readable when any of them is, so that polling takes no longer for
-    a thousand connections than for one. One thread at a time.
+    """A set of file descriptors, as the one `fd` that is readable while any of them is: polling a thousand connections
+    takes no longer than polling one. One thread at a time.
     """
 
-    def __init__(self, fds: Sequence[int]) -> None:
+    def __init__(self) -> None:
         self._epoll = select.epoll()
-        for fd in fds:
-            self._epoll.register(fd, select.EPOLLIN)
         self.fd = self._epoll.fileno()
         self._item = _PollFd(self.fd, select.POLLIN, 0)
+
+    def add(self, fd: int) -> None:
+        """Watch one more."""
+        self._epoll.register(fd, select.EPOLLIN)
+
+    def remove(self, fd: int) -> None:
+        """Stop watching one, before it is closed."""
+        self._epoll.unregister(fd)
 
     def is_any_readable(self) -> bool:
         """Returns True if one is readable now, or the call was interrupted."""

@@ -1,7 +1,21 @@
-"""The control channel over ZMQ: one ROUTER for all incoming connections, one DEALER for each outgoing one.
+"""The control channel: small messages between workers over ZMQ, with connection loss reported as an event.
 
-ZMQ must not reconnect by itself, because a new engine may have taken the old one's place. For the same reason no side
-sets an identity.
+It never retries, never reconnects and never interprets a payload.
+
+- *Connections.* `connect` opens one and names it with a `PeerHandle`. The accepting side learns of it with the first
+  message that arrives on it, under a handle of its own, and answers on that. No channel uses a handle twice.
+- *Order.* Messages of one connection arrive in the order they were sent, each at most once. Those under way when a
+  connection breaks may be lost.
+- *Loss.* A connection ends for good when the peer closes it or dies, the handshake fails, a queue overflows, or the
+  peer breaks the protocol. The end is reported as one `Disconnected`, after every message that had arrived; no event
+  carries the handle afterwards. A connection that this side ended with `disconnect` is not reported.
+- *Size.* A payload longer than `ControlLimits.max_message_bytes` is refused when it is sent, and a peer that sends one
+  loses the connection, so that no peer can make this side allocate more.
+- *Threads.* One thread at a time calls everything on a channel, except `wake`, which any thread may call.
+- *Waits.* Only `poll` waits, at most its `timeout_s`; `close` waits at most `linger_s`.
+
+There is one ROUTER for all incoming connections, and one DEALER for each outgoing one. ZMQ must not reconnect by
+itself, because a new engine may have taken the old one's place. For the same reason no side sets an identity.
 
 Losses are seen at once where a process closes or dies, and after `heartbeat_timeout_s` where a host stops answering, by
 ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection that never sent a
@@ -13,12 +27,11 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Sequence
 
 import zmq
 
 from kvconnector.control.address import HostPort, parse_address, parse_bind
-from kvconnector.control.base import ControlEvent, ControlLimits, PeerHandle, check_payload
+from kvconnector.control.base import ControlEvent, ControlLimits, MessageTooLargeError, PeerHandle
 from kvconnector.control.security import CurveKeys, Security, check_key
 from kvconnector.control.waker import Descriptors, Waker
 from kvconnector.control.zmq_incoming import IncomingConnections
@@ -30,11 +43,18 @@ MAX_SOCKETS = 1 << 14
 """Three for each outgoing connection. File descriptors, of which one takes five, are the limit that is met first."""
 
 
-class ZmqControlChannel:
-    """A `ControlChannel` over TCP. The contract is in `kvconnector.control.base`.
+class ControlChannel:
+    """One worker's, or one directory service's, end of the control channel. The module's docstring is the contract.
 
-    `bind_host`, `bind_port` and `advertise_host` as for `parse_bind`. Raises ConfigError: a malformed or contradicting
-    address, or the port cannot be bound.
+    Args:
+        bind_host: Where to listen, see `parse_bind`.
+        bind_port: The port; 0 takes a free one.
+        advertise_host: The host that peers connect to; None for `bind_host`.
+        security: The keys; None runs without any.
+        limits: Bounds on memory and time.
+
+    Raises:
+        ConfigError: a malformed or contradicting address, or the port cannot be bound.
     """
 
     def __init__(
@@ -62,27 +82,41 @@ class ZmqControlChannel:
         except BaseException:
             self._context.term()
             raise
-        self._address = str(HostPort(advertised, self._incoming.port))
+        self.address = str(HostPort(advertised, self._incoming.port))
+        """`tcp://host:port` that peers connect to; the real port where port 0 was bound."""
+        self.is_settled = False
+        """Nothing waits for `poll` that `fd` would not show."""
+        self._first_deadline = math.inf
         self._waker = Waker()
         self._poller = zmq.Poller()
-        self._descriptors: Descriptors | None = None
-        self.is_settled = False
-        self._first_deadline = math.inf
+        self._descriptors = Descriptors()
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
-        for socket in (self._incoming.socket, self._incoming.monitor.socket):
-            self._poller.register(socket, zmq.POLLIN)
+        self._descriptors.add(self._waker.fileno())
+        self._watch(self._incoming.socket)
+        self._watch(self._incoming.monitor.socket)
         if self._incoming.authorizer is not None:
-            self._poller.register(self._incoming.authorizer.socket, zmq.POLLIN)
-
-    @property
-    def address(self) -> str:
-        return self._address
+            self._watch(self._incoming.authorizer.socket)
 
     @property
     def server_key(self) -> str:
+        """Public key that peers pass to `connect` with `address`; "" for a channel without keys."""
         return self._security.public_key if isinstance(self._security, CurveKeys) else ""
 
+    @property
+    def fd(self) -> int:
+        """A descriptor that becomes readable when something happens after the channel `is_settled`."""
+        return self._descriptors.fd
+
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
+        """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as
+        `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`, `AuthenticationError`
+        where the keys do not fit, `RemoteProtocolError` where something else listens, `PeerLostError` where the peer
+        leaves in between.
+
+        Raises:
+            ConfigError: the address or the key is malformed, or only one side uses keys.
+            TransportError: the channel is closed, or no descriptor is free.
+        """
         self._check_open()
         target = parse_address(address)
         if isinstance(self._security, CurveKeys):
@@ -105,15 +139,22 @@ class ZmqControlChannel:
             now=time.monotonic(),
         )
         self._outgoing[handle] = connection
-        self._forget_descriptors()
         if connection.deadline is not None:
             self._first_deadline = min(self._first_deadline, connection.deadline)
-        self._poller.register(connection.socket, zmq.POLLIN)
-        self._poller.register(connection.monitor.socket, zmq.POLLIN)
+        self._watch(connection.socket)
+        self._watch(connection.monitor.socket)
         return handle
 
     def send(self, handle: PeerHandle, payload: bytes) -> None:
-        check_payload(payload, self._limits.max_message_bytes)
+        """Queue one message; never blocks.
+
+        Raises:
+            MessageTooLargeError: nothing was sent.
+            PeerLostError: the handle is gone, or its queue is full, which ends the connection.
+            RemoteError: why else the connection is over.
+        """
+        if len(payload) > self._limits.max_message_bytes:
+            raise MessageTooLargeError.of(payload, self._limits.max_message_bytes)
         # what arrives while a socket sends does not make its descriptor readable
         self.is_settled = False
         if (connection := self._outgoing.get(handle)) is not None:
@@ -124,31 +165,39 @@ class ZmqControlChannel:
             raise PeerLostError("connection is gone", handle=handle)
 
     def peer_of(self, handle: PeerHandle) -> str:
+        """Address of a connection's peer, for texts: its host alone if it opened the connection."""
         connection = self._outgoing.get(handle)
         return self._incoming.peer_of(handle) if connection is None else connection.address
 
     def disconnect(self, handle: PeerHandle) -> None:
+        """End a connection; `handle` is not valid afterwards. Idempotent, never blocks.
+
+        What was sent before still goes out, for at most `linger_s`. The peer notices the end of a connection that this
+        side opened. One that the peer opened is only ignored from now on: say goodbye first, and let the peer close.
+        """
         self.is_settled = False
         if handle in self._outgoing:
             self._drop(handle, milliseconds(self._limits.linger_s))
         elif handle in self._incoming:
             self._incoming.forget(handle)
 
-    def poll(self, timeout_s: float, extra_fds: Sequence[int] = ()) -> list[ControlEvent]:
-        if timeout_s == 0.0 and self.is_settled and not self._closed and not self._is_due():
-            return []
+    def poll(self, timeout_s: float) -> list[ControlEvent]:
+        """Wait until something happens, or `wake` is called. Returns the events.
+
+        It may also return early with nothing, and takes at most `max_messages_per_turn` messages from each source; the
+        next call returns the rest at once.
+
+        Raises:
+            TransportError: the channel is closed.
+        """
+        if timeout_s == 0.0 and self.is_settled and not self._closed:
+            is_due = self._incoming.ending or self._descriptors.is_any_readable()
+            if not is_due and time.monotonic() < self._first_deadline:
+                return []
         self._check_open()
-        wait_s = self._wait_s(timeout_s)
-        watched = set(extra_fds)
-        for fd in watched:
-            self._poller.register(fd, zmq.POLLIN)
-        try:
-            ready = dict(self._poller.poll(milliseconds(wait_s)))
-        finally:
-            for fd in watched:
-                self._poller.unregister(fd)
+        ready = dict(self._poller.poll(milliseconds(self._wait_s(timeout_s))))
         # Sockets that are not ready are not called: every call releases the GIL, which a busy thread may then keep.
-        self.is_settled = not (ready.keys() - {self._waker.fileno(), *watched})
+        self.is_settled = not (ready.keys() - {self._waker.fileno()})
         if self._waker.fileno() in ready:
             self._waker.clear()
         incoming, authorizer = self._incoming, self._incoming.authorizer
@@ -168,13 +217,12 @@ class ZmqControlChannel:
         self._first_deadline = min(deadlines, default=math.inf)
         return events
 
-    def filenos(self) -> tuple[int, ...]:
-        return (self._watch().fd,)
-
     def wake(self) -> None:
+        """Make the current `poll`, or the next one, return at once. Any thread may call it, also after `close`."""
         self._waker.wake()
 
     def close(self) -> None:
+        """End every connection and release every resource. Idempotent; waits at most `linger_s`."""
         if self._closed:
             return
         self._closed = True
@@ -182,40 +230,26 @@ class ZmqControlChannel:
         for handle in list(self._outgoing):
             self._drop(handle, linger_ms)
         self._incoming.close(linger_ms)
-        self._forget_descriptors()
+        self._descriptors.close()
         self._waker.close()
         self._context.term()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise TransportError("control channel is closed", address=self._address)
+            raise TransportError("control channel is closed", address=self.address)
+
+    def _watch(self, socket: zmq.Socket[bytes]) -> None:
+        """Poll a socket from now on. Its descriptor does not show what came before."""
+        self._poller.register(socket, zmq.POLLIN)
+        self._descriptors.add(int(socket.getsockopt(zmq.FD)))
+        self.is_settled = False
 
     def _drop(self, handle: PeerHandle, linger_ms: int) -> None:
         connection = self._outgoing.pop(handle)
-        self._forget_descriptors()
-        self._poller.unregister(connection.socket)
-        self._poller.unregister(connection.monitor.socket)
+        for socket in (connection.socket, connection.monitor.socket):
+            self._poller.unregister(socket)
+            self._descriptors.remove(int(socket.getsockopt(zmq.FD)))
         connection.close(linger_ms)
-
-    def _forget_descriptors(self) -> None:
-        self.is_settled = False
-        if self._descriptors is not None:
-            self._descriptors.close()
-            self._descriptors = None
-
-    def _watch(self) -> Descriptors:
-        if self._descriptors is None:
-            sockets = [socket for socket, _ in self._poller.sockets if not isinstance(socket, int)]
-            fds = (int(socket.getsockopt(zmq.FD)) for socket in sockets)
-            self._descriptors = Descriptors((self._waker.fileno(), *fds))
-            self.is_settled = False
-        return self._descriptors
-
-    def _is_due(self) -> bool:
-        """Returns True if polling would find anything, in a channel that is settled."""
-        if self._incoming.ending or self._watch().is_any_readable():
-            return True
-        return time.monotonic() >= self._first_deadline
 
     def _wait_s(self, timeout_s: float) -> float:
         """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.base import ControlChannel, ControlLimits
+from kvconnector.control.base import ControlLimits
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.control.zmq import ControlChannel
 from kvconnector.session.engines import FIRST_GREETING_FACTOR
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
             control.host,
             config.engine_id,
         )
-    return ZmqControlChannel(
+    return ControlChannel(
         bind_host=control.host,
         bind_port=port,
         advertise_host=control.advertise_host or None,

@@ -9,7 +9,8 @@ import warnings
 import msgspec
 
 from kvconnector._version import __version__
-from kvconnector.control.base import ControlChannel, PeerHandle, Received
+from kvconnector.control.base import PeerHandle, Received
+from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import IncompatiblePeerError, KVConnectorError
 from kvconnector.folded_log import Refusals
 from kvconnector.wire import decode, encode, version_of, versions

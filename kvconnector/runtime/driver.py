@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.base import ControlChannel
+from kvconnector.control.zmq import ControlChannel
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.ids import Incarnation, Rank
@@ -153,7 +153,7 @@ class Driver:
         outbox has something, the rest is left for the next turn.
         """
         self._ends_when_filled = ends_when_filled
-        self.datapath.pump(self._pump_s(timeout_s), self.links.control.filenos())
+        self.datapath.pump(self._pump_s(timeout_s), (self.links.control.fd,))
         self._late_at = self.clock() + MAX_WORK_S
         self._look()
 

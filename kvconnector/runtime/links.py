@@ -20,13 +20,9 @@ from contextlib import suppress
 from itertools import count
 
 from kvconnector.config import ControlConfig
-from kvconnector.control.base import (
-    ControlChannel,
-    Disconnected,
-    PeerHandle,
-    Received,
-)
+from kvconnector.control.base import Disconnected, PeerHandle, Received
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
+from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import KVConnectorError, PeerLostError
 from kvconnector.folded_log import Refusals
 from kvconnector.session import events as ev

@@ -12,7 +12,7 @@ import zmq
 
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
-from kvconnector.control.zmq import ZmqControlChannel
+from kvconnector.control.zmq import ControlChannel
 from kvconnector.errors import (
     AuthenticationError,
     ConfigError,
@@ -31,7 +31,7 @@ OURS, OTHERS = new_keys(), new_keys()
 def open_channel(
     security=None, limits=None, bind_host="127.0.0.1", advertise_host=None, bind_port=0
 ):
-    return ZmqControlChannel(
+    return ControlChannel(
         bind_host=bind_host,
         bind_port=bind_port,
         advertise_host=advertise_host,

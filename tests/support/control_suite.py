@@ -1,12 +1,11 @@
-"""What every control channel must do, as tests: a subclass of `ControlChannelSuite` has `open(limits)`, which makes a
-channel that can reach, and be reached by, the others that one test opens.
+"""What a control channel must do, as tests: a subclass of `ControlChannelSuite` has `open(limits)`, which makes one
+that can reach, and be reached by, the others that one test opens.
 
 Nothing here sleeps and hopes: every wait polls the channels until a condition holds, and fails after `DEADLINE_S`.
 """
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from dataclasses import replace
@@ -113,7 +112,7 @@ class Recorder:
 
 
 class ControlChannelSuite:
-    """The contract of `kvconnector.control.base`. `open` is all that an implementation has to add."""
+    """The contract of `kvconnector.control.zmq`. A subclass chooses the host and the keys in `open`."""
 
     @contextlib.contextmanager
     def channels(self, *limits):
@@ -260,16 +259,6 @@ class ControlChannelSuite:
             assert _poll_returns(near, before=lambda: None) == []
             assert _poll_returns(near, before=near.wake) == []
 
-    def test_extra_fd_ends_a_poll_and_is_not_read(self):
-        ours, theirs = socket.socketpair()
-        with ours, theirs, self.pair() as (near, _far, _recorder):
-            assert near.poll(0.0, [ours.fileno()]) == []
-            theirs.send(b"x")
-            fds = [ours.fileno(), ours.fileno()]
-            assert _poll_returns(near, before=lambda: None, extra_fds=fds) == []
-            assert ours.recv(16) == b"x"
-            assert near.poll(0.0) == []
-
     def test_close_is_idempotent_and_leaves_nothing_behind(self):
         self._connect_and_close()
         threads, fds = set(threading.enumerate()), os.listdir("/proc/self/fd")
@@ -301,12 +290,12 @@ class ControlChannelSuite:
             near.close()
 
 
-def _poll_returns(channel, *, before, extra_fds=()):
+def _poll_returns(channel, *, before):
     """Poll for `DEADLINE_S` while another thread runs `before`; fail unless it returned earlier."""
     other = threading.Thread(target=before)
     started = time.monotonic()
     other.start()
-    events = channel.poll(DEADLINE_S, extra_fds)
+    events = channel.poll(DEADLINE_S)
     waited_s = time.monotonic() - started
     other.join()
     assert waited_s < DEADLINE_S, "poll waited for its whole timeout"

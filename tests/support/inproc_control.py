@@ -75,9 +75,10 @@ class ControlHub:
 
 
 class InprocControlChannel:
-    """As much of a `ControlChannel` as workers in one thread need; the contract is in `kvconnector.control.base`."""
+    """As much of a `ControlChannel` as workers in one thread need; the contract is in `kvconnector.control.zmq`."""
 
     server_key = ""
+    fd = -1
 
     def __init__(self, hub, address):
         self.address = address
@@ -120,7 +121,7 @@ class InprocControlChannel:
         else:
             self._discard(near)
 
-    def poll(self, timeout_s, extra_fds=()):
+    def poll(self, timeout_s):
         """The messages that are due, then the connections that are over and read."""
         self._polls += 1
         ready = [end for end in self._ends for due, _ in end.inbox if due < self._polls]
@@ -131,9 +132,6 @@ class InprocControlChannel:
             if end.handle is not None and not end.is_ignored:
                 events.append(Disconnected(end.handle, end.error))
         return events
-
-    def filenos(self):
-        return ()
 
     @property
     def is_settled(self):
