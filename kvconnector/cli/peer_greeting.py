@@ -202,7 +202,8 @@ class PeerGreeting(ExitStack):
         theirs, config = directory.geometry.unpack(), self._config
         ours = whole_engine(theirs, config.engine_id)
         pools = Pools([], self._device)
-        CudaContext(self._device).enter()
+        if self._device != "cpu":
+            CudaContext(self._device).make_current()
         self._transport = open_transport(config, self._device)
         self.callback(self._transport.close)
         network = UcxNetwork(self._transport)
@@ -224,7 +225,7 @@ class PeerGreeting(ExitStack):
         self._driver.consumer = session
         no_tokens = ((0, 0),) * ours.num_groups
         want = WantRequest("doctor", "doctor", new_secret(), name)
-        self._driver.submit([want, LoadRequest("doctor", no_tokens, (), ())])
+        self._driver.put([want, LoadRequest("doctor", no_tokens, (), ())])
         self._run(2 * session.patience_s, lambda: session.engine.is_ready)
         assert session.engine.is_ready  # else its loss was raised
         workers, trips_s = [*session.engine.workers.values()], session.round_trips_s
@@ -297,7 +298,7 @@ class PeerGreeting(ExitStack):
         tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)
-        self._driver.links.send(link, encode(probe, link.version))
+        self._driver.links.send(link, probe)
         self._run(MEASURE_S, lambda: not warm_ups.is_awaited)
         is_over = not warm_ups.is_awaited
         return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0

@@ -90,6 +90,8 @@ class ControlChannel:
         self._waker = Waker()
         self._poller = zmq.Poller()
         self._descriptors = Descriptors()
+        self.fd = self._descriptors.fd
+        """A descriptor that becomes readable when something happens after the channel `is_settled`."""
         self._poller.register(self._waker.fileno(), zmq.POLLIN)
         self._descriptors.add(self._waker.fileno())
         self._watch(self._incoming.socket)
@@ -101,11 +103,6 @@ class ControlChannel:
     def server_key(self) -> str:
         """Public key that peers pass to `connect` with `address`; "" for a channel without keys."""
         return self._security.public_key if isinstance(self._security, CurveKeys) else ""
-
-    @property
-    def fd(self) -> int:
-        """A descriptor that becomes readable when something happens after the channel `is_settled`."""
-        return self._descriptors.fd
 
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
         """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as

@@ -19,7 +19,7 @@ _CAPTURE_MODE_RELAXED = 2
 
 
 class CudaContext:
-    """The context that torch has on `device` ("cpu" or "cuda:N"). On the CPU it is always current.
+    """The context that torch has on `device` ("cuda:N").
 
     The engine's thread makes marks, any thread gives them back: making an event takes longer than using one again.
 
@@ -28,12 +28,9 @@ class CudaContext:
     """
 
     def __init__(self, device: str) -> None:
-        self._handle: int | None = None
-        self._unused: list[torch.cuda.Event] = []
-        if device == "cpu":
-            return
         import torch
 
+        self._unused: list[torch.cuda.Event] = []
         self._index = int(device.partition(":")[2] or 0)
         # not public, but what Triton's launcher asks
         self._stream: Callable[[int], int] = torch._C._cuda_getCurrentRawStream
@@ -46,50 +43,44 @@ class CudaContext:
         )
         with torch.cuda.device(device):
             torch.cuda.current_stream().query()  # makes a context where there is none
-            self._handle = self._current()
-        if self._handle is None:
+            handle = self._current()
+        if handle is None:
             raise TransportError("no CUDA context is current", device=device)
-
-    @property
-    def takes_marks(self) -> bool:
-        """Returns True if `make_mark` may return one."""
-        return self._handle is not None
+        self._handle = handle
 
     @property
     def is_current(self) -> bool:
         """Returns True if it is the calling thread's."""
-        return self._handle is None or self._current() == self._handle
+        return self._current() == self._handle
 
     def allow_captures(self) -> None:
         """Let other threads capture CUDA graphs whatever the calling thread does, for the rest of its life: it captures
         none itself, and its queries and allocations would otherwise end theirs.
         """
-        if self._handle is not None:
-            mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
-            status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
-            _check("cuThreadExchangeStreamCaptureMode", status)
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        _check("cuThreadExchangeStreamCaptureMode", status)
 
-    def enter(self) -> int | None:
-        """Make it the calling thread's. Returns the one before, for `leave`."""
-        if self._handle is None:
-            return None
+    def make_current(self) -> None:
+        """Make it the calling thread's."""
+        self._set(self._current(), self._handle)
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Call `function` in this context, then make current again what was so before."""
         previous = self._current()
         self._set(previous, self._handle)
-        return previous
-
-    def leave(self, previous: int | None) -> None:
-        """Make current what was so before. Where that was this one, nothing here has made it another."""
-        if previous != self._handle:
-            self._set(self._current(), previous)
+        try:
+            function()
+        finally:
+            if previous != self._handle:
+                self._set(self._current(), previous)
 
     def make_mark(self) -> torch.cuda.Event | None:
-        """Return an event after the work queued on the current stream; None if there is none, and on the CPU.
+        """Return an event after the work queued on the current stream; None if there is none.
 
         Raises:
             TransportError: the GPU has failed.
         """
-        if self._handle is None:
-            return None
         if self.is_current:
             stream = ctypes.c_void_p(self._stream(self._index))
             if self._cuda.cuStreamQuery(stream) == 0:

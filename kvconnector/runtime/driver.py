@@ -9,8 +9,8 @@ back as an event of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
-`progress_inline`, while the former sleeps or waits for the GIL. `submit` and all else here are for the owner alone, but
-for `in_flight`, which reads what others may change and copies before it looks. Orders come by `intake`, results leave
+`progress_inline`, while the former sleeps or waits for the GIL. All here is for the owner alone, but for `put`, which
+appends orders to a deque, and `in_flight`, which reads what others may change and copies before it looks. Results leave
 by the outbox.
 
 Clock. `clock` is asked once for each event, and the sessions' deadlines are by it. Time alone is an event, `Tick`,
@@ -34,16 +34,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.zmq import ControlChannel
 from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.ids import Incarnation, Rank
+from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.executor import Executor
 from kvconnector.runtime.greetings import hello_of, hello_reply
+from kvconnector.runtime.intake import Blocks, blocks_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import ConsumerSession, LoadInFlight, ProducerSession
@@ -57,9 +60,14 @@ from kvconnector.wire import decode_batch
 from kvconnector.wire import messages as m
 
 if TYPE_CHECKING:
+    import torch
+
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
+
+PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event | None"]
+"""A step's orders, the blocks of their requests, and the mark after which these may be copied."""
 
 BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
@@ -77,8 +85,8 @@ MAX_SLEEP_S = 0.5
 class Driver:
     """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
 
-    `producer` or `consumer` is None where the worker has only the other role. `intake` is called in every turn, once
-    the wait is over: it submits what the engine's thread has left.
+    `producer` or `consumer` is None where the worker has only the other role. On a GPU, `context` marks in the engine's
+    stream after which work its orders come.
     """
 
     def __init__(
@@ -93,7 +101,7 @@ class Driver:
         transport: UcxTransport,
         datapath: DataPath,
         outbox: Outbox,
-        intake: Callable[[Driver], None] = lambda driver: None,
+        context: CudaContext | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.datapath = datapath
@@ -126,14 +134,14 @@ class Driver:
                 stream=config.stream,
             )
         self._outbox = outbox
+        self._context = context
+        self._inbox: deque[PostedStep] = deque()
         self._ends_when_filled = False
         self._late_at = 0.0
-        self._deadline: float | None = None
         self._is_ticking = False
-        self._intake = intake
 
     def __repr__(self) -> str:
-        return f"<Driver {len(self._events)} events, {self.links!r}>"
+        return f"<Driver {self.num_queued} events, {self.links!r}>"
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """The loads that are read now. Any thread may ask."""
@@ -142,18 +150,22 @@ class Driver:
     @property
     def num_queued(self) -> int:
         """Events that no session has seen yet."""
-        return len(self._events)
+        return len(self._events) + len(self._inbox)
 
-    def submit(self, events: Iterable[object]) -> None:
-        """Queue events for the sessions; they are handled in this turn, in order."""
-        self._events += events
+    def put(self, orders: Sequence[object]) -> None:
+        """Leave orders for the next turn. For the engine's thread. Blocks that they name are copied after the work
+        queued on its current stream.
+        """
+        blocks = [] if self._context is None else blocks_of(orders)
+        mark = self._context.make_mark() if self._context is not None and blocks else None
+        self._inbox.append((orders, blocks, mark))
 
     def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
         """Wait at most `timeout_s` for something to do, and do it. `ends_when_filled`, for an engine's thread: once the
         outbox has something, the rest is left for the next turn.
         """
         self._ends_when_filled = ends_when_filled
-        self.datapath.pump(self._pump_s(timeout_s), (self.links.control.fd,))
+        self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
         self._late_at = self.clock() + MAX_WORK_S
         self._look()
 
@@ -170,17 +182,20 @@ class Driver:
         self._ends_when_filled = True
         self._late_at = self.clock() + limit_s
         if orders_only:
-            self._intake(self)
-            self.work(inline=True)
+            self._take_orders()
+            self._work(inline=True)
         else:
             self.datapath.poll_once()
             self._look(inline=True)
-        if not self._outbox.is_rung and self.datapath.poll_once():
-            self.work(inline=True)
+        if not self._outbox.is_filled and self.datapath.poll_once():
+            self._work(inline=True)
 
-    def end_inline(self) -> None:
-        """Give the driver's thread its place back."""
-        self.datapath.release(self._pump_s(MAX_SLEEP_S))
+    def pump_s(self, timeout_s: float) -> float:
+        """How long to stay in the data path: the driver soon asks for what the control channel does not show."""
+        if self._events or self._inbox or self.links.with_unsent or self.links.arrived:
+            return 0.0
+        timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
+        return min(timeout_s, max(0.0, self._deadline() - self.clock()))
 
     def _look(self, *, inline: bool = False) -> None:
         """Take what is there, and handle it."""
@@ -191,7 +206,7 @@ class Driver:
                 if len(self._events) >= MAX_QUEUED_EVENTS or self.clock() > self._late_at:
                     break  # the links keep the rest
         self.datapath.step()
-        if not (self._carry_out(inline) or self.clock() > self._late_at):
+        if not self._work(inline=inline, ticks=False):
             return
         self.datapath.machine.clear_pending()
         if len(self._events) < MAX_QUEUED_EVENTS:
@@ -199,61 +214,63 @@ class Driver:
                 messages = self._take_messages(link, payload)
                 if is_proved:
                     self._greet(link, messages)
-        self._intake(self)
+        self._take_orders()
         self._tick_if_due()  # also where what peers send takes all of every turn
-        self.work(inline=inline)
+        self._work(inline=inline)
 
-    def work(self, *, inline: bool = False) -> None:
-        """Handle what is queued, and what follows from it, until nothing moves, it is enough, or it has gone on for
-        long. Inline only as far as the first event that takes long.
+    def _take_orders(self) -> None:
+        """Queue what the engine's thread has left."""
+        while self._inbox:
+            orders, blocks, mark = self._inbox.popleft()
+            if mark is not None and self._context is not None:
+                self.datapath.copies.order_after(mark, blocks)
+                self._context.give_back(mark)
+            self._events += orders
+
+    def _work(self, *, inline: bool, ticks: bool = True) -> bool:
+        """Handle what is queued and what follows from it, and what is due if `ticks`, until nothing moves or it has gone
+        on for long; send what the sessions have to say.
+
+        Returns False if the rest must be left: inline, the first event that takes long and all after it; with
+        `ends_when_filled`, all after a report to the engine.
         """
+        events, num_reports = self._events, self._outbox.num_reports
         for _ in range(MAX_ROUNDS):
-            if not self._carry_out(inline):
-                break
+            while events and (now := self.clock()) <= self._late_at:
+                if inline and ev.kind_of(events[0]) in _SLOW:
+                    self.links.flush()
+                    return False
+                had_unsent = bool(self.links.with_unsent)
+                self._handle(events.popleft(), now)
+                if self._ends_when_filled and self._outbox.num_reports > num_reports:
+                    if not events:
+                        # the loop reports an ending once: once queued, the driver's thread takes it at once
+                        self.datapath.step()
+                    if (
+                        had_unsent
+                    ):  # else all that is to be said is about what has ended, and can wait
+                        self.links.flush()
+                    return False
+            self.links.flush()
+            if events:
+                break  # it is late
             self.datapath.step()
-            self._tick_if_due()
-            if not self._events:
+            if ticks:
+                self._tick_if_due()
+            if not events:
                 break
+        return True
 
     def _tick_if_due(self) -> None:
         """Queue a tick, after what came before the deadline, unless one is queued."""
-        if self._next_deadline() <= self.clock() and not self._is_ticking:
+        if not self._is_ticking and self._deadline() <= self.clock():
             self._is_ticking = True
             self._events.append(ev.Tick())
 
-    def _carry_out(self, inline: bool) -> bool:
-        """Handle what is queued, and send what is to be said. Returns True if that was all, and is not enough."""
-        events = self._events
-        self.port.has_reported = False
-        while events:
-            now = self.clock()
-            if now > self._late_at or (inline and ev.kind_of(events[0]) in _SLOW):
-                break
-            had_unsent = bool(self.links.with_unsent)
-            self._handle(events.popleft(), now)
-            if self._ends_when_filled and self.port.has_reported and self._outbox.is_rung:
-                if not events:
-                    # the loop reports an ending once: once queued, the driver's thread takes it at once
-                    self.datapath.step()
-                if had_unsent:  # else all that is to be said is about what has ended, and can wait
-                    self.links.flush()
-                return False
-        self.links.flush()
-        return not events
-
-    def _pump_s(self, timeout_s: float) -> float:
-        """How long to stay in the data path: what the control channel does not show is asked for soon."""
-        if self._events or self.links.with_unsent or self.links.arrived:
-            return 0.0
-        timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
-        return min(timeout_s, max(0.0, self._next_deadline() - self.clock()))
-
-    def _next_deadline(self) -> float:
-        """The first of the sessions', who change it when they handle an event."""
-        if self._deadline is None:
-            sessions = (self.producer, self.consumer)
-            self._deadline = min([each.next_deadline() for each in sessions if each is not None])
-        return self._deadline
+    def _deadline(self) -> float:
+        """The first of the sessions'."""
+        sessions = (self.producer, self.consumer)
+        return min([each.next_deadline() for each in sessions if each is not None])
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
         """Take the fields of greetings that are for links, from a channel that has proved who the peer is."""
@@ -292,7 +309,6 @@ class Driver:
 
     def _handle(self, event: object, now: float) -> None:
         """Hand an event to the sessions that it is for."""
-        self._deadline = None  # it may change
         kind = type(event)
         if kind is ev.Tick:
             self._is_ticking = False
@@ -315,7 +331,6 @@ class Driver:
         )
         if isinstance(event, LoadRequest) and isinstance(error, UnknownRequestError):
             # the engine waits for it, and no session will answer
-            self.port.has_reported = True
             self._outbox.load_ended(event.request_id, error)
         elif isinstance(event, HoldRequest) and not (
             self.producer is not None and self.producer.holds(event.request_id)

@@ -46,10 +46,9 @@ import os
 import threading
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
@@ -59,21 +58,15 @@ from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.channels import open_control, open_transport
 from kvconnector.runtime.cuda_context import CudaContext
-from kvconnector.runtime.driver import Driver
-from kvconnector.runtime.intake import Blocks, blocks_of
+from kvconnector.runtime.driver import MAX_SLEEP_S, Driver
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import LoadInFlight
 from kvconnector.topology import EngineGeometry
 
 if TYPE_CHECKING:
-    import torch
-
     from kvconnector.datapath.pump.datapath import DataPath
 
 logger = logging.getLogger(__name__)
-
-PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event | None"]
-"""A step's orders, the blocks of their requests, and the mark after which these may be copied."""
 
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
@@ -112,14 +105,13 @@ class DriverThread:
     ) -> None:
         self._name = f"kvconnector-{config.engine_id}-{rank}"
         self.pools = pools
-        self._inbox: deque[PostedStep] = deque()
         self._outbox = outbox
         self._is_stopping = False
         self._failure: KVConnectorError | None = None
         self._in_use: MemoryInUseError | None = None
         self._driver: Driver | None = None
         self._thread: threading.Thread | None = None
-        self._context = CudaContext(pools.device)
+        self._context = None if pools.device == "cpu" else CudaContext(pools.device)
         transport = open_transport(config, pools.device)
         try:
             network = UcxNetwork(transport)
@@ -137,7 +129,7 @@ class DriverThread:
             transport=transport,
             datapath=self._datapath,
             outbox=outbox,
-            intake=self._take_steps,
+            context=self._context,
         )
         _held[self] = os.getpid(), memory
 
@@ -153,16 +145,17 @@ class DriverThread:
         thread.start()
         self._driver, self._thread = driver, thread
 
-    def put(self, events: Sequence[object], *, inline_s: float = 0.0) -> None:
-        """Take what the engine's thread has for the driver. Above 0, work on it here for `inline_s` at most, if that is
-        quick.
+    def put(self, orders: Sequence[object], *, inline_s: float = 0.0) -> None:
+        """Take orders from the engine's thread. Above 0, work on them here for `inline_s` at most, if that is quick.
+
+        Call `begin` before.
         """
-        blocks = blocks_of(events) if self._context.takes_marks else []
-        self._inbox.append((events, blocks, self._context.make_mark() if blocks else None))
-        is_inline = inline_s > 0.0 and not self._datapath.machine.is_handshaking
-        progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
-        if is_inline and self._run_inline(POLL_LIMIT_S, progress):
-            return
+        assert self._driver is not None  # the worker begins with its first orders
+        self._driver.put(orders)
+        if inline_s > 0.0 and not self._datapath.machine.is_handshaking:
+            progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
+            if self._run_inline(POLL_LIMIT_S, progress):
+                return
         if not self._datapath.machine.notify():
             self.control.wake()
 
@@ -177,7 +170,7 @@ class DriverThread:
     def wait(self, timeout_s: float) -> bool:
         """Drive until there is something in the outbox, or time is over; which of them."""
         until_s = time.monotonic() + timeout_s
-        while not self._outbox.is_rung:
+        while not self._outbox.is_filled:
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 return False
@@ -233,7 +226,7 @@ class DriverThread:
 
     def _drive(self, until_s: float, driver: Driver) -> None:
         """Turn until there is something in the outbox, or time is over."""
-        while not (self._outbox.is_rung or self._is_stopping):
+        while not (self._outbox.is_filled or self._is_stopping):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
                 break
@@ -250,7 +243,19 @@ class DriverThread:
             try:
                 if not machine.try_acquire(limit_s):
                     return False
-                self._drive_on_device(driver, drive)
+                # no `try` in here: an interrupt before that word would be caught by none of those around it
+                if self._context is None:
+                    drive(driver)
+                else:
+                    self._context.run(partial(drive, driver))
+            except Exception as error:
+                self._fail(error)
+            except BaseException as error:
+                if (
+                    machine.is_ours
+                ):  # what ends the engine's thread may have come in the middle of anything
+                    self._fail(error)
+                raise
             finally:
                 if machine.is_ours:
                     self._give_back(driver)
@@ -260,22 +265,9 @@ class DriverThread:
             raise
         return True
 
-    def _drive_on_device(self, driver: Driver, drive: Callable[[Driver], None]) -> None:
-        try:
-            previous = self._context.enter()
-            try:
-                drive(driver)
-            finally:
-                self._context.leave(previous)
-        except BaseException as error:
-            # also what ends the engine's thread: it may have come in the middle of anything
-            self._fail(error)
-            if not isinstance(error, Exception):
-                raise
-
     def _give_back(self, driver: Driver) -> None:
         try:
-            driver.end_inline()
+            self._datapath.release(driver.pump_s(MAX_SLEEP_S))
         except Exception as error:
             self._fail(error)
             # nobody could own it any more, not even to close
@@ -283,7 +275,8 @@ class DriverThread:
 
     def _run(self, driver: Driver) -> None:
         try:
-            self._context.allow_captures()
+            if self._context is not None:
+                self._context.allow_captures()
             while not self._is_stopping:
                 driver.turn(IDLE_TURN_S)
             if self._failure is None:
@@ -326,14 +319,6 @@ class DriverThread:
             f"the connector's driver failed: {error!r}; restart this engine, its log has the traceback"
         )
         self._is_stopping = True
-
-    def _take_steps(self, driver: Driver) -> None:
-        while self._inbox:
-            events, blocks, mark = self._inbox.popleft()
-            if mark is not None:
-                driver.datapath.copies.order_after(mark, blocks)
-                self._context.give_back(mark)
-            driver.submit(events)
 
     def _release(self) -> None:
         try:

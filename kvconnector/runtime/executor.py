@@ -29,10 +29,8 @@ from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import Segment
-from kvconnector.wire import encode
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
-from kvconnector.wire.messages import Refusal
 
 if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
@@ -41,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Executor(Port):
-    """The sessions' way out, to a worker's links, data path and outbox. What follows at once goes to the data path's
-    events. `has_reported`: the engine has been notified of something.
-    """
+    """The sessions' way out, to links, data path and outbox. What follows at once goes to the data path's events."""
 
     def __init__(
         self,
@@ -62,29 +58,13 @@ class Executor(Port):
         self._security = security_of(config)
         self._slow_load_s = config.slow_load_s
         self._clock = clock
-        self.has_reported = False
         # nothing of ours is in between where it would only pass on
         sends, reads = datapath.sends, datapath.reads
+        self.send, self.begun = links.send, outbox.begun  # type: ignore[method-assign]
         self.open_endpoint, self.probe = sends.open_endpoint, sends.probe  # type: ignore[method-assign]
         self.start_send, self.stop_send = sends.submit, sends.stop  # type: ignore[method-assign]
         self.expect_reads, self.stop_receive = sends.expect, reads.stop  # type: ignore[method-assign]
         self.drain_receive = datapath.receives.drain  # type: ignore[method-assign]
-
-    def send(self, link: Link, message: m.Message) -> None:
-        if link.handle is None:
-            return  # it was lost: the sessions know, or will
-        if isinstance(message, m.HelloReply | m.Progress | m.ReadRefused) and message.refusal:
-            if isinstance(message, m.HelloReply) or message.refusal is Refusal.UNKNOWN_TRANSFER:
-                peer = f"consumer {self._links.peer_of(link)}"
-                self._links.refusals.note(peer, message.refusal, message.text)
-        elif isinstance(message, m.HelloReply):
-            # to a consumer that was just connected to: the way for its further messages
-            message = msgspec.structs.replace(message, control=self._links.answer(link))
-        elif isinstance(message, m.Bye):
-            self._links.change_back(link)  # over ZMQ, which outlives what was lost
-        elif isinstance(message, m.Heartbeat) and link.pools is not None:
-            message = msgspec.structs.replace(message, maps_pools=True)
-        self._links.send(link, encode(message, link.version))
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
@@ -96,7 +76,7 @@ class Executor(Port):
     def close_link(self, link: Link) -> None:
         self._datapath.sends.close_endpoint(link)
         self._datapath.receives.warm_ups.forget(link)
-        self._links.leave_transport(link)
+        self._links.leave_transport(link)  # what is queued for a consumer goes by ZMQ then
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
@@ -122,7 +102,7 @@ class Executor(Port):
             control=self._links.open_inbox(link),
             segments=segments,
         )
-        self._links.send(link, encode(hello, link.version))
+        self._links.send(link, hello)
 
     def take_reply(self, worker: RemoteWorker, reply: m.HelloReply) -> None:
         if worker.link.handle is None:
@@ -159,17 +139,11 @@ class Executor(Port):
         )
 
     def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
-        self.has_reported = True
         phases = trace.phases(self._clock(), time.time() - time.monotonic())
         held = RequestTrace(request_id=request_id, kind="hold", outcome=outcome, phases=phases)
         self._outbox.released(request_id, outcome, held)
 
-    def begun(self, request_id: str) -> None:
-        self.has_reported = True
-        self._outbox.begun(request_id)
-
     def finish_load(self, load: Load, error: KVConnectorError | None) -> None:
-        self.has_reported = True
         if error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", load.request_id, error)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 
+from msgspec.structs import replace
+
 from kvconnector.config import ControlConfig
 from kvconnector.control.base import Disconnected, PeerHandle, Received
 from kvconnector.control.sealed import OVERHEAD_BYTES, ForgedMessageError, Inbox, Opener, Sealer
@@ -43,6 +45,8 @@ MAX_CLOSED_INBOXES = 4096
 """Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
+_OF_LINKS = frozenset({m.HelloReply, m.Progress, m.ReadRefused, m.Heartbeat})
+"""Messages that links complete, or log where they refuse something."""
 
 
 class Links:
@@ -139,7 +143,7 @@ class Links:
         goodbye = m.Bye(text="the worker is closing")
         for link in self:
             if link.number < 0:
-                self.send(link, encode(goodbye, link.version))
+                self.send(link, goodbye)
         self.flush()
 
     def _connected(self, link: Link, handle: PeerHandle, version: int) -> None:
@@ -173,12 +177,6 @@ class Links:
             limit_bytes = min(self._max_message_bytes, peer.max_message_bytes)
             link.sealer = Sealer(Inbox(peer.inbox_id, peer.key), limit_bytes)
 
-    def answer(self, link: Link) -> m.ControlInbox | None:
-        """Greet a peer back: our inbox, if it has named its own. Once it has written there, we write by its endpoint,
-        if that is open.
-        """
-        return self.open_inbox(link) if link.sealer is not None and link.endpoint else None
-
     def change_over(self, link: Link, address: bytes) -> None:
         """Open an endpoint to a worker, which ends with the link. From now on write to it by that, if both have named
         an inbox.
@@ -190,11 +188,6 @@ class Links:
         link.is_tcp_fallback = self._transport.falls_back_to_tcp(endpoint)
         self._send_unsent(link)
         link.endpoint = endpoint
-
-    def change_back(self, link: Link) -> None:
-        """Write nothing more over the transport: the endpoint of the link is about to close."""
-        self._send_unsent(link)
-        link.sealer = None
 
     def leave_transport(self, link: Link) -> None:
         """Send what is queued, then neither read nor write over the transport. Idempotent."""
@@ -215,10 +208,13 @@ class Links:
         while self.with_unsent:
             self._send_unsent(self.with_unsent.popleft())
 
-    def send(self, link: Link, payload: bytes) -> None:
-        """Send a message, encoded in the link's version, with the others of this turn. No effect on a link that is
-        lost.
-        """
+    def send(self, link: Link, message: m.Message) -> None:
+        """Send a message with the others of this turn. No effect on a link that is lost."""
+        if link.handle is None or link.is_lost:
+            return  # the sessions know, or will
+        if type(message) in _OF_LINKS:
+            message = self._completed(link, message)
+        payload = encode(message, link.version)
         is_full = link.unsent_bytes + len(payload) > MAX_BATCH_BYTES
         if is_full or len(link.unsent) >= m.MAX_BATCH_MESSAGES:
             self._send_unsent(link)
@@ -228,11 +224,25 @@ class Links:
         link.unsent.append(payload)
         link.unsent_bytes += len(payload)
 
+    def _completed(self, link: Link, message: m.Message) -> m.Message:
+        """Return a message with what the link adds to it, and log a refusal."""
+        if isinstance(message, m.HelloReply | m.Progress | m.ReadRefused) and message.refusal:
+            if isinstance(message, m.HelloReply) or message.refusal is m.Refusal.UNKNOWN_TRANSFER:
+                peer = f"consumer {self.peer_of(link)}"
+                self.refusals.note(peer, message.refusal, message.text)
+        elif isinstance(message, m.HelloReply):
+            if link.sealer is not None and link.endpoint:
+                # it has named its inbox: once it has written to ours, we write to that
+                message = replace(message, control=self.open_inbox(link))
+        elif isinstance(message, m.Heartbeat) and link.pools is not None:
+            message = replace(message, maps_pools=True)
+        return message
+
     def _send_unsent(self, link: Link) -> None:
         """Send what is queued for a link, before it closes or changes its way."""
         unsent, link.unsent = link.unsent, []
         if not unsent or link.handle is None or link.is_lost:
-            return  # the sessions know that it is lost, or will
+            return
         batch = encode_batch(unsent, link.version)
         try:
             if not link.uses_transport:

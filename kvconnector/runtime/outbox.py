@@ -30,69 +30,30 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_SPIN_S = 1e-3
-"""A shorter look is not worth compiling it."""
+"""A shorter spin is not worth compiling it."""
 
 
-class Doorbell:
-    """Notifies a waiting thread without the time that waking it takes. Any thread rings it; the one that waits looks on
-    for `spin_s`, without the GIL, and then sleeps.
+class Outbox:
+    """Results for the engine's thread: filled by the driver, emptied by `take`. Thread safe.
+
+    It knows what the engine waits for, to end it if the driver fails. `wait` spins for `spin_s` before it sleeps.
     """
 
-    def __init__(self, spin_s: float) -> None:
-        self.is_rung = False
-        """`wait` would return at once."""
-        self._event = threading.Event()
-        self._waiting_lock = threading.Lock()
-        self._num_waiting = 0
+    def __init__(self, spin_s: float = 0.0) -> None:
+        self.is_filled = False
+        """`take` would return something that the engine waits for."""
+        self.num_reports = 0
+        """Ends and beginnings of requests that were reported so far."""
+        self._bell = threading.Lock()
+        """Acquired by `wait`, released by a report."""
         self._flag = np.zeros(1, np.int32)
+        """1 while it is filled, for `_spin`."""
         self._spin_s = spin_s
         self._spin: FlagWait | None = None
         if spin_s >= MIN_SPIN_S:
             from kvconnector_kernels.pump.flag import FlagWait
 
             self._spin = FlagWait()
-
-    def ring(self) -> None:
-        """Let `wait` return, now or when it is called, until `clear`."""
-        self.is_rung = True
-        self._flag[0] = 1
-        if self._num_waiting:
-            self._event.set()
-
-    def clear(self) -> None:
-        """Forget the rings so far."""
-        self.is_rung = False
-        self._flag[0] = 0
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait until it is rung. Returns False if `timeout_s` passed before."""
-        if self.is_rung:
-            return True
-        until_s = time.monotonic() + timeout_s
-        if self._spin is not None:
-            if self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s)):
-                return True
-            timeout_s = max(0.0, until_s - time.monotonic())
-        with self._waiting_lock:
-            if not self._num_waiting:
-                self._event.clear()
-            self._num_waiting += 1
-        try:
-            # a thread that rings sees that somebody waits, or rang before this look
-            return self.is_rung or self._event.wait(timeout_s)
-        finally:
-            with self._waiting_lock:
-                self._num_waiting -= 1
-
-
-class Outbox(Doorbell):
-    """Results for the engine's thread: filled by the driver, emptied by `take`, rung while there are any. Thread safe.
-
-    It knows what the engine waits for, to end it if the driver fails.
-    """
-
-    def __init__(self, spin_s: float = 0.0) -> None:
-        super().__init__(spin_s)
         self._lock = threading.Lock()
         self._loads: dict[str, bool] = {}
         """Awaited. True if the load was asked for; before that the engine waits until it may."""
@@ -108,7 +69,7 @@ class Outbox(Doorbell):
     def __repr__(self) -> str:
         state = ", broken" if self._failure else ""
         waits = f"{len(self._loads)} loads, {len(self._leases)} leases awaited"
-        filled = "filled" if self.is_rung else "empty"
+        filled = "filled" if self.is_filled else "empty"
         return f"<Outbox {filled}, {waits}{state}>"
 
     def expect(self, orders: Iterable[Order]) -> None:
@@ -217,14 +178,14 @@ class Outbox(Doorbell):
             if trace is not None:
                 ended.stats.traces.append(trace)
             ended.finished_sending.add(request_id)
-        self.ring()
+            self._ring()
 
     def begun(self, request_id: str) -> None:
         """The producer has begun with a request, or never will: it is time to ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
             self._unreported.begun.add(request_id)
-        self.ring()
+            self._ring()
 
     def read_packed(self, reason: str) -> None:
         """A producer rank was greeted whose pools cannot be read from here. The engine need not wake for it."""
@@ -260,16 +221,37 @@ class Outbox(Doorbell):
             if trace is not None:
                 ended.stats.traces.append(trace)
             ended.finished_recving.add(request_id)
-        self.ring()
+            self._ring()
 
     def take(self) -> WorkerOutput:
         """Everything since the last call."""
-        if not self.is_rung:
+        if not self.is_filled:
             return WorkerOutput()
         with self._lock:
-            self.clear()
+            self.is_filled = False
+            self._flag[0] = 0
             ended, self._unreported = self._unreported, WorkerOutput()
         return ended
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait at most `timeout_s` for something to `take`. Returns True if there is. Of several threads that wait, a
+        report wakes one.
+        """
+        until_s = time.monotonic() + timeout_s
+        if self._spin is not None and not self.is_filled:
+            self._spin.is_set(self._flag.ctypes.data, min(self._spin_s, timeout_s))
+        while not self.is_filled:
+            if not self._bell.acquire(timeout=max(0.0, until_s - time.monotonic())):
+                break
+        return self.is_filled
+
+    def _ring(self) -> None:
+        """Wake a thread in `wait`. The lock is held."""
+        self.is_filled = True
+        self._flag[0] = 1
+        self.num_reports += 1
+        if self._bell.locked():
+            self._bell.release()
 
     def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> None:
         # one that is complete goes on until its end is reported

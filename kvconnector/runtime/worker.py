@@ -269,7 +269,7 @@ class Worker:
         """Return what finished since the last call. Never blocks; but where nothing has, and the driver's thread has
         something to do and waits for the GIL, this thread does it.
         """
-        if self._thread is not None and not self._outbox.is_rung:
+        if self._thread is not None and not self._outbox.is_filled:
             self._thread.progress_inline()
         output = self._outbox.take()
         if self._thread is not None and (now_s := time.monotonic()) >= self._look_at_s:

@@ -23,7 +23,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
 
     def load(name):
         d.load_from(p, name, SOURCE, DESTINATION, NUM_TOKENS)
-        assert world.run(lambda: consumer.outbox.is_rung)
+        assert world.run(lambda: consumer.outbox.is_filled)
         return consumer.poll()
 
     granted = dense_of([p.workers[0].caches], [SOURCE], NUM_TOKENS)

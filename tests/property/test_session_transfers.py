@@ -101,7 +101,7 @@ def test_blocks_withdrawn_in_mid_read_come_back_once_nothing_is_sent_from_them()
     d.load_from(p, "r", [0, 1, 2], [7, 6, 5], 12)
     assert world.run(lambda: slots.num_busy)
     p.withdraw("r")
-    assert world.run(lambda: producer.outbox.is_rung)
+    assert world.run(lambda: producer.outbox.is_filled)
     assert producer.poll().finished_sending == {"r"}
     assert not slots.num_busy
     assert world.run(world.is_quiet)

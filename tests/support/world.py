@@ -94,12 +94,12 @@ class WorldWorker:
         self._layers.update(dict.fromkeys(names, StepLayers(orders, self.pools)))
         self.outbox.expect(orders)
         for order in orders:
-            self.driver.submit([order])
+            self.driver.put([order])
 
     def layer_written(self, request_id, layer):
         """As `Worker.layer_written`, in the last step that had an order for the request."""
         for event in self._layers[request_id].written(layer):
-            self.driver.submit([event])
+            self.driver.put([event])
 
     def poll(self):
         return self.outbox.take()

@@ -73,7 +73,7 @@ def a_load(first=bool, before=bool, after=bool, verify=("none", "none"), **chang
             pair.world.run(lambda: False, max_turns=5)
             after(pair)
             (worker,) = pair.d.workers
-            assert pair.world.run(lambda: worker.outbox.is_rung, seconds_per_turn=0.05)
+            assert pair.world.run(lambda: worker.outbox.is_filled, seconds_per_turn=0.05)
             return worker.poll().failed_recving["r"]
 
     return trigger

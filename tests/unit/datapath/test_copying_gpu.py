@@ -153,7 +153,7 @@ def test_the_drivers_thread_spoils_no_capture_of_a_graph():
     def drive():
         try:
             context.allow_captures()
-            context.enter()
+            context.make_current()
             is_capturing.wait(60.0)
             SlotPool(2, SLOT_BYTES, "cuda:0")
             asked = program.source, program.blocks

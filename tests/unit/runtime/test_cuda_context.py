@@ -13,11 +13,13 @@ def test_a_thread_with_inline_progress_is_on_the_caches_device_and_then_on_its_o
     torch.zeros(1, device="cuda")
     context = CudaContext("cuda:1")
     assert not context.is_current
-    previous = context.enter()
-    assert context.is_current
-    assert torch.cuda.current_device() == 1
-    assert torch.zeros(1, device="cuda").device.index == 1
-    context.leave(previous)
+
+    def drive():
+        assert context.is_current
+        assert torch.cuda.current_device() == 1
+        assert torch.zeros(1, device="cuda").device.index == 1
+
+    context.run(drive)
     assert not context.is_current
     assert torch.cuda.current_device() == 0
     assert torch.zeros(1, device="cuda").device.index == 0
@@ -29,10 +31,9 @@ def test_a_context_that_is_current_already_stays_so():
 
     torch.cuda.set_device(0)
     torch.zeros(1, device="cuda")
-    context = CudaContext("cuda:0")
-    previous = context.enter()
-    assert context.is_current
-    context.leave(previous)
+    context, found = CudaContext("cuda:0"), []
+    context.run(lambda: found.append(context.is_current))
+    assert found == [True]
     assert context.is_current
 
 

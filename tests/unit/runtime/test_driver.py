@@ -34,8 +34,8 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     monkeypatch.setattr(driver.datapath, "step", step)
     # nobody has asked for the load, so it fails at once; the peer of another request waits for what is said
     want, load = WantRequest("w", "w", "5" * 32, ADDRESS), LoadRequest("unknown", (), (), ())
-    driver.submit([want, load])
-    driver.progress_inline(MAX_WORK_S)
+    driver.put([want, load])
+    driver.progress_inline(MAX_WORK_S, orders_only=True)
     assert worker.poll().failed_recving.keys() == {"unknown"}
     assert not driver.links.with_unsent
     assert driver.num_queued  # the driver's thread does not sleep on it
@@ -52,7 +52,7 @@ def test_a_session_that_refuses_a_tick_keeps_it_from_no_other(monkeypatch):
 
     monkeypatch.setattr(driver.producer, "handle", refuse)
     monkeypatch.setattr(driver.consumer, "handle", lambda event, now: heard.append(event) or [])
-    driver.submit([ev.Tick()])
+    driver.put([ev.Tick()])
     driver.turn(0.0)
     assert ev.Tick() in heard
     world.close()
@@ -137,7 +137,7 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
     with closing(World()) as world:
         driver = world.start(FakeEngine("d", MODEL), role="consumer").workers[0].driver
         driver.clock = Slow()
-        driver.submit([WantRequest(f"w{i}", f"w{i}", "5" * 32, ADDRESS) for i in range(1000)])
+        driver.put([WantRequest(f"w{i}", f"w{i}", "5" * 32, ADDRESS) for i in range(1000)])
         if is_inline:
             driver.progress_inline(MAX_WORK_S)
         else:

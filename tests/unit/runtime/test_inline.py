@@ -8,7 +8,6 @@ import pytest
 from kvconnector.datapath.pump import datapath, machine
 from kvconnector.runtime import driver as driver_module
 from kvconnector.runtime import driver_thread
-from kvconnector.runtime.cuda_context import CudaContext
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 
@@ -27,7 +26,7 @@ class Inline(driver_thread.DriverThread):
 
     def __init__(self, worker, fail):
         self._driver, self._datapath, self._fail = worker.driver, worker.datapath, fail
-        self._context, self._is_stopping = CudaContext("cpu"), False
+        self._context, self._is_stopping = None, False
 
 
 class Interrupt:

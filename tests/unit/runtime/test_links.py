@@ -39,18 +39,26 @@ class Side:
         link, *_ = self.links
         return link
 
-    def send(self, payload):
+    def send(self, text):
         """Send; returns True if that went over the transport."""
         uses_transport = self.link.uses_transport
-        self.links.send(self.link, payload)
+        self.links.send(self.link, m.Bye(text=text))
         self.links.flush()
         return uses_transport
 
     def receive(self):
+        """The texts that came over the transport."""
+        return [decode(payload).text for payload in self.receive_payloads()]
+
+    def poll(self):
+        """The texts that came on the control channel."""
+        return [decode(payload).text for payload in self.poll_payloads()]
+
+    def receive_payloads(self):
         self.transport.progress()
         return [payload for _, payload in self.links.receive()]
 
-    def poll(self):
+    def poll_payloads(self):
         return [payload for _, payload, _ in self.links.poll()]
 
 
@@ -68,11 +76,14 @@ class Pair:
         d, p = self.d, self.p
         d.links.open(Link(1), p.control.address, "", SPOKEN.newest)
         hello = d.links.open_inbox(d.link)
-        d.send(b"hello")
-        assert p.poll() == [b"hello"]
+        d.send("hello")
+        assert p.poll() == ["hello"]
         p.links.set_peer_inbox(p.link, hello)
         p.link.endpoint = p.transport.connect(d.transport.address)
-        self.reply = p.links.answer(p.link)
+        p.links.send(p.link, m.HelloReply(incarnation="p"))
+        p.links.flush()
+        (reply,) = d.poll_payloads()
+        self.reply = decode(reply).control
         d.links.set_peer_inbox(d.link, self.reply)
         d.links.change_over(d.link, p.transport.address)
         return self
@@ -89,12 +100,12 @@ def pair():
 
 
 def test_the_producer_changes_over_when_the_consumer_has(pair):
-    assert not pair.p.send(b"too early: the answer to the hello may be on its way")
-    assert pair.d.send(b"first")
-    assert not pair.p.send(b"not heard yet")
-    assert pair.p.receive() == [b"first"]
-    assert pair.p.send(b"now")
-    assert pair.d.receive() == [b"now"]
+    assert not pair.p.send("too early: the answer to the hello may be on its way")
+    assert pair.d.send("first")
+    assert not pair.p.send("not heard yet")
+    assert pair.p.receive() == ["first"]
+    assert pair.p.send("now")
+    assert pair.d.receive() == ["now"]
 
 
 def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
@@ -107,15 +118,16 @@ def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
         assert pair.p.receive() == []
     assert pair.p.links.refusals.counts == {"forged": 3, "unknown link": 1, "too long": 1}
     assert len(caplog.records) == 1
-    pair.d.send(b"genuine")
-    assert pair.p.receive() == [b"genuine"]
+    pair.d.send("genuine")
+    assert pair.p.receive() == ["genuine"]
 
 
 def test_a_message_is_as_long_as_both_sides_allow():
     pair = Pair(producer={"max_message_bytes": 2000}).greet()
-    pair.d.send(bytes(2000))
-    assert pair.p.receive() == [bytes(2000)]
-    pair.d.send(bytes(2001))
+    longest = "x" * (2000 - len(encode(m.Bye(text="x" * 1000))) + 1000)
+    pair.d.send(longest)
+    assert pair.p.receive() == [longest]
+    pair.d.send(longest + "x")
     (lost,) = pair.d.lost
     assert isinstance(lost.error, MessageTooLargeError)
     assert lost.link is pair.d.link
@@ -123,7 +135,7 @@ def test_a_message_is_as_long_as_both_sides_allow():
 
 
 def test_messages_to_a_closed_link_are_nobodys_and_no_alarm(pair, caplog):
-    pair.d.send(b"late")
+    pair.d.send("late")
     link = pair.p.link
     pair.p.links.close(link)
     pair.p.links.close(link)
@@ -139,9 +151,9 @@ def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
     sent = [m.HeartbeatReply(number=number) for number in range(10_000)]
     sent[5000:5000] = [m.Bye(text="x" * 4096)] * 9
     for message in sent:
-        pair.d.links.send(pair.d.link, encode(message, pair.d.link.version))
+        pair.d.links.send(pair.d.link, message)
     pair.d.links.flush()
-    batches = pair.p.receive()
+    batches = pair.p.receive_payloads()
     assert [each for batch in batches for each in decode_batch(batch)] == sent
     assert max(map(len, batches)) < 2 * MAX_BATCH_BYTES
 
@@ -150,11 +162,11 @@ def test_one_message_travels_as_it_is_and_links_do_not_mix(pair):
     one, other = m.HeartbeatReply(number=1), m.HeartbeatReply(number=2)
     second = Link(2)
     pair.d.links.open(second, pair.p.control.address, "", SPOKEN.newest)
-    pair.d.links.send(second, encode(other, second.version))
-    pair.d.links.send(pair.d.link, encode(one, pair.d.link.version))
+    pair.d.links.send(second, other)
+    pair.d.links.send(pair.d.link, one)
     pair.d.links.flush()
-    assert pair.p.receive() == [encode(one)]
-    assert pair.p.poll() == [encode(other)]
+    assert pair.p.receive_payloads() == [encode(one)]
+    assert pair.p.poll_payloads() == [encode(other)]
 
 
 def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypatch):
@@ -163,23 +175,23 @@ def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypat
     for version in (4, 5, 3):
         link = Link(version)
         pair.d.links.open(link, pair.p.control.address, "", version)
-        pair.d.links.send(link, encode(message, link.version))
-        pair.d.links.send(link, encode(message, link.version))
+        pair.d.links.send(link, message)
+        pair.d.links.send(link, message)
         pair.d.links.flush()
-        assert pair.p.poll() == [encode_batch([encode(message, version)] * 2, version)]
+        assert pair.p.poll_payloads() == [encode_batch([encode(message, version)] * 2, version)]
         *_, answering = pair.p.links
-        pair.p.links.send(answering, encode(message, answering.version))
+        pair.p.links.send(answering, message)
         pair.p.links.flush()
-        assert pair.d.poll() == [encode(message, version)]
+        assert pair.d.poll_payloads() == [encode(message, version)]
 
 
 def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
     link = pair.d.link
-    pair.d.links.send(link, encode(m.HeartbeatReply(number=1), link.version))
+    pair.d.links.send(link, m.HeartbeatReply(number=1))
     pair.d.links.close(link)
-    pair.d.links.send(link, encode(m.HeartbeatReply(number=2), link.version))
+    pair.d.links.send(link, m.HeartbeatReply(number=2))
     pair.d.links.flush()
-    assert pair.p.receive() == [encode(m.HeartbeatReply(number=1))]
+    assert pair.p.receive_payloads() == [encode(m.HeartbeatReply(number=1))]
     assert pair.d.lost == []
 
 
@@ -192,17 +204,16 @@ def test_a_link_that_the_peer_opened_ends_at_once_and_the_peer_is_told(pair):
         pair.p.links.lose(link, ERROR)
     assert [(lost.link, lost.error) for lost in pair.p.lost] == [(link, ERROR)]
     assert list(pair.p.links) == []
-    (goodbye,) = pair.d.poll()
-    assert decode(goodbye) == m.Bye(text=ERROR.statement)
+    assert pair.d.poll() == [ERROR.statement]
 
 
 def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_then(pair):
     pair.p.receive()
-    pair.p.send(b"by ZMQ")
+    pair.p.send("by ZMQ")
     pair.d.links.lose(pair.d.link, ERROR)
     assert [(lost.link, lost.error) for lost in pair.d.lost] == [(pair.d.link, ERROR)]
     assert "lost" in repr(pair.d.link)
-    pair.d.send(b"nothing of this")
+    pair.d.send("nothing of this")
     assert pair.d.poll() == []
     assert pair.p.receive() == []
     assert pair.p.poll() == []
@@ -212,18 +223,18 @@ def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_th
 
 
 def test_a_disconnection_counts_after_what_the_peer_had_sent(pair):
-    pair.d.send(b"last words")
+    pair.d.send("last words")
     pair.d.links.close(pair.d.link)
-    assert pair.p.poll() == [b"last words"]
+    assert pair.p.poll() == ["last words"]
     assert [lost.link.number for lost in pair.p.lost] == [-1]
 
 
 def test_a_gap_in_the_messages_ends_the_link(pair):
     transport = pair.d.transport
     send, transport.send_control = transport.send_control, lambda *_: None
-    pair.d.send(b"lost")
+    pair.d.send("lost")
     transport.send_control = send
-    pair.d.send(b"next")
+    pair.d.send("next")
     assert pair.p.receive() == []
     (lost,) = pair.p.lost
     assert isinstance(lost.error, PeerLostError)

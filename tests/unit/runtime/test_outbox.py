@@ -5,7 +5,7 @@ import pytest
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
 from kvconnector.layout import Watermark
-from kvconnector.runtime.outbox import Doorbell, Outbox
+from kvconnector.runtime.outbox import Outbox
 from kvconnector.session.orders import (
     DropRequest,
     GrowRequest,
@@ -151,14 +151,14 @@ LONG_S = 30.0
 
 @pytest.mark.parametrize("spin_s", [0.0, 0.05], ids=["sleeps", "spins"])
 @pytest.mark.parametrize("delay_s", [0.0, 0.2], ids=["while it looks", "while it sleeps"])
-def test_a_ring_is_heard_until_it_is_cleared(spin_s, delay_s):
-    bell = Doorbell(spin_s)
-    assert not bell.wait(0.0)
-    assert not bell.wait(0.1)
-    timer = threading.Timer(delay_s, bell.ring)
-    timer.start()
-    assert bell.wait(LONG_S)
-    assert bell.wait(0.0)
-    bell.clear()
-    assert not bell.wait(0.0)
-    timer.join()
+def test_a_report_ends_a_wait_and_counts_until_it_is_taken(spin_s, delay_s):
+    outbox = Outbox(spin_s)
+    for name in ("a", "b"):
+        assert not outbox.wait(0.0)
+        assert not outbox.wait(0.1)
+        timer = threading.Timer(delay_s, outbox.load_ended, [name])
+        timer.start()
+        assert outbox.wait(LONG_S)
+        assert outbox.wait(0.0)
+        assert outbox.take().finished_recving == {name}
+        timer.join()

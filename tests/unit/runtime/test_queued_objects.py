@@ -34,7 +34,7 @@ def ask(queue, engine, orders):
     """Let the worker of an engine handle orders, and the peer what follows from them."""
     (worker,) = engine.workers
     worker.outbox.expect(orders)
-    worker.driver.submit(orders)
+    worker.driver.put(orders)
     queue.run(lambda: False, max_turns=100)
     assert worker.driver.num_queued == 0
 
