@@ -44,8 +44,7 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError, PeerLostError, UnknownRequestError
 from kvconnector.ids import Incarnation, Rank
 from kvconnector.runtime.cuda_context import CudaContext
-from kvconnector.runtime.executor import Executor
-from kvconnector.runtime.greetings import hello_of, hello_reply
+from kvconnector.runtime.executor import Executor, hello_of, hello_reply
 from kvconnector.runtime.intake import Blocks, blocks_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
@@ -228,8 +227,8 @@ class Driver:
             self._events += orders
 
     def _work(self, *, inline: bool, ticks: bool = True) -> bool:
-        """Handle what is queued and what follows from it, and what is due if `ticks`, until nothing moves or it has gone
-        on for long; send what the sessions have to say.
+        """Handle what is queued and what follows from it, and what is due if `ticks`, until nothing moves or it has
+        gone on for long. Send what the sessions have to say.
 
         Returns False if the rest must be left: inline, the first event that takes long and all after it; with
         `ends_when_filled`, all after a report to the engine.

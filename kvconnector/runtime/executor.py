@@ -1,4 +1,4 @@
-"""What the sessions have done: by links and the data path, and in reports for the engine."""
+"""What the sessions have done: by links and the data path, and in reports for the engine; and what greetings say."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvconnector import __version__
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.security import check_server
 from kvconnector.datapath.direct.export_check import check_export
+from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError
-from kvconnector.ids import EngineId
+from kvconnector.ids import EngineId, Incarnation, Rank
 from kvconnector.layout import Watermark
 from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Links
@@ -28,9 +30,11 @@ from kvconnector.session.port import Port
 from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
-from kvconnector.topology import Segment
+from kvconnector.topology import EngineGeometry, Segment
+from kvconnector.transport.ucx import UcxTransport
 from kvconnector.wire import messages as m
 from kvconnector.wire.export import PoolExport
+from kvconnector.wire.packed_geometry import PackedGeometry
 
 if TYPE_CHECKING:
     from kvconnector.datapath.pump.datapath import DataPath
@@ -164,3 +168,58 @@ class Executor(Port):
         self._outbox.load_ended(
             load.request_id, error, trace, filled_tokens=load.filled_tokens, extra=load.extra
         )
+
+
+def hello_of(
+    engine: EngineGeometry,
+    rank: Rank,
+    incarnation: Incarnation,
+    config: ConnectorConfig,
+    transport: UcxTransport,
+) -> m.Hello:
+    """Return the greeting of a consumer worker to each producer worker; the warm-up message and the inbox differ."""
+    return m.Hello(
+        geometry=PackedGeometry.of(engine),
+        pp_rank=rank.pp_rank,
+        tp_rank=rank.tp_rank,
+        incarnation=incarnation,
+        transport_address=transport.address,
+        warm_up_tag=0,
+        warm_up_bytes=0,
+        library_version=__version__,
+        timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
+    )
+
+
+def hello_reply(
+    config: ConnectorConfig,
+    pools: Pools,
+    transport: UcxTransport,
+    datapath: DataPath,
+    incarnation: Incarnation,
+) -> m.HelloReply:
+    """Return what a producer worker answers the consumers that it takes."""
+    return m.HelloReply(
+        incarnation=incarnation,
+        transport_address=transport.address,
+        max_chunk_bytes=config.chunk_bytes(pools.device),
+        export=_export_that_fits(config, datapath),
+        timeout_ms=m.stated_timeout_ms(config.peer.timeout_s),
+        lease_ms=m.stated_timeout_ms(config.lease.duration_s),
+    )
+
+
+def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
+    """Return what consumers need to map the pools, unless no greeting could carry it."""
+    export = None if datapath.share is None else datapath.share.message
+    nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
+    # the other half is for the rest of the greeting
+    if nbytes > config.control.max_message_bytes // 2:
+        logger.warning(
+            "no consumer can read these pools directly: its description has %s bytes, and"
+            " control.max_message_bytes is %s",
+            nbytes,
+            config.control.max_message_bytes,
+        )
+        return None
+    return export

@@ -8,7 +8,7 @@ import pytest
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.export import PoolExporter
-from kvconnector.runtime.greetings import hello_reply
+from kvconnector.runtime.executor import hello_reply
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 from tests.unit.runtime.test_unmapping import cuda_export
