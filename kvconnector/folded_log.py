@@ -1,4 +1,4 @@
-"""Warnings of which many may come at once: a few a minute of each kind, and the next one counts the others."""
+"""Warnings that may come in bursts: a few of each kind are logged a minute, and the next one counts the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 LOG_INTERVAL_S = 60.0
 MAX_KEYS = 256
-"""Kinds that are kept apart; the others share one entry, so that many of them cost no memory."""
+"""Kinds that are counted apart. All others share one entry, so that many kinds cost no memory."""
 _OTHERS = "others"
 
 
@@ -27,7 +27,7 @@ class FoldedLog:
         self._clock = clock
         self._burst = burst
         self._logged: dict[str, tuple[float, int]] = {}
-        """When a key's minute began, and how many of its warnings were logged in it."""
+        """The time when a key's minute began, and how many of its warnings were logged in it."""
         self._unlogged: Counter[str] = Counter()
 
     def __repr__(self) -> str:

@@ -1,9 +1,9 @@
-"""Authenticated control messages, for a transport that anybody may write to.
+"""Authenticated control messages, for a transport on which any process may write.
 
 An `Inbox` is one direction of a link. The receiver chooses it, and sends it to the peer over an authenticated
 connection. A frame is a MAC (keyed BLAKE2b) of inbox, number and payload, the message's number in its inbox, and the
-payload, in the clear. So a message that others made, changed, repeated or moved is refused, and a missing one shows
-with the next one.
+payload, in the clear. So the receiver refuses messages that others made, changed, repeated or moved, and notices a
+missing one when the next one comes.
 """
 
 from __future__ import annotations
@@ -96,6 +96,6 @@ class Opener:
 
 
 def _keyed(inbox: Inbox) -> hashlib.blake2b:
-    """The MAC of an inbox's frames, before number and payload: to be copied, which takes less time than a key."""
+    """Return the MAC of an inbox's frames, before number and payload. Copying it takes less time than setting a key."""
     place = _NUMBER.pack(inbox.inbox_id)
     return hashlib.blake2b(place, digest_size=MAC_BYTES, key=inbox.key, person=_PERSON)

@@ -63,7 +63,7 @@ class CurveKeys:
 
 
 Security = CurveKeys | None
-"""None: whoever can reach the port is believed. `config` says where that is accepted."""
+"""None: every client that reaches the port is trusted. `config` says where that is accepted."""
 
 
 def check_server(security: Security, address: str, public_key: str) -> None:

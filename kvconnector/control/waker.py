@@ -1,4 +1,4 @@
-"""Waking a thread that waits for file descriptors, and polling these without releasing the GIL: a poll takes a
+"""Wakes a thread that waits for file descriptors, and polls descriptors without releasing the GIL: a poll takes a
 microsecond, getting the GIL back can take many.
 """
 

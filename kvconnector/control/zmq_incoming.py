@@ -1,9 +1,9 @@
 """All connections that peers opened: one ROUTER socket and its monitor.
 
-A ROUTER names each connection by an identity and does not say when one ends. Its monitor does, but by file descriptor.
-Messages have both: they carry the descriptor they came from. Descriptors are reused, but libzmq reports in order, and
-before a descriptor is free again, that a connection was accepted and that it ended. So after a message has been
-received and every monitor event has been read, its connection is known.
+A ROUTER names each connection by an identity and does not report when one ends. Its monitor does, but names the file
+descriptor. Messages have both: they carry the descriptor they came from. Descriptors are reused, but libzmq reports in
+order, and before a descriptor is free again, that a connection was accepted and that it ended. So after a message has
+been received and all monitor events have been read, its connection is known.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from kvconnector.errors import (
 )
 
 _EVENTS = zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED
-# Where the peer broke the protocol, libzmq reports the end just before it passes on the last messages. They must not
-# look like a new connection, so the identities of the latest ends are remembered for that moment.
+# If the peer broke the protocol, libzmq reports the end just before it delivers the last messages. These must not look
+# like a new connection, so the latest identities that have ended are remembered.
 _MAX_RETIRED = 256
 
 
@@ -49,9 +49,9 @@ class _Peer:
     fd: int
     address: str
     error: KVConnectorError | None = None
-    """Why it is over; set before that is reported, or when an ignored one is closed."""
+    """Why it is over. Set before that is reported, or when an ignored one is closed."""
     ignored: bool = False
-    """It is over for the caller, but a ROUTER cannot close one connection: what it still sends is dropped."""
+    """It is over for the caller. A ROUTER cannot close one connection, so what it still sends is dropped."""
 
 
 class IncomingConnections:
@@ -73,7 +73,7 @@ class IncomingConnections:
         self._by_fd: dict[int, _Peer] = {}
         self._open_fds: set[int] = set()
         self.ending: list[_Peer] = []
-        """Those whose loss `receive` reports next, even if no socket is readable."""
+        """Connections whose loss `receive` reports next, even if no socket is readable."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
@@ -122,7 +122,7 @@ class IncomingConnections:
         self._by_handle.pop(handle).ignored = True
 
     def receive(self) -> list[ControlEvent]:
-        """Messages of all connections, in turns, then the connections that are over and have nothing left to read."""
+        """Return messages of all connections, in turns, then the losses of those that have nothing left to read."""
         self._read_monitor()
         events: list[ControlEvent] = []
         try:
@@ -168,7 +168,7 @@ class IncomingConnections:
         predecessor = self._by_fd.get(fd)
         self._by_fd[fd] = peer
         if predecessor is not None:
-            # Both came through the same descriptor, so the earlier connection had ended before this one began.
+            # both came through the same descriptor, so the earlier connection ended before this one began
             self._note_closed(predecessor)
         return peer
 
@@ -190,7 +190,7 @@ class IncomingConnections:
             self.ending.append(peer)
 
     def _settle(self) -> list[ControlEvent]:
-        """Report losses. Identities are kept, to be ignored, as long as messages may still bear them."""
+        """Report losses. Identities are kept, and ignored, as long as messages may still have them."""
         events: list[ControlEvent] = []
         for peer in self.ending:
             if peer.error is not None and not peer.ignored:
@@ -204,8 +204,8 @@ class IncomingConnections:
 
 
 def _origin(frame: zmq.Frame) -> tuple[int, str] | None:
-    """File descriptor and IP address of the connection that a frame came from. None for a peer that did no handshake:
-    libzmq takes arbitrary bytes for its oldest protocol, which has none.
+    """Return the file descriptor and IP address of the connection that a frame came from; None for a peer that did no
+    handshake, since libzmq takes arbitrary bytes for its oldest protocol, which has none.
     """
     try:
         address = str(frame.get("Peer-Address"))

@@ -42,8 +42,8 @@ SHORT_MESSAGE_BYTES = 64 << 10
 
 
 class _Probe:
-    """A plain connection to a peer that closed another one: does anybody still listen there? Never blocks, so a host
-    that has a name is not asked, and none is while no descriptor is free.
+    """A plain connection to a peer that closed another one, to see whether its process still listens. Never blocks, so
+    it resolves no host names, and does nothing while no descriptor is free.
     """
 
     def __init__(self, target: HostPort) -> None:
@@ -60,7 +60,7 @@ class _Probe:
             self._socket.connect_ex((target.host, target.port))
 
     def result(self) -> type[AuthenticationError | PeerLostError]:
-        """Return the error that the peer's silence means, as far as that shows now."""
+        """Return the error that the peer's end means: a peer that still listens refused our keys."""
         with suppress(OSError):
             if self._is_named or (self._socket is not None and self._socket.getpeername()):
                 return AuthenticationError
@@ -72,8 +72,8 @@ class _Probe:
 
 
 class OutgoingConnection:
-    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still be received. Once
-    it has returned `Disconnected` it is `finished` and to be closed.
+    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still be received. After
+    it has returned `Disconnected` it is `finished`, and must be closed.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class OutgoingConnection:
             self.socket: zmq.Socket[bytes] = context.socket(zmq.DEALER)
             opened.callback(self.socket.close, linger=0)
             configure(self.socket, limits=self._limits, security=security, ipv6=True)
-            # The deadline is kept here: libzmq's own would look like a handshake that the peer refused.
+            # The deadline is ours: libzmq's own would look like a handshake that the peer refused.
             self.socket.setsockopt(zmq.HANDSHAKE_IVL, 0)
             self.socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_NEVER_MS)
             if self._uses_keys:
@@ -129,7 +129,7 @@ class OutgoingConnection:
         return self.error is not None or (self.deadline is not None and now >= self.deadline)
 
     def send(self, payload: bytes) -> None:
-        """Queue a message; raises why that is not possible any more, which is also kept in `error`."""
+        """Queue a message. Raises `error`, the reason why the connection is over."""
         if self.error is not None:
             raise self.error
         self._longest_bytes = max(self._longest_bytes, len(payload))
@@ -141,7 +141,7 @@ class OutgoingConnection:
             raise self.error from exc
 
     def receive(self, now: float) -> list[ControlEvent]:
-        """Return what arrived; ends with `Disconnected` when the connection is over and nothing is left to read."""
+        """Return what arrived, and at last `Disconnected`, when the connection is over and nothing is left to read."""
         # The monitor first: once it has reported the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
@@ -185,7 +185,7 @@ class OutgoingConnection:
                     self.error = self._explain(kind, value)
 
     def _after_probe(self) -> KVConnectorError | None:
-        """Return why the peer closed in the handshake, if it did: one that lives cannot read it."""
+        """Return why the peer closed in the handshake, if it did: a peer that lives could not decrypt it."""
         if self._probe is None:
             return None
         error = self._probe.result()

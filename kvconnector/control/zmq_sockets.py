@@ -25,7 +25,7 @@ _MONITOR_EVENT = struct.Struct("=HI")
 
 
 def milliseconds(seconds: float) -> int:
-    """Rounded up, so that a short positive time does not become the 0 that means "off" or "at once"."""
+    """Return whole milliseconds, rounded up: a short time must not become 0, which means "off" or "at once"."""
     return -int(-seconds * 1000 // 1)
 
 
@@ -64,7 +64,7 @@ class Monitor:
             raise
 
     def drain(self) -> Iterator[tuple[int, int]]:
-        """Kind and value of every event so far: the value is a file descriptor, an errno or a protocol error."""
+        """Yield kind and value of each event so far. The value is a file descriptor, an errno or a protocol error."""
         with contextlib.suppress(zmq.Again):
             while True:
                 event, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
@@ -78,10 +78,10 @@ class Monitor:
 
 
 class Authorizer:
-    """Makes a `server` socket, before bind, demand CURVE from every client, and answers libzmq's question about each,
-    over ZAP (RFC 27): may a client that proved its key connect?
+    """Makes a `server` socket, before bind, demand CURVE from every client, and tells libzmq over ZAP (RFC 27) which of
+    the clients that proved their key may connect.
 
-    It runs in the owner's poll loop. libzmq asks inside one context only: each channel has its own.
+    It runs in the owner's poll loop. libzmq asks within one context only, so each channel has its own.
     """
 
     def __init__(self, server: zmq.Socket[bytes], keys: CurveKeys) -> None:
@@ -116,7 +116,7 @@ class Authorizer:
 
 
 def queue_is_full(peer: str, limits: ControlLimits) -> PeerLostError:
-    """The loss of a peer that takes no more messages."""
+    """Return the error for a peer that takes no more messages."""
     return PeerLostError(
         "peer does not take messages: the queue to it is full",
         peer=peer,

@@ -1,6 +1,6 @@
 """The CUDA context that torch has on a device, and marks in an engine's streams after which blocks may be copied.
 
-Both by the driver's own calls: torch's take tens of microseconds.
+Both use the CUDA driver directly: torch's calls take tens of microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CAPTURE_MODE_RELAXED = 2
 class CudaContext:
     """The context that torch has on `device` ("cuda:N").
 
-    The engine's thread makes marks, any thread gives them back: making an event takes longer than using one again.
+    The engine's thread makes marks, any thread gives them back, since making an event takes longer than reusing one.
 
     Raises:
         TransportError: the CUDA driver is missing, or torch has no context on the device.
@@ -54,8 +54,8 @@ class CudaContext:
         return self._current() == self._handle
 
     def allow_captures(self) -> None:
-        """Let other threads capture CUDA graphs whatever the calling thread does, for the rest of its life: it captures
-        none itself, and its queries and allocations would otherwise end theirs.
+        """Let other threads capture CUDA graphs whatever the calling thread does, for the rest of its life. It captures
+        none itself, and without this its queries and allocations would end their captures.
         """
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -66,7 +66,7 @@ class CudaContext:
         self._set(self._current(), self._handle)
 
     def run(self, function: Callable[[], object]) -> None:
-        """Call `function` in this context, then make current again what was so before."""
+        """Call `function` in this context, then make the previous one current again."""
         previous = self._current()
         self._set(previous, self._handle)
         try:
@@ -98,7 +98,7 @@ class CudaContext:
         return event
 
     def give_back(self, mark: torch.cuda.Event) -> None:
-        """Nothing will wait for the mark any more."""
+        """Take back a mark for which nothing will wait any more."""
         self._unused.append(mark)
 
     def _current(self) -> int | None:

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.5
 CLOSE_TIMEOUT_S = 3.0
 MAX_UNASKED = 64
-"""An engine of at most this many workers names all of them at once: that is shorter than to ask twice."""
+"""An engine of at most this many workers names all of them at once, which saves a second request."""
 
 
 def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Directory:
-    """Return what a consumer needs: of a large engine only the workers that it asks for."""
+    """Return the directory that a consumer needs: of a large engine only the workers that it asks for."""
     workers, theirs = directory.workers, request.world_size
     ours = len(workers)
     if request.ranks is None or ours <= MAX_UNASKED:
@@ -38,7 +38,7 @@ def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Director
 
 
 class DirectoryService:
-    """Answers `DirectoryRequest`s on `control`: turn by turn or, once it is started, in a thread until `close`."""
+    """Answers `DirectoryRequest`s on `control`: one `turn` at a time or, after `start`, in a thread until `close`."""
 
     def __init__(self, control: ControlChannel, directory: m.Directory) -> None:
         self.control = control

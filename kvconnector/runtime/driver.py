@@ -4,30 +4,30 @@ Theory of operation
 -------------------
 One turn: wait in the data path until something happens; take what came (control messages over the transport, the data
 path's events, the control channel, the engine's orders); give each to the sessions; send each peer its messages, as one
-batch. Sessions are pure: they get events and the time, and call a `Port`, the executor. What follows from a call comes
-back as an event of the same turn, until nothing is queued.
+batch. Sessions are pure: they get events and the time, and call a `Port`, which is the executor. The consequences of a
+call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
-`progress_inline`, while the former sleeps or waits for the GIL. All here is for the owner alone, but for `put`, which
-appends orders to a deque, and `in_flight`, which reads what others may change and copies before it looks. Results leave
-by the outbox.
+`progress_inline`, while the former sleeps or waits for the GIL. Only this owner calls a driver's methods, except `put`,
+which appends orders to a deque, and `in_flight`, which copies what it reads because the owner may change it. Results
+leave by the outbox.
 
-Clock. `clock` is asked once for each event, and the sessions' deadlines are by it. Time alone is an event, `Tick`,
-which comes when the first deadline has passed; a turn never sleeps beyond that.
+Clock. The driver reads `clock` once for each event, and the sessions' deadlines are times of that clock. When the first
+deadline has passed, the sessions get a `Tick`; a turn never sleeps beyond that.
 
 What may block. Only `DataPath.pump` sleeps, without the GIL. Greetings take long (they map a peer's memory, compile
 kernels, open endpoints): an engine's thread stops before the first event in `_SLOW` and leaves it, and all after it, to
 the driver's thread, so order is kept. A turn decodes messages and handles events for `MAX_WORK_S` at most, then passes
-through the data path, which lets go of the GIL; a peer that sends without end is not read beyond `MAX_QUEUED_EVENTS`.
+through the data path, which releases the GIL; with `MAX_QUEUED_EVENTS` queued it reads no more from peers.
 
-Order. What a peer has sent counts before its loss: messages over the transport are taken before the control channel is
-asked, and again before a disconnection is believed. Events are handled in the order of their arrival. A link is closed
-after the messages that its session sent before.
+Order. What a peer has sent counts before its loss: the driver takes messages over the transport before it polls the
+control channel, and again before it handles a disconnection. It handles events in the order of their arrival. It closes
+a link after it has sent the messages that a session left for it.
 
 What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all
-transfers of the worker, and the engine where it is inline; an event given to the sessions beside the queue may overtake
-one that a session relies on; a session's exception must leave its state as it was, since the driver goes on.
+transfers of the worker, and the engine where it is inline; an event that bypasses the queue may overtake one that a
+session relies on; a session's exception must leave its state as it was, since the driver goes on.
 """
 
 from __future__ import annotations
@@ -70,22 +70,24 @@ PostedStep: TypeAlias = tuple[Sequence[object], list[Blocks], "torch.cuda.Event 
 
 BUSY_PUMP_S = 5e-3
 MAX_ROUNDS = 64
-"""A data path with many small chunks always has something: the control channel and the engine get their turns, too."""
+"""A data path with many small chunks always has something to report: the control channel and the engine's orders must
+not wait for it.
+"""
 MAX_WORK_S = 1e-3
 """How long a turn decodes messages and handles events. The next one begins in the data path, which
 releases the GIL.
 """
 MAX_QUEUED_EVENTS = 1024
-"""With more than these a turn takes no further messages of peers."""
+"""With this many a turn takes no more messages of peers."""
 MAX_SLEEP_S = 0.5
-"""A transport may notice some losses only when it is looked at."""
+"""Some losses a transport notices only when it is polled."""
 
 
 class Driver:
     """Runs one worker's sessions. `turn` is the loop's body; the caller decides in which thread it runs.
 
-    `producer` or `consumer` is None where the worker has only the other role. On a GPU, `context` marks in the engine's
-    stream after which work its orders come.
+    `producer` or `consumer` is None where the worker has only the other role. On a GPU, `context` marks the end of the
+    work in the engine's stream that an order's blocks depend on.
     """
 
     def __init__(
@@ -160,8 +162,8 @@ class Driver:
         self._inbox.append((orders, blocks, mark))
 
     def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
-        """Wait at most `timeout_s` for something to do, and do it. `ends_when_filled`, for an engine's thread: once the
-        outbox has something, the rest is left for the next turn.
+        """Wait at most `timeout_s` for something to do, and do it. With `ends_when_filled`, for an engine's thread, it
+        leaves the rest for the next turn as soon as it has reported something to the engine.
         """
         self._ends_when_filled = ends_when_filled
         self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
@@ -171,8 +173,8 @@ class Driver:
     def progress_inline(self, limit_s: float, *, orders_only: bool = False) -> None:
         """Do what there is to do, without waiting for more, in an engine's thread.
 
-        Left to the driver's thread are the first event of `_SLOW` and all that comes after it, and what is not done
-        after `limit_s` or once the outbox has something.
+        It leaves to the driver's thread the first event of `_SLOW` and all events after it, what is not done after
+        `limit_s`, and what comes after a report to the engine.
 
         Args:
             limit_s: How long to handle events, in seconds.
@@ -190,7 +192,9 @@ class Driver:
             self._work(inline=True)
 
     def pump_s(self, timeout_s: float) -> float:
-        """How long to stay in the data path: the driver soon asks for what the control channel does not show."""
+        """How long to stay in the data path, in seconds: not long while the control channel may have something that its
+        descriptor does not show.
+        """
         if self._events or self._inbox or self.links.with_unsent or self.links.arrived:
             return 0.0
         timeout_s = min(timeout_s, MAX_SLEEP_S if self.links.control.is_settled else BUSY_PUMP_S)
@@ -198,7 +202,7 @@ class Driver:
 
     def _look(self, *, inline: bool = False) -> None:
         """Take what is there, and handle it."""
-        # before all else: a peer waits for what comes of a message, and what a peer has sent counts before its loss
+        # first, because a peer waits for the answer, and what it has sent counts before its loss
         if len(self._events) < MAX_QUEUED_EVENTS:
             for link, payload in self.links.receive():
                 self._take_messages(link, payload)
@@ -227,11 +231,11 @@ class Driver:
             self._events += orders
 
     def _work(self, *, inline: bool, ticks: bool = True) -> bool:
-        """Handle what is queued and what follows from it, and what is due if `ticks`, until nothing moves or it has
-        gone on for long. Send what the sessions have to say.
+        """Handle what is queued and what follows from it, until nothing moves or the time is over, and send the
+        sessions' messages. If `ticks`, deadlines that have passed count, too.
 
-        Returns False if the rest must be left: inline, the first event that takes long and all after it; with
-        `ends_when_filled`, all after a report to the engine.
+        Returns False if the caller must stop: inline, before an event that takes long; with `ends_when_filled`, after a
+        report to the engine.
         """
         events, num_reports = self._events, self._outbox.num_reports
         for _ in range(MAX_ROUNDS):
@@ -243,11 +247,9 @@ class Driver:
                 self._handle(events.popleft(), now)
                 if self._ends_when_filled and self._outbox.num_reports > num_reports:
                     if not events:
-                        # the loop reports an ending once: once queued, the driver's thread takes it at once
+                        # the loop reports an ending only once, so queue it for the driver's thread
                         self.datapath.step()
-                    if (
-                        had_unsent
-                    ):  # else all that is to be said is about what has ended, and can wait
+                    if had_unsent:  # else all messages are about what has ended, and can wait
                         self.links.flush()
                     return False
             self.links.flush()
@@ -272,7 +274,7 @@ class Driver:
         return min([each.next_deadline() for each in sessions if each is not None])
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
-        """Take the fields of greetings that are for links, from a channel that has proved who the peer is."""
+        """Take the fields of greetings that are for links. They came on the channel that proves who the peer is."""
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.set_peer_inbox(link, message.control)
@@ -297,7 +299,7 @@ class Driver:
             self.producer.keep_alive(link, self.clock())
         for message, event in zip(messages, events, strict=True):
             if isinstance(message, m.Heartbeat) and not message.maps_pools:
-                link.consumer = ""  # it could not map them, or did not want to
+                link.consumer = ""  # it could not map our pools, or did not want to
             if event is not None:
                 self._events.append(event)
             elif isinstance(message, m.Bye):
@@ -323,7 +325,9 @@ class Driver:
                 self._refuse(event, link, error)
 
     def _refuse(self, event: object, link: Link | None, error: KVConnectorError) -> None:
-        """The engine's mistake, a peer's message at the wrong time, or a bug: nothing changed, the rest goes on."""
+        """Log an event that a session refused: the engine's mistake, a peer's message at the wrong time, or a bug. The
+        session has not changed, and goes on.
+        """
         peer = "this engine" if link is None else self.links.peer_of(link)
         self.links.refusals.note(
             f"{peer}'s {ev.kind_of(event).__name__}", type(error).__name__, error
@@ -334,13 +338,13 @@ class Driver:
         elif isinstance(event, HoldRequest) and not (
             self.producer is not None and self.producer.holds(event.request_id)
         ):
-            # a lease that was not granted never ends, so its engine gets the blocks back now; not those of a lease that
-            # it has under the same name, whose end answers for both
+            # a lease that was not granted never ends, so its engine gets the blocks back now, unless it has another
+            # lease under that name, whose end is reported for both
             trace = HoldTrace(self.clock(), self.clock())
             self.port.release(event.request_id, "aborted", trace)
 
 
 _PRODUCER_EVENTS = frozenset({GrowRequest, HoldRequest, WithdrawRequest, ev.SendOver})
-"""Those without a link that are for the producer's session; the others are for the consumer's."""
+"""Events without a link that are for the producer's session; the others are for the consumer's."""
 _SLOW = frozenset({m.Directory, m.Hello, m.HelloReply})
-"""Events after which a peer's memory is mapped, kernels are compiled for it, or connections to it are opened."""
+"""Messages whose handling may map a peer's memory, compile kernels for it, or open connections to it."""

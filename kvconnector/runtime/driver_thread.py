@@ -4,34 +4,34 @@ Theory of operation
 -------------------
 Two threads, one driver. The driver's thread turns until it is asked to stop. An engine's thread leaves orders in the
 inbox (`put`), takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL:
-in `put`, in `progress_inline` (called by `poll`) and in `wait`. Who drives holds the driver lock; see
+in `put`, in `progress_inline` (called by `poll`) and in `wait`. The thread that drives holds the driver lock; see
 `kvconnector_kernels.pump.driver_lock`.
 
-Who owns what. The inbox and the outbox are shared: a deque, whose `append` and `popleft` are atomic, and a lock of its
-own. `_is_stopping`, `_failure` and `_in_use` are written by one thread and only read by the others; each is written
-before what makes the others look (a wake-up, the end of the thread). All else, from the transport to the sessions, is
-the driver's, and so the lock holder's. `_held` keeps what owns the caches' memory while anything may read or write
-there: not for this object's life, nor the worker's, but until `_release` has ended well.
+Who owns what. Both threads use the inbox, a deque whose `append` and `popleft` are atomic, and the outbox, which has a
+lock. One thread writes `_is_stopping`, `_failure` and `_in_use`, the others only read them; each is written before what
+makes the others look (a wake-up, the end of the thread). All else, from the transport to the sessions, belongs to the
+driver, and so to the lock's holder. `_held` keeps the owners of the caches' memory alive until `_release` has
+succeeded, which may be longer than this object or the worker lives: until then something may read or write there.
 
 GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. The thread that takes
-them has the data path copy these blocks after the mark. Nothing waits for the GPU here.
+them makes copies of these blocks wait for the mark. No thread waits for the GPU here.
 
-Inline progress. The data path is given back whatever happens. A signal's handler runs between any two instructions of
-the main thread, and may raise there: so `_run_inline` does not depend on having noticed that it acquired the data path,
-and tries twice to give it back.
+Inline progress. The engine's thread gives the data path back whatever happens. A signal's handler runs between any two
+instructions of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to
+give the data path back.
 
 What may block. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is
 at work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks
 in the data path alone.
 
-The end. `close` lets the driver's thread say goodbye, waits until consumers have unmapped the caches, and releases
-everything there, in the thread that used it. What is collected without `close` is stopped by `abandon`, which may run
-anywhere, inside any call, even in the driver's own thread: so it sets a flag, wakes, and waits for nothing. What is
-left at the interpreter's exit is closed by `_close_all`.
+The end. After `close` the driver's thread says goodbye, waits until consumers have unmapped the caches, and releases
+everything, in the thread that used it. If a worker is collected without `close`, `abandon` stops its thread. It may run
+inside any call, even in the driver's own thread: so it sets a flag, wakes the thread, and does not wait. `_close_all`
+closes what is left at the interpreter's exit.
 
 Failure. An exception of the driver is a bug or a failing machine, and ends this worker's transfers but not its engine:
-every request that the engine waits for ends. If copies could not be ended, those that have blocks do not: to report
-them would let the engine give the blocks to others while they are written.
+every request that the engine waits for ends. If copies could not be ended, requests that have blocks do not end either:
+the engine would give blocks that are still written to other requests.
 
 What breaks if this changes: memory that is freed while a copy runs is corrupted without an error; a result reported
 before the release lets the engine reuse blocks too early; a wait in `abandon` can stop the interpreter in an unrelated
@@ -71,21 +71,22 @@ logger = logging.getLogger(__name__)
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
 UNMAP_TIMEOUT_S = 3.0
-"""How long of these a worker that closes waits for consumers to unmap its pools, which takes one milliseconds."""
-# How long the engine's thread tries to own the data path: when it polls, and where it has nothing else to do.
+"""The part of these that `close` waits for consumers to unmap the pools, which takes a consumer milliseconds."""
+# How long the engine's thread tries to acquire the data path: when it polls, and when it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
 POLL_WORK_S = 0.7e-3
 """How long a poll works on what is pending; see `worker.START_STEP_S`."""
 YIELD_S = 50e-6
-"""How long it sleeps to let the driver's thread have the GIL."""
+"""How long the engine's thread sleeps to let the driver's thread have the GIL."""
 RETRY_S = 1e-3
 """How long the engine's thread sleeps before it tries again."""
 
 
 _held: dict[DriverThread, tuple[int, object]] = {}
-"""Those that are not closed, with their process and what owns the caches' memory. Where copies could not be ended it is
-held for good."""
+"""The threads that are not closed, with their process and the owners of the caches' memory. If copies could not be
+ended, these are held for good.
+"""
 
 
 class DriverThread:
@@ -146,9 +147,8 @@ class DriverThread:
         self._driver, self._thread = driver, thread
 
     def put(self, orders: Sequence[object], *, inline_s: float = 0.0) -> None:
-        """Take orders from the engine's thread. Above 0, work on them here for `inline_s` at most, if that is quick.
-
-        Call `begin` before.
+        """Take orders from the engine's thread, after `begin`. With `inline_s` above 0, also work on them here, for
+        `inline_s` seconds at most, unless that would take long.
         """
         assert self._driver is not None  # the worker begins with its first orders
         self._driver.put(orders)
@@ -160,7 +160,7 @@ class DriverThread:
             self.control.wake()
 
     def progress_inline(self) -> None:
-        """Do what the driver's thread would do if it had the GIL. Takes a microsecond where there is nothing to do."""
+        """Do what the driver's thread would do if it had the GIL. Takes a microsecond if there is nothing to do."""
         if not self._datapath.machine.has_pending():
             return
         progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
@@ -168,7 +168,7 @@ class DriverThread:
             time.sleep(YIELD_S)
 
     def wait(self, timeout_s: float) -> bool:
-        """Drive until there is something in the outbox, or time is over; which of them."""
+        """Drive until there is something in the outbox. Returns False if `timeout_s` passed before."""
         until_s = time.monotonic() + timeout_s
         while not self._outbox.is_filled:
             left_s = until_s - time.monotonic()
@@ -179,7 +179,7 @@ class DriverThread:
         return True
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
-        """The loads that are read now."""
+        """Return the loads that are read now."""
         return () if self._driver is None else self._driver.in_flight()
 
     def close(self) -> None:
@@ -202,7 +202,7 @@ class DriverThread:
             raise self._in_use
 
     def abandon(self) -> None:
-        """Close, without waiting, what its worker was collected without. The driver's thread does the rest."""
+        """Close without waiting: the worker was collected without `close`. The driver's thread does the rest."""
         if not self._is_here():
             return
         self._stop()
@@ -213,7 +213,7 @@ class DriverThread:
         )
 
     def _is_here(self) -> bool:
-        """Returns True if it is not closed, and this is its process: a forked child has no driver's thread."""
+        """Returns True if it is not closed and belongs to this process: a forked child has no driver's thread."""
         return _held.get(self, (None, None))[0] == os.getpid()
 
     def _stop(self) -> None:
@@ -225,7 +225,7 @@ class DriverThread:
             self.control.wake()
 
     def _drive(self, until_s: float, driver: Driver) -> None:
-        """Turn until there is something in the outbox, or time is over."""
+        """Take turns until there is something in the outbox, or `until_s` has passed."""
         while not (self._outbox.is_filled or self._is_stopping):
             left_s = until_s - time.monotonic()
             if left_s <= 0.0:
@@ -233,8 +233,8 @@ class DriverThread:
             driver.turn(left_s, ends_when_filled=True)
 
     def _run_inline(self, limit_s: float, drive: Callable[[Driver], None]) -> bool:
-        """Let the caller drive in place of the driver's thread. Returns False where that drives itself, and for longer
-        than `limit_s`.
+        """Let the caller drive in place of the driver's thread. Returns False if that did not stop driving within
+        `limit_s`.
         """
         driver, machine = self._driver, self._datapath.machine
         if driver is None or self._is_stopping:
@@ -270,7 +270,7 @@ class DriverThread:
             self._datapath.release(driver.pump_s(MAX_SLEEP_S))
         except Exception as error:
             self._fail(error)
-            # nobody could own it any more, not even to close
+            # else no thread could acquire it any more, not even to close
             self._datapath.release(0.0)
 
     def _run(self, driver: Driver) -> None:
@@ -302,12 +302,12 @@ class DriverThread:
             self._in_use.__cause__ = error
         finally:
             if self._failure is not None:
-                # a bug, or the machine failing: the engine must live, so every request it waits for ends now, unless
+                # a bug or a failing machine: the engine must live, so every request that it waits for ends now, unless
                 # copies could not be ended
                 self._outbox.break_off(self._failure, may_write=may_write)
 
     def _leave(self, driver: Driver) -> None:
-        """Part from the consumers, who unmap the caches: before that CUDA does not allow to free them."""
+        """Say goodbye and wait until consumers have unmapped the caches: CUDA does not allow to free them before."""
         driver.links.say_goodbye()
         until_s = time.monotonic() + UNMAP_TIMEOUT_S
         while driver.links.mappers and (left_s := until_s - time.monotonic()) > 0.0:

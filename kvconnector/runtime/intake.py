@@ -1,10 +1,10 @@
-"""A step's orders, checked. One whose blocks cannot be what they should gets an error, and is refused alone.
+"""A step's orders, checked. An order with wrong blocks gets an error, and is refused alone.
 
-This is the one place where our own block ids are compared with the pools: a negative id, one beyond the pool, too few
-for the tokens, or one named twice for a load, whose tokens would replace each other. The data path computes addresses
-of what passed here, and does not look again. That a lease names no id twice is checked where an engine offers it
-(`offers.py`). A peer's ids are checked elsewhere: those of a packed read against the lease (`session/read_check.py`),
-those of a direct read against the exported pools (`copies.py`).
+Only here our own block ids are compared with the pools: no id is negative or beyond the pool, there are enough for the
+tokens, and a load names none twice, since its tokens would replace each other. The data path computes addresses from
+these ids without another check. `offers.py` checks that a lease names no id twice. A peer's ids are checked elsewhere:
+those of a packed read against the lease (`session/read_check.py`), those of a direct read against the exported pools
+(`copies.py`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Blocks: TypeAlias = tuple[GroupBlocks, ...]
 """A request's blocks, by cache group."""
 _WITH_BLOCKS = frozenset({HoldRequest, GrowRequest, LoadRequest})
-"""Orders whose blocks are compared with the pools. All others of a step, maybe thousands, are passed on unseen."""
+"""Orders whose blocks are compared with the pools. The others of a step, maybe thousands, need no check."""
 _NOT_TAKEN: dict[Role, frozenset[type]] = {
     "consumer": frozenset({HoldRequest, GrowRequest, WithdrawRequest}),
     "producer": frozenset({WantRequest, LoadRequest, DropRequest}),
@@ -44,7 +44,7 @@ _NOT_TAKEN: dict[Role, frozenset[type]] = {
 
 
 def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
-    """The step's orders, with an error where one must be refused.
+    """Return the step's orders, with an error in each that must be refused.
 
     Raises:
         LocalError: an order for a role that this worker does not have.
@@ -67,7 +67,7 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
 
 
 def blocks_of(orders: Sequence[object]) -> list[Blocks]:
-    """The blocks of each lease and each load among these that is not refused."""
+    """Return the blocks of the leases and loads among these that are not refused."""
     leases = [each.blocks for each in orders if isinstance(each, LeaseOrder) and not each.error]
     loads = [
         each.local_blocks for each in orders if isinstance(each, LoadRequest) and not each.error

@@ -1,4 +1,4 @@
-"""Layers of the step that an engine computes, reported to consumers while it computes the next ones."""
+"""Reports the layers of an engine's step to consumers while the engine computes the next ones."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MAX_PIECES = 8
 
 
 class StepLayers:
-    """The layers of one step, as far as it computes prompts that consumers follow.
+    """The layers of one step that computes prompts which consumers follow.
 
-    A step is reported in a few pieces of some megabytes; one that is smaller than two of them is reported as a whole.
-    Layers may come in any order: a piece is reported once all its layers, and those before it, are written.
+    A step is reported in a few pieces of some megabytes, or as a whole if it is smaller than two of them. Layers may
+    come in any order: a piece is reported once all its layers, and those before it, are written.
 
     Args:
         orders: The step's. Those that grow a prompt beyond its whole steps are reported by layers.
@@ -51,7 +51,7 @@ class StepLayers:
         self._written = set[int]()
 
     def written(self, layer: int) -> list[GrowRequest]:
-        """Take that a layer is written. Returns how far the prompts are, if that completes a piece."""
+        """Note that a layer is written. Returns the orders that report a piece if this completes one."""
         self._written.add(layer)
         layer_stop = 0
         while self._pieces and self._written.issuperset(self._pieces[0]):

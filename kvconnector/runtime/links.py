@@ -1,14 +1,15 @@
 """The links of one worker: the two ways of their messages, and the one door by which links end.
 
 Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
-their messages travel as sealed control messages of the transport, see `control.sealed`: only the driver's thread has to
-be woken for one, and nobody while it moves chunks. The consumer changes over when it has the answer to its hello, the
-producer when the first message of the consumer has come, so no message can overtake one on the other channel.
+their messages travel as sealed control messages of the transport, see `control.sealed`: a message wakes only the
+driver's thread, and no thread while chunks move. The consumer changes over when it has the answer to its hello, the
+producer when the consumer's first message has come over the transport, so no message overtakes one on the other
+channel.
 
 Four things end a link: the control channel reports it, a message cannot be sent, messages were lost or make no sense,
-the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits until
-it is closed; one that the peer opened is forgotten, and the peer notified, since only the side that connected can close
-a control connection.
+the peer says goodbye. Each becomes one `LinkLost` for the sessions. A link that a session opened then waits until the
+session closes it. One that the peer opened is forgotten, and the peer is notified, since only the side that connected
+can close a control connection.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from kvconnector.wire import messages as m
 logger = logging.getLogger(__name__)
 
 MAX_CLOSED_INBOXES = 4096
-"""Closed inboxes that are remembered: messages that were on their way to one are no reason for a warning."""
+"""How many closed inboxes are remembered, so that messages that were on their way to one cause no warning."""
 MAX_BATCH_BYTES = 32 << 10
 """Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
 _OF_LINKS = frozenset({m.HelloReply, m.Progress, m.ReadRefused, m.Heartbeat})
@@ -52,8 +53,8 @@ _OF_LINKS = frozenset({m.HelloReply, m.Progress, m.ReadRefused, m.Heartbeat})
 class Links:
     """All links of one worker. One thread at a time, the transport's owner, calls it.
 
-    `report` takes the `LinkLost` of each link that ended. Without `config.over_ucx` it offers the transport to nobody,
-    and only drops what comes there all the same.
+    `report` takes the `LinkLost` of each link that ended. Without `config.over_ucx` it names no inbox to its peers, and
+    drops what comes over the transport.
     """
 
     def __init__(
@@ -77,14 +78,14 @@ class Links:
         self.with_unsent: deque[Link] = deque()
         """Links whose messages wait for `flush`."""
         self.arrived: deque[ControlEvent] = deque()
-        """What came, and the last caller of `receive` stopped before."""
+        """What came, and the last caller of `receive` did not take."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
         return f"<Links {[*self]}>"
 
     def __iter__(self) -> Iterator[Link]:
-        """Those that are connected."""
+        """The links that are connected."""
         return iter(list(self._by_handle.values()))
 
     @property
@@ -159,7 +160,7 @@ class Links:
     # -- which way messages take --
 
     def open_inbox(self, link: Link) -> m.ControlInbox | None:
-        """Open an inbox, to be named in our greeting. None where control messages stay where they are."""
+        """Open an inbox, to be named in our greeting. Returns None if messages are to stay on the control channel."""
         if not self._over_ucx:
             return None
         inbox = Inbox.fresh()
@@ -178,8 +179,8 @@ class Links:
             link.sealer = Sealer(Inbox(peer.inbox_id, peer.key), limit_bytes)
 
     def change_over(self, link: Link, address: bytes) -> None:
-        """Open an endpoint to a worker, which ends with the link. From now on write to it by that, if both have named
-        an inbox.
+        """Open an endpoint to a worker, which closes with the link. If both sides have named an inbox, our messages go
+        over it from now on.
 
         Raises:
             IncompatiblePeerError, RemoteProtocolError, TransportError: see `UcxTransport.connect`.
@@ -239,7 +240,7 @@ class Links:
         return message
 
     def _send_unsent(self, link: Link) -> None:
-        """Send what is queued for a link, before it closes or changes its way."""
+        """Send what is queued for a link, before it closes or changes over."""
         unsent, link.unsent = link.unsent, []
         if not unsent or link.handle is None or link.is_lost:
             return
@@ -254,8 +255,8 @@ class Links:
             self.lose(link, error)
 
     def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
-        """Yield what came over the transport, in order. A caller that stops gets the rest next time: it has `arrived`.
-        `progress`: see `UcxTransport.receive_control`.
+        """Yield what came over the transport, in order. What a caller does not take stays in `arrived` for the next
+        call. `progress`: see `UcxTransport.receive_control`.
         """
         if progress or not self.arrived:
             self.arrived += self._transport.receive_control(self._limits, progress=progress)
@@ -282,7 +283,7 @@ class Links:
         self._gone.clear()
         for arrival in self.control.poll(0.0):
             if arrival.handle in self._gone:
-                continue  # it came before we gave the connection up in this turn
+                continue  # it came before we closed the connection, in this turn
             link = self._by_handle.get(arrival.handle)
             if isinstance(arrival, Received):
                 if link is None:

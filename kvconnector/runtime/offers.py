@@ -19,9 +19,10 @@ from kvconnector.wire.messages import MAX_EXTRA_BYTES, Id
 
 
 class Stream(msgspec.Struct, eq=False, gc=False):
-    """`has_begun`: the engine gave the request blocks. `is_void`: it took them back.
+    """A request that consumers read while it is computed. `has_begun`: the engine gave it blocks. `is_void`: the engine
+    took them back.
 
-    `known` are the blocks of each cache group, as ids and as they travel; there are none before the engine gave some.
+    `known` are the blocks of each cache group, as ids and as they travel; empty before the engine gave some.
     """
 
     transfer_id: str
@@ -34,8 +35,8 @@ class Stream(msgspec.Struct, eq=False, gc=False):
     def blocks(
         self, ids_by_group: Sequence[Sequence[int]], first_blocks: Sequence[int]
     ) -> tuple[GroupBlocks, ...]:
-        """The request's blocks by now. Only ids are converted that it had not before: long prompts have thousands, and
-        grow in every step.
+        """Return the request's blocks, of which only new ids are converted: long prompts have thousands, and grow in
+        every step.
 
         Raises:
             BlockIdError: block ids that no pool has.
@@ -53,7 +54,7 @@ class Stream(msgspec.Struct, eq=False, gc=False):
 def _continued(
     before: tuple[list[int], GroupBlocks], ids: list[int], first_block: int
 ) -> tuple[list[int], GroupBlocks]:
-    """Return a group's blocks, converted as far as they are others than `before`."""
+    """Return a group's blocks, of which only those after `before` are converted if these are still its first."""
     known, blocks = before
     if ids[: len(known)] == known and blocks.first_block == first_block:
         return ids, blocks.extended(ids[len(known) :])
@@ -81,14 +82,14 @@ class Offers:
         self._groups = list(zip(sizes, retentions, num_blocks, strict=True))
         self._streams: dict[str, Stream] = {}
         self.held: dict[str, str] = {}
-        """By request that is held the name of its transfer."""
+        """The transfer of each request that is held."""
         self._names: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<Offers {len(self.held)} held, streams {sorted(self._streams)}>"
 
     def open(self, request_id: str, asked: StreamRequest) -> GrowRequest:
-        """A request was queued that its consumer follows. `asked` has the router's name for its transfer.
+        """Let a consumer follow a queued request. `asked` has the router's name for the transfer.
 
         Raises:
             LocalError: the request is not over, or its blocks are held.
@@ -118,7 +119,7 @@ class Offers:
         if stream.has_begun and watermark == stream.watermark:
             return []
         all_ids, firsts = block_lists(request_id, blocks, None, len(self._groups))
-        # consumers take a block without tokens for the beginning
+        # a block without tokens tells consumers that the prompt has begun
         stop = max(1, watermark.step_stop)
         # only blocks of groups that keep every token stay the same while more tokens are computed
         known: list[list[int]] = []
@@ -196,7 +197,7 @@ class Offers:
             transfer_id=stream.transfer_id,
             secret=stream.secret,
             blocks=held,
-            # a consumer may read so far into the blocks of each group
+            # the tokens that a consumer may read of each group
             num_tokens=max(num_tokens, num_encoder_tokens),
             lease_duration_s=lease_duration_s,
             extra=extra,

@@ -1,4 +1,4 @@
-"""From the driver's thread to the engine's: which requests are finished, and what it took."""
+"""From the driver's thread to the engine's: which requests are finished, and how long they took."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Outbox:
             self._spin = FlagWait()
         self._lock = threading.Lock()
         self._loads: dict[str, bool] = {}
-        """Awaited. True if the load was asked for; before that the engine waits until it may."""
+        """Loads that the engine waits for. True if it has asked for the load, False while it waits until it may."""
         self._leases: dict[str, LeaseOrder] = {}
-        """Not ended, as last ordered. The end is reported of one that is complete, and not of one that grows."""
+        """Leases that have not ended, as last ordered. Only the end of a complete one is reported."""
         self._failure: KVConnectorError | None = None
         self._given_up: set[str] = set()
         self._stuck: set[str] = set()
@@ -73,7 +73,7 @@ class Outbox:
         return f"<Outbox {filled}, {waits}{state}>"
 
     def expect(self, orders: Iterable[Order]) -> None:
-        """The engine waits for these from now on. A refused lease is reported with its reason."""
+        """Note that the engine waits for these from now on. A refused lease is reported with its reason."""
         with self._lock:
             for order in orders:
                 if isinstance(order, DropRequest):  # first: an engine may abort thousands at once
@@ -95,7 +95,7 @@ class Outbox:
         return bool(self._loads)
 
     def refuse(self, orders: Iterable[object], error: KVConnectorError) -> None:
-        """End the requests of orders that nobody carries out, as far as the engine waits for them."""
+        """End the requests of orders that the driver does not get, as far as the engine waits for them."""
         for order in orders:
             if isinstance(order, LoadRequest):
                 self.load_ended(order.request_id, error)
@@ -107,7 +107,7 @@ class Outbox:
                 self.begun(order.request_id)
 
     def give_up(self) -> list[Order]:
-        """Return the orders that end every load and lease. What loads bring meanwhile does not count."""
+        """Return the orders that end every load and lease. A load that completes meanwhile is reported as failed."""
         with self._lock:
             loads = self._asked()
             self._given_up |= {*loads}
@@ -131,8 +131,8 @@ class Outbox:
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on.
 
-        Where copies under way `may_write` or read blocks, requests that have blocks never end: an engine that took them
-        for free would let others write there.
+        If copies under way `may_write` or read blocks, requests that have blocks never end: the engine would give the
+        blocks to other requests.
         """
         with self._lock:
             self._failure = failure
@@ -141,7 +141,7 @@ class Outbox:
                 self._loads = {
                     name: False for name, is_asked in self._loads.items() if not is_asked
                 }
-            # what grows goes, too: nobody else would end it if it were given up
+            # leases that grow are dropped, too: no end of theirs would be reported if they were given up
             holds = {r for r in self._leases if self._is_complete(r)} - self._stuck
             self._leases = {request_id: self._leases[request_id] for request_id in holds}
             loads = list(self._loads.items())
@@ -181,14 +181,14 @@ class Outbox:
             self._ring()
 
     def begun(self, request_id: str) -> None:
-        """The producer has begun with a request, or never will: it is time to ask for the load."""
+        """The producer has begun with a request, or never will: the engine should ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
             self._unreported.begun.add(request_id)
             self._ring()
 
     def read_packed(self, reason: str) -> None:
-        """A producer rank was greeted whose pools cannot be read from here. The engine need not wake for it."""
+        """Count a producer rank whose pools cannot be read from here. This wakes no thread."""
         with self._lock:
             _count(self._unreported.stats.packed, reason)
 
@@ -201,8 +201,8 @@ class Outbox:
         filled_tokens: int | None = None,
         extra: bytes = b"",
     ) -> None:
-        """The consumer's blocks of a request are filled; or, for an `error`, will not be, and nothing writes them. The
-        first `filled_tokens` tokens are in them then, if that is known. `extra`: see `Progress`.
+        """The consumer's blocks of a request are filled. With an `error` they are not: nothing writes them any
+        more, and they hold the first `filled_tokens` tokens, if that is known. `extra`: see `Progress`.
         """
         with self._lock:
             self._loads.pop(request_id, None)
@@ -224,7 +224,7 @@ class Outbox:
             self._ring()
 
     def take(self) -> WorkerOutput:
-        """Everything since the last call."""
+        """Return all results since the last call."""
         if not self.is_filled:
             return WorkerOutput()
         with self._lock:
@@ -254,7 +254,7 @@ class Outbox:
             self._bell.release()
 
     def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> None:
-        # one that is complete goes on until its end is reported
+        # a complete lease goes on until its end is reported
         if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
             if isinstance(order, WithdrawRequest):
                 self._leases.pop(order.request_id, None)

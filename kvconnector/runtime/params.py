@@ -1,7 +1,7 @@
-"""`kv_transfer_params`: what travels from the producer's answer, through any router, to the consumer's request.
+"""`kv_transfer_params`, which travel from the producer's answer, through any router, to the consumer's request.
 
-The keys are those of vLLM's NixlConnector, and there are no others: some routers pass on only the keys that they know.
-What NixlConnector has no key for travels in `remote_request_id`.
+The keys are those of vLLM's NixlConnector, and there are no others, because some routers pass on only the keys that
+they know. Values for which NixlConnector has no key travel in `remote_request_id`.
 
 A router that asks both engines at once draws a name and a secret for the transfer, and gives them to both.
 """
@@ -58,8 +58,8 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A producer's offer. `remote_block_ids` has one list a cache group, for the first `remote_num_tokens` tokens;
-    there are none while the producer computes the prompt: then its workers report them.
+    """A producer's offer. `remote_block_ids` has a list for each cache group, for the first `remote_num_tokens` tokens.
+    It is empty while the producer computes the prompt: then its workers report the blocks.
     """
 
     remote_engine_id: Id
@@ -132,7 +132,8 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     def from_mapping(cls, params: Mapping[str, Any]) -> TransferParams:
         """A producer's offer as a request carries it; keys that others add are ignored.
 
-        What `remote_request_id` carries may come under keys of its own, as older releases send it; these go first.
+        The values in `remote_request_id` may have keys of their own, as older releases send them. These take
+        precedence.
 
         Raises:
             RemoteProtocolError: a key is missing, or a value has the wrong type or range.

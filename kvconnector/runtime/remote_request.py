@@ -1,4 +1,4 @@
-"""A request of a consumer whose blocks are on a producer, as its engine's scheduler half sees it."""
+"""A consumer's request whose blocks are on a producer, as the scheduler half sees it."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ def block_lists(
 def tokens_to_load(
     kept: Retention, num_computed_tokens: int, stop: int, num_encoder_tokens: int
 ) -> range:
-    """Return what a group lacks before token `stop`, or all of the encoder's input: no part of it is found cached."""
+    """Return the tokens that a group lacks before `stop`, or all of the encoder's input, which is never cached."""
     if isinstance(kept, KeepsEncoder):
         return kept.missing(0, num_encoder_tokens)
     return kept.missing(num_computed_tokens, stop)
 
 
 class RemoteRequest(msgspec.Struct, eq=False, gc=False):
-    """`is_finished`: the engine has done with it, and only the load is still to end. One that is followed waits until
-    the producer `has_begun`.
+    """A request and its load. `is_finished`: the engine is done with it, and only the load has not ended. One that is
+    followed waits until the producer `has_begun`.
     """
 
     params: TransferParams

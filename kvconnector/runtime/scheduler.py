@@ -40,7 +40,7 @@ from kvconnector.session.orders import (
 
 
 class Scheduler:
-    """Decides which finished requests are held for a consumer, and how many tokens of a new one come from a producer.
+    """Decides which finished requests to hold for a consumer, and how many tokens of a new one to load from a producer.
 
     An engine that holds requests has a directory service on `control.host:port` until `close`. As a context manager it
     closes itself. All methods are for one thread.
@@ -48,8 +48,8 @@ class Scheduler:
     Args:
         config: The engine's settings, the same as its workers have.
         workers: What `Worker.handshake` returned, of every rank, in any order.
-        retentions: What each cache group keeps of a sequence: only what the next token needs is loaded. By default all
-            groups keep every token.
+        retentions: What each cache group keeps of a sequence; consumers load only what the next token needs. By default
+            all groups keep every token.
 
     Raises:
         GeometryError: the workers do not make up one engine, there are not as many retentions as groups, a group of
@@ -152,9 +152,9 @@ class Scheduler:
         num_tokens: int,
         ahead_tokens: int = 0,
     ) -> None:
-        """Let a consumer that follows a request read what is computed of it. Call it with every step that computes a
-        part of the request, before `build_step`. Fewer tokens than before are a `withdraw`. No effect on requests that
-        are not streamed.
+        """Let a consumer that streams a request read what has been computed of it. Call it for every step that computes
+        a part of the request, before `build_step`. Fewer tokens than before are a `withdraw`. No effect on requests
+        that are not streamed.
 
         Args:
             request_id: The engine's name for the request.
@@ -170,8 +170,8 @@ class Scheduler:
         self._orders += self._offers.grow(request_id, blocks, num_tokens, ahead_tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """Take back the blocks of a request that is still computed, as preemption does. Its consumer is notified, and
-        computes the prompt itself. No effect on requests that are not streamed.
+        """Take back the blocks of a request that is still being computed, as preemption does. Its consumer is notified,
+        and computes the prompt itself. No effect on requests that are not streamed.
         """
         self._orders += self._offers.withdraw(request_id)
 
@@ -186,8 +186,8 @@ class Scheduler:
         return sum(remote.stage == "loading" for remote in self._requests.values())
 
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
-        """A request was queued: connect to its producer, if it has one, and keep its lease alive. Or let a consumer
-        follow how it is computed here, if a router asked for that.
+        """Take a queued request. Connect to its producer, if it has one, and keep its lease alive; or let a consumer
+        stream it while it is computed here, if a router asked for that.
 
         Args:
             request_id: The engine's name for the request.
@@ -246,8 +246,8 @@ class Scheduler:
     ) -> tuple[int, bool]:
         """Return how much of a prompt to load. See `is_early`, which comes first.
 
-        The last prompt token is never loaded: its query must run here to sample the next token. A producer's states are
-        those of one position: the request goes on there, or nothing is loaded.
+        The last prompt token is never loaded: its query must run here to sample the next token. A producer has states
+        of one position only: the request continues there, or loads nothing.
 
         Args:
             request_id: The engine's name for the request.
@@ -266,8 +266,8 @@ class Scheduler:
         return external, external > 0
 
     def is_early(self, request_id: str) -> bool:
-        """Returns True while the producer has the prompt in its queue, or is not done with it and `stream` is off here:
-        blocks for it would lie idle, so ask again after an `update`.
+        """Returns True while the producer has the prompt in its queue, or computes it and `stream` is off here. Blocks
+        for it would lie idle, so ask again after an `update`.
         """
         remote = self._requests.get(request_id)
         return remote is not None and remote.params.is_followed and not remote.has_begun
@@ -290,8 +290,8 @@ class Scheduler:
             num_tokens: Tokens to load beyond those cached, as `matched_tokens` returned; or 0.
             num_encoder_tokens: Tokens of the encoder's input, where a group keeps these: all are loaded.
             first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
-            computed_tokens: Leading tokens that each group needs no more, where groups found a different number of
-                them cached; by default as many as the engine had.
+            computed_tokens: Leading tokens that each group does not need, if groups found different numbers of tokens
+                cached; by default as many as the engine had.
 
         Raises:
             UnknownRequestError: the request has no producer, or was loaded already.
@@ -319,18 +319,18 @@ class Scheduler:
         remote.stage = "loading"
 
     def is_loading(self, request_id: str) -> bool:
-        """Returns True while the request's blocks are written: they must not be freed before `finished_recving`."""
+        """Returns True while transfers write the request's blocks: do not free them before `finished_recving`."""
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage == "loading"
 
     def is_pending(self, request_id: str) -> bool:
-        """Returns True while the request waits for its load to be asked for, or to end."""
+        """Returns True while the request waits until it may load, or for its load to end."""
         remote = self._requests.get(request_id)
         return remote is not None and remote.stage != "over"
 
     def finish(self, request_id: str) -> None:
-        """The engine is done with a request. A load stops: keep its blocks until `finished_recving` names it. Consumers
-        that stream a request which was never offered are notified. Unknown requests are ignored.
+        """Forget a request that the engine is done with. Its load stops: keep its blocks until `finished_recving` names
+        it. Consumers that stream a request which was never offered are notified. Unknown requests are ignored.
         """
         self.withdraw(request_id)
         self._offers.close(request_id)
@@ -344,22 +344,22 @@ class Scheduler:
             del self._requests[request_id]
 
     def abort(self, request_id: str) -> None:
-        """The same, and an offer is taken back: `finished_sending` names the request once nothing reads its blocks."""
+        """Forget a request, and take its offer back: `finished_sending` names it once nothing reads its blocks."""
         self.finish(request_id)
         if request_id in self._offers.held:
             self._orders.append(WithdrawRequest(request_id))
 
     def build_step(self) -> StepMetadata:
-        """The orders since the last call, for every worker."""
+        """Return the orders since the last call, for every worker."""
         orders, self._orders = tuple(self._orders), []
-        # a worker may lose a step: until one of them has shown that it knows the engine, it is sent again
+        # a worker may lose a step: the engine is sent again until a worker has shown that it knows it
         announces = self._announced == "no" or (self._announced == "sent" and bool(orders))
         if announces:
             self._announced = "sent"
         return StepMetadata(engine=self._engine if announces else None, orders=orders)
 
     def get_finished_count(self) -> int:
-        """Workers that report each request: all of the engine's. See `KVOutputAggregator.from_connector`."""
+        """Return the number of workers that report each request: all. See `KVOutputAggregator.from_connector`."""
         return self._engine.world_size
 
     def update(self, output: WorkerOutput | None) -> None:

@@ -37,7 +37,7 @@ START_STEP_S = 1.0e-3
 """How long `start_step` checks orders and works on them: with `poll` an engine's step is delayed by less than 5 ms."""
 QUIESCE_POLL_S = 0.005
 LOOK_S = 0.5
-"""How often `poll` says how far loads are."""
+"""How often `poll` reports how far loads are."""
 
 
 class Worker:
@@ -162,14 +162,14 @@ class Worker:
 
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
-        blocks; meeting a peer, and copies on CPUs, are left to that thread.
+        blocks: it leaves greetings, and copies on CPUs, to that thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
         alone, and the others go on: a load is reported as failed, and its producer notified; a lease is not granted,
         its readers are refused, and the request is reported as sent, with the reason in `failed_sending`.
 
-        On a GPU, call it with the stream current that the model runs on: blocks that the orders speak of are copied
-        after what that stream holds so far.
+        On a GPU, call it while the model's stream is current: the orders' blocks are copied after the work queued on
+        that stream.
 
         Args:
             step: What `Scheduler.build_step` returned, the same for every rank.
@@ -209,7 +209,7 @@ class Worker:
             thread.put(orders, inline_s=began_s + START_STEP_S - time.monotonic())
 
     def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
-        """End the requests of orders that this worker was not given, or could not take. `poll` reports it: a load as
+        """End the requests of orders that this worker did not get or could not take. `poll` reports them: a load as
         failed, a complete lease as sent, and a prompt that is followed as begun.
 
         Args:
@@ -219,9 +219,9 @@ class Worker:
         self._outbox.refuse(orders, error)
 
     def quiesce(self, timeout_s: float) -> None:
-        """Give up every load and lease, and wait until nothing reads or writes the caches: their memory may be taken
-        away, and brought back at the same addresses. Connections and staging stay. Orders are refused until `resume`.
-        `poll` reports what was given up; loads as failed, since what they brought is lost. Idempotent.
+        """Give up every load and lease, and wait until nothing reads or writes the caches. Their memory may then be
+        unmapped, and mapped again at the same addresses. Connections and staging stay. Orders are refused until
+        `resume`. `poll` reports what was given up, and all loads as failed. Idempotent.
 
         Args:
             timeout_s: How long to wait, in seconds.
@@ -232,7 +232,7 @@ class Worker:
         """
         thread = self._registered()
         self._is_quiet = True
-        self._layers = None  # what the step still writes is no lease's any more
+        self._layers = None  # no lease has the layers that the step still writes
         if orders := self._outbox.give_up():
             thread.put(orders, inline_s=START_STEP_S)
         until_s = time.monotonic() + timeout_s
@@ -252,9 +252,9 @@ class Worker:
         return self._outbox.is_waiting
 
     def layer_written(self, layer: int) -> None:
-        """Report that all that the step computes of a layer is in the caches after the work queued on the current
-        stream. Consumers that stream a prompt read layers while the next ones are computed, once those before are
-        written too. Never blocks; engines that do not call it are read step by step.
+        """Report that the current stream's queued work completes a layer of this step in the caches. Consumers that
+        stream a prompt then read the layer while the next ones are computed, if those before it are written, too. Never
+        blocks. From engines that do not call it consumers read whole steps.
 
         Args:
             layer: Its global index.
@@ -266,8 +266,8 @@ class Worker:
             self._registered().put(events)
 
     def poll(self) -> WorkerOutput:
-        """Return what finished since the last call. Never blocks; but where nothing has, and the driver's thread has
-        something to do and waits for the GIL, this thread does it.
+        """Return what finished since the last call. Never blocks. If nothing has, and the driver's thread has something
+        to do but waits for the GIL, the calling thread does it.
         """
         if self._thread is not None and not self._outbox.is_filled:
             self._thread.progress_inline()
@@ -278,8 +278,8 @@ class Worker:
         return output
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until `poll` has something to return. Any thread may call it: it drives the transfers meanwhile, where
-        it can.
+        """Wait until `poll` has something to return. Any thread may call it; it drives the transfers meanwhile if it
+        can.
 
         Args:
             timeout_s: How long to wait at most, in seconds.
@@ -306,7 +306,7 @@ class Worker:
             self._finalizer.detach()
 
     def _end(self, orders: Sequence[Order]) -> None:
-        """End what was ordered before of these requests: else heartbeats would keep a producer's leases for ever."""
+        """End what was ordered earlier of these requests, or heartbeats would keep a producer's leases for ever."""
         endings = [
             DropRequest(order.request_id) if isinstance(order, LoadRequest) else order
             for order in orders
