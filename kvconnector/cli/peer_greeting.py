@@ -31,7 +31,7 @@ from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, PeerUnreachableError
 from kvconnector.ids import EngineAddress, EngineId, Rank, new_incarnation, new_secret
-from kvconnector.runtime.channels import open_control, open_transport, security_of, ucx_options
+from kvconnector.runtime.channels import open_control, open_transport, ucx_options
 from kvconnector.runtime.cuda_context import CudaContext
 from kvconnector.runtime.driver import Driver
 from kvconnector.runtime.outbox import Outbox
@@ -170,7 +170,7 @@ class PeerGreeting(ExitStack):
 
     def ask(self) -> m.Directory:
         """The engine's directory. Raises KVConnectorError: it cannot be reached, or does not let us in."""
-        check_server(security_of(self._config), self._address, self._key)
+        check_server(self._control.security, self._address, self._key)
         handle = self._control.connect(self._address, self._key)
         spoken = versions.SPOKEN
         request = m.DirectoryRequest(
@@ -206,8 +206,7 @@ class PeerGreeting(ExitStack):
             CudaContext(self._device).make_current()
         self._transport = open_transport(config, self._device)
         self.callback(self._transport.close)
-        network = UcxNetwork(self._transport)
-        self._datapath = open_datapath(config, pools, self._transport, network)
+        self._datapath = open_datapath(config, pools, self._transport, UcxNetwork(self._transport))
         self.callback(self._datapath.close)
         self._driver = Driver(
             config,

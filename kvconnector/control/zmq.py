@@ -67,7 +67,7 @@ class ControlChannel:
         limits: ControlLimits,
     ) -> None:
         bind, advertised = parse_bind(bind_host, bind_port, advertise_host)
-        self._security = security
+        self.security = security
         self._limits = limits
         self._handles = map(PeerHandle, itertools.count(1))
         self._outgoing: dict[PeerHandle, OutgoingConnection] = {}
@@ -102,7 +102,7 @@ class ControlChannel:
     @property
     def server_key(self) -> str:
         """Public key that peers pass to `connect` with `address`; "" for a channel without keys."""
-        return self._security.public_key if isinstance(self._security, CurveKeys) else ""
+        return self.security.public_key if isinstance(self.security, CurveKeys) else ""
 
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
         """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as
@@ -116,7 +116,7 @@ class ControlChannel:
         """
         self._check_open()
         target = parse_address(address)
-        if isinstance(self._security, CurveKeys):
+        if isinstance(self.security, CurveKeys):
             if not server_key:
                 raise ConfigError("this channel uses keys and the peer named none", address=address)
             check_key(server_key, "the peer's server key")
@@ -131,7 +131,7 @@ class ControlChannel:
             handle=handle,
             target=target,
             server_key=server_key,
-            security=self._security,
+            security=self.security,
             limits=self._limits,
             now=time.monotonic(),
         )

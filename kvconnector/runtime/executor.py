@@ -18,7 +18,6 @@ from kvconnector.datapath.pools import Pools
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineId, Incarnation, Rank
 from kvconnector.layout import Watermark
-from kvconnector.runtime.channels import security_of
 from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import RequestTrace
@@ -59,7 +58,6 @@ class Executor(Port):
         self._datapath = datapath
         self._outbox = outbox
         self._hello = hello
-        self._security = security_of(config)
         self._slow_load_s = config.slow_load_s
         self._clock = clock
         # nothing of ours is in between where it would only pass on
@@ -72,7 +70,7 @@ class Executor(Port):
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
-            check_server(self._security, address, public_key)
+            check_server(self._links.control.security, address, public_key)
             self._links.open(link, address, public_key, version)
         except KVConnectorError as error:
             self._datapath.events.append(ev.LinkLost(link, error))

@@ -77,7 +77,7 @@ class ControlHub:
 class InprocControlChannel:
     """As much of a `ControlChannel` as workers in one thread need; the contract is in `kvconnector.control.zmq`."""
 
-    server_key = ""
+    server_key, security = "", None
     fd = -1
 
     def __init__(self, hub, address):

@@ -15,8 +15,7 @@ def test_a_thread_with_inline_progress_is_on_the_caches_device_and_then_on_its_o
     assert not context.is_current
 
     def drive():
-        assert context.is_current
-        assert torch.cuda.current_device() == 1
+        assert (context.is_current, torch.cuda.current_device()) == (True, 1)
         assert torch.zeros(1, device="cuda").device.index == 1
 
     context.run(drive)

@@ -39,27 +39,23 @@ class Side:
         link, *_ = self.links
         return link
 
-    def send(self, text):
+    def send(self, text, kind=m.Bye, **fields):
         """Send; returns True if that went over the transport."""
         uses_transport = self.link.uses_transport
-        self.links.send(self.link, m.Bye(text=text))
+        self.links.send(self.link, kind(text=text, **fields))
         self.links.flush()
         return uses_transport
 
     def receive(self):
-        """The texts that came over the transport."""
-        return [decode(payload).text for payload in self.receive_payloads()]
-
-    def poll(self):
-        """The texts that came on the control channel."""
-        return [decode(payload).text for payload in self.poll_payloads()]
-
-    def receive_payloads(self):
         self.transport.progress()
         return [payload for _, payload in self.links.receive()]
 
-    def poll_payloads(self):
+    def poll(self):
         return [payload for _, payload, _ in self.links.poll()]
+
+
+def texts(payloads):
+    return [decode(payload).text for payload in payloads]
 
 
 class Pair:
@@ -77,13 +73,11 @@ class Pair:
         d.links.open(Link(1), p.control.address, "", SPOKEN.newest)
         hello = d.links.open_inbox(d.link)
         d.send("hello")
-        assert p.poll() == ["hello"]
+        assert texts(p.poll()) == ["hello"]
         p.links.set_peer_inbox(p.link, hello)
         p.link.endpoint = p.transport.connect(d.transport.address)
-        p.links.send(p.link, m.HelloReply(incarnation="p"))
-        p.links.flush()
-        (reply,) = d.poll_payloads()
-        self.reply = decode(reply).control
+        p.send("welcome", m.HelloReply, incarnation="p")
+        self.reply = decode(*d.poll()).control
         d.links.set_peer_inbox(d.link, self.reply)
         d.links.change_over(d.link, p.transport.address)
         return self
@@ -103,9 +97,9 @@ def test_the_producer_changes_over_when_the_consumer_has(pair):
     assert not pair.p.send("too early: the answer to the hello may be on its way")
     assert pair.d.send("first")
     assert not pair.p.send("not heard yet")
-    assert pair.p.receive() == ["first"]
+    assert texts(pair.p.receive()) == ["first"]
     assert pair.p.send("now")
-    assert pair.d.receive() == ["now"]
+    assert texts(pair.d.receive()) == ["now"]
 
 
 def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
@@ -119,14 +113,14 @@ def test_forged_messages_are_dropped_counted_and_warned_of_once(pair, caplog):
     assert pair.p.links.refusals.counts == {"forged": 3, "unknown link": 1, "too long": 1}
     assert len(caplog.records) == 1
     pair.d.send("genuine")
-    assert pair.p.receive() == ["genuine"]
+    assert texts(pair.p.receive()) == ["genuine"]
 
 
 def test_a_message_is_as_long_as_both_sides_allow():
     pair = Pair(producer={"max_message_bytes": 2000}).greet()
     longest = "x" * (2000 - len(encode(m.Bye(text="x" * 1000))) + 1000)
     pair.d.send(longest)
-    assert pair.p.receive() == [longest]
+    assert texts(pair.p.receive()) == [longest]
     pair.d.send(longest + "x")
     (lost,) = pair.d.lost
     assert isinstance(lost.error, MessageTooLargeError)
@@ -153,7 +147,7 @@ def test_messages_of_a_turn_are_batches_of_bounded_length_in_their_order():
     for message in sent:
         pair.d.links.send(pair.d.link, message)
     pair.d.links.flush()
-    batches = pair.p.receive_payloads()
+    batches = pair.p.receive()
     assert [each for batch in batches for each in decode_batch(batch)] == sent
     assert max(map(len, batches)) < 2 * MAX_BATCH_BYTES
 
@@ -165,8 +159,8 @@ def test_one_message_travels_as_it_is_and_links_do_not_mix(pair):
     pair.d.links.send(second, other)
     pair.d.links.send(pair.d.link, one)
     pair.d.links.flush()
-    assert pair.p.receive_payloads() == [encode(one)]
-    assert pair.p.poll_payloads() == [encode(other)]
+    assert pair.p.receive() == [encode(one)]
+    assert pair.p.poll() == [encode(other)]
 
 
 def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypatch):
@@ -178,11 +172,11 @@ def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypat
         pair.d.links.send(link, message)
         pair.d.links.send(link, message)
         pair.d.links.flush()
-        assert pair.p.poll_payloads() == [encode_batch([encode(message, version)] * 2, version)]
+        assert pair.p.poll() == [encode_batch([encode(message, version)] * 2, version)]
         *_, answering = pair.p.links
         pair.p.links.send(answering, message)
         pair.p.links.flush()
-        assert pair.d.poll_payloads() == [encode(message, version)]
+        assert pair.d.poll() == [encode(message, version)]
 
 
 def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
@@ -191,7 +185,7 @@ def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
     pair.d.links.close(link)
     pair.d.links.send(link, m.HeartbeatReply(number=2))
     pair.d.links.flush()
-    assert pair.p.receive_payloads() == [encode(m.HeartbeatReply(number=1))]
+    assert pair.p.receive() == [encode(m.HeartbeatReply(number=1))]
     assert pair.d.lost == []
 
 
@@ -204,7 +198,7 @@ def test_a_link_that_the_peer_opened_ends_at_once_and_the_peer_is_told(pair):
         pair.p.links.lose(link, ERROR)
     assert [(lost.link, lost.error) for lost in pair.p.lost] == [(link, ERROR)]
     assert list(pair.p.links) == []
-    assert pair.d.poll() == [ERROR.statement]
+    assert texts(pair.d.poll()) == [ERROR.statement]
 
 
 def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_then(pair):
@@ -225,7 +219,7 @@ def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_th
 def test_a_disconnection_counts_after_what_the_peer_had_sent(pair):
     pair.d.send("last words")
     pair.d.links.close(pair.d.link)
-    assert pair.p.poll() == ["last words"]
+    assert texts(pair.p.poll()) == ["last words"]
     assert [lost.link.number for lost in pair.p.lost] == [-1]
 
 

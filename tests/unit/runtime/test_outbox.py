@@ -14,6 +14,7 @@ from kvconnector.session.orders import (
     WantRequest,
     WithdrawRequest,
 )
+from tests.support.waiting import DEADLINE_S
 
 
 def hold(name, error=None):
@@ -105,8 +106,7 @@ def test_everything_since_the_last_call_is_taken_at_once(count):
 
 def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
     outbox = Outbox()
-    growing = grown("g")
-    orders = [load("a"), hold("r"), growing, follow("f"), DropRequest("d")]
+    orders = [load("a"), hold("r"), grown("g"), follow("f"), DropRequest("d")]
     outbox.refuse(orders, KVConnectorError("asleep"))
     output = outbox.take()
     assert output.failed_recving == {"a": "KVConnectorError: asleep"}
@@ -118,8 +118,7 @@ def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
 
 def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     outbox = Outbox()
-    growing = grown("g")
-    outbox.expect([load("a"), load("b"), hold("r"), growing, follow("f"), load("over")])
+    outbox.expect([load("a"), load("b"), hold("r"), grown("g"), follow("f"), load("over")])
     outbox.load_ended("over")
     orders = outbox.give_up()
     assert orders[:3] == [DropRequest("a"), DropRequest("b"), WithdrawRequest("r")]
@@ -146,19 +145,15 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     assert output.finished_sending == {"g"}
 
 
-LONG_S = 30.0
-
-
 @pytest.mark.parametrize("spin_s", [0.0, 0.05], ids=["sleeps", "spins"])
 @pytest.mark.parametrize("delay_s", [0.0, 0.2], ids=["while it looks", "while it sleeps"])
 def test_a_report_ends_a_wait_and_counts_until_it_is_taken(spin_s, delay_s):
     outbox = Outbox(spin_s)
     for name in ("a", "b"):
-        assert not outbox.wait(0.0)
         assert not outbox.wait(0.1)
         timer = threading.Timer(delay_s, outbox.load_ended, [name])
         timer.start()
-        assert outbox.wait(LONG_S)
+        assert outbox.wait(DEADLINE_S)
         assert outbox.wait(0.0)
         assert outbox.take().finished_recving == {name}
         timer.join()
