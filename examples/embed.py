@@ -1,4 +1,4 @@
-"""kvconnector inside two engines: all that a prefill and a decode engine call. Run it: `python examples/embed.py`."""
+"""kvconnector inside two engines: all calls that a prefill and a decode engine make. Run `python examples/embed.py`."""
 
 import torch
 
@@ -20,7 +20,7 @@ class Engine:
         self.scheduler = kvc.Scheduler(config, [self.worker.handshake()])
 
     def step(self) -> kvc.WorkerOutput:
-        """One turn of the engine's loop."""
+        """Run one step of the engine's loop."""
         self.worker.start_step(self.scheduler.build_step())
         self.worker.wait(0.01)  # here the model would run
         self.scheduler.update(output := self.worker.poll())
@@ -28,7 +28,7 @@ class Engine:
 
 
 def main() -> None:
-    """Three blocks of 16 tokens become one of 64."""
+    """Move three blocks of 16 tokens into one of 64."""
     prefill, decode = Engine("p0", "producer", 16), Engine("d0", "consumer", 64)
     for keys, values in prefill.caches.values():
         keys.normal_(), values.normal_()
@@ -38,7 +38,7 @@ def main() -> None:
     count, _ = decode.scheduler.matched_tokens("r0", 41, 0)
     decode.scheduler.load("r0", blocks=[[5]], num_tokens=count)
     outputs: list[kvc.WorkerOutput] = []
-    # Each load ends within the connector's own deadlines: well, or with a reason in `failed_recving`.
+    # Each load ends within the connector's own deadlines. If it failed, `failed_recving` has the reason.
     while not outputs or "r0" not in outputs[-1].finished_recving:
         prefill.step()
         outputs.append(decode.step())

@@ -1,8 +1,7 @@
 """Fails when a commit's title is not a short command, such as "Answer early follows that find no room".
 
-Checked are the commits after `BASE`. Without git, or where the history does not reach it (an archive,
-a shallow clone), nothing is. Whether a word is a verb in the imperative is judged by its ending and by
-the lists below.
+It checks the commits after `BASE`, or none without git, or if the history does not reach back that far
+(an archive, a shallow clone). The endings and lists below decide if a word is a verb in the imperative.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def complaint_about(title: str) -> str | None:
 
 
 def titles_after(base: str) -> list[tuple[str, str]] | None:
-    """Return the hash and title of each commit after `base`, or None if the history does not say."""
+    """Return the hash and title of each commit after `base`, or None if the history does not have it."""
     log = ["git", "-C", str(ROOT), "log", "--no-merges", "--format=%h %s", f"{base}..HEAD"]
     try:
         done = subprocess.run(log, capture_output=True, text=True, check=True, timeout=60)

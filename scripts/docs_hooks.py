@@ -1,7 +1,7 @@
-"""MkDocs hooks: pages that lie outside docs/, links to files of the repository, and what only the site shows.
+"""MkDocs hooks: add the pages outside docs/, adapt links to files of the repository, and show text meant for the site.
 
-Pages are written to be read in the repository, too, so that their links are paths there. A link to another page becomes
-one within the site; any other file is copied into the site below `files/`. `<!-- in the site: ... -->` is uncovered.
+Pages are also read in the repository, so their links are paths there. A link to another page becomes a link within the
+site; any other file is copied into the site below `files/`. The text in `<!-- in the site: ... -->` is shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
-# in the site, and in the repository
+# paths in the site, and in the repository
 PAGES = {
     "index.md": "README.md",
     "ARCHITECTURE.md": "ARCHITECTURE.md",
@@ -46,7 +46,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = os.path.normpath(source.parent / link[1])
         if path not in homes and not path.startswith("docs/"):
             if not (ROOT / path).is_file():
-                return link[0]  # mkdocs names what leads nowhere
+                return link[0]  # mkdocs reports links that lead nowhere
             target = f"files/{path}"
             if files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(ROOT / path)))

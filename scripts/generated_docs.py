@@ -3,8 +3,8 @@
     python scripts/generated_docs.py            fails if a page is not current
     python scripts/generated_docs.py --write    makes all pages current
 
-A part stands in its page between `<!-- generated: NAME, by scripts/docs write -->` and `<!-- end -->`, so that it is
-there wherever the page is shown.
+A part is in its page, between `<!-- generated: NAME, by scripts/docs write -->` and `<!-- end -->`, so that every view
+of the page shows it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PART = re.compile(
 
 
 def settings() -> Iterator[str]:
-    """A heading and a table of each section of the configuration, from its own descriptions."""
+    """Yield a heading and a table for each section of the configuration, from the fields' docstrings."""
     sections: dict[str, type[msgspec.Struct]] = {"": ConnectorConfig, **SECTIONS}
     for section, struct in sections.items():
         body = ast.parse(inspect.getsource(struct)).body[0]
@@ -58,7 +58,7 @@ def settings() -> Iterator[str]:
 
 
 def errors() -> Iterator[str]:
-    """A table of what a load can end with."""
+    """Yield a table of the errors with which a load can end."""
     yield from ("| error | what happened | what to do |", "|---|---|---|")
     kinds: list[type[KVConnectorError]] = [TransportError, RemoteError]
     while kinds:
@@ -68,7 +68,7 @@ def errors() -> Iterator[str]:
 
 
 def names() -> Iterator[str]:
-    """A table of what `import kvconnector as kvc` has."""
+    """Yield a table of the names in `import kvconnector as kvc`."""
     yield from ("| `kvc.` | |", "|---|---|")
     for name in kvc.__all__:
         found = getattr(kvc, name)
@@ -79,7 +79,7 @@ def names() -> Iterator[str]:
 
 
 def wire_messages() -> Iterator[str]:
-    """A table of the messages and their fields."""
+    """Yield a table of the messages and their fields."""
     yield from ("| message | fields | |", "|---|---|---|")
     for name, kind in vars(messages).items():
         if inspect.isclass(kind) and issubclass(kind, messages.Message) and kind.__doc__:
@@ -89,7 +89,7 @@ def wire_messages() -> Iterator[str]:
 
 
 def program() -> Iterator[str]:
-    """The example of both sides of an engine."""
+    """Yield the example of both sides of an engine."""
     yield "```python"
     yield (ROOT / "examples/embed.py").read_text(encoding="utf-8").rstrip()
     yield "```"
@@ -105,7 +105,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def current(text: str) -> str:
-    """Return a page's text with all its parts as the code has them now."""
+    """Return a page's text with all generated parts made again from the code."""
 
     def made(part: re.Match[str]) -> str:
         lines = "\n".join(PARTS[part["name"]]()).rstrip()

@@ -1,4 +1,4 @@
-"""The mutation campaign: each mistake in `tests/mutants.toml` is made in a copy of the tree, and its tests must fail.
+"""The mutation campaign: makes each mistake of `tests/mutants.toml` in a copy of the tree, where its tests must fail.
 
     scripts/mutants                      all mutants, as many at a time as there are cores
     scripts/mutants --room planning      those of a room; may be repeated
@@ -6,10 +6,10 @@
     scripts/mutants --sample 20          20 of them, drawn by --seed
     scripts/mutants --list               print them and run nothing; fails for one that does not fit its file
 
-A mutant replaces `old`, which must be in `file` exactly once, by `new`. The room's `tests`, or its own, must
-notice. One that no test can notice says in `equivalent` why. The campaign fails for a mutant that survives, for an
-equivalent one that is killed, for an `old` that is no longer in its file, and if the tests fail without a mutant.
-It never changes the checkout.
+A mutant replaces `old`, which must be in `file` exactly once, by `new`. The room's `tests`, or its own, must fail. If
+no test can fail for it, `equivalent` says why. The campaign fails for a mutant that survives, for an equivalent one
+that is killed, for an `old` that is no longer in its file, and if the tests fail without a mutant. It never changes the
+checkout.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ NOTICED = (1, 2)
 
 
 class Mutant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A mistake and who must notice it."""
+    """A mistake, and the tests that must notice it."""
 
     name: str
     file: str
     old: str
     new: str
     tests: list[str] = []
-    """Instead of the room's."""
+    """Tests to run instead of the room's."""
     equivalent: str = ""
     room: str = ""
 
@@ -66,7 +66,7 @@ class Room(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tree:
-    """A copy of the checkout in which one mutant at a time is tried."""
+    """A copy of the checkout, in which one mutant at a time is tried."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -78,7 +78,7 @@ class Tree:
                 shutil.copy2(path, folder / path.name)
 
     def run(self, tests: Sequence[str]) -> tuple[int, str]:
-        """Run tests; their exit status, or that of a failed test if they do not end, and output."""
+        """Run tests. Return pytest's exit status, or that of a failed test if they take too long, and the output."""
         environment = {
             **os.environ,
             "PYTHONPATH": ":".join(str(self.folder / name) for name in ("", "kernels", "examples")),
@@ -104,7 +104,7 @@ class Tree:
 
     @contextlib.contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
-        """Hold the mutant in the tree. Raises ValueError: it does not fit its file."""
+        """Keep the mutant in the tree within this context. Raises ValueError: it does not fit its file."""
         path = self.folder / mutant.file
         original = path.read_text(encoding="utf-8")
         path.write_text(mutant.apply(original), encoding="utf-8")
@@ -115,7 +115,7 @@ class Tree:
 
 
 def complaint_about(mutant: Mutant, tree: Tree) -> str | None:
-    """Try one mutant; return what is wrong, or None if its tests notice it, or cannot."""
+    """Try one mutant. Return what is wrong; None if its tests notice it, or it is listed as one that they cannot."""
     try:
         with tree.mutated(mutant):
             status, output = tree.run(mutant.tests)

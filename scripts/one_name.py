@@ -1,7 +1,7 @@
 """Fails when two modules of the package give one public name to two classes or functions.
 
-A reader searches for a name and should find one thing. What may share a name is in `SAME`, with the reason: the same
-thing for another device, or entry points.
+A reader who searches for a name should find one thing. `SAME` lists the exceptions with their reasons: the same thing
+for another device, or entry points.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def find_names() -> dict[str, list[str]]:
 
 
 def main() -> int:
-    """Print what shares a name with something else; return 1 if there is any that is not listed."""
+    """Print the shared names; return 1 if one of them is not listed, or one that is listed is not shared."""
     shared = {name: modules for name, modules in find_names().items() if len(modules) > 1}
     complaints = [
         f"{name}: two things, in {' and '.join(shared[name])}"

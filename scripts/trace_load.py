@@ -1,9 +1,9 @@
 """Counts what one small load takes in Python: functions of kvconnector that are called, and objects that are made.
 
-A producer and a consumer run in this process over UCX, with their drivers' threads. The first loads make what all
-loads share, the others are traced with `sys.setprofile`: from the consumer's order until both engines know of the end.
-Threads meet differently each time, so what counts is what every traced load does. A function counts once, however often
-it is called. Objects are those of kvconnector's classes that a function had in its hands and that are new.
+A producer and a consumer run in this process over UCX, with their drivers' threads. The first loads make what all loads
+share. The others are traced with `sys.setprofile`, from the consumer's order until both engines know the end. Threads
+interleave differently each time, so only what every traced load does is counted. A function counts once, no matter how
+often it is called. Objects are new instances of kvconnector's classes among the functions' locals and results.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIDES = {"p": "producer", "d": "consumer"}
 
 
 class Trace:
-    """What each load calls and makes, by side. `side` is whose worker this thread calls."""
+    """The calls and objects of each load, by side. `side` is the side whose worker the main thread calls."""
 
     def __init__(self) -> None:
         self.side = "d"
@@ -45,7 +45,7 @@ class Trace:
         sys.setprofile(self._see)
 
     def begin(self) -> None:
-        """The next load is traced from here on."""
+        """Start to trace the next load."""
         for counters in (*self.called.values(), *self.made.values()):
             counters.append(Counter())
         self.is_on = True
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _common(counters: list[Counter[str]]) -> Counter[str]:
-    """What is in all of them, as often as in the one with the fewest."""
+    """Return what is in all counters, as often as in the one with the fewest."""
     found = counters[0]
     for counter in counters:
         found = found & counter
@@ -103,7 +103,7 @@ def _load(trace: Trace, p: Any, d: Any, name: str, *, is_traced: bool) -> None:
     loads = tuple(order for order in step.orders if isinstance(order, LoadRequest))
     others = tuple(order for order in step.orders if order not in loads)
     d.workers[0].start_step(replace(step, orders=others))
-    time.sleep(0.2)  # whatever goes before the load is over
+    time.sleep(0.2)  # until everything before the load is done
     if is_traced:
         trace.begin()
     d.workers[0].start_step(replace(step, orders=loads))
@@ -117,7 +117,7 @@ def _load(trace: Trace, p: Any, d: Any, name: str, *, is_traced: bool) -> None:
 
 
 def _until_over(engine: Any, name: str) -> list[WorkerOutput]:
-    """What an engine's worker reports until a request has ended."""
+    """Return what an engine's worker reports until a request has ended."""
     deadline_s, outputs = time.monotonic() + 20.0, list[WorkerOutput]()
     while time.monotonic() < deadline_s:
         outputs.append(engine.workers[0].poll())

@@ -1,4 +1,4 @@
-"""The demo's picture of its plan: who reads what from whom."""
+"""The demo's picture of its plan: which rank reads what from which."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def abort(self, request_id: str) -> None:
-        """The client is gone. Blocks that the connector may still touch stay until it says so. Idempotent."""
+        """Give up a request. Blocks that the connector may still use stay until it reports them. Idempotent."""
         for fork in [item for item in self.requests.values() if item.root_id == request_id]:
             self._forget(fork)
         request = self.requests.get(request_id)
@@ -96,7 +96,7 @@ class Scheduler:
             self._forget(request)
 
     def schedule(self) -> Step:
-        """The next step's work within the token budget: running requests, then swapped ones, then waiting ones."""
+        """Return the next step's work within the token budget: running requests, then swapped, then waiting ones."""
         self._steps += 1
         step = Step()
         preempted = self._schedule_running(step)
@@ -165,7 +165,7 @@ class Scheduler:
         tokens: Mapping[str, Sequence[SampledToken]],
         events: TransferEvents,
     ) -> list[RequestUpdate]:
-        """Book a finished step: computed tokens, sampled tokens, finished transfers."""
+        """Take the results of a step: computed tokens, sampled tokens, finished transfers."""
         updates: list[RequestUpdate] = []
         for item in inputs:
             request = self.requests.get(item.request_id)
@@ -230,13 +230,13 @@ class Scheduler:
             )
 
     def _has_free_place(self, request: Request) -> bool:
-        """Returns True if the request can run, and all that it will fork into."""
+        """Return True if the request can run together with all the answers that it will fork into."""
         busy = (RequestState.RUNNING, RequestState.WAITING_FOR_REMOTE_KV)
         places = sum(each.num_answers for each in self.requests.values() if each.state in busy)
         return places + request.num_answers <= self.max_running
 
     def _fork(self, request: Request, answer: int) -> Request:
-        """Another answer, which shares the request's blocks until one of the two writes."""
+        """Add another answer, which shares the request's blocks until one of the two writes."""
         fork = request.fork(answer)
         self.blocks.fork(request.request_id, fork.request_id)
         self.requests[fork.request_id] = fork
@@ -292,7 +292,7 @@ class Scheduler:
         self._waiting.appendleft(request)
 
     def _swap_in(self, request: Request, step: Step) -> bool:
-        """Let a swapped request run on; False if it has to stay."""
+        """Let a swapped request run on. Return False if it must stay swapped out."""
         if not (self._has_budget(step) and self._has_free_place(request)):
             return False
         if not self.blocks.can_swap_in(request.request_id):
@@ -346,7 +346,7 @@ class Scheduler:
         return params
 
     def _book_load(self, request_id: str, error: str | None) -> list[RequestUpdate]:
-        """A load ended: run on after the tokens that are valid, unless it failed and the policy is to fail, too."""
+        """Let a request run on after the valid tokens of its load. If that failed, the policy may fail the request."""
         loading = (RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING)
         request = self.requests.get(request_id)
         if request is None or request.state not in loading:

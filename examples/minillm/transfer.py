@@ -22,10 +22,10 @@ Params = dict[str, Any] | None
 
 @dataclass(frozen=True, slots=True)
 class TransferEvents:
-    """Transfers that all ranks finished since the last step. `failed_recving` is part of `finished_recving`.
+    """Transfers that all ranks have finished since the last step. `failed_recving` is part of `finished_recving`.
 
-    `invalid_blocks` are those that a failed load should have filled, by `block_number`; reported when the first rank
-    fails. `stored` are the cache events that all ranks have reported, see `stored_event`; None where none are counted.
+    `invalid_blocks` are the blocks that failed loads should have filled, by `block_number`, from the first rank's
+    failure on. `stored` are the cache events that all ranks have reported (see `stored_event`); None if not counted.
     """
 
     finished_sending: Set[str] = frozenset()
@@ -36,9 +36,9 @@ class TransferEvents:
 
 
 class LoadStats(msgspec.Struct, kw_only=True):
-    """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest, paths taken.
+    """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest one, and paths.
 
-    Of the prompt, `cached_tokens` were here already, and `loaded_tokens` were loaded: none if the load failed.
+    This engine had the prompt's first `cached_tokens` already, and loaded `loaded_tokens`: 0 if the load failed.
     """
 
     bytes: int = 0
@@ -56,14 +56,14 @@ class LoadStats(msgspec.Struct, kw_only=True):
 
 
 class SchedulerTransfer:
-    """The scheduler half of a connector, in one engine's terms. Block ids come by cache group.
+    """The scheduler half of a connector, as the engine's scheduler calls it. Block ids are lists by cache group.
 
-    This class is for a monolithic engine, where nothing is ever remote. `ConnectorTransfer` is kvconnector's.
+    This class is for an engine without remote requests; its methods do nothing. `ConnectorTransfer` uses kvconnector.
     """
 
     def __init__(self) -> None:
         self.stats: dict[str, LoadStats] = {}
-        """Loads of requests that are not over; the engine takes them out."""
+        """Loads of requests that have not ended, by request. The engine removes them."""
         self.registry = CollectorRegistry()
         """The connector's Prometheus metrics."""
 
@@ -73,36 +73,36 @@ class SchedulerTransfer:
         return ()
 
     def on_new_request(self, request_id: str, params: Params) -> None:
-        """A request was queued."""
+        """Take a queued request."""
 
     def matched_tokens(
         self, request_id: str, num_prompt: int, num_computed: int, params: Params
     ) -> tuple[int, bool]:
-        """Tokens that a remote engine has beyond the `num_computed` here, and whether they arrive asynchronously."""
+        """Return how many tokens a remote engine has beyond `num_computed`, and True if they arrive asynchronously."""
         return 0, False
 
     def is_early(self, request_id: str) -> bool:
-        """Returns True if the remote engine has the request still in its queue, so that it needs no blocks here."""
+        """Return True if the request is still in the remote engine's queue, so that it needs no blocks here yet."""
         return False
 
     def after_alloc(
         self, request_id: str, target: LoadTarget, num_external: int, num_encoder_tokens: int
     ) -> None:
-        """The request has blocks: load `num_external` tokens as far as groups lack them, and the encoder's output."""
+        """Load up to `num_external` tokens that groups lack, and the encoder's output, into a request's new blocks."""
 
     def is_offered(self, params: Params) -> bool:
-        """Returns True if a request with these params will be read by another engine."""
+        """Return True if another engine will read a request with these params."""
         return False
 
     def grow(
         self, request_id: str, tables: list[list[int]], num_tokens: int, ahead_tokens: int
     ) -> None:
-        """An offered request is in the next step: earlier steps computed its first `num_tokens` tokens, and this one
-        computes those up to `ahead_tokens`.
+        """Report that the next step computes an offered request's tokens `[num_tokens, ahead_tokens)`, after earlier
+        steps have computed the ones before.
         """
 
     def withdraw(self, request_id: str) -> None:
-        """A request that is computed here has lost its blocks."""
+        """Report that a request that is being computed here has lost its blocks."""
 
     def finished(
         self,
@@ -112,18 +112,18 @@ class SchedulerTransfer:
         num_encoder_tokens: int,
         params: Params,
     ) -> tuple[bool, Params]:
-        """The request ended. Returns True if its blocks must be kept, and params for the response."""
+        """Take a request that has ended. Return True if its blocks must be kept, and params for the response."""
         return False, None
 
     def abort(self, request_id: str) -> None:
-        """The request's client is gone, or its load failed for good. Unknown requests are ignored."""
+        """Give up a request whose client is gone, or whose load failed for good. Unknown requests are ignored."""
 
     def build_step(self) -> msgspec.Raw:
-        """The ranks' metadata for the next step."""
+        """Return the ranks' metadata for the next step."""
         return EMPTY
 
     def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
-        """Book the ranks' outputs of a step, in rank order."""
+        """Take the ranks' outputs of a step, in rank order, and return what has ended."""
         return TransferEvents()
 
     def close(self) -> None:
@@ -131,24 +131,24 @@ class SchedulerTransfer:
 
 
 class WorkerTransfer:
-    """The worker half of a connector as the rank's loop uses it; this class is for a rank without a connector."""
+    """The worker half of a connector, as the rank's loop calls it. This class is for a rank without a connector."""
 
     def handshake(self) -> msgspec.Raw:
-        """This rank's metadata for the scheduler process."""
+        """Return this rank's metadata for the scheduler process."""
         return EMPTY
 
     def start_step(self, metadata: msgspec.Raw) -> None:
         """Take the scheduler's metadata; never blocks."""
 
     def layer_written(self, layer: int) -> None:
-        """The step has written its tokens of a layer and of those before it; never blocks."""
+        """Report that the step has written its tokens of all layers up to this one; never blocks."""
 
     def wait(self, timeout_s: float) -> None:
-        """An idle step: return when something finished, or after `timeout_s`."""
+        """Wait in an idle step until a transfer has ended, at most `timeout_s`."""
         time.sleep(timeout_s)
 
     def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """The connector's output since the last step, with the cache events of this one; never blocks."""
+        """Return the connector's output since the last step, with the cache events of this step; never blocks."""
         return EMPTY
 
     def close(self) -> None:
@@ -156,8 +156,8 @@ class WorkerTransfer:
 
 
 def connector_config(config: EngineConfig) -> ConnectorConfig:
-    """The connector's settings for this engine: one-host defaults, then the engine's own `connector` sections, then
-    the environment's.
+    """Return the connector's settings for this engine: defaults for one host, overridden by the engine's `connector`
+    sections, and these by the environment.
     """
     settings: dict[str, Any] = {
         "engine_id": config.engine_id,
@@ -170,7 +170,7 @@ def connector_config(config: EngineConfig) -> ConnectorConfig:
 def create_scheduler_transfer(
     config: EngineConfig, metadata: Sequence[msgspec.Raw]
 ) -> SchedulerTransfer:
-    """The half that the engine's role needs, by every rank's handshake metadata, in rank order."""
+    """Return the scheduler half for the engine's role, from the handshake metadata of all ranks, in rank order."""
     if config.role == "mono":
         return SchedulerTransfer()
     # imported here so that a monolithic engine runs without the connector's runtime

@@ -1,10 +1,10 @@
-"""The least that a router for two SGLang engines does: ask both at once, with a room that nobody guesses.
+"""A minimal router for two SGLang engines: it asks both at once, with a room that cannot be guessed.
 
     python router.py --port 8000 --prefill http://127.0.0.1:8001 --bootstrap-port 8998 --decode http://127.0.0.1:8002
 
-The room names the transfer, and the transfer's secret is made from it: it must be drawn anew for every request, by a
-generator that cannot be predicted. The prefill engine answers with the first token alone, which the decode engine
-has too: the decode engine's answer is passed on, as it comes. HTTP is that of the router for vLLM.
+Both engines derive the transfer's name and secret from the room, so every request needs a new one from a generator that
+cannot be predicted. The prefill engine answers with the first token only, which the decode engine has too. So the
+router streams the decode engine's answer to the client. The HTTP code is that of the router for vLLM.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ROOM_BITS = 63
 
 
 class Router(vllm.Router):
-    """Between one prefill and one decode engine.
+    """Routes requests to one prefill and one decode engine.
 
     Args:
-        prefill: Its base URL; its host is where the decode engine finds the directory service too.
-        bootstrap_port: Its `--disaggregation-bootstrap-port`.
-        decode: Its base URL.
+        prefill: The prefill engine's base URL. Its directory service must be on the same host.
+        bootstrap_port: The prefill engine's `--disaggregation-bootstrap-port`.
+        decode: The decode engine's base URL.
     """
 
     def __init__(self, prefill: str, bootstrap_port: int, decode: str) -> None:
@@ -42,13 +42,13 @@ class Router(vllm.Router):
         self._where = {"bootstrap_host": host, "bootstrap_port": bootstrap_port}
 
     def app(self) -> web.Application:
-        """The HTTP application."""
+        """Return the HTTP application."""
         app = super().app()
         app.router.add_post("/generate", self.complete)
         return app
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """POST: ask both engines; the decode engine's answer is passed on as it comes."""
+        """Handle POST: ask both engines, and stream the decode engine's answer to the client."""
         body = {**await vllm.body_of(request), **self._where}
         body["bootstrap_room"] = secrets.randbits(ROOM_BITS)
         prefilled = asyncio.create_task(self._read(next(self._prefill) + request.path, body))
@@ -57,14 +57,14 @@ class Router(vllm.Router):
             async with upstream:
                 response = await self._pass_on(request, upstream, first)
             if upstream.status == vllm.OK:
-                # it ends a moment later; given up now, it would count as aborted
+                # it ends a moment later; if it were cancelled now, it would count as aborted
                 await asyncio.wait([prefilled])
             return response
         finally:
             prefilled.cancel()
 
     async def _read(self, url: str, body: dict[str, Any]) -> None:
-        """The answer has nothing that the decode engine's lacks, errors included."""
+        """Send the request and discard the answer: the decode engine's has all of it, errors included."""
         with suppress(aiohttp.ClientError, TimeoutError):
             async with self._session.post(url, json=body) as answer:
                 await answer.read()

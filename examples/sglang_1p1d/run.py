@@ -1,4 +1,4 @@
-"""Start a prefill engine, a decode engine, a router and an engine alone, and compare what router and engine answer."""
+"""Start a prefill engine, a decode engine and a router, and an engine alone; compare the answers of the two."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A router: each request goes to a prefill engine, then with its `kv_transfer_params` to a decode engine.
+"""A router: it sends each request to a prefill engine, then with its `kv_transfer_params` to a decode engine.
 
-Any router that works with NixlConnector does. This one also asks both engines at once where it can: it names the
-transfer, and knows a prefill engine that takes such names by its answer to an earlier request. The decode engine then
-reads the prompt's cache while it is computed.
+Any router for NixlConnector will do. If it can, this one asks both engines at once, and the decode engine reads the
+prompt's cache while it is computed. For that the router draws a name for the transfer. It recognizes a prefill engine
+that accepts such names by the answer to an earlier request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiohttp import web
 TOTAL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 BACKLOG = 4096
-"""Number of connections that may wait to be accepted."""
+"""How many connections may wait to be accepted."""
 SILENT_HOST_S = 10
 MAX_BODY_BYTES = 64 << 20
 REMOTE_DECODE: dict[str, Any] = {
@@ -39,7 +39,7 @@ REMOTE_DECODE: dict[str, Any] = {
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """A socket whose connection ends when the other host is gone: by itself, TCP would wait for an answer for ever."""
+    """Return a socket whose connection ends when the other host is lost. TCP by default would wait for ever."""
     opened = socket.socket(*address[:3])
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -55,31 +55,31 @@ OK = 200
 
 
 class Prefilled(NamedTuple):
-    """A prefill engine's answer: its refusal, or the parameters for the decode engine, if it gives any."""
+    """A prefill engine's answer: its refusal, or the parameters for the decode engine, if it sends any."""
 
     refusal: web.Response | None
     params: dict[str, Any] | None = None
 
 
 class Begun(NamedTuple):
-    """A decode engine's answer, and the first of its content: headers may come before there is a token."""
+    """A decode engine's answer, and the first bytes of its content, since headers may arrive before any token."""
 
     response: aiohttp.ClientResponse
     content: bytes
 
 
 class Router:
-    """Round robin over both kinds of engines, given by their base URLs."""
+    """Routes requests round robin over prefill and decode engines, given by their base URLs."""
 
     def __init__(self, prefill_urls: list[str], decode_urls: list[str]) -> None:
         self._prefill = itertools.cycle(prefill_urls)
         self._decode = itertools.cycle(decode_urls)
         self._session: aiohttp.ClientSession
         self._streaming: dict[str, dict[str, Any]] = {}
-        """Address of each prefill engine that takes the names of transfers, for decode engines, by base URL."""
+        """By base URL, the address for decode engines of each prefill engine that accepts names of transfers."""
 
     def app(self) -> web.Application:
-        """The HTTP application."""
+        """Return the HTTP application."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._open_session)
         app.add_routes(
@@ -102,11 +102,11 @@ class Router:
             yield
 
     async def health(self, request: web.Request) -> web.Response:
-        """GET /health: the router itself."""
+        """Handle GET /health, for the router itself."""
         return web.json_response({"status": "ok"})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
-        """POST: prefill with one token, and decode; the decode engine's answer is passed on as it comes."""
+        """Handle POST: prefill with one token, decode, and stream the decode engine's answer to the client."""
         body = await body_of(request)
         headers = {"X-Request-Id": request.headers.get("X-Request-Id", uuid.uuid4().hex)}
         if "Authorization" in request.headers:
@@ -141,10 +141,10 @@ class Router:
         prefilled: asyncio.Task[Prefilled],
         prefill: str,
     ) -> web.StreamResponse | None:
-        """The decode engine's answer, None if it is not good; or the prefill engine's refusal, if that comes first.
+        """Return the decode engine's answer (None if it failed), or the prefill engine's refusal if that comes first.
 
-        The decode engine waits for the engine that answered last. If another one answers this time, as of several
-        that share one URL, or after a restart, there is nothing to wait for.
+        The decode engine waits for the prefill engine that answered last. If another one answers this time, because
+        several share one URL or after a restart, there is nothing to wait for.
         """
         known = self._streaming[prefill]
         try:
@@ -205,7 +205,7 @@ class Router:
         return Prefilled(None, params)
 
     def _learn(self, url: str, params: dict[str, Any], transfer_id: str) -> None:
-        """An engine that streams answers with the name that it was given."""
+        """Note an engine's address if it streams: it then answers with the transfer's name that it was sent."""
         name, _, rest = str(params.get("remote_request_id")).partition("|")
         self._streaming.pop(url, None)
         if name == transfer_id:
@@ -236,7 +236,7 @@ class Router:
 
 
 async def body_of(request: web.Request) -> dict[str, Any]:
-    """A completion's body, less what a client may not say of transfers. Raises HTTPBadRequest: it is no JSON object."""
+    """Return a completion's body without the client's transfer parameters. Raises HTTPBadRequest: no JSON object."""
     try:
         body = json.loads(await request.read())
     except (ValueError, RecursionError) as error:
@@ -248,7 +248,7 @@ async def body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _unanswered(url: str, error: Exception) -> web.HTTPException:
-    """The refusal of a request whose engine did not answer; it does not blame the engine for what the router lacks."""
+    """Return the error for a request whose engine did not answer, or for which the router had no descriptor left."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return web.HTTPServiceUnavailable(
