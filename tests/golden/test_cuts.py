@@ -27,7 +27,7 @@ def cut(tokens, chunk_bytes, *, blocks=(16, 24), layers=range(8), stripe=(0, 1, 
     return [tuple(each)[1:] for each in read.chunks.tolist()]
 
 
-def test_rows_with_all_tokens_go_together():
+def test_whole_rows_share_chunks():
     assert cut(range(3, 103), MIB) == [
         (row, rows, 3, 100) for row, rows in ((0, 5), (5, 5), (10, 5), (15, 1))
     ]
@@ -42,13 +42,13 @@ def test_rows_with_all_tokens_go_together():
         (10, [5, *range(10, 121, 10)]),  # of neither
     ],
 )
-def test_a_row_is_cut_where_both_sides_keep_whole_blocks(tokens_fit, edges):
+def test_long_rows_are_cut_at_block_edges(tokens_fit, edges):
     assert cut(range(5, 120), tokens_fit * TOKEN_BYTES, layers=range(7, 8)) == [
         (row, 1, start, stop - start) for row in (14, 15) for start, stop in pairwise(edges)
     ]
 
 
-def test_a_stripe_is_counted_in_its_members():
+def test_stripes_count_only_their_members():
     whole = cut(range(5, 120), 60 * TOKEN_BYTES, layers=range(7, 8), stripe=(4, 4, 8))
     assert whole == [(14, 1, 1, 59), (15, 1, 1, 59)]
 

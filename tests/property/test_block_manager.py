@@ -256,7 +256,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
                 assert self.read(request, table, position) == ("encoder", position)
 
     @invariant()
-    def a_shared_slot_is_written_with_one_content(self):
+    def a_shared_slot_has_one_content(self):
         contents = {}
         for request in self.live:
             for seq in request.tokens:
@@ -268,7 +268,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
                     )
 
     @invariant()
-    def common_blocks_are_the_computed_ones_that_all_tables_begin_with(self):
+    def common_blocks_are_the_computed_prefix_of_all_tables(self):
         running = self.on(GPU)
         for requests in ([], running, *([request] for request in running)):
             seqs = [seq for request in requests for seq in request.tokens]

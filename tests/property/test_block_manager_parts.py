@@ -10,7 +10,7 @@ extra_keys = st.lists(st.one_of(st.integers(), st.text(max_size=3), st.binary(ma
 
 
 @given(extra_keys, extra_keys)
-def test_extra_keys_encode_equally_only_if_they_are_equal(first, second):
+def test_only_equal_extra_keys_encode_equally(first, second):
     assert (encode_extra_keys(first) == encode_extra_keys(second)) == (first == second)
 
 
@@ -18,7 +18,7 @@ def test_extra_keys_encode_equally_only_if_they_are_equal(first, second):
     st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)).filter(lambda c: c[0] != c[1])),
     st.data(),
 )
-def test_batches_in_any_order_leave_what_copies_one_by_one_leave(copies, data):
+def test_batched_copies_equal_sequential_ones(copies, data):
     one_by_one, in_order, any_order, at_once = (list(range(7)) for _ in range(4))
     for source, destination in copies:
         one_by_one[destination] = one_by_one[source]

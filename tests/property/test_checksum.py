@@ -14,7 +14,7 @@ from tests.support.world import World
 SOURCE, DESTINATION, NUM_TOKENS = [0, 1, 2], [7, 6, 5], 12
 
 
-def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
+def test_a_corrupt_chunk_fails_only_its_own_load():
     staging = {"chunk_bytes": 64, "budget_bytes": 64 * 1024}
     world = World(settings={"staging": staging, "verify": "checksum"})
     p = world.start(FakeEngine("p", attention_model()), role="producer")
@@ -42,7 +42,7 @@ def test_a_damaged_chunk_fails_its_load_by_name_and_the_next_load_is_right():
         world.close()
 
 
-def test_a_missing_package_is_named(monkeypatch):
+def test_a_missing_xxhash_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvconnector\[checksum\]'"):
         Digests("cpu", 64)

@@ -130,7 +130,7 @@ class Model:
 
 
 @given(expected=st.integers(1, MAX_WORKERS), data=st.data())
-def test_the_aggregator_says_what_the_model_says(expected, data):
+def test_the_aggregator_equals_its_model(expected, data):
     workers = data.draw(st.integers(1, MAX_WORKERS))
     aggregator, model = KVOutputAggregator(expected), Model(expected, workers)
     for _ in range(data.draw(st.integers(1, 8))):

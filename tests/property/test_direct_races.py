@@ -96,9 +96,7 @@ class Races:
 
 @pytest.mark.parametrize("num_threads", [1, 4])
 @pytest.mark.parametrize("num_races", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_blocks_that_are_taken_back_during_a_read_never_bring_other_bytes(
-    num_races, num_threads, show, monkeypatch
-):
+def test_direct_reads_never_return_retracted_bytes(num_races, num_threads, show, monkeypatch):
     monkeypatch.setattr(CopyThreads, "num_idle", lambda threads: num_threads - 1)
     monkeypatch.setattr(copies_cpu, "SHARED_PIECE_BYTES", 1 << 12)
     interval_s = sys.getswitchinterval()

@@ -58,7 +58,7 @@ class Rank:
 
 
 @given(transfers(), st.data(), st.randoms(use_true_random=False))
-def test_every_item_is_read_once_and_never_before_it_is_written(transfer, data, rng):
+def test_streamed_items_are_read_once_after_they_are_written(transfer, data, rng):
     routes = plan_routes(transfer.topology, transfer.producer)
     stop = max(tokens.stop for tokens in transfer.token_ranges)
     cuts = data.draw(st.sets(st.integers(1, max(1, stop - 1)), max_size=3))
@@ -106,7 +106,7 @@ MARKS = st.builds(Watermark, st.integers(0, 9), st.integers(0, 9), st.integers(0
 
 
 @given(MARKS, MARKS)
-def test_an_engine_goes_on_where_it_has_told_layers_or_computes_them_again(before, after):
+def test_watermarks_continue_only_over_reported_layers(before, after):
     """Cell by cell: what was told must still be there, and no layer that was told is computed again."""
 
     def told(mark):
@@ -121,7 +121,7 @@ def test_an_engine_goes_on_where_it_has_told_layers_or_computes_them_again(befor
 
 
 @given(MARKS, st.integers(0, 10))
-def test_up_to_which_layer_tokens_are_there(mark, stop):
+def test_layer_stop_counts_the_layers_with_the_tokens(mark, stop):
     def has(layer):
         return stop <= mark.num_tokens or (layer < mark.ahead_layers and stop <= mark.ahead_tokens)
 

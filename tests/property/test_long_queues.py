@@ -112,7 +112,7 @@ def _offer(queue, name):
 
 
 @pytest.mark.parametrize("over_ucx", [True, False])
-def test_ten_thousand_requests_queue_at_both_engines_and_lose_neither_link_nor_place(over_ucx):
+def test_ten_thousand_queued_requests_keep_their_links_and_leases(over_ucx):
     queue = LongQueue(over_ucx=over_ucx)
     with closing(queue.world):
         queue.want()  # the consumer knows of them first
@@ -131,7 +131,7 @@ def test_ten_thousand_requests_queue_at_both_engines_and_lose_neither_link_nor_p
         assert queue.links() == links
 
 
-def test_what_the_producer_never_hears_of_is_refused_in_its_time():
+def test_requests_unknown_to_the_producer_are_refused():
     queue = LongQueue(over_ucx=True, num_requests=1000)
     with closing(queue.world):
         queue.want()

@@ -27,9 +27,7 @@ def planned(transfer, layers=ALL_LAYERS):
 
 
 @given(transfers(), st.integers(0, 8), st.integers(0, 8))
-def test_all_and_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(
-    transfer, first, stop
-):
+def test_plans_deliver_every_item_exactly_once(transfer, first, stop):
     for layers in (ALL_LAYERS, range(first, max(first, stop))):
         plan = planned(transfer, layers)
         wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges, layers)
@@ -45,7 +43,7 @@ def test_all_and_some_layers_are_delivered_exactly_once_as_the_naive_plan_says(
 
 
 @given(transfers())
-def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
+def test_chunks_are_ordered_bounded_and_few(transfer):
     for read in planned(transfer):
         assert read.chunk_nbytes.max() <= transfer.chunk_bytes
         assert read.chunk_nbytes.min() > 0
@@ -58,7 +56,7 @@ def test_chunks_are_ordered_fit_and_are_as_few_as_whole_blocks_allow(transfer):
 
 
 @given(transfers())
-def test_the_first_and_the_last_chunk_are_short_as_far_as_rows_allow(transfer):
+def test_the_first_and_the_last_chunk_are_short(transfer):
     everything = Counter(plan_items(planned(transfer), transfer.consumer))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(plan_module, "SHORT_CHUNK_BYTES", short := transfer.chunk_bytes // 4)
@@ -96,7 +94,7 @@ def check_cuts(transfer, segment, tokens, chunks):
 
 
 @given(transfers(), st.data())
-def test_a_chunk_size_below_one_token_of_one_part_is_refused_by_name(transfer, data):
+def test_chunks_smaller_than_a_token_are_refused(transfer, data):
     wide = [
         segment.part_token_bytes
         for read in planned(transfer)

@@ -89,7 +89,7 @@ FAULTS = [
     "path, options, fault, causes",
     [(path, options, fault, causes) for options, fault, paths, causes in FAULTS for path in paths],
 )
-def test_races_find_a_fault(path, options, fault, causes, monkeypatch):
+def test_races_find_planted_faults(path, options, fault, causes, monkeypatch):
     if fault:
         monkeypatch.setattr(*fault)
     with closing(Races(**PATHS[path], **options)) as races, pytest.raises(StaleBytesError):

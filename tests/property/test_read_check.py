@@ -145,7 +145,7 @@ def is_there(asked, watermark):
 
 @examples(400)
 @given(data=st.data())
-def test_a_read_is_accepted_if_all_that_it_asks_for_is_there(data):
+def test_a_read_is_accepted_if_its_lease_holds_all_of_it(data):
     segments = data.draw(st.lists(st.sampled_from(SEGMENTS), min_size=1, max_size=3))
     route, watermark = route_of(*segments), data.draw(WATERMARKS)
     read, wrong = data.draw(reads(route))
@@ -166,20 +166,20 @@ def test_a_read_is_accepted_if_all_that_it_asks_for_is_there(data):
 
 
 @pytest.mark.parametrize("wrong", WRONG_SEGMENTS)
-def test_a_segment_that_this_rank_does_not_hold_is_refused(wrong):
+def test_segments_that_a_rank_does_not_hold_are_refused(wrong):
     route_of(*SEGMENTS)
     with pytest.raises(IncompatiblePeerError, match=r"no such|does not hold these|parts of"):
         route_of(SEGMENTS[0], wrong)
 
 
-def test_a_route_of_too_many_segments_is_refused(monkeypatch):
+def test_routes_of_too_many_segments_are_refused(monkeypatch):
     monkeypatch.setattr(route_module, "MAX_SEGMENTS", 3)
     route_of(*SEGMENTS)
     with pytest.raises(IncompatiblePeerError, match="too many segments"):
         route_of(*SEGMENTS, SEGMENTS[0])
 
 
-def test_a_read_of_very_many_chunks_is_refused_before_it_is_cut():
+def test_reads_of_too_many_chunks_are_refused():
     route = route_of(segment(0, 0, (1, 3, 5), range(1, 4)))
     with pytest.raises(KVConnectorError, match="chunk_bytes is too small"):
         plan_read(route, [range((1 << 31) - 1), range(1)], chunk_bytes=64)

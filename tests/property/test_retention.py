@@ -12,7 +12,7 @@ EXTENT = st.integers(1, 20)
 
 
 @given(TOKENS, TOKENS, EXTENT)
-def test_attention_lacks_what_its_next_query_sees_and_is_not_here(computed, stop, extent):
+def test_attention_misses_the_uncomputed_tokens_that_it_sees(computed, stop, extent):
     sees = {
         KeepsAll(): lambda token: True,
         KeepsEncoder(): lambda token: True,
@@ -27,7 +27,7 @@ def test_attention_lacks_what_its_next_query_sees_and_is_not_here(computed, stop
 
 
 @given(TOKENS, TOKENS)
-def test_a_state_is_lacking_unless_it_is_that_of_the_position(computed, stop):
+def test_a_state_is_missing_unless_it_is_of_the_position(computed, stop):
     missing = KeepsState().missing(computed, stop)
     is_needed = stop > 0 and computed != stop
     assert list(missing) == ([stop - 1] if is_needed else [])

@@ -53,7 +53,7 @@ def _blocks(rng, shape, num_tokens):
 
 
 @given(cases())
-def test_loaded_bytes_are_the_producers(case):
+def test_loaded_bytes_equal_the_producers(case):
     producer_shape, consumer_shape, num_tokens, ranges, chunk_bytes, seed = case
     staging = {"chunk_bytes": chunk_bytes, "budget_bytes": 64 * 1024, "window": 3}
     world = World(seed=seed, settings={"staging": staging})
@@ -92,7 +92,7 @@ def test_loaded_bytes_are_the_producers(case):
         world.close()
 
 
-def test_blocks_withdrawn_in_mid_read_come_back_once_nothing_is_sent_from_them():
+def test_withdrawn_blocks_are_released_after_their_last_send():
     world = World(settings={"staging": {"chunk_bytes": 16, "budget_bytes": 1 << 16, "window": 1}})
     world.network.faults = LoopbackFaults(max_delay_calls=8)
     (producer,) = (p := world.start(FakeEngine("p", attention_model()), role="producer")).workers

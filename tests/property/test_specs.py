@@ -27,9 +27,7 @@ SIZES = {"num_kv_heads": 1, "head_size": 1, "dtype": DType("uint8")}
     batched=st.integers(1, 20),
     max_model_len=st.integers(1, 80),
 )
-def test_windows_and_chunks_have_pages_for_any_step_and_at_most_one_too_many(
-    block_size, extent, batched, max_model_len
-):
+def test_window_and_chunk_pages_cover_every_step(block_size, extent, batched, max_model_len):
     limits = CacheLimits(max_model_len=max_model_len, max_num_batched_tokens=batched)
     window = SlidingWindowSpec(block_size=block_size, sliding_window=extent, **SIZES)
     chunk = ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=extent, **SIZES)
@@ -52,7 +50,7 @@ def test_windows_and_chunks_have_pages_for_any_step_and_at_most_one_too_many(
     dcp_size=st.integers(1, 5),
     encoder_tokens=st.integers(0, 80),
 )
-def test_what_keeps_every_token_has_pages_for_the_largest_share_of_a_rank(
+def test_full_attention_pages_cover_the_largest_share(
     block_size, max_model_len, dcp_size, encoder_tokens
 ):
     limits = CacheLimits(
@@ -84,7 +82,7 @@ LIMITS = CacheLimits(max_model_len=19, max_num_batched_tokens=3, max_num_encoder
 
 
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=12), st.integers(0, 40))
-def test_a_pool_is_as_large_as_the_memory_allows_and_no_block_of_a_group_overlaps(kinds, spare):
+def test_planned_pools_fill_the_memory_without_overlap(kinds, spare):
     specs = {f"layer.{index}": spec for index, spec in enumerate(kinds)}
     cached = {name: spec for name, spec in specs.items() if spec.is_cached}
     groups = KVCacheConfig.of(specs, 1).groups

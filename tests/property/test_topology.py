@@ -29,7 +29,7 @@ def test_ranks_own_all_heads_in_even_runs(total, tp_size):
 
 
 @given(num_layers=st.integers(1, 60), pp_size=st.integers(1, 60))
-def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
+def test_stages_get_contiguous_layers_longest_first(num_layers, pp_size):
     if pp_size > num_layers:
         with pytest.raises(GeometryError, match="stage"):
             TpKVTopology.layers_of(num_layers, pp_rank=0, pp_size=pp_size)
@@ -44,7 +44,7 @@ def test_stages_get_contiguous_layers_longer_stages_first(num_layers, pp_size):
 
 
 @given(engine_pairs())
-def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
+def test_the_readers_of_a_rank_confirm_or_one_other_if_none(pair):
     consumer, producer = pair
     sources = {
         rank.rank: {
@@ -59,7 +59,7 @@ def test_those_who_read_from_a_rank_confirm_and_if_none_does_one_other(pair):
 
 
 @given(engine_pairs())
-def test_a_rank_greets_those_that_it_confirms_to(pair):
+def test_a_rank_greets_the_ranks_it_confirms_to(pair):
     consumer, producer = pair
     for rank in consumer.ranks:
         awaiting = [
@@ -78,7 +78,7 @@ def test_ranks_that_share_tokens_hold_the_same_heads(total, shares, dcp_size):
 
 
 @given(engine_pairs())
-def test_a_cache_is_replicated_if_two_ranks_hold_one_token_of_a_head(pair):
+def test_a_cache_is_replicated_if_two_ranks_hold_one_token(pair):
     for engine in pair:
         held = Counter(
             (layer, index, part.name, head, token)
@@ -114,7 +114,7 @@ def readers_by_replica(consumer, producer):
 
 
 @given(engine_pairs(even_heads=True))
-def test_readers_spread_evenly_over_replicas_one_each_where_the_numbers_match(pair):
+def test_readers_spread_evenly_over_replicas(pair):
     for counts in readers_by_replica(*pair):
         assert max(counts) - min(counts) <= 1
 
@@ -161,9 +161,7 @@ def first_blocks(group, part, order):
 
 
 @given(engine_pairs(), st.sampled_from(["HND", "NHD"]), st.sampled_from(["HND", "NHD"]))
-def test_blocks_are_copied_as_they_are_if_all_that_are_read_hold_the_same_in_one_order(
-    pair, here, there
-):
+def test_equal_blocks_need_no_relayout(pair, here, there):
     consumer, producer = in_memory(pair[0], here), in_memory(pair[1], there)
     for rank in consumer.ranks:
         topology = TpKVTopology(consumer, rank.rank)

@@ -39,7 +39,7 @@ def check_harmless(payload):
 
 
 @given(model_shapes().flatmap(engines))
-def test_every_geometry_comes_out_as_it_went_in(engine):
+def test_geometries_survive_packing(engine):
     message = m.Directory(geometry=PackedGeometry.of(engine), workers=())
     received = decode(encode(message))
     assert received == message
@@ -47,7 +47,7 @@ def test_every_geometry_comes_out_as_it_went_in(engine):
 
 
 @given(MESSAGES, st.data())
-def test_a_message_cut_anywhere_or_with_bytes_after_it_is_refused(message, data):
+def test_truncated_and_extended_messages_are_refused(message, data):
     payload = encode(message)
     step = len(payload) // 64 + 1
     for length in range(data.draw(st.integers(0, step - 1)), len(payload), step):
@@ -58,7 +58,7 @@ def test_a_message_cut_anywhere_or_with_bytes_after_it_is_refused(message, data)
 
 
 @given(message=MESSAGES, data=st.data())
-def test_overwritten_bytes_do_no_harm(message, data):
+def test_overwritten_bytes_are_refused_or_decode(message, data):
     payload = bytearray(encode(message))
     for _ in range(data.draw(st.integers(1, 4))):
         payload[data.draw(st.integers(0, len(payload) - 1))] = data.draw(st.integers(0, 255))
@@ -79,7 +79,7 @@ anything = st.recursive(
 
 
 @given(message=MESSAGES, data=st.data())
-def test_one_wrong_field_is_refused_or_harmless(message, data):
+def test_a_wrong_field_is_refused_or_decodes(message, data):
     fields = msgspec.msgpack.decode(encode(message)[ENVELOPE.size :])
     if fields:
         fields[data.draw(st.integers(0, len(fields) - 1))] = data.draw(anything)
@@ -87,7 +87,7 @@ def test_one_wrong_field_is_refused_or_harmless(message, data):
 
 
 @given(message=MESSAGES, more=st.lists(anything, max_size=3))
-def test_fields_that_a_later_minor_version_appended_are_skipped(message, more):
+def test_appended_fields_are_skipped(message, more):
     fields = msgspec.msgpack.decode(encode(message)[ENVELOPE.size :])
     assert (
         decode(envelope(NUMBERS[type(message)], msgspec.msgpack.encode([*fields, *more])))
@@ -96,7 +96,7 @@ def test_fields_that_a_later_minor_version_appended_are_skipped(message, more):
 
 
 @given(message=MESSAGES, data=st.data())
-def test_a_length_field_costs_no_memory(message, data):
+def test_announced_lengths_allocate_nothing(message, data):
     """A header that announces four billion elements or bytes, put anywhere in a real message."""
     payload = encode(message)
     position = data.draw(st.integers(ENVELOPE.size, len(payload)))
@@ -115,7 +115,7 @@ RANGES = st.tuples(st.integers(1, 9), st.integers(0, 4)).map(lambda r: WireVersi
 
 
 @given(ours=RANGES, theirs=RANGES)
-def test_two_engines_use_the_newest_version_that_both_speak(ours, theirs):
+def test_engines_use_their_newest_common_version(ours, theirs):
     shared = {*range(ours.oldest, ours.newest + 1)} & {*range(theirs.oldest, theirs.newest + 1)}
     if shared:
         assert ours.common(theirs) == theirs.common(ours) == max(shared)

@@ -129,7 +129,7 @@ class ControlChannelSuite:
         with self.channels(*[small_limits(**limits)] * 2) as (near, far):
             yield near, far, Recorder(near, far)
 
-    def test_order_of_a_connection_is_kept(self):
+    def test_messages_arrive_in_order(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             expected = [f"message {number}".encode() for number in range(500)]
@@ -141,7 +141,7 @@ class ControlChannelSuite:
             assert recorder.payloads(far, far_handle) == expected
             assert recorder.payloads(near, near_handle) == expected
 
-    def test_longest_message_passes_and_a_longer_one_is_refused_by_its_sender(self):
+    def test_a_sender_refuses_messages_above_the_limit(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             longest = os.urandom(small_limits().max_message_bytes)
@@ -155,7 +155,7 @@ class ControlChannelSuite:
             assert recorder.payloads(far) == recorder.payloads(near) == [longest]
 
     @pytest.mark.parametrize("sender_connects", [True, False])
-    def test_receiver_ends_a_connection_with_a_message_too_long_for_it(self, sender_connects):
+    def test_a_receiver_disconnects_on_a_message_above_its_limit(self, sender_connects):
         small, large = small_limits(max_message_bytes=2000), small_limits(max_message_bytes=4000)
         limits = (large, small) if sender_connects else (small, large)
         with self.channels(*limits) as (near, far):
@@ -170,7 +170,7 @@ class ControlChannelSuite:
             assert isinstance(recorder.wait_loss(far, far_handle), RemoteError)
             assert recorder.payloads(receiver) == [bytes(2000)]
 
-    def test_accepting_side_that_disconnects_hears_nothing_more(self):
+    def test_an_accepting_side_that_disconnects_receives_nothing(self):
         with self.pair() as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             far.disconnect(far_handle)
@@ -188,7 +188,7 @@ class ControlChannelSuite:
             assert recorder.losses(far, far_handle) == []
 
     @pytest.mark.parametrize("end", ["disconnects", "closes", "accepting side closes"])
-    def test_a_connection_that_one_side_ends_is_lost_once_after_its_messages(self, end):
+    def test_a_loss_is_reported_once_after_the_last_message(self, end):
         with self.pair(max_messages_per_turn=3) as (near, far, recorder):
             near_handle, far_handle = recorder.link(near, far)
             gone, theirs, there, ours = near, near_handle, far, far_handle
@@ -212,7 +212,7 @@ class ControlChannelSuite:
                 with pytest.raises(PeerLostError):
                     channel.send(handle, b"too late")
 
-    def test_nobody_listens(self):
+    def test_connecting_to_a_closed_channel_fails(self):
         with self.pair() as (near, far, _recorder):
             address, key = far.address, far.server_key
             far.close()
@@ -224,7 +224,7 @@ class ControlChannelSuite:
                 near.send(handle, b"too late")
 
     @pytest.mark.parametrize("address", ["", "127.0.0.1:5", "tcp://*:5", "tcp://h:0", "ipc://x"])
-    def test_malformed_address_is_refused_at_once(self, address):
+    def test_malformed_addresses_are_refused_at_once(self, address):
         with self.pair() as (near, far, _recorder), pytest.raises(ConfigError):
             near.connect(address, far.server_key)
 
@@ -259,7 +259,7 @@ class ControlChannelSuite:
             assert _poll_returns(near, before=lambda: None) == []
             assert _poll_returns(near, before=near.wake) == []
 
-    def test_close_is_idempotent_and_leaves_nothing_behind(self):
+    def test_close_is_idempotent_and_frees_everything(self):
         self._connect_and_close()
         threads, fds = set(threading.enumerate()), os.listdir("/proc/self/fd")
         for _ in range(3):

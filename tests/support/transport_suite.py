@@ -165,7 +165,7 @@ class TransportSuite:
             pair.close()
             pair.release()
 
-    def test_round_trip_of_every_size(self):
+    def test_messages_of_every_size_make_a_round_trip(self):
         """There to a receive that waits; on its way back the message waits for its receive."""
         with self.workers() as (a, b, ledger):
             for seed, nbytes in enumerate(SIZES_BYTES):
@@ -197,7 +197,7 @@ class TransportSuite:
                 assert received.read()[buffer_bytes:] == guard, "wrote past the end of the buffer"
                 exchange(ledger, a, b, 2)
 
-    def test_cancel_of_an_unmatched_receive(self):
+    def test_a_cancelled_receive_takes_no_message(self):
         with self.workers() as (a, b, ledger):
             cancelled = b.transport.recv(9, b.allocate(16).buffer)
             ledger.step()
@@ -212,7 +212,7 @@ class TransportSuite:
             assert received.read() == pattern(16, 3), "the message arrived changed"
 
     @pytest.mark.parametrize("is_disconnected", [False, True])
-    def test_cancel_and_disconnect_end_a_send_that_nobody_received(self, is_disconnected):
+    def test_cancel_and_disconnect_end_an_unreceived_send(self, is_disconnected):
         with self.workers() as (a, _, ledger):
             send = a.transport.send(a.endpoint, 4, a.allocate(1 << 20).buffer)
             if is_disconnected:
@@ -226,7 +226,7 @@ class TransportSuite:
                 with pytest.raises(LocalError):
                     a.transport.send(a.endpoint, 5, a.allocate(8).buffer)
 
-    def test_wrong_calls_are_refused(self):
+    def test_wrong_transport_calls_are_refused(self):
         with self.workers() as (a, b, _):
             buffer = a.allocate(8).buffer
             for call in (
@@ -282,7 +282,7 @@ class TransportSuite:
                 ControlMessage(limited, pattern(1000, 1)),
             }
 
-    def test_messages_that_nobody_awaits_are_dropped(self):
+    def test_unexpected_messages_are_dropped(self):
         block, awaited = 16, 5 * 16
         for nbytes in (64, 300_000):
             with self.workers() as (a, b, inbox):
@@ -302,11 +302,11 @@ class TransportSuite:
                     assert memory.read() == pattern(nbytes, 1), "it arrived changed"
                 inbox.wait(*sends)
 
-    def test_a_peer_that_takes_nothing_gets_no_more_than_so_many(self):
+    def test_untaken_control_messages_are_bounded(self):
         with self.workers() as (a, _b, _inbox), pytest.raises(PeerLostError):
             send_control(a, *[pattern(MAX_UNSENT_CONTROL_BYTES >> 4, 1)] * 128)
 
-    def test_thousands_of_small_messages_wait_for_a_peer_that_is_slow_to_take_them(self):
+    def test_thousands_of_control_messages_wait_for_a_slow_peer(self):
         with self.workers() as (a, _b, inbox):
             payloads = [pattern(100, seed) for seed in range(5000)]
             send_control(a, *payloads)
@@ -325,7 +325,7 @@ class TransportSuite:
             failures = a.transport.receive_control({})
             assert all(isinstance(e, ControlFailed) for e in failures), "messages from nowhere"
 
-    def test_control_messages_go_out_before_an_orderly_end(self):
+    def test_close_sends_pending_control_messages(self):
         with self.workers() as (a, _b, inbox):
             a.transport.send_control(a.endpoint, TAG, b"warm")
             inbox.take(1)
@@ -337,7 +337,7 @@ class TransportSuite:
 
     @pytest.mark.parametrize("nbytes", [8, 300_000, 1 << 20])
     @pytest.mark.parametrize("is_control", [False, True])
-    def test_a_message_wakes_a_sleeper(self, is_control, nbytes):
+    def test_a_message_wakes_a_polling_thread(self, is_control, nbytes):
         """Receive as a driver thread does: `progress()` only when the descriptor says so."""
         with self.workers() as (sleeper, sender, _):
             if sleeper.transport.fileno() == NO_FILENO:
@@ -364,7 +364,7 @@ class TransportSuite:
             expected = ControlMessage(TAG, pattern(nbytes, 2)) if is_control else recv
             assert came == [expected], "something else came"
 
-    def test_a_lost_peer_refuses_control_messages(self):
+    def test_control_messages_to_a_lost_peer_are_refused(self):
         pair = self.pair()
         try:
             if pair.lose_b is None:

@@ -92,7 +92,7 @@ def indices_in_memory(view, base_address):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_views_address_every_element_of_the_registered_tensor_and_tell_its_order(name):
+def test_views_address_every_element_of_the_tensor(name):
     backend = BACKENDS[name]
     tensor, axes = logical_tensor(backend)
     layout = probe_layout(backend, cross_layers="l" in axes)
@@ -110,7 +110,7 @@ def test_views_address_every_element_of_the_registered_tensor_and_tell_its_order
             np.testing.assert_array_equal(indices_in_memory(view, address), array)
 
 
-def test_parts_and_layers_of_their_own_and_axes_of_one_element():
+def test_memory_orders_of_separate_and_joint_parts():
     def part(address, shape=(5, 2, 4, 6), strides=(96, 48, 12, 2)):
         return KVView(address, shape, strides, 2)
 
@@ -146,7 +146,7 @@ class ShapeOnly:
 
 
 @pytest.mark.parametrize("backend", [NoOpinion(), HalfAnOpinion(), ShapeOnly()])
-def test_a_backend_without_an_opinion_stores_in_the_order_of_its_shape(backend):
+def test_a_backend_without_a_stride_order_has_its_shapes_order(backend):
     assert probe_layout(backend) == probe_layout(BACKENDS["FlashAttention NHD"])
 
 
@@ -174,19 +174,19 @@ class Shaped:
         (("b", "t", "h", "d"), (0, 1, 2), "every axis once"),
     ],
 )
-def test_a_shape_or_an_order_that_makes_no_sense_is_refused(shape, order, complaint):
+def test_ambiguous_shapes_and_orders_are_refused(shape, order, complaint):
     with pytest.raises(GeometryError, match=complaint):
         probe_layout(Shaped(shape, order))
 
 
-def test_a_tensor_of_other_axes_or_an_odd_packed_axis_is_refused():
+def test_tensors_of_another_shape_are_refused():
     with pytest.raises(GeometryError, match="axes"):
         probe_layout(BACKENDS["MLA"]).views(0, (2, 3), (6, 2), 2)
     with pytest.raises(GeometryError, match="even"):
         probe_layout(BACKENDS["packed"]).views(0, (2, 2, 2, 3), (24, 12, 6, 2), 2)
 
 
-def test_the_backend_of_a_layer():
+def test_the_current_attention_backend_is_the_layers():
     one, two = BACKENDS["packed"], BACKENDS["MLA"]
     assert isinstance(current_attention_backend({}, "a"), FlashAttentionBackend)
     assert current_attention_backend({"a": one, "b": two}, "b") is two
@@ -194,7 +194,7 @@ def test_the_backend_of_a_layer():
         current_attention_backend({"a": one}, "c")
 
 
-def test_a_connector_asks_for_hnd_unless_the_engine_is_told_otherwise():
+def test_connectors_require_hnd_unless_configured():
     assert required_cache_layout({}) == "NHD"
     assert required_cache_layout({"kv_connector": "KVConnector"}) == "HND"
     assert required_cache_layout({"kv_connector": "c", "kv_cache_layout": "NHD"}) == "NHD"

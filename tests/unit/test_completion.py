@@ -14,7 +14,7 @@ def output(sent):
 
 
 @pytest.mark.parametrize("count, expected", [(None, 4), (0, 4), (2, 2)])
-def test_a_connector_may_say_how_many_of_its_workers_report(count, expected):
+def test_a_connectors_finished_count_is_used(count, expected):
     class Connector:
         def get_finished_count(self):
             return count
@@ -25,7 +25,7 @@ def test_a_connector_may_say_how_many_of_its_workers_report(count, expected):
     assert [bool(each.finished_sending) for each in told].index(True) == expected - 1
 
 
-def test_events_that_a_worker_never_reports_are_forgotten_the_oldest_first(monkeypatch):
+def test_incomplete_events_are_dropped_oldest_first(monkeypatch):
     monkeypatch.setattr(completion, "MAX_INCOMPLETE_EVENTS", 2)
     aggregator = KVOutputAggregator(2)
     for name in "abc":
@@ -34,7 +34,7 @@ def test_events_that_a_worker_never_reports_are_forgotten_the_oldest_first(monke
     assert told.kv_cache_events == ("c", "b")
 
 
-def test_events_that_are_complete_need_no_room(monkeypatch):
+def test_complete_events_do_not_count_against_the_limit(monkeypatch):
     monkeypatch.setattr(completion, "MAX_INCOMPLETE_EVENTS", 2)
     aggregator = KVOutputAggregator(2)
     incomplete = WorkerOutput(kv_cache_events=("a",))
@@ -45,7 +45,7 @@ def test_events_that_are_complete_need_no_room(monkeypatch):
     assert aggregator.aggregate((NOTHING, incomplete)) == incomplete
 
 
-def test_what_cannot_be_counted_is_refused():
+def test_impossible_worker_counts_are_refused():
     aggregator = KVOutputAggregator(2)
     wrong = WorkerOutput(expected_finished_count=-1)
     with pytest.raises(LocalError, match="negative"):

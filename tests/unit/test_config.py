@@ -84,7 +84,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_cannot_be_is_refused_by_name(number):
+def test_wrong_settings_are_refused_by_name(number):
     changes, complaint = REFUSED[number]
     with pytest.raises(ConfigError, match=complaint):
         ConnectorConfig.from_mapping(settings() | changes)
@@ -102,14 +102,14 @@ def test_what_cannot_be_is_refused_by_name(number):
         ),
     ],
 )
-def test_constructors_check_too(wrong, complaint):
+def test_constructors_check_their_values(wrong, complaint):
     """Those of msgspec structs alone do not. A section is named as one of a mapping."""
     with pytest.raises(ConfigError, match=complaint):
         ConnectorConfig(**{"engine_id": "e", "control": ControlConfig(insecure=True)} | wrong)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "localhost"])
-def test_on_one_host_insecure_is_allowed_when_it_is_said(host):
+def test_loopback_hosts_may_be_insecure_if_set(host):
     assert is_loopback(host)
     assert config(control={"host": host, "insecure": True}).control.insecure
     with pytest.raises(ConfigError, match="insecure=true"):
@@ -120,14 +120,14 @@ def test_on_one_host_insecure_is_allowed_when_it_is_said(host):
     "host", [EVERY_IPV4_INTERFACE, "::", "192.0.2.1", "host.example", "localhost.evil", ""]
 )
 @pytest.mark.parametrize("insecure", [True, False])
-def test_beyond_one_host_there_is_no_way_without_keys_but_the_one_that_says_so(host, insecure):
+def test_other_hosts_need_keys_or_insecure_network(host, insecure):
     assert not is_loopback(host)
     with pytest.raises(ConfigError, match="needs CURVE keys: make them with `kvconnector keygen`"):
         config(control={"host": host, "insecure": insecure})
     assert config(control={"host": host, "insecure_network": True}).control.host == host
 
 
-def test_keys_open_the_network_and_come_in_pairs():
+def test_curve_keys_come_in_pairs():
     assert (
         config(control=KEYS | {"host": EVERY_IPV4_INTERFACE}).control.host == EVERY_IPV4_INTERFACE
     )
@@ -138,7 +138,7 @@ def test_keys_open_the_network_and_come_in_pairs():
         config(control=KEYS | INSECURE)
 
 
-def test_variables_set_what_they_name_and_win_over_the_mapping():
+def test_variables_override_the_mapping():
     environ = {
         "KVCONNECTOR_ENGINE_ID": "from-env",
         "KVCONNECTOR_LEASE_DURATION_S": "60",
@@ -168,7 +168,7 @@ def test_every_setting_has_a_variable():
     assert ConnectorConfig.from_env(environ) == made
 
 
-def test_the_short_variable_for_the_library():
+def test_kvconnector_ucx_is_short_for_the_library():
     environ = {"KVCONNECTOR_UCX": "ucx-py"}
     assert ConnectorConfig.from_env(environ, settings()).ucx.library == "ucx-py"
     same = environ | {"KVCONNECTOR_UCX_LIBRARY": "ucx-py"}
@@ -189,12 +189,12 @@ def test_the_short_variable_for_the_library():
         ("KVCONNECTOR_UCX_LIBRARYS", "KVCONNECTOR_UCX_LIBRARY"),
     ],
 )
-def test_a_variable_that_sets_nothing_is_refused_with_the_nearest_that_does(variable, nearest):
+def test_unknown_variables_are_refused_with_a_suggestion(variable, nearest):
     with pytest.raises(ConfigError, match=f"{variable}; did you mean '{nearest}'"):
         ConnectorConfig.from_env({variable: "1"}, settings())
 
 
-def test_slots_are_as_long_as_the_place_asks_and_the_budget_allows():
+def test_chunk_bytes_depend_on_device_and_budget():
     assert config().chunk_bytes("cpu") == CPU_CHUNK_BYTES
     assert config().chunk_bytes("cuda:3") == CUDA_CHUNK_BYTES
     chosen = config(staging={"chunk_bytes": 123456})

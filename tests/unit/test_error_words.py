@@ -232,7 +232,7 @@ TABLE = {
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("error", TABLE, ids=lambda error: error.__name__)
-def test_an_error_says_what_happened_where_and_what_to_do(error):
+def test_errors_name_the_cause_the_place_and_the_remedy(error):
     trigger, words = TABLE[error]
     text = trigger()
     assert text.startswith(f"{error.__name__}: ")
@@ -242,7 +242,7 @@ def test_an_error_says_what_happened_where_and_what_to_do(error):
 
 
 @pytest.mark.parametrize("error", TABLE)
-def test_every_error_says_and_keeps_the_values_that_it_names(error):
+def test_errors_print_and_keep_their_context(error):
     raised = error("too late", request="r", deadline_s=1.5)
     assert raised.statement == "too late [request='r', deadline_s=1.5]"
     assert str(raised) == raised.statement + (f"; {error.remedy}" if error.remedy else "")
@@ -251,7 +251,7 @@ def test_every_error_says_and_keeps_the_values_that_it_names(error):
     assert str(copy.copy(raised)) == str(raised)
 
 
-def test_no_error_is_left_out():
+def test_every_error_is_in_the_table():
     public = {
         each for _, each in inspect.getmembers(e, inspect.isclass) if each.__module__ == e.__name__
     }

@@ -4,7 +4,7 @@ import kvconnector as kvc
 from tests.support.forked import run_python
 
 
-def test_every_name_of_the_face_is_there_and_documented():
+def test_every_public_name_exists_and_is_documented():
     for name in kvc.__all__:
         assert name in dir(kvc)
         value = getattr(kvc, name)
@@ -22,6 +22,6 @@ def test_every_name_of_the_face_is_there_and_documented():
         ("kvconnector.runtime", {"numba", "llvmlite"}),
     ],
 )
-def test_importing_imports_nothing_heavy(module, heavy):
+def test_imports_stay_light(module, heavy):
     code = f"import sys, {module}; sys.exit({heavy} & set(sys.modules) or None)"
     run_python("-W", "error", "-c", code)

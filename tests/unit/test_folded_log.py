@@ -7,7 +7,7 @@ from kvconnector.folded_log import LOG_INTERVAL_S, MAX_KEYS, FoldedLog, Refusals
 LOGGER = logging.getLogger("kvconnector.tests")
 
 
-def test_a_peer_is_logged_once_a_minute_with_the_number_of_the_others(caplog):
+def test_a_peers_refusals_are_logged_once_a_minute(caplog):
     now = [0.0]
     refusals = Refusals(LOGGER, lambda: now[0])
     for _ in range(5):
@@ -23,7 +23,7 @@ def test_a_peer_is_logged_once_a_minute_with_the_number_of_the_others(caplog):
     assert refusals.counts == {"forged": 6, "too long": 1}
 
 
-def test_peers_without_end_are_counted_and_remembered_together(caplog):
+def test_peers_beyond_the_limit_share_one_key(caplog):
     refusals = Refusals(LOGGER, lambda: 0.0)
     for number in range(10 * MAX_KEYS):
         refusals.note(f"peer {number}", "forged", "MAC")
@@ -32,7 +32,7 @@ def test_peers_without_end_are_counted_and_remembered_together(caplog):
     assert f"{MAX_KEYS + 1} keys" in repr(refusals)
 
 
-def test_a_key_has_its_burst_in_each_minute(caplog):
+def test_each_minute_allows_a_burst(caplog):
     now = [0.0]
     folded = FoldedLog(LOGGER, lambda: now[0], burst=3)
     for number in range(10):
@@ -48,7 +48,7 @@ def test_a_key_has_its_burst_in_each_minute(caplog):
     ]
 
 
-def test_what_was_not_logged_is_counted_at_the_end(caplog):
+def test_the_last_flush_logs_the_suppressed_count(caplog):
     folded = FoldedLog(LOGGER, lambda: 0.0)
     for number in range(4):
         folded.warn("cause", f"number {number}")

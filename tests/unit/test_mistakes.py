@@ -100,7 +100,7 @@ WRONG_PARAMS = [
 
 
 @pytest.mark.parametrize("call, kind, words", CONSTRUCTION)
-def test_what_cannot_be_made_is_refused(call, kind, words):
+def test_wrong_constructor_arguments_are_refused(call, kind, words):
     with pytest.raises(kind) as raised:
         call()
     assert words in str(raised.value)
@@ -108,7 +108,7 @@ def test_what_cannot_be_made_is_refused(call, kind, words):
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("caches, words", CACHES)
-def test_caches_that_are_none_are_refused_and_others_may_be_registered(caches, words):
+def test_wrong_caches_are_refused(caches, words):
     with worker() as refused:
         with pytest.raises(GeometryError) as raised:
             refused.register(caches)
@@ -120,7 +120,7 @@ def test_caches_that_are_none_are_refused_and_others_may_be_registered(caches, w
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("call, kind, words", ORDERS)
-def test_an_order_that_cannot_be_is_refused(engine, call, kind, words):
+def test_wrong_orders_are_refused(engine, call, kind, words):
     with pytest.raises(kind) as raised:
         call(*engine)
     assert words in str(raised.value)
@@ -128,7 +128,7 @@ def test_an_order_that_cannot_be_is_refused(engine, call, kind, words):
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("changes, kind", WRONG_PARAMS)
-def test_params_that_cannot_be_used_are_refused(engine, changes, kind):
+def test_wrong_transfer_params_are_refused(engine, changes, kind):
     _, scheduler = engine
     with pytest.raises(kind):
         scheduler.on_new_request("new", {**PARAMS, **changes})

@@ -32,13 +32,13 @@ def queries():
     yield from re.findall(r"expr: (.*)", (FOLDER / "alerts.yaml").read_text())
 
 
-def test_the_dashboard_and_the_rules_ask_for_metrics_that_engines_export(exported):
+def test_the_dashboard_and_the_alerts_query_exported_metrics(exported):
     asked = {name for query in queries() for name in re.findall(r"kvconnector_\w+", query)}
     assert asked <= exported
     assert len(asked) >= 6
 
 
-def test_the_dashboard_is_what_grafanas_own_types_make_of_it():
+def test_the_dashboard_is_up_to_date():
     pytest.importorskip("grafana_foundation_sdk")
     command = [sys.executable, FOLDER / "dashboard.py"]
     written = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout

@@ -17,12 +17,12 @@ def planned(ranges):
     "ranges",
     [[], [range(1), range(1)], [range(-1, 3)], [range(0, 9, 2)], [range((1 << 31) - 2, 1 << 31)]],
 )
-def test_token_ranges_that_make_no_sense_are_refused(ranges):
+def test_impossible_token_ranges_are_refused(ranges):
     with pytest.raises(GeometryError, match="token range"):
         planned(ranges)
 
 
-def test_the_last_tokens_that_fit_a_chunk_record():
+def test_chunks_hold_the_highest_token_numbers():
     last = (1 << 31) - 1
     (read,) = planned([range(last - 3, last)])
     assert read.chunks.tolist() == [(0, 0, 2, last - 3, 3)]
@@ -37,7 +37,7 @@ def test_the_last_tokens_that_fit_a_chunk_record():
         (range(48, 48), [], 2),
     ],
 )
-def test_only_the_blocks_that_hold_the_tokens(tokens, ids, first):
+def test_covering_keeps_the_blocks_of_the_tokens(tokens, ids, first):
     covering = GroupBlocks.of([7, 3, 9], first_block=2).covering(tokens, 16, what="blocks")
     assert covering.block_ids.tolist() == ids
     assert covering.first_block == first
@@ -50,7 +50,7 @@ def test_tokens_outside_the_blocks_are_refused(tokens):
     assert refused.value.context["blocks_hold"] == (32, 80)
 
 
-def test_block_tables_are_checked_however_they_are_made():
+def test_group_blocks_check_their_values():
     for wrong in ([1 << 31], [1 << 70], [None]):
         with pytest.raises(BlockIdError):
             GroupBlocks.of(wrong)

@@ -96,7 +96,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_no_engine_can_be_is_refused(number):
+def test_impossible_geometries_are_refused(number):
     call, complaint = REFUSED[number]
     with pytest.raises(GeometryError, match=complaint):
         call()
@@ -110,7 +110,7 @@ def test_parts_of_one_shape_are_a_family():
     assert [family.head_token_bytes for family in group.families] == [16, 6]
 
 
-def test_engines_that_differ_in_what_the_cache_means_are_not():
+def test_engines_of_other_models_are_incompatible():
     ours = engine(name="ours")
     model = ours.model
     differing = {
@@ -134,7 +134,7 @@ def test_engines_that_differ_in_what_the_cache_means_are_not():
         assert named["ours"] != named["theirs"]
 
 
-def test_the_first_ranks_of_many_engines_do_not_all_read_the_first_replica():
+def test_many_engines_spread_over_the_replicas():
     engines = [relisted(mla(1), mla(1).ranks, engine_id=f"decode-{n}") for n in range(32)]
     read = {
         target.rank
@@ -144,7 +144,7 @@ def test_the_first_ranks_of_many_engines_do_not_all_read_the_first_replica():
     assert len(read) == 4
 
 
-def test_what_the_producer_lacks_is_named():
+def test_missing_heads_layers_and_parts_are_named():
     whole = engine()
     half = relisted(
         whole, [RankGeometry(pp_rank=0, tp_rank=0, groups=engine(tp_size=2).ranks[0].groups)]
@@ -165,7 +165,7 @@ def test_what_the_producer_lacks_is_named():
         topology(whole).get_target_remote_ranks(mla(1))
 
 
-def test_every_rank_of_a_context_parallel_group_is_there_and_takes_the_same_turns():
+def test_context_parallel_groups_are_complete_and_uniform():
     base, other = sharing(2, 4), sharing(2, 8)
     second = msgspec.structs.replace(
         base.ranks[1], groups=(msgspec.structs.replace(base.ranks[1].groups[0], dcp_rank=0),)
@@ -177,12 +177,12 @@ def test_every_rank_of_a_context_parallel_group_is_there_and_takes_the_same_turn
         relisted(base, (base.ranks[0], other.ranks[1]))
 
 
-def test_a_long_turn_shares_tokens_with_every_short_one_inside_it():
+def test_stripes_of_unequal_interleaves_intersect():
     ours, theirs = (sharing(2, turn).ranks[0].groups[0].context_parallel for turn in (4, 1))
     assert common_stripes(ours, theirs) == (Stripe(0, 1, 8), Stripe(2, 1, 8))
 
 
-def test_engines_whose_turns_hardly_ever_coincide_are_not_compatible():
+def test_interleaves_with_a_long_period_are_incompatible():
     topology(sharing(2, 4)).check_compatible(sharing(3, 16))
     ours = sharing(2, 4096, block_size=4096)
     with pytest.raises(IncompatiblePeerError, match="too long a period") as refused:

@@ -23,7 +23,7 @@ def stored(order, **cut):
     return relisted(whole, map(rank_of, whole.ranks))
 
 
-def test_the_example_of_the_module():
+def test_the_modules_example_holds():
     def cut(name, tp_size, stages):
         shape = FakeModel(6, (FakeGroup(tuple(range(6)), (FakePart("k", 2, 8, 2),)),))
         return cut_engine(shape, engine_id=name, stages=stages, block_sizes=[16], tp_size=tp_size)
@@ -64,7 +64,7 @@ def two_groups(name, tp_size, stages, block_sizes):
     )
 
 
-def test_ratios_are_ours_over_theirs_for_every_group():
+def test_ratios_are_ours_over_theirs():
     ours = topology(two_groups("ours", 2, [(0, 1), (2, 3)], [16, 64]))
     theirs = two_groups("theirs", 3, [LAYERS], [24, 16])
     assert (ours.tp_ratio(theirs), ours.pp_ratio(theirs)) == (Fraction(2, 3), 2)
@@ -74,7 +74,7 @@ def test_ratios_are_ours_over_theirs_for_every_group():
     assert same == "tp 1, pp 1, block size 1; blocks are copied as they are"
 
 
-def test_an_engine_that_was_met_is_known_by_its_id():
+def test_met_engines_are_known_by_id():
     ours = topology(two_groups("ours", 2, [(0, 1), (2, 3)], [16, 64]))
     theirs = two_groups("theirs", 3, [LAYERS], [24, 16])
     with pytest.raises(LocalError, match="no such engine") as unknown:
@@ -92,7 +92,7 @@ def test_an_engine_that_was_met_is_known_by_its_id():
         ours.pp_ratio_from_engine_id("other")
 
 
-def test_engines_that_were_met_long_ago_are_forgotten(monkeypatch):
+def test_the_oldest_met_engines_are_forgotten(monkeypatch):
     monkeypatch.setattr(tp_kv, "MAX_REMOTES", 2)
     ours = topology(engine(name="ours"))
     for name in ("a", "b", "a", "c"):
@@ -104,7 +104,7 @@ def test_engines_that_were_met_long_ago_are_forgotten(monkeypatch):
     assert forgotten.value.context["met"] == ["a", "c"]
 
 
-def test_layers_of_a_segment_are_neighbours_on_both_sides():
+def test_a_segments_layers_are_adjacent_on_both_sides():
     def read(ours, theirs):
         targets = topology(engine(stages=ours)).get_target_remote_ranks(engine(stages=theirs))
         return [segment.layers for target in targets for segment in target.segments]
@@ -137,7 +137,7 @@ def overlapping():
         (overlapping(), False, True),
     ],
 )
-def test_what_is_replicated(whole, by_heads, anyhow):
+def test_replication_by_heads_and_in_any_way(whole, by_heads, anyhow):
     assert TpKVTopology.is_kv_replicated(whole) is by_heads
     assert TpKVTopology.replicates_kv_cache(whole) is anyhow
 
@@ -162,9 +162,7 @@ def test_what_is_replicated(whole, by_heads, anyhow):
         (stored("2BND", tp_size=4), stored("B2ND", tp_size=4), False),
     ],
 )
-def test_blocks_of_another_size_other_tokens_other_heads_or_another_order_are_laid_out_anew(
-    ours, theirs, needed
-):
+def test_unequal_blocks_need_a_relayout(ours, theirs, needed):
     assert topology(ours).needs_relayout(theirs) is needed
     assert topology(theirs).needs_relayout(ours) is needed
 
@@ -182,7 +180,7 @@ def test_blocks_of_another_size_other_tokens_other_heads_or_another_order_are_la
         ("BHL2ND", True, False, True, -2),
     ],
 )
-def test_what_a_registered_layout_says_of_itself(
+def test_layout_properties_follow_the_memory_order(
     order, blocks_first, split, cross_layers, position
 ):
     ours = topology(stored(order))
@@ -193,7 +191,7 @@ def test_what_a_registered_layout_says_of_itself(
     assert ours.block_size_position() == position
 
 
-def test_a_layout_that_is_not_known_is_named():
+def test_an_unknown_layout_is_refused():
     with pytest.raises(GeometryError, match="memory order") as unknown:
         topology(engine()).split_k_and_v()
     assert unknown.value.context == {"engine": "e", "group": 0}

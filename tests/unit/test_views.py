@@ -21,7 +21,7 @@ def contiguous(address=0, shape=(3, 2, 4, 5), item_size=2):
         ((1, 1, 1), (2, 2, 2), 2),
     ],
 )
-def test_a_view_that_is_no_memory_is_refused(shape, strides, item_size):
+def test_impossible_views_are_refused(shape, strides, item_size):
     with pytest.raises(GeometryError):
         KVView(64, shape, strides, item_size)
     with pytest.raises(GeometryError, match="address"):
@@ -33,7 +33,7 @@ def test_a_view_that_is_no_memory_is_refused(shape, strides, item_size):
     strides=st.tuples(*[st.integers(0, 40)] * 4),
     item_size=st.sampled_from([1, 2, 4]),
 )
-def test_an_accepted_view_never_has_two_elements_in_one_byte(shape, strides, item_size):
+def test_accepted_views_have_no_overlapping_elements(shape, strides, item_size):
     try:
         KVView(0, shape, strides, item_size)
     except GeometryError:
@@ -48,7 +48,7 @@ def test_an_accepted_view_never_has_two_elements_in_one_byte(shape, strides, ite
     assert len(np.unique(taken)) == len(taken)
 
 
-def test_a_part_table_takes_unequal_pools_but_no_unequal_shapes():
+def test_part_tables_need_equal_shapes():
     assert len(part_table([contiguous(), contiguous(shape=(9, 2, 4, 5))])) == 2
     for other in ((3, 1, 4, 5), (3, 2, 3, 5), (3, 2, 4, 6)):
         with pytest.raises(GeometryError, match="agree"):
@@ -69,12 +69,12 @@ def test_block_ids_inside_the_pool_become_int32(dtype):
 
 
 @pytest.mark.parametrize("ids", [[-1], [10], [1 << 40], [[1]], [1.5], ["1"], [True]])
-def test_other_block_ids_are_refused(ids):
+def test_wrong_block_ids_are_refused(ids):
     with pytest.raises(BlockIdError, match="my ids"):
         check_block_ids(np.array(ids), 10, what="my ids")
 
 
 @pytest.mark.parametrize("ids", [[1, True], [[1], [2, 3]], [None], [0.0, 1]])
-def test_lists_are_taken_as_they_are_and_not_as_numpy_reads_them(ids):
+def test_lists_of_other_types_are_not_converted(ids):
     with pytest.raises(BlockIdError, match="my ids"):
         check_block_ids(ids, 10, what="my ids")

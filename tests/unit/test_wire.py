@@ -37,14 +37,14 @@ def travelling(message, **changes):
 
 
 @pytest.mark.parametrize("other", [SPOKEN.newest + 1, SPOKEN.oldest - 1])
-def test_another_wire_version_is_told_from_garbage(other):
+def test_another_wire_version_is_incompatible(other):
     with pytest.raises(IncompatiblePeerError, match="version") as refused:
         decode(ENVELOPE.pack(b"KVCN", other, 2))
     assert refused.value.context == {"ours": str(SPOKEN), "theirs": other}
 
 
 @pytest.mark.parametrize("name", ["directory_request", "directory_refused", "bye"])
-def test_what_engines_without_a_common_version_exchange_is_read_in_any(name):
+def test_messages_before_agreement_decode_in_any_version(name):
     message = messages()[name]
     assert decode(encode(message, 77)) == message
 
@@ -57,7 +57,7 @@ def test_what_engines_without_a_common_version_exchange_is_read_in_any(name):
         (ENVELOPE.pack(b"KVCN", SPOKEN.newest, 999), "unknown message kind"),
     ],
 )
-def test_what_is_no_envelope_is_refused(data, complaint):
+def test_wrong_envelopes_are_refused(data, complaint):
     with pytest.raises(RemoteProtocolError, match=complaint):
         decode(data)
 
@@ -87,7 +87,7 @@ def test_what_is_no_envelope_is_refused(data, complaint):
         {"blocks": [[0, "text"]]},
     ],
 )
-def test_a_read_with_a_value_out_of_range_is_refused(changes):
+def test_reads_out_of_range_are_refused(changes):
     assert decode(travelling(READ)) == READ
     with pytest.raises(RemoteProtocolError, match=r"(malformed|impossible) Read"):
         decode(travelling(READ, **changes))
@@ -105,7 +105,7 @@ def test_a_read_with_a_value_out_of_range_is_refused(changes):
         {"stripe": [0, 1 << 31, 1 << 31]},
     ],
 )
-def test_a_greeting_with_an_impossible_segment_is_refused(wrong):
+def test_impossible_segments_are_refused(wrong):
     hello = messages()["hello_with_segments"]
     fields = dict(
         zip(Segment.__struct_fields__, msgspec.to_builtins(hello.segments[0]), strict=True)
@@ -114,7 +114,7 @@ def test_a_greeting_with_an_impossible_segment_is_refused(wrong):
         decode(travelling(hello, segments=[list((fields | wrong).values())]))
 
 
-def test_a_greeting_with_very_many_segments_is_refused_before_they_are_looked_at():
+def test_too_many_segments_are_refused():
     hello = messages()["hello_with_segments"]
     segment = msgspec.to_builtins(hello.segments[0])
     assert (
@@ -133,7 +133,7 @@ def test_deep_nesting_is_refused():
 
 
 @pytest.mark.parametrize("tp_size,pp_size", [(1 << 30, 1), (1, 1 << 30), (1 << 62, 1 << 62)])
-def test_an_engine_that_claims_more_ranks_than_it_lists_is_refused_at_no_cost(tp_size, pp_size):
+def test_a_claimed_number_of_ranks_allocates_nothing(tp_size, pp_size):
     hostile = travelling(DIRECTORY, tp_size=tp_size, pp_size=pp_size)
     tracemalloc.start()
     try:
@@ -144,7 +144,7 @@ def test_an_engine_that_claims_more_ranks_than_it_lists_is_refused_at_no_cost(tp
         tracemalloc.stop()
 
 
-def test_an_impossible_geometry_is_refused_with_its_reason():
+def test_an_impossible_geometry_is_refused_with_the_reason():
     assert decode(travelling(DIRECTORY)) == DIRECTORY
     holdings = msgspec.to_builtins(DIRECTORY.geometry.holdings)
     holdings[0][0]["parts"][0]["head_stop"] = 3
@@ -152,14 +152,14 @@ def test_an_impossible_geometry_is_refused_with_its_reason():
         decode(travelling(DIRECTORY, holdings=holdings))
 
 
-def test_every_refusal_becomes_a_remote_error_with_its_text():
+def test_every_refusal_becomes_a_remote_error():
     made = [refusal_error(refusal, "because", request="r") for refusal in m.Refusal]
     assert all(isinstance(error, RemoteError) for error in made)
     assert {error.statement for error in made} == {"because [request='r']"}
     assert len({type(error) for error in made}) == len(m.Refusal)
 
 
-def test_a_batch_within_a_batch_or_with_garbage_is_refused_as_a_whole():
+def test_nested_and_broken_batches_are_refused():
     done = encode(m.HeartbeatReply(number=1))
     assert decode_batch(encode_batch([done])) == (m.HeartbeatReply(number=1),)
     assert decode_batch(encode_batch([done, done])) == (m.HeartbeatReply(number=1),) * 2
@@ -168,7 +168,7 @@ def test_a_batch_within_a_batch_or_with_garbage_is_refused_as_a_whole():
             decode_batch(encode(m.Batch(messages=(done, inner))))
 
 
-def test_a_heartbeat_names_no_more_than_its_reader_handles_at_once():
+def test_heartbeats_of_too_many_names_are_refused():
     keys = tuple(m.TransferKey(transfer_id=f"t{i}", secret=SECRET) for i in range(m.MAX_NAMED + 1))
     assert decode(encode(m.Heartbeat(transfers=keys[1:])))
     with pytest.raises(RemoteProtocolError, match="malformed Heartbeat"):

@@ -41,7 +41,7 @@ def place(request):
 
 
 class TestSteps:
-    def test_padding_rows_are_empty_and_tokens_without_a_block_get_no_slot(self, place):
+    def test_padding_rows_and_missing_blocks_get_no_slot(self, place):
         tables = make_tables(place)
         tables.append_block_ids(1, [[3], [2]], overwrite=True)
         tables.apply_staged_writes()
@@ -51,7 +51,7 @@ class TestSteps:
         expected = [[12, 15, -1, -1, -1], [16, 19, 20, -1, -1]]
         assert slots(tables, [0, 4, 5, 5], [0, 3, 4, 8, 0]) == expected
 
-    def test_dummies_share_the_memory_of_real_steps(self, place):
+    def test_dummy_tables_share_the_real_memory(self, place):
         tables = make_tables(place)
         tables.append_block_ids(0, [[5], [1]], overwrite=True)
         tables.apply_staged_writes()
@@ -69,7 +69,7 @@ class TestSteps:
         assert gather(tables, [0])[0] == [[5, 0, 0, 0, 0, 0]]
 
 
-def test_one_step_may_append_twice_to_a_row_and_then_replace_it(place):
+def test_a_step_may_append_to_a_row_and_replace_it(place):
     tables = make_tables(place)
     for ids, overwrite in (([[1], [5]], False), ([[2, 3], [6]], False), ([[9], []], True)):
         tables.append_block_ids(1, ids, overwrite=overwrite)
@@ -112,7 +112,7 @@ def geometries(draw):
 
 
 @given(sequence=steps(), geometries=geometries())
-def test_tables_on_devices_and_hosts_give_the_naive_slots(place, sequence, geometries):
+def test_device_and_host_slots_equal_the_naive_ones(place, sequence, geometries):
     sizes = {
         "block_sizes": [each.block_size for each in geometries],
         "kernel_block_sizes": [each.kernel_block_size for each in geometries],
@@ -148,7 +148,7 @@ def test_tables_on_devices_and_hosts_give_the_naive_slots(place, sequence, geome
         assert [each.tolist() for each in host.compute_slot_mapping(rows, positions)] == expected
 
 
-def test_one_bad_group_changes_none():
+def test_a_bad_group_leaves_all_groups_unchanged():
     tables = make_tables(CPU)
     for block_ids in ([[5], [-1]], [[5], [1, 2, 3, 4]], [[5], [2**29]]):
         with pytest.raises(BlockIdError):
@@ -173,7 +173,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_makes_no_sense_is_refused(number):
+def test_device_tables_refuse_wrong_arguments(number):
     call, complaint = REFUSED[number]
     with pytest.raises(GeometryError, match=complaint):
         call(make_tables(CPU))
@@ -184,12 +184,12 @@ def test_what_makes_no_sense_is_refused(number):
     [{"block_sizes": []}, {"max_num_reqs": 0}, {"max_num_batched_tokens": 0}, {"device": "meta"}],
     ids=str,
 )
-def test_sizes_and_devices_are_checked(changes):
+def test_device_tables_refuse_wrong_sizes_and_devices(changes):
     with pytest.raises(ConfigError if "device" in changes else GeometryError):
         make_tables(CPU, **changes)
 
 
-def test_a_full_staging_buffer_loses_nothing(place):
+def test_a_full_staging_buffer_is_flushed(place):
     staged = StagedWriteTensor(
         geometries=[BlockGeometry(block_size=4, kernel_block_size=4)],
         num_rows=2,
@@ -208,7 +208,7 @@ def test_a_full_staging_buffer_loses_nothing(place):
     assert staged.tables.lengths.tolist() == [[6, 6]]
 
 
-def test_rows_and_requests_longer_than_a_tile(place):
+def test_rows_longer_than_a_tile(place):
     """3000 ids a row and 2500 tokens a request: several tiles, the last one partial."""
     sizes = {"max_model_len": 12_000, "max_num_batched_tokens": 7000}
     tables, host = make_tables(place, **sizes), make_host_tables(**sizes)

@@ -19,7 +19,7 @@ from tests.kernels.block_table.tables import (
 
 @pytest.mark.gpu
 class TestGpu:
-    def test_a_captured_step_replays_with_new_blocks_and_tokens(self):
+    def test_a_captured_graph_replays_with_new_blocks(self):
         tables = make_tables(GPU, max_model_len=240)
         host = make_host_tables(max_model_len=240)
         requests = vector(tables, [-1] * MAX_REQS, torch.int32)
@@ -58,7 +58,7 @@ class TestGpu:
                 padding = [PAD_SLOT_ID] * (MAX_TOKENS - len(token_rows))
                 assert mapped[group].tolist() == expected[group].tolist() + padding
 
-    def test_staged_writes_are_not_captured(self):
+    def test_staged_writes_cannot_be_captured(self):
         tables = make_tables(GPU)
         requests = vector(tables, [0], torch.int32)
         tables.append_block_ids(0, [[1], [1]], overwrite=True)
@@ -77,7 +77,7 @@ class TestGpu:
         tables.apply_staged_writes()
         assert gather(tables, [0])[0] == [[1, 2, 0, 0, 0, 0]]
 
-    def test_a_busy_gpu_sees_every_steps_own_blocks(self):
+    def test_staged_ids_are_not_overwritten_before_they_are_read(self):
         """The host runs ahead of the GPU: a staging buffer must not be filled again before it is read."""
         tables = make_tables(GPU)
         requests = vector(tables, [0], torch.int32)

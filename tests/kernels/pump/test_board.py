@@ -28,7 +28,7 @@ def on_aarch64(function):
     return re.findall(r"^\t(ldar|ldapr|stlr|dmb)\b", assembly, re.MULTILINE)
 
 
-def test_consumers_load_in_order_between_two_fences():
+def test_board_loads_are_ordered_between_two_fences():
     found = on_aarch64(board.look_up)
     assert found[0] == found[-1] == FENCE
     assert set(found[1:-1]) <= set(LOADS)
@@ -37,16 +37,16 @@ def test_consumers_load_in_order_between_two_fences():
 
 
 @pytest.mark.parametrize("name, num_words", [("claim", 5), ("write", 1)])
-def test_producers_store_in_order(name, num_words):
+def test_board_stores_are_ordered(name, num_words):
     assert on_aarch64(getattr(board, name)) == ["stlr"] * num_words
 
 
-def test_blocks_are_written_after_their_entry_is_cleared():
+def test_clearing_an_entry_ends_with_a_fence():
     assert on_aarch64(board.clear) == ["stlr"] * 5 + [FENCE]
 
 
 @pytest.mark.parametrize("place", range(board.ENTRIES_PER_BUCKET))
-def test_an_entry_is_found_by_its_whole_key_and_while_it_is_ready(place):
+def test_only_ready_entries_with_the_whole_key_are_found(place):
     entries = np.zeros(board.ENTRIES_PER_BUCKET, board.ENTRY)
     bucket = entries.ctypes.data
     board.claim(bucket + place * board.ENTRY_BYTES, KEY, 7)

@@ -10,7 +10,7 @@ from kvconnector_kernels.pump.native import record_at
 from kvconnector_kernels.pump.steps import now_ns
 
 
-def test_a_thread_does_not_see_the_time_that_another_one_reads():
+def test_threads_read_the_clock_independently():
     read = njit(lambda address: now_ns(record_at(address, r.STATE)))
     state = np.zeros((), r.STATE)
     times = iter([7, 8])

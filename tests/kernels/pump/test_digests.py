@@ -51,7 +51,7 @@ class Loop:
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_a_digest_is_xxhashs_and_holds_until_a_byte_changes(length, device):
+def test_digests_equal_xxhash_and_detect_changed_bytes(length, device):
     loop = Loop(device)
     content = np.random.default_rng(length).integers(0, 256, length, np.uint8)
     chunk = np.concatenate([content, np.zeros(digests.DIGEST_BYTES, np.uint8)])
@@ -65,11 +65,11 @@ def test_a_digest_is_xxhashs_and_holds_until_a_byte_changes(length, device):
 
 
 @pytest.mark.parametrize("name", ["append", "check"])
-def test_what_the_device_refuses_is_an_error(name):
+def test_device_copy_errors_are_returned(name):
     assert Loop(device=True, status=DEVICE_ERROR).call(name, np.zeros(100, np.uint8)) == 700
 
 
-def test_a_loop_without_digests_touches_nothing():
+def test_without_digests_chunks_stay_unchanged():
     state, chunk = np.zeros((), r.STATE), np.full(64, 7, np.uint8)
     for name in ("append", "check"):
         assert compiled(name)(state.ctypes.data, chunk.ctypes.data, len(chunk)) == 0

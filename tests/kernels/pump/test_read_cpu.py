@@ -48,7 +48,7 @@ def read_of(*jobs, piece_bytes=copy_cpu.CALL_BYTES):
     return np.array([len(jobs), 0, piece_bytes, 0, *chain(*jobs)], np.int64)
 
 
-def test_control_waits_for_a_piece_only():
+def test_a_call_copies_one_piece():
     """Three MiB of two parts, in pieces of one: the middle one has the end of one part and the start of the other."""
     src, dst = (Pool("NHD", 16, 48, 16, 64, 2) for _ in range(2))
     reader = Reader()
@@ -60,7 +60,7 @@ def test_control_waits_for_a_piece_only():
 @pytest.mark.parametrize(
     "piece_bytes, num_calls", [(4 << 20, 1), (copy_cpu.CALL_BYTES, 2), (1 << 14, 2), (1, 2)]
 )
-def test_a_call_copies_jobs_until_it_has_a_mebibyte_or_a_piece(piece_bytes, num_calls):
+def test_a_call_copies_whole_jobs_up_to_a_piece(piece_bytes, num_calls):
     """Three jobs of 512 KiB, whose units, of 1 KiB, may be longer than a piece."""
     sides = [[Window(Pool("NHD", 16, 32, 8, 64, 2, num_parts=1)) for _ in range(2)] for _ in "abc"]
     counts = {"num_heads": 8, "num_tokens": 512}
@@ -80,7 +80,7 @@ def test_a_call_copies_jobs_until_it_has_a_mebibyte_or_a_piece(piece_bytes, num_
     assert reader.num_calls == num_calls
 
 
-def test_a_token_longer_than_a_piece_is_a_piece():
+def test_a_token_longer_than_a_piece_is_copied_alone():
     """Three tokens of a mebibyte: control waits for one."""
     src, dst = (Pool("NHD", 1, 3, 8, 1 << 16, 2, num_parts=1) for _ in range(2))
     reader = Reader()
@@ -89,7 +89,7 @@ def test_a_token_longer_than_a_piece_is_a_piece():
     assert reader.num_calls == 3
 
 
-def test_the_last_piece_of_a_job_ends_with_it():
+def test_a_jobs_last_piece_ends_with_the_job():
     """Two jobs of five tokens of 48 bytes, of the first of two parts, in pieces of two tokens."""
     sides = [[Window(Pool("NHD", 4, num_heads=4)) for _ in range(2)] for _ in "ab"]
     counts = {"num_heads": 4, "num_tokens": 5}
@@ -106,7 +106,7 @@ def test_the_last_piece_of_a_job_ends_with_it():
     assert read[1] == 6
 
 
-def test_read_of_nothing_is_over_at_once():
+def test_an_empty_read_ends_at_once():
     reader = Reader()
     assert reader.finish(read_of()) == ALL
     assert reader.num_calls == 1

@@ -64,7 +64,7 @@ COPY = ("memcpy_to_device", 100, 200, 32, STREAM)
 WRITE = ("write_value", STREAM, FENCE, FENCE_VALUE, 0)
 
 
-def test_ids_then_launches_then_the_flag():
+def test_a_read_uploads_ids_then_launches_then_sets_the_flag():
     driver = Driver()
     assert read(driver, read_of(3)) == 0
     assert driver.calls == [COPY, launch(0), launch(1), launch(2), WRITE]
@@ -74,7 +74,7 @@ def test_ids_then_launches_then_the_flag():
     "failing,calls",
     [(0, [COPY, WRITE]), (1, [COPY, launch(0), WRITE]), (3, [COPY, launch(0), launch(1), WRITE])],
 )
-def test_flag_follows_whatever_was_launched_before_an_error(failing, calls):
+def test_the_flag_is_set_after_a_failed_launch(failing, calls):
     driver = Driver(failing)
     assert read(driver, read_of(2)) == 700
     assert driver.calls == calls

@@ -47,7 +47,7 @@ def test_one_process_compiles_at_a_time(tmp_path):
     assert [process.exitcode for process in processes] == [0] * NUM_PROCESSES
 
 
-def test_a_process_that_is_killed_keeps_nobody_out():
+def test_a_killed_process_releases_the_compile_lock():
     context = multiprocessing.get_context("fork")
     entered = context.Event()
     process = context.Process(target=_enter_for_good, args=(entered,))
@@ -60,7 +60,7 @@ def test_a_process_that_is_killed_keeps_nobody_out():
 
 
 @pytest.mark.slow
-def test_of_many_processes_with_an_empty_cache_one_compiles(tmp_path):
+def test_one_of_many_processes_fills_an_empty_cache(tmp_path):
     environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", COMPILE]
     processes = [

@@ -32,7 +32,7 @@ implementations = pytest.mark.parametrize(
 
 @implementations
 @pytest.mark.parametrize("empty", ["num_parts", "num_heads", "num_tokens"])
-def test_nothing_to_copy_changes_nothing(copy, device, empty):
+def test_empty_copies_change_nothing(copy, device, empty):
     src, dst = Pool("HND", 4, device=device).fill_random(), Pool("NHD", 8, device=device)
     before = dst.buffer.clone()
     counts = {"num_parts": 2, "num_heads": 4, "num_tokens": 5} | {empty: 0}
@@ -43,7 +43,7 @@ def test_nothing_to_copy_changes_nothing(copy, device, empty):
 @implementations
 @pytest.mark.parametrize("orders", [("HND", "NHD"), ("HDN", "HDN"), ("HDN", "HND")], ids="-".join)
 @pytest.mark.parametrize("starts", [(11, 18), (11, 19), (8, 18), (16, 24)], ids=str)
-def test_a_first_tile_that_begins_before_the_copy(copy, device, orders, starts):
+def test_first_tiles_may_begin_before_the_copy(copy, device, orders, starts):
     """Tiles of 8 tokens fit into the blocks of both sides. They begin where the destination's blocks do, and so within
     the source's, or before the first token.
     """
@@ -75,7 +75,9 @@ def test_runs_that_fill_tiles(copy, device, run, step, block_size):
     head_dim=st.integers(1, 40) | st.sampled_from([72, 300]),
     item=st.sampled_from([1, 2, 4, 8]),
 )
-def test_any_geometry(*, copy, device, data, kind, num_heads, num_tokens, head_dim, item):
+def test_any_geometry_is_copied_like_the_naive_one(
+    *, copy, device, data, kind, num_heads, num_tokens, head_dim, item
+):
     """From a pool to another one, or to or from a chunk. Two pools may be alike but for where the tokens begin, and
     have no gaps: consecutive blocks may be one run then. Or tiles fit into the blocks of both, wherever tokens begin.
     """

@@ -19,7 +19,7 @@ from tests.kernels.relayout.pools import TRITON_DEVICE, Pool, Window, expected_b
 from tests.support.forked import run_python
 
 
-def test_many_threads_may_copy_at_once():
+def test_threads_copy_concurrently():
     pools = [(Pool("HND", 4, 64).fill_random(seed), Pool("NHD", 16, 16)) for seed in range(6)]
     counts = {"num_heads": 4, "num_tokens": 250}
     wants = [expected_buffer(Window(src), Window(dst), **counts) for src, dst in pools]
@@ -59,7 +59,7 @@ def test_copying_on_the_cpu_imports_neither_torch_nor_triton():
     run_python("-c", _SMALL_COPY + check)
 
 
-def test_a_forked_child_may_copy_after_its_parent_did():
+def test_a_forked_child_copies_after_its_parent():
     check = """
 import os
 copy_and_check()

@@ -123,7 +123,7 @@ def chunks(draw):
     swapped=st.booleans(),
     sizes=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 300)),
 )
-def test_numbers_are_those_of_a_launch_by_triton(src, dst, swapped, sizes):
+def test_prepared_launches_equal_tritons_own(src, dst, swapped, sizes):
     pair = (dst, src) if swapped else (src, dst)
     counts = dict(zip(("num_parts", "num_heads", "num_tokens"), sizes, strict=True))
     geometry = check_copy(*pair, **counts, head_dim=None, item_size_bytes=None)
@@ -226,7 +226,7 @@ def sides_of(span):
 
 
 @given(asked=st.lists(spans(), min_size=2, max_size=8))
-def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(asked):
+def test_cached_launches_equal_fresh_ones(asked):
     known = Launches(prepared_for, MAX_PROGRAMS)
     for span in asked:
         jobs = np.empty(len(span.rows) - 1, JOB)
@@ -264,7 +264,7 @@ def test_each_chunk_gets_the_job_of_its_own_launch_whatever_was_asked_before(ask
             assert {name: job[name] for name in expected} == expected
 
 
-def test_copies_alike_are_prepared_once_whatever_their_parts_blocks_and_ids():
+def test_similar_copies_are_prepared_once():
     prepared = []
 
     def prepare(*sides_and_counts):
@@ -280,7 +280,7 @@ def test_copies_alike_are_prepared_once_whatever_their_parts_blocks_and_ids():
     assert len(prepared) == 2
 
 
-def test_a_window_needs_its_parts_and_the_blocks_of_its_tokens():
+def test_windows_refuse_missing_parts_and_blocks():
     window = window_of(one_table(), (0, HEADS))
     assert window.tokens(16, 48, 3, GroupBlocks.of([5, 6, 7], 1), 64) == (64, 3, 0, 0)
     for first, num_tokens in ((15, 16), (16, 49)):
@@ -300,9 +300,7 @@ def test_a_window_needs_its_parts_and_the_blocks_of_its_tokens():
     starts=st.tuples(st.integers(0, 100), st.integers(0, 100)),
     num_tokens=st.integers(1, 300),
 )
-def test_a_few_windows_compile_all_that_reads_between_two_pools_or_chunks_need(
-    pair, starts, num_tokens
-):
+def test_warm_up_windows_compile_every_kernel(pair, starts, num_tokens):
     launch._kernels.clear()
     windows = windows_of(min(side.block_size for side in pair if isinstance(side, PartTable)))
     for (there, count), (here, _) in product(windows, windows):
@@ -326,7 +324,7 @@ def test_a_kernel_with_other_parameters_is_refused(monkeypatch):
         launch.prepare_launch(side, chunk, num_heads=4, num_tokens=16)
 
 
-def test_what_no_launch_can_be_prepared_for():
+def test_impossible_launches_are_refused():
     chunk = PackedSide(1 << 22, 1 << 30, "NHD", GPU)
     host = PackedSide(1 << 22, 1 << 30, "NHD", "cpu")
     for pair in ((chunk, chunk), (host, host)):

@@ -37,7 +37,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks
 
 @devices
 @with_cases
-def test_receive(transform, received, local, device):
+def test_receive_transforms_equal_the_naive_copy(transform, received, local, device):
     src = Pool(*received, num_blocks=12, device=device).fill_random()
     dst = Pool(*local, num_blocks=12, device=device)
     check_copy_equals_naive(
@@ -46,7 +46,7 @@ def test_receive(transform, received, local, device):
 
 
 @devices
-def test_blocks_put_in_order_where_they_are(device):
+def test_receive_works_in_place(device):
     """As a remote with blocks of 4 tokens in HND leaves its bytes in local blocks of 16 tokens in NHD."""
     local = Pool("NHD", 16, 3, gap_items=0, device=device)
     as_sent = Pool("HND", 4, 12, gap_items=0, device=device).fill_random()
@@ -83,7 +83,7 @@ def test_blocks_put_in_order_where_they_are(device):
         (receive_block_size_and_layout, ("HND", 4), ("HND", 8), "another order"),
     ],
 )
-def test_a_transform_refuses_the_others_cases(transform, received, local, text):
+def test_transforms_refuse_each_others_cases(transform, received, local, text):
     src, dst = Window(Pool(*received)).side(), Window(Pool(*local)).side()
     with pytest.raises(GeometryMismatchError, match=text):
         transform(src, dst, num_parts=2, num_heads=4, num_tokens=8)

@@ -98,13 +98,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_describes_no_memory_or_no_copy_is_refused(number):
+def test_impossible_sides_and_copies_are_refused(number):
     call, text = REFUSED[number]
     with pytest.raises(RelayoutError, match=text):
         call()
 
 
-def test_the_order_of_a_table():
+def test_a_part_table_knows_its_order():
     assert tuple(Pool(order, 4).table().order for order in ORDERS) == ORDERS
     rows = np.concatenate([Pool("HND", 4).table().rows, Pool("HDN", 4).table().rows])
     with pytest.raises(GeometryMismatchError, match=r"HDN.*HND"):
@@ -126,7 +126,7 @@ def test_the_order_of_a_table():
         ({}, {"head_dim": 7}, GeometryMismatchError, "head_dim differs: asked 7"),
     ],
 )
-def test_windows_beyond_the_pool_change_nothing(copy, changes, counts, error, text):
+def test_windows_beyond_the_pool_are_refused(copy, changes, counts, error, text):
     dst = Pool("NHD", 8)
     before = dst.buffer.clone()
     side = dataclasses.replace(Window(Pool("HND", 4)).side(), **changes)
@@ -136,7 +136,7 @@ def test_windows_beyond_the_pool_change_nothing(copy, changes, counts, error, te
     assert torch.equal(dst.buffer, before)
 
 
-def test_ids_outside_the_copied_range_do_not_matter():
+def test_ids_outside_the_copied_range_are_ignored():
     src, dst = Pool("HND", 4).fill_random(), Pool("HND", 4)
     side = dataclasses.replace(Window(src).side(), block_ids=_ids(-1, 2, 99), token_start=4)
     relayout(side, Window(dst).side(), num_parts=2, num_heads=4, num_tokens=4)

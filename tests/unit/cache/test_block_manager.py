@@ -29,7 +29,7 @@ from tests.unit.cache.block_managers import computed, group_of, manager_of, num_
         ("max_step_tokens", 0),
     ],
 )
-def test_a_setting_out_of_range_is_refused_by_name(field, value):
+def test_settings_out_of_range_are_refused(field, value):
     settings = {"block_size": 4, "num_gpu_blocks": 8, "num_cpu_blocks": 8}
     with pytest.raises(ConfigError, match=field) as caught:
         BlockSpaceManager(**(settings | {field: value}))
@@ -106,7 +106,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_makes_no_sense_is_refused_and_changes_nothing(number):
+def test_refused_calls_change_no_blocks(number):
     call, error, text = REFUSED[number]
     manager = manager_of(3)
     group = start(manager, 1, range(7))
@@ -119,7 +119,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(number):
     assert manager.get_num_free_cpu_blocks() == 10
 
 
-def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again():
+def test_a_swapped_out_group_cannot_grow_or_swap_out():
     manager = manager_of()
     group = start(manager, 1, range(6))
     manager.swap_out(group)
@@ -135,7 +135,7 @@ def test_what_is_swapped_out_can_be_neither_grown_nor_swapped_out_again():
     "settings, feature",
     [({"enable_caching": True}, "prefix caching"), ({"sliding_window": 8}, "a sliding window")],
 )
-def test_an_encoder_cannot_be_combined_with_what_does_not_know_it(settings, feature):
+def test_encoders_exclude_prefix_caching_and_windows(settings, feature):
     manager = manager_of(**settings)
     group = group_of(range(3), 1, num_encoder_tokens=2)
     for call in (manager.can_allocate, manager.allocate):
@@ -145,7 +145,7 @@ def test_an_encoder_cannot_be_combined_with_what_does_not_know_it(settings, feat
     assert manager.get_num_free_gpu_blocks() == 10
 
 
-def test_an_encoders_blocks_are_the_requests_own():
+def test_cross_attention_blocks_are_not_shared():
     manager = manager_of(num_gpu_blocks=6, watermark=0.2)  # one block to remain
     assert manager.can_allocate(group_of(range(8), 1, num_encoder_tokens=13)) is AllocStatus.NEVER
     assert manager.fits_alone(8, 12)
@@ -169,7 +169,7 @@ def test_an_encoders_blocks_are_the_requests_own():
         assert manager.get_num_free_gpu_blocks() == 6
 
 
-def test_the_block_with_the_last_prompt_token_is_always_computed_anew():
+def test_the_last_prompt_tokens_block_is_never_a_hit():
     manager = manager_of(enable_caching=True)
     (first,) = computed(manager, 1, range(8)).seqs()
     (second,) = start(manager, 2, range(8)).seqs()
@@ -180,7 +180,7 @@ def test_the_block_with_the_last_prompt_token_is_always_computed_anew():
         assert manager.find_cached_tokens(Sequence(4, range(8)), limit) == 4
 
 
-def test_the_least_recently_used_block_is_evicted_first_and_a_chain_from_its_end():
+def test_eviction_is_least_recently_used_and_from_the_chains_end():
     manager = manager_of(num_gpu_blocks=8, enable_caching=True)
     prompts = {seq_id: [seq_id * 100 + i for i in range(9)] for seq_id in (1, 2)}
     groups = {seq_id: computed(manager, seq_id, tokens) for seq_id, tokens in prompts.items()}
@@ -202,7 +202,7 @@ def freed_after(manager, seq_id, tokens, now):
     return table
 
 
-def test_a_group_that_returns_does_not_evict_what_the_gpu_still_caches_of_it():
+def test_swapping_in_keeps_the_groups_cached_gpu_blocks():
     manager = manager_of(num_gpu_blocks=4, enable_caching=True)
     group = computed(manager, 1, range(5))
     (seq,) = group.seqs()
@@ -216,7 +216,7 @@ def test_a_group_that_returns_does_not_evict_what_the_gpu_still_caches_of_it():
     assert target != cached
 
 
-def test_blocks_that_were_freed_together_are_handed_out_together_and_last():
+def test_free_blocks_are_reused_in_the_order_of_their_release():
     manager = manager_of(num_gpu_blocks=4)
     tables = []
     for seq_id in range(4):
@@ -226,7 +226,7 @@ def test_blocks_that_were_freed_together_are_handed_out_together_and_last():
     assert tables == [[0, 1], [2, 3], [0, 1], [2, 3]]
 
 
-def test_the_latest_use_of_a_block_by_any_of_its_owners_counts():
+def test_a_shared_blocks_latest_use_counts():
     manager = manager_of(num_gpu_blocks=3, enable_caching=True)
     group = computed(manager, 1, range(4))
     (first,) = group.seqs()
@@ -241,7 +241,7 @@ def test_the_latest_use_of_a_block_by_any_of_its_owners_counts():
     assert found == {0: 4, 100: 0}
 
 
-def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
+def test_the_hit_rate_counts_looked_up_blocks():
     manager = manager_of(enable_caching=True)
     computed(manager, 1, range(9))  # 2 looked up, none found
     assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.0
@@ -252,7 +252,7 @@ def test_the_hit_rate_counts_the_blocks_that_allocations_looked_up():
     assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
 
 
-def test_what_the_watermark_leaves_no_room_for_is_never_allocated():
+def test_prompts_above_the_watermark_are_never_allocated():
     manager = manager_of(watermark=0.2)  # 2 of 10 blocks
     assert manager.fits_alone(32)
     assert not manager.fits_alone(33)
@@ -275,7 +275,7 @@ def test_swapping_in_waits_for_blocks_above_the_watermark():
     assert manager.can_swap_in(group) is AllocStatus.LATER
 
 
-def test_blocks_that_the_other_device_still_caches_are_not_copied():
+def test_swaps_skip_blocks_that_the_other_device_caches():
     manager = manager_of(enable_caching=True)
     group = computed(manager, 1, range(9))
     assert len(manager.swap_out(group)) == 3

@@ -77,7 +77,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_makes_no_sense_is_refused_and_changes_nothing(number):
+def test_refused_calls_change_no_rows(number):
     call, error, text = REFUSED[number]
     tables = make_groups()
     tables.add_row(FULL, 0)
@@ -90,7 +90,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(number):
     assert np.array_equal(after, before)
 
 
-def test_an_id_whose_kernel_ids_overflow_is_refused():
+def test_block_ids_that_overflow_kernel_ids_are_refused():
     tables = make_tables(block_sizes=[32], kernel_block_sizes=[16])
     tables.add_row([[2**30 - 1]], 0)
     assert tables[0].device_tensor()[0, :2].tolist() == [2**31 - 2, 2**31 - 1]
@@ -123,7 +123,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize("make,sizes,complaint", IMPOSSIBLE)
-def test_sizes_that_do_not_fit_are_refused(make, sizes, complaint):
+def test_impossible_table_sizes_are_refused(make, sizes, complaint):
     with pytest.raises(GeometryError, match=complaint):
         make(**sizes)
 
@@ -174,7 +174,7 @@ def changed(rows, change, *arguments):
 
 
 @given(st.lists(CHANGES, max_size=12))
-def test_rows_are_what_lists_of_ids_would_be(changes):
+def test_rows_equal_lists_of_ids(changes):
     tables = make_groups(kernel_block_sizes=[16, 8], max_model_len=400)
     singles = list(make_groups(kernel_block_sizes=[16, 8], max_model_len=400))
     rows = [[[], []]] * 4
@@ -192,7 +192,7 @@ def test_rows_are_what_lists_of_ids_would_be(changes):
             assert [table.num_blocks(row) for row in range(4)] == [len(r[group]) for r in rows]
 
 
-def test_rows_are_the_same_on_the_host_and_the_device():
+def test_host_and_device_rows_are_equal():
     table = make_tables()[0]
     table.add_row([3, 4], 1)
     expected = [[0] * 6, [3, 4, 0, 0, 0, 0]]
@@ -217,7 +217,7 @@ def committed_slots(table):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_slots_of_a_part_of_the_tokens_can_be_committed(device):
+def test_some_of_the_slots_can_be_committed(device):
     tables = make_tables(device=device)
     tables.add_row([[3, 4]], 1)
     for found, expected in committed_slots(tables[0]):
@@ -226,7 +226,7 @@ def test_slots_of_a_part_of_the_tokens_can_be_committed(device):
 
 @pytest.mark.gpu
 class TestGpu:
-    def test_the_device_sees_rows_when_committed(self):
+    def test_the_device_gets_rows_on_commit(self):
         tables = make_tables(device="cuda")
         table = tables[0]
         tables.add_row([[3, 4]], 1)

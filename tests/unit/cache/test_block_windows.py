@@ -11,7 +11,7 @@ MOST_BLOCKS = 6
 
 
 @pytest.mark.parametrize("window", range(1, 13))
-def test_by_default_a_window_is_prefilled_in_a_few_blocks_more_than_it_spans(window):
+def test_a_window_prefills_in_few_blocks_without_a_step_limit(window):
     limit = window // 4 + 2
     manager = manager_of(limit, sliding_window=window)
     group = group_of(range(40), 1)
@@ -33,7 +33,7 @@ def window_manager(num_gpu_blocks):
     return manager_of(num_gpu_blocks, sliding_window=10, max_step_tokens=8, enable_caching=True)
 
 
-def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks():
+def test_a_window_prefills_a_long_prompt_in_few_blocks():
     manager = window_manager(MOST_BLOCKS)
     group = start(manager, 1, range(400))
     (seq,) = group.seqs()
@@ -46,7 +46,7 @@ def test_a_windows_prompt_of_any_length_is_prefilled_in_chunks_in_a_few_blocks()
     assert not window_manager(MOST_BLOCKS - 1).fits_alone(400)
 
 
-def test_a_window_of_one_token_needs_nothing_before_it():
+def test_a_window_of_one_token_needs_no_earlier_block():
     manager = manager_of(8, sliding_window=1, max_step_tokens=8, enable_caching=True)
     group = group_of(range(26), 1)
     manager.allocate(group, resume_at=13)
@@ -59,7 +59,7 @@ def test_a_window_of_one_token_needs_nothing_before_it():
     assert manager.find_cached_tokens(probe, 19) == 0, "token 12 was neither brought nor computed"
 
 
-def test_a_state_has_a_block_to_be_copied_to():
+def test_a_recurrent_request_reserves_a_copy_target():
     for num_blocks, fits in ((5, True), (4, False)):
         manager = manager_of(num_blocks, is_recurrent=True, max_step_tokens=8)
         assert manager.fits_alone(100) is fits
@@ -75,7 +75,7 @@ def chunk_manager(num_gpu_blocks):
     )
 
 
-def test_a_sequence_holds_the_blocks_of_its_chunk_and_of_its_step():
+def test_a_sequence_holds_the_blocks_of_its_chunk_and_step():
     manager = chunk_manager(MOST_CHUNK_BLOCKS)
     group = start(manager, 1, range(400))
     (seq,) = group.seqs()
@@ -93,7 +93,7 @@ def test_a_sequence_holds_the_blocks_of_its_chunk_and_of_its_step():
     assert not chunk_manager(MOST_CHUNK_BLOCKS - 1).fits_alone(400)
 
 
-def test_a_chunk_that_was_brought_is_hit_where_it_is_whole():
+def test_loaded_chunks_are_hit_where_they_are_whole():
     manager = chunk_manager(8)
     group = group_of(range(26), 1)
     manager.allocate(group, resume_at=18)
@@ -113,6 +113,6 @@ def test_a_chunk_that_was_brought_is_hit_where_it_is_whole():
     assert manager.find_cached_tokens(probe) == 24
 
 
-def test_a_layer_forgets_in_one_way():
+def test_windows_and_chunks_exclude_each_other():
     with pytest.raises(ConfigError, match="forgets in one way"):
         manager_of(8, sliding_window=10, attention_chunk_size=10)

@@ -12,7 +12,7 @@ STEP = SimpleNamespace(
 )
 
 
-def test_new_running_and_resumed_requests_in_the_meanings_of_two_releases():
+def test_yielded_req_data_follows_the_vllm_release():
     changes = [
         ("new", ([1], [2])),
         ("grown", ([3], [])),

@@ -33,7 +33,7 @@ def tokens_of(array, ids, num_tokens):
     num_blocks=st.integers(1, 4),
     seed=st.integers(0, 1000),
 )
-def test_tokens_arrive_and_nothing_else_changes(sizes, layouts, num_blocks, seed):
+def test_a_copy_writes_its_tokens_and_nothing_else(sizes, layouts, num_blocks, seed):
     num_tokens = num_blocks * sizes[0]
     src_arrays, src = make_pool(24, sizes[0], layouts[0], seed)
     dst_arrays, dst = make_pool(24, sizes[1], layouts[1], seed + 1)
@@ -52,7 +52,7 @@ def test_tokens_arrive_and_nothing_else_changes(sizes, layouts, num_blocks, seed
         np.testing.assert_array_equal(target, old)
 
 
-def test_wrong_calls_are_refused():
+def test_wrong_copies_are_refused():
     _, src = make_pool(4, 2, "HND", 0)
     arrays, dst = make_pool(4, 2, "NHD", 1)
     before = [array.copy() for array in arrays]
@@ -70,7 +70,7 @@ def test_wrong_calls_are_refused():
         np.testing.assert_array_equal(array, old)
 
 
-def test_a_pool_has_the_blocks_that_all_its_parts_have():
+def test_a_pool_has_as_many_blocks_as_its_smallest_part():
     pools = [make_pool(num_blocks, 2, "NHD", seed=0) for num_blocks in (4, 3)]
     mixed = KVPool([pool.view for _, pool in pools], "cpu")
     assert mixed.num_blocks == 3

@@ -61,7 +61,7 @@ MAMBA = MambaSpec(block_size=512, shapes=((3, 10), (4, 8, 2)), dtypes=(BFLOAT16,
         ),
     ],
 )
-def test_sizes(spec, page_size_bytes, max_memory_usage_bytes):
+def test_page_and_memory_sizes(spec, page_size_bytes, max_memory_usage_bytes):
     assert spec.is_cached is (spec is not ENCODER)
     assert spec.page_size_bytes == page_size_bytes
     assert spec.max_memory_usage_bytes(LIMITS) == max_memory_usage_bytes
@@ -137,7 +137,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("number", range(len(REFUSED)))
-def test_what_is_no_spec_is_refused_by_name(number):
+def test_wrong_specs_are_refused(number):
     call, complaint = REFUSED[number]
     with pytest.raises(CacheSpecError, match=complaint):
         call()
@@ -163,13 +163,13 @@ def test_what_is_no_spec_is_refused_by_name(number):
         (MAMBA, replace(MAMBA, num_speculative_blocks=1), False),
     ],
 )
-def test_which_layers_one_block_table_can_serve(first, other, uniform):
+def test_layers_of_one_type_share_a_block_table(first, other, uniform):
     for specs in ({"a": first, "b": other}, {"a": other, "b": first}):
         assert UniformTypeKVCacheSpecs.is_uniform_type(specs) is uniform
         assert (UniformTypeKVCacheSpecs.from_specs(specs) is not None) is uniform
 
 
-def test_a_groups_size_follows_the_layer_that_needs_most_pages():
+def test_a_groups_pages_hold_those_of_all_layers():
     small = replace(FULL, num_kv_heads=1)
     specs = {"a": FULL, "b": small}
     group = UniformTypeKVCacheSpecs.from_specs(specs)
@@ -180,20 +180,20 @@ def test_a_groups_size_follows_the_layer_that_needs_most_pages():
     assert group.max_memory_usage_bytes(LIMITS) == 63 * 73_728
 
 
-def test_nothing_and_groups_make_no_group():
+def test_no_specs_and_grouped_specs_make_no_group():
     group = UniformTypeKVCacheSpecs.from_specs({"a": FULL})
     assert UniformTypeKVCacheSpecs.from_specs({}) is None
     assert UniformTypeKVCacheSpecs.from_specs({"a": group}) is None
 
 
-def test_specs_merge_where_one_mask_serves_all():
+def test_specs_merge_if_one_mask_serves_all():
     assert merge_specs([FULL, replace(FULL), FULL]) == FULL
     assert merge_specs([FULL, WINDOWED, FULL]) == WINDOWED
     assert FullAttentionSpec.merge([LOCAL, FULL]) == LOCAL
     assert merge_specs([MAMBA, replace(MAMBA)]) == MAMBA
 
 
-def test_layers_of_one_kind_are_one_group_with_a_tensor_each():
+def test_layers_of_one_kind_make_one_group():
     small = replace(FULL, num_kv_heads=1)
     config = KVCacheConfig.of({"a": FULL, "e": ENCODER, "b": small}, 3)
     assert config.tensors == (
@@ -206,7 +206,7 @@ def test_layers_of_one_kind_are_one_group_with_a_tensor_each():
     assert config.max_blocks_per_request(LIMITS) == 63
 
 
-def test_kinds_share_tensors_in_groups_of_as_many_layers_as_the_rarest():
+def test_groups_have_as_many_layers_as_the_rarest_kind():
     padded = replace(MAMBA, page_size_padded=PAGE)
     specs = dict.fromkeys("abcde", FULL) | dict.fromkeys("wx", WINDOW) | {"m": padded, "n": padded}
     config = KVCacheConfig.of(specs, 7)
@@ -221,13 +221,13 @@ def test_kinds_share_tensors_in_groups_of_as_many_layers_as_the_rarest():
     assert config.max_blocks_per_request(LIMITS) == 3 * 63 + 12 + 1
 
 
-def test_equal_layers_can_lie_in_one_tensor():
+def test_equal_layers_can_share_one_tensor():
     config = KVCacheConfig.of({"a": FULL, "b": FULL}, 3, cross_layers=True)
     assert config.tensors == (KVCacheTensor(3 * 2 * PAGE, ("a", "b")),)
     assert config.block_size_bytes == 2 * PAGE
 
 
-def test_a_model_without_caches_has_a_pool_without_blocks():
+def test_a_model_without_caches_gets_no_blocks():
     for specs in ({}, {"e": ENCODER}):
         config = plan_kv_cache(specs, LIMITS, 1 << 30)
         assert config == KVCacheConfig(0, (), ())
@@ -236,7 +236,7 @@ def test_a_model_without_caches_has_a_pool_without_blocks():
     assert of_encoder.max_blocks_per_request(LIMITS) == 0
 
 
-def test_configs_are_values_that_engines_can_copy_to_their_workers():
+def test_configs_compare_and_copy_by_value():
     config = KVCacheConfig.of({"a": FULL, "b": replace(FULL, num_kv_heads=1)}, 3)
     copied = deepcopy(config)
     assert copied == config

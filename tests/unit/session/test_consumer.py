@@ -24,7 +24,7 @@ def side():
     return harness.consumer()
 
 
-def test_a_rank_speaks_for_its_own_reads_only(side):
+def test_a_rank_ends_only_its_own_reads(side):
     links, reads = harness.start_load(side, harness.engine(**WIDE))
     assert side.tell(harness.cut_short(links[0], reads[1].read_id)) == []
     assert side.tell(harness.cut_short(links[1], reads[0].read_id)) == []
@@ -33,7 +33,7 @@ def test_a_rank_speaks_for_its_own_reads_only(side):
     assert harness.finished(side.tell(ev.ReceiveFinished(reads[1]))) == harness.OK
 
 
-def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
+def test_a_stalled_load_fails_and_frees_its_slots(side):
     (link,), (read,) = harness.start_load(side)
     for _ in range(11):
         side.tick(harness.HEARTBEAT_S)
@@ -57,14 +57,14 @@ def test_a_load_that_makes_no_progress_fails_and_its_slots_are_bounded(side):
     assert side.num_reads == 0
 
 
-def test_a_load_that_names_no_blocks_of_its_producer_is_refused(side):
+def test_a_load_without_remote_blocks_is_refused(side):
     harness.connect(side)
     commands = side.tell(replace(harness.load_asked(), remote_blocks=()))
     assert harness.finished(commands) == harness.failed(BlockIdError)
     assert not harness.of(commands, "start_receive")
 
 
-def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
+def test_a_load_waits_for_slots_only_while_others_progress(side):
     (link,) = harness.connect(side)
     side.tell(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))
     (first,) = harness.of(side.tell(harness.load_asked()), "start_receive")
@@ -83,7 +83,7 @@ def test_a_load_waits_for_slots_while_others_come_further_and_no_longer(side):
     assert harness.finished(commands) == [("x", TransferTimeoutError)]
 
 
-def test_a_mistaken_engine_is_told_so(side):
+def test_repeated_and_unknown_orders_are_refused(side):
     side.tell(harness.wanted())
     with pytest.raises(LocalError, match="wanted twice"):
         side.tell(harness.wanted())

@@ -28,7 +28,7 @@ def side():
 
 
 @pytest.mark.parametrize("theirs_s, shorter_s", [(4.0, 4.0), (60.0, harness.PEER_S)])
-def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s):
+def test_the_shorter_of_both_stated_timeouts_applies(theirs_s, shorter_s):
     side = harness.producer()
     (reply,) = harness.messages(
         harness.welcome(side, timeout_ms=int(theirs_s * 1000)), m.HelloReply
@@ -39,7 +39,7 @@ def test_greetings_state_timeouts_and_the_shorter_one_counts(theirs_s, shorter_s
 
 
 @pytest.mark.parametrize("stated", ["timeout_ms", "lease_ms"])
-def test_heartbeats_are_as_frequent_as_timeout_and_lease_demand(side, stated):
+def test_heartbeats_are_frequent_enough_for_the_peers_timeouts(side, stated):
     (link,) = harness.connect(side, **{stated: 3000})
     side.tick()
     for _ in range(9):
@@ -47,7 +47,7 @@ def test_heartbeats_are_as_frequent_as_timeout_and_lease_demand(side, stated):
         side.tell(harness.beat(link))
 
 
-def test_heartbeats_name_what_is_still_wanted(side):
+def test_heartbeats_name_the_requests_still_wanted(side):
     harness.connect(side)
     second = m.TransferKey(transfer_id="u", secret=harness.OTHER_SECRET)
     side.tell(harness.wanted("v", key=second))
@@ -58,7 +58,7 @@ def test_heartbeats_name_what_is_still_wanted(side):
     assert beat.transfers == (second,)
 
 
-def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again(side):
+def test_a_silent_engine_fails_its_loads_and_is_retried(side):
     side.tell(harness.wanted(), harness.load_asked())
     assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S - 1.0)) == []
     assert harness.finished(side.tick(1.0)) in (
@@ -69,7 +69,7 @@ def test_an_engine_that_does_not_answer_fails_in_time_and_is_tried_again(side):
     assert harness.of(side.tick(1.0), "open_link")
 
 
-def test_an_engine_that_nobody_wants_any_more_is_not_looked_for(side):
+def test_an_engine_without_requests_is_not_retried(side):
     side.tell(harness.wanted(), harness.load_asked())
     assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S))
     while (deadline := side.session.next_deadline()) < NEVER:
@@ -77,7 +77,7 @@ def test_an_engine_that_nobody_wants_any_more_is_not_looked_for(side):
         assert not harness.of(side.tick(), "open_link")
 
 
-def test_a_repeated_greeting_is_not_connected_to_again(side):
+def test_a_repeated_hello_reply_is_ignored(side):
     (worker,) = harness.resolve(side)
     reply = m.HelloReply(incarnation="one", transport_address=b"p", export=harness.EXPORT)
     answers = [side.receive(worker.link, reply) for _ in range(2)]
@@ -85,7 +85,7 @@ def test_a_repeated_greeting_is_not_connected_to_again(side):
     assert not answers[1]
 
 
-def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent(side):
+def test_a_new_request_replaces_the_link_to_a_silent_directory(side):
     """The link may have been cut while it was asked, and be whole again."""
     (first,) = harness.of(side.tell(harness.wanted()), "open_link")
     side.now += harness.PEER_S
@@ -99,7 +99,7 @@ def test_a_new_request_does_not_wait_for_a_directory_that_has_long_been_silent(s
     assert harness.of(side.receive(again.link, harness.directory()), "open_link")
 
 
-def test_workers_are_greeted_in_the_version_that_the_directory_names(side, monkeypatch):
+def test_workers_are_greeted_in_the_directorys_wire_version(side, monkeypatch):
     monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(3, 5))
     commands = side.tell(harness.wanted())
     (asked,) = harness.of(commands, "open_link")
@@ -119,7 +119,7 @@ def _beat(side, *links, seconds=harness.SOON_IDLE.idle_timeout_s):
     return commands
 
 
-def test_a_request_just_before_an_engine_would_be_disconnected_keeps_it():
+def test_a_new_request_keeps_an_idle_engine_connected():
     side = harness.consumer(peer=harness.SOON_IDLE)
     (link,) = harness.connect(side)
     side.tell(DropRequest("w"))
@@ -130,7 +130,7 @@ def test_a_request_just_before_an_engine_would_be_disconnected_keeps_it():
     assert harness.of(side.tell(harness.load_asked("v")), "start_receive")
 
 
-def test_an_engine_whose_read_drains_stays_connected_until_it_is_drained():
+def test_an_idle_engine_stays_connected_while_a_read_drains():
     side = harness.consumer(peer=harness.SOON_IDLE)
     (link,), (read,) = harness.start_load(side)
     side.tell(DropRequest("w"), ev.ReceiveStopped(read))
@@ -139,14 +139,14 @@ def test_an_engine_whose_read_drains_stays_connected_until_it_is_drained():
     assert side.tick(harness.HEARTBEAT_S) == [harness.call("close_link", link)]
 
 
-def test_an_engine_that_was_met_before_has_less_time_to_greet(side):
+def test_a_reconnecting_engine_has_less_time_to_greet(side):
     (link,) = harness.connect(side)
     side.tell(ev.LinkLost(link, PeerLostError("gone")), harness.wanted("v"))
     (opened,) = harness.of(side.tick(2.0), "open_link")
     assert harness.call("close_link", opened.link) in side.tick(harness.HELLO_S)
 
 
-def test_a_warm_up_that_fails_fails_the_load_with_its_reason(side):
+def test_a_failed_warm_up_fails_the_load(side):
     (opened,) = harness.resolve(side)
     side.tell(harness.load_asked())
     failed = side.tell(ev.WarmedUp(opened.link, IncompatiblePeerError("no")))
@@ -171,31 +171,31 @@ def test_a_warm_up_that_fails_fails_the_load_with_its_reason(side):
         ),
     ],
 )
-def test_a_directory_of_something_else_fails_the_load(side, answer, error):
+def test_an_unusable_directory_fails_the_load(side, answer, error):
     (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), "open_link")
     assert harness.finished(side.receive(opened.link, answer)) == harness.failed(error)
 
 
-def test_a_directory_that_leaves_out_what_it_was_asked_for_fails_the_load(side):
+def test_a_directory_that_omits_workers_twice_fails_the_load(side):
     (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), "open_link")
     empty = ev.FromPeer(opened.link, replace(harness.directory(), workers=()))
     assert harness.messages(side.tell(empty), m.DirectoryRequest)
     assert harness.finished(side.tell(empty)) == harness.failed(RemoteProtocolError)
 
 
-def test_an_engine_that_is_met_is_logged_with_how_it_differs(side):
+def test_a_met_engine_is_logged_with_its_differences(side):
     (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), "open_link")
     (met,) = harness.of(side.receive(opened.link, harness.directory()), "met")
     same = "tp 1, pp 1, block size 1; blocks are copied as they are"
     assert (met.engine_id, met.summary) == ("p", same)
 
 
-def test_a_worker_that_answers_like_a_directory_is_left(side):
+def test_a_worker_that_sends_a_directory_is_disconnected(side):
     (link,) = harness.connect(side)
     assert harness.call("close_link", link) in side.receive(link, harness.directory())
 
 
-def test_a_wrong_address_does_not_disturb_the_right_one(side):
+def test_a_wrong_address_does_not_affect_the_right_one(side):
     _, (read,) = harness.start_load(side)
     elsewhere = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
     (opened,) = harness.of(
@@ -207,7 +207,7 @@ def test_a_wrong_address_does_not_disturb_the_right_one(side):
 
 
 @pytest.mark.parametrize("is_duplicate", [True, False])
-def test_only_the_answer_to_a_heartbeat_vouches_for_a_producer(side, is_duplicate):
+def test_only_a_reply_to_the_last_heartbeat_renews_the_timeout(side, is_duplicate):
     """A duplicate must not be taken for the answer to a later one, which the producer never got."""
     (link,) = harness.connect(side)
     number = 0
@@ -220,7 +220,7 @@ def test_only_the_answer_to_a_heartbeat_vouches_for_a_producer(side, is_duplicat
     assert side.tell(harness.beat(link, number)) == []
 
 
-def test_a_fresh_request_shortens_the_long_pause_after_many_losses(side):
+def test_a_new_request_shortens_the_reconnect_pause(side):
     opened = harness.of(side.tell(harness.wanted()), "open_link")
     for _ in range(7):
         while not opened:
@@ -231,7 +231,7 @@ def test_a_fresh_request_shortens_the_long_pause_after_many_losses(side):
     assert harness.of(side.tick(1.0), "open_link")
 
 
-def test_a_consumer_that_drops_a_request_while_connecting_tells_the_producer_then(side):
+def test_a_request_dropped_while_connecting_is_aborted_later(side):
     (link,) = [command.link for command in harness.resolve(side)]
     assert not harness.messages(side.tell(DropRequest("w")), m.Abort)
     side.receive(link, m.HelloReply(incarnation="one"))

@@ -40,7 +40,7 @@ def _asked_for(side, names):
     return [command for name in names for command in side.tell(harness.load_asked(name))]
 
 
-def test_ten_thousand_requests_are_named_within_an_interval_by_short_heartbeats():
+def test_heartbeats_name_ten_thousand_requests_in_one_interval():
     side = harness.consumer()
     (link,) = harness.connect(side)
     _want(side, 10_000)
@@ -57,7 +57,7 @@ def test_ten_thousand_requests_are_named_within_an_interval_by_short_heartbeats(
     assert beats <= -(-10_001 // m.MAX_NAMED) + 1
 
 
-def test_prompts_that_are_followed_are_asked_for_at_once():
+def test_follows_are_sent_at_once():
     side = harness.consumer()
     harness.connect(side)
     _want(side, MANY, is_followed=True)
@@ -69,7 +69,7 @@ def test_prompts_that_are_followed_are_asked_for_at_once():
     assert side.now == 0.0
 
 
-def test_a_prompt_that_is_followed_does_not_wait_until_all_others_were_named():
+def test_a_follow_does_not_wait_for_other_heartbeats():
     side = harness.consumer()
     harness.connect(side)
     _want(side, MANY)
@@ -83,7 +83,7 @@ def test_a_prompt_that_is_followed_does_not_wait_until_all_others_were_named():
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_a_lost_engine_ends_all_of_its_loads_piece_by_piece_and_no_later_one(is_early):
+def test_a_lost_engine_fails_its_loads_in_batches(is_early):
     side = harness.consumer()
     link = harness.resolve(side)[0].link if is_early else harness.connect(side)[0]
     names = _want(side, MANY)
@@ -100,7 +100,7 @@ def test_a_lost_engine_ends_all_of_its_loads_piece_by_piece_and_no_later_one(is_
     assert side.num_loads == 2  # that of "w" was not asked for
 
 
-def test_a_read_that_gets_its_slots_between_the_loss_and_its_end_keeps_none():
+def test_a_read_posted_after_its_link_was_lost_frees_its_slots():
     side = harness.consumer()
     (link,) = harness.connect(side)
     names = _want(side, MANY)
@@ -125,7 +125,7 @@ def _the_last_is_read(side, link, *, is_followed):
     return names[-1], read
 
 
-def test_a_read_of_a_lost_engine_is_stopped_before_its_slots_are_drained():
+def test_a_lost_read_is_stopped_before_it_is_drained():
     side = harness.consumer()
     (link,) = harness.connect(side)
     name, read = _the_last_is_read(side, link, is_followed=True)
@@ -141,7 +141,7 @@ def test_a_read_of_a_lost_engine_is_stopped_before_its_slots_are_drained():
 
 @pytest.mark.parametrize("path", [ev.PACKED_PATH, ev.DIRECT_PATH])
 @pytest.mark.parametrize("is_followed", [True, False])
-def test_what_is_complete_after_its_engine_was_lost_does_not_count(path, is_followed):
+def test_a_read_finished_after_its_link_was_lost_fails(path, is_followed):
     side = harness.consumer()
     (link,) = harness.connect(side)
     name, read = _the_last_is_read(side, link, is_followed=is_followed)
@@ -152,7 +152,7 @@ def test_what_is_complete_after_its_engine_was_lost_does_not_count(path, is_foll
     assert (name, PeerLostError) in harness.finished(commands)
 
 
-def test_a_worker_that_was_paused_believes_none_of_its_reads():
+def test_a_read_finished_after_a_pause_fails():
     side = harness.consumer()
     (link,) = harness.connect(side)
     name, read = _the_last_is_read(side, link, is_followed=True)
@@ -161,7 +161,7 @@ def test_a_worker_that_was_paused_believes_none_of_its_reads():
     assert (name, PeerLostError) in harness.finished(ended)
 
 
-def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
+def test_progress_before_a_load_begins_is_kept():
     side = harness.consumer()
     (opened,) = harness.resolve(side)
     names = _want(side, MANY, is_followed=True)
@@ -176,7 +176,7 @@ def test_progress_of_prompts_that_are_to_begin_with_the_engine_is_kept():
     assert [each.read.load.request_id for each in started] == [names[-1]]
 
 
-def test_a_request_that_is_over_is_not_kept_until_its_deadline():
+def test_an_ended_load_is_freed_before_its_deadline():
     side = harness.consumer()
     harness.connect(side)
     names = _want(side, 3, is_followed=True)
@@ -187,7 +187,7 @@ def test_a_request_that_is_over_is_not_kept_until_its_deadline():
     assert [each() for each in kept] == [None, None, None]
 
 
-def test_how_far_loads_are_is_asked_of_those_that_have_blocks():
+def test_only_loads_with_blocks_are_in_flight():
     side = harness.consumer()
     harness.connect(side)
     names = _want(side, MANY)
@@ -199,7 +199,7 @@ def test_how_far_loads_are_is_asked_of_those_that_have_blocks():
     assert not side.session._asked
 
 
-def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_piece():
+def test_early_loads_begin_in_batches_after_the_greeting():
     side = harness.consumer()
     (opened,) = harness.resolve(side)
     names = _want(side, MANY)
@@ -213,7 +213,7 @@ def test_loads_that_were_asked_for_before_the_greeting_begin_with_it_piece_by_pi
     assert max(len(harness.of(piece, "start_receive")) for piece in pieces) <= MAX_AT_ONCE
 
 
-def test_loads_whose_time_is_up_end_piece_by_piece():
+def test_loads_time_out_in_order():
     side = harness.consumer(peer=harness.PeerConfig(timeout_s=1000.0, idle_timeout_s=2000.0))
     harness.connect(side)
     names = _want(side, MANY)
@@ -229,7 +229,7 @@ def test_loads_whose_time_is_up_end_piece_by_piece():
 
 
 @pytest.mark.parametrize("is_greeted", [True, False])
-def test_ten_thousand_aborts_in_one_step_all_reach_the_producer(is_greeted):
+def test_ten_thousand_aborts_all_reach_the_producer(is_greeted):
     side = harness.consumer()
     link = harness.connect(side)[0] if is_greeted else harness.resolve(side)[0].link
     names = _want(side, 10_000, is_followed=True)
@@ -242,7 +242,7 @@ def test_ten_thousand_aborts_in_one_step_all_reach_the_producer(is_greeted):
     assert side.num_loads == 1
 
 
-def test_a_producer_gives_thousands_of_leases_back_in_their_time():
+def test_thousands_of_leases_expire_at_their_deadlines():
     side = harness.producer()
     for number in range(MANY):
         side.tell(harness.granted(f"r{number}", f"t{number}"))
@@ -262,7 +262,7 @@ def test_a_producer_gives_thousands_of_leases_back_in_their_time():
     assert side.session.next_deadline() < NEVER  # the peer's
 
 
-def test_a_withdrawn_lease_of_thousands_ends_alone():
+def test_withdrawing_one_lease_keeps_the_others():
     side = harness.producer()
     for number in range(MANY):
         side.tell(harness.granted(f"r{number}", f"t{number}"))
@@ -272,7 +272,7 @@ def test_a_withdrawn_lease_of_thousands_ends_alone():
     assert len(ended) == MANY - 1
 
 
-def test_leases_are_kept_alive_while_the_engine_is_still_being_greeted():
+def test_heartbeats_renew_leases_during_the_greeting():
     """Greeting all ranks of an engine that starts may take longer than a lease, and than a silent peer's timeout."""
     side = harness.consumer()
     first, second = (opened.link for opened in harness.resolve(side, harness.engine(tp_size=2)))
@@ -290,7 +290,7 @@ def test_leases_are_kept_alive_while_the_engine_is_still_being_greeted():
     assert harness.of(side.tell(harness.load_asked()), "start_receive")
 
 
-def test_an_engine_whose_greeting_took_longer_than_its_timeout_is_not_lost_with_it():
+def test_the_timeout_starts_after_a_slow_greeting():
     side = harness.consumer()
     (opened,) = harness.resolve(side)
     for _ in range(4):
@@ -301,7 +301,7 @@ def test_an_engine_whose_greeting_took_longer_than_its_timeout_is_not_lost_with_
     assert harness.of(side.tick(0.1), "close_link") == [harness.call("close_link", opened.link)]
 
 
-def test_requests_dropped_in_mid_greeting_are_no_errors():
+def test_requests_dropped_during_the_greeting_never_start():
     side = harness.consumer()
     (opened,) = harness.resolve(side)
     names = _want(side, 3)
@@ -312,7 +312,7 @@ def test_requests_dropped_in_mid_greeting_are_no_errors():
     assert not harness.of(side.tell(ev.WarmedUp(opened.link)), "start_receive")
 
 
-def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks():
+def test_ten_thousand_aborted_prompts_hold_no_blocks():
     side = harness.producer()
     harness.welcome(side)
     for number in range(10_000):
@@ -329,7 +329,7 @@ def test_prompts_that_are_computed_after_thousands_were_given_up_keep_no_blocks(
     assert late.refusal is m.Refusal.ABORTED
 
 
-def test_a_look_that_ends_early_leaves_the_rest_planned():
+def test_an_interrupted_agenda_keeps_the_rest():
     agenda = Agenda()
     for at, name in enumerate("abc"):
         agenda.plan(name, at)

@@ -33,7 +33,7 @@ def _reading():
 
 
 @pytest.mark.parametrize("ending", ["time", "consumer", "producer"])
-def test_an_ending_lease_waits_for_the_pack_under_way(ending):
+def test_an_ending_lease_waits_for_its_send(ending):
     side, send = _reading()
     if ending == "time":
         side.tell(harness.heartbeat())  # keeps the consumer; its lease then runs out
@@ -59,7 +59,7 @@ def test_an_ending_lease_waits_for_the_pack_under_way(ending):
 
 
 @pytest.mark.parametrize("secret", [harness.OTHER_SECRET, "\u00e9" * 32])
-def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(side, secret):
+def test_every_message_about_a_lease_needs_its_secret(side, secret):
     side.tell(harness.granted())
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=secret)
@@ -71,7 +71,7 @@ def test_without_the_secret_nothing_can_be_read_renewed_confirmed_or_aborted(sid
     assert harness.released(side.tick(10.0)) == [("r", "expired")]
 
 
-def test_a_new_request_under_an_old_name_may_be_read_early_as_well(side):
+def test_a_reused_name_may_be_read_early(side):
     side.tell(harness.granted(), WithdrawRequest("r"))
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
@@ -79,7 +79,7 @@ def test_a_new_request_under_an_old_name_may_be_read_early_as_well(side):
     assert harness.of(side.tell(harness.granted(secret=harness.OTHER_SECRET)), "start_send")
 
 
-def test_reads_of_strangers_and_of_a_former_start_are_refused(side):
+def test_reads_need_a_greeting_and_the_current_incarnation(side):
     side.tell(harness.granted())
     (stranger,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
     harness.welcome(side)
@@ -88,7 +88,7 @@ def test_reads_of_strangers_and_of_a_former_start_are_refused(side):
     assert [each.refusal for each in refused] == [Refusal.STALE_INCARNATION]
 
 
-def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed():
+def test_a_cancelled_read_does_not_end_its_lease():
     side, send = _reading()
     assert side.tell(harness.cancel(-1, 1)) == [harness.call("stop_send", send)]
     side.tell(ev.SendOver(send, 1))
@@ -99,20 +99,20 @@ def test_a_cancelled_read_ends_and_the_lease_stays_for_as_long_as_it_is_renewed(
     assert harness.released(side.tick(2.0)) == [("r", "expired")]
 
 
-def test_a_failing_data_plane_is_told_to_the_consumer():
+def test_a_send_error_is_reported_to_the_consumer():
     side, send = _reading()
     ended = harness.messages(side.tell(ev.SendOver(send, 1, TransportError("broken"))), m.ReadEnded)
     assert [(reply.refusal, reply.text) for reply in ended] == [(Refusal.INTERNAL, "broken")]
 
 
-def test_only_who_has_greeted_is_sent_something_to_measure_by(side):
+def test_probes_need_a_greeting(side):
     probe = m.Probe(first_tag=7, nbytes=100, count=3)
     assert side.receive(-1, probe) == []
     harness.welcome(side)
     assert side.receive(-1, probe) == [harness.call("probe", -1, probe)]
 
 
-def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served(side):
+def test_early_reads_are_cancelled_lost_refused_or_served(side):
     for link in (-1, -2, -3):
         harness.welcome(side, link)
         side.receive(link, harness.read(-link))
@@ -132,7 +132,7 @@ def test_an_early_read_is_cancelled_lost_with_its_link_refused_in_time_or_served
 
 @pytest.mark.parametrize("is_reading", [True, False])
 @pytest.mark.parametrize("loss", ["link", "silence", "second hello"])
-def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading):
+def test_a_lost_consumer_gets_a_bye_and_its_sends_stop(loss, is_reading):
     """Also in the middle of its greeting."""
     side, send = _reading() if is_reading else (harness.producer(), None)
     if not is_reading:
@@ -162,13 +162,13 @@ def test_a_consumer_that_is_lost_is_told_so_and_its_sends_stop(loss, is_reading)
         (harness.engine("d"), 1, "rank is outside its engine"),
     ],
 )
-def test_a_consumer_that_does_not_fit_is_told_in_what(side, geometry, tp_rank, text):
+def test_an_incompatible_consumer_is_refused_with_the_reason(side, geometry, tp_rank, text):
     (reply,) = harness.messages(side.receive(-1, harness.hello(geometry, tp_rank)), m.HelloReply)
     assert reply.refusal is Refusal.INCOMPATIBLE
     assert text in reply.text
 
 
-def test_a_request_is_granted_once(side):
+def test_a_request_cannot_be_granted_twice(side):
     side.tell(harness.granted())
     for again in (harness.granted(), harness.granted("r", "u"), harness.granted("s", "t")):
         with pytest.raises(LocalError, match="granted twice"):
@@ -180,7 +180,7 @@ ENDINGS = {"done": harness.done, "abort": harness.given_up}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_ending_may_come_before_its_lease(side, ending):
+def test_an_early_ending_ends_the_lease_when_it_is_granted(side, ending):
     harness.welcome(side)
     assert side.tell(ENDINGS[ending]()) == []
     (released,) = harness.of(side.tell(harness.granted()), "release")
@@ -188,7 +188,7 @@ def test_an_ending_may_come_before_its_lease(side, ending):
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_early_ending_needs_the_secret_and_is_forgotten_in_time(side, ending):
+def test_an_early_ending_needs_the_secret_and_expires(side, ending):
     harness.welcome(side)
     wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
     side.tell(ENDINGS[ending](key=wrong), ENDINGS[ending](link=-9))
@@ -199,13 +199,13 @@ def test_an_early_ending_needs_the_secret_and_is_forgotten_in_time(side, ending)
     assert not harness.of(side.tell(harness.granted("s", "u")), "release")
 
 
-def test_a_duplicate_ending_does_not_end_a_later_lease_of_the_name(side):
+def test_a_duplicate_abort_does_not_end_the_next_lease(side):
     harness.welcome(side)
     side.tell(harness.granted(), harness.given_up(), harness.given_up())
     assert not harness.of(side.tell(harness.granted(secret=harness.OTHER_SECRET)), "release")
 
 
-def test_a_lease_may_last_longer_than_the_configured_one(side):
+def test_a_lease_may_outlast_the_configured_duration(side):
     side.tell(replace(harness.granted(), lease_duration_s=4 * harness.LEASE_S))
     harness.welcome(side)
     side.tell(harness.heartbeat())
@@ -214,7 +214,7 @@ def test_a_lease_may_last_longer_than_the_configured_one(side):
     assert harness.of(side.tick(2 * harness.LEASE_S), "release")
 
 
-def test_both_ends_make_the_same_bytes_whatever_their_version():
+def test_the_lease_key_is_a_fixed_digest():
     key = lease_key("request-1", "s" * 32, [harness.GroupBlocks.of([7, 1 << 30], 2)])
     told = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
     told.update((9).to_bytes(8, "little") + b"request-1")
@@ -224,7 +224,7 @@ def test_both_ends_make_the_same_bytes_whatever_their_version():
     assert key == told.digest()
 
 
-def test_a_session_is_collected_with_what_came_before_its_lease():
+def test_a_session_with_early_messages_is_garbage_collected():
     """A message has its link, a link its peer, and a peer its early messages."""
     side = harness.producer()
     harness.welcome(side)
@@ -236,7 +236,7 @@ def test_a_session_is_collected_with_what_came_before_its_lease():
     assert peer() is None
 
 
-def test_reports_and_refusals_have_the_follower_s_secret():
+def test_progress_carries_the_followers_secret():
     side = harness.producer()
     harness.welcome(side)
     side.tell(GrowRequest("r", "t", harness.SECRET, harness.BLOCKS, Watermark(0)))

@@ -46,7 +46,7 @@ def _progress(commands):
     ]
 
 
-def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known():
+def test_followers_get_progress_after_every_step():
     side = harness.producer()
     harness.welcome(side)
     harness.welcome(side, -2)
@@ -60,7 +60,7 @@ def test_followers_hear_of_every_step_and_may_follow_before_the_request_is_known
     assert _progress(side.tell(harness.heartbeat())) == []  # nothing is reported twice
 
 
-def test_reads_are_expected_of_the_very_blocks_of_a_complete_lease():
+def test_reads_are_expected_of_a_complete_leases_blocks():
     side = _filling()
     assert not harness.of(side.tell(_granted(8)), "expect_reads")
     (expected,) = harness.of(side.tell(_granted(12, is_complete=True)), "expect_reads")
@@ -82,7 +82,7 @@ def _ended(how):
 
 
 @pytest.mark.parametrize("how", ["released", "aborted", "expired"])
-def test_names_are_for_one_use(how):
+def test_a_transfer_cannot_be_granted_again(how):
     """A late message about the first one could not be distinguished from one about the second."""
     side = _ended(how)
     assert side.tell(_granted(0), _granted(8)) == []
@@ -93,7 +93,7 @@ def test_names_are_for_one_use(how):
     assert side.num_leases == 0
 
 
-def test_a_late_word_about_a_transfer_does_not_reach_the_next_one_of_its_name():
+def test_late_messages_do_not_reach_the_next_transfer_of_a_name():
     side = _ended("released")
     side.tell(GrowRequest("r", "t", harness.OTHER_SECRET, harness.BLOCKS, Watermark(0)))
     late = side.tell(harness.given_up(), harness.done(), harness.followed())
@@ -102,7 +102,7 @@ def test_a_late_word_about_a_transfer_does_not_reach_the_next_one_of_its_name():
     assert _progress(side.tell(harness.followed(-1, other))) == [(0, False)]
 
 
-def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
+def test_reads_above_the_watermark_are_refused():
     side = _filling()
     side.tell(_granted(8))
     assert harness.of(side.receive(-1, harness.read(1, tokens=range(8), blocks=())), "start_send")
@@ -112,7 +112,7 @@ def test_what_is_below_the_watermark_is_sent_and_nothing_above_it():
     ]
 
 
-def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards():
+def test_a_leases_duration_starts_with_its_complete_prompt():
     side = _filling()
     side.session.keep_alive(side.links[-1], 1e6)
     side.tick(1e5)
@@ -121,7 +121,7 @@ def test_a_lease_lasts_while_its_prompt_is_computed_and_its_duration_afterwards(
     assert harness.released(side.tick(harness.LEASE_S)) == [("r", "expired")]
 
 
-def test_what_the_engine_adds_to_the_end_of_a_prompt_comes_with_it():
+def test_the_last_progress_carries_the_engines_extra_bytes():
     side = _filling()
     (grown,) = harness.messages(side.tell(_granted(8)), m.Progress)
     hold = msgspec.structs.replace(_granted(12, is_complete=True), extra=b"token")
@@ -131,7 +131,7 @@ def test_what_the_engine_adds_to_the_end_of_a_prompt_comes_with_it():
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_load_ends_with_what_the_producers_engine_added(tp_size):
+def test_a_load_ends_with_the_producers_extra_bytes(tp_size):
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
     complete = [ev.FromPeer(link, _said(12, is_complete=True, extra=b"token")) for link in links]
     started = harness.of(side.tell(*complete), "start_receive")
@@ -141,7 +141,7 @@ def test_a_load_ends_with_what_the_producers_engine_added(tp_size):
 
 
 @pytest.mark.parametrize("how", ["preempted", "elsewhere"])
-def test_blocks_that_are_taken_in_mid_prompt_void_what_was_read(how):
+def test_blocks_taken_in_mid_prompt_abort_their_followers(how):
     side = _filling(harness.EXPORT)
     side.tell(_granted(8))
     event = WithdrawRequest("r") if how == "preempted" else _granted(12, ids=(9, 1, 2))
@@ -162,7 +162,7 @@ def _refused(commands):
     ]
 
 
-def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
+def test_a_wrong_secret_is_refused_like_an_unknown_transfer():
     side = _filling()
     wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
     unknown = m.TransferKey(transfer_id="u", secret=harness.SECRET)
@@ -176,12 +176,12 @@ def test_a_wrong_secret_and_an_unknown_request_are_refused_in_the_same_words():
     assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
 
-def test_a_stranger_that_follows_gets_no_progress():
+def test_followers_without_a_greeting_get_no_progress():
     side = _filling()
     assert harness.messages(side.tell(harness.followed(-9)), m.Progress) == []
 
 
-def test_a_read_by_the_producer_s_answer_waits_for_the_order_that_completes_the_lease():
+def test_a_read_of_a_whole_prompt_waits_for_its_complete_lease():
     side = _filling()
     side.tell(_granted(5))
     assert side.receive(-1, harness.read()) == []
@@ -191,7 +191,7 @@ def test_a_read_by_the_producer_s_answer_waits_for_the_order_that_completes_the_
     assert [started.send.read.read_id for started in harness.of(complete, "start_send")] == [1]
 
 
-def test_three_thousand_followers_before_their_leases_are_all_served():
+def test_three_thousand_early_followers_are_all_served():
     side = harness.producer()
     harness.welcome(side)
     keys = [m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET) for i in range(3000)]
@@ -207,7 +207,7 @@ def test_three_thousand_followers_before_their_leases_are_all_served():
         assert _progress(side.tell(granted)) == [(12, False)]
 
 
-def test_who_follows_more_than_there_is_room_for_is_refused_and_nobody_else():
+def test_followers_beyond_the_limit_are_refused():
     side = harness.producer()
     harness.welcome(side)
     num_kept = MAX_EARLY_BYTES // EVENT_BYTES
@@ -252,7 +252,7 @@ def _begun(commands):
         (None, TransferTimeoutError),
     ],
 )
-def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_asked):
+def test_a_prompt_that_ends_early_fails_its_load(event, error, is_asked):
     """Of one that was not asked for yet, the engine is asked to."""
     patient = harness.PeerConfig(progress_timeout_s=60.0)
     side, (link,) = _following((0, 12) if is_asked else None, peer=patient)
@@ -274,7 +274,7 @@ def test_a_producer_that_ends_in_mid_prompt_fails_the_load(event, error, is_aske
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
+def test_a_load_without_new_bytes_times_out(tp_size):
     """Its chunks are lost, or all that another rank of the producer says."""
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
     complete = ev.FromPeer(links[0], _said(12, is_complete=True))
@@ -290,7 +290,7 @@ def test_a_prompt_that_stands_does_not_keep_a_load_that_gets_nothing(tp_size):
     assert isinstance(ended.error, TransferTimeoutError)
 
 
-def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
+def test_a_prompt_shorter_than_its_load_fails_it():
     side, (link,) = _following()
     (started,) = harness.of(side.receive(link, _said(8, is_complete=True)), "start_receive")
     (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read)), "finish_load")
@@ -298,7 +298,7 @@ def test_a_producer_that_has_less_than_is_asked_for_fails_the_load():
     assert ended.load.filled_tokens == 8
 
 
-def test_a_producer_that_ends_after_the_last_token_leaves_all_of_them():
+def test_a_loss_after_the_last_token_keeps_all_tokens():
     """It was to say that the prompt is complete, with the first token, perhaps."""
     side, (link,) = _following()
     (started,) = harness.of(side.receive(link, _said(12)), "start_receive")
@@ -307,14 +307,14 @@ def test_a_producer_that_ends_after_the_last_token_leaves_all_of_them():
     assert (type(ended.error), ended.load.filled_tokens) == (PeerLostError, 12)
 
 
-def test_an_empty_queue_place_is_kept_while_the_producer_says_that_it_lives():
+def test_a_queued_prompt_waits_while_its_producer_answers():
     side, (link,) = _following(None)
     for _ in range(30):
         side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
         assert _begun(side.tick(harness.HEARTBEAT_S)) == []
 
 
-def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
+def test_the_progress_timeout_starts_with_the_last_new_token():
     """A new token extends the wait, and what was reported before does not."""
     side, (link,) = _following(
         peer=harness.PeerConfig(transfer_timeout_s=3.0, progress_timeout_s=60.0)
@@ -336,7 +336,7 @@ def test_a_producer_may_take_long_for_a_step_and_not_for_ever():
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_engine_asks_when_a_prompt_begins_or_is_complete_where_it_does_not_stream(stream):
+def test_begun_is_reported_with_the_first_or_the_last_token(stream):
     side, (link,) = _following(None, stream=stream)
     assert _begun(side.receive(link, _said(0))) == []
     reports = [_said(4), _said(12), _said(12, is_complete=True)]
@@ -345,7 +345,7 @@ def test_the_engine_asks_when_a_prompt_begins_or_is_complete_where_it_does_not_s
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_layers_of_a_step_are_read_from_the_least_bytes_a_producer_on(tp_size, monkeypatch):
+def test_layers_are_read_once_a_piece_is_large_enough(tp_size, monkeypatch):
     def read_of_first_layer(least_bytes):
         monkeypatch.setattr(load, "MIN_PIECE_BYTES", least_bytes)
         side, links = _following(geometry=harness.engine(tp_size=tp_size))
@@ -360,7 +360,7 @@ def test_layers_of_a_step_are_read_from_the_least_bytes_a_producer_on(tp_size, m
     assert read_of_first_layer(nbytes // tp_size + 1) == 0
 
 
-def test_tokens_of_all_layers_are_read_before_the_layers_of_the_newest_step(monkeypatch):
+def test_finished_tokens_are_read_before_the_newest_layers(monkeypatch):
     monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     side, (link,) = _following()
     reported = side.receive(link, _said(12, watermark=Watermark(4, 12, 1)))
@@ -371,7 +371,7 @@ def test_tokens_of_all_layers_are_read_before_the_layers_of_the_newest_step(monk
     ]
 
 
-def test_of_a_step_so_many_tokens_are_read_as_the_slowest_producer_rank_is_ahead(monkeypatch):
+def test_layer_reads_stop_at_the_slowest_rank(monkeypatch):
     monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     side, links = _following(geometry=harness.engine(tp_size=2))
     reports = [_said(12, watermark=Watermark(0, stop, 1)) for stop in (8, 12)]
@@ -380,14 +380,14 @@ def test_of_a_step_so_many_tokens_are_read_as_the_slowest_producer_rank_is_ahead
     assert read == [(range(8),)] * 2
 
 
-def test_an_older_report_takes_nothing_back():
+def test_an_older_report_is_ignored():
     side, (link,) = _following(None)
     side.tell(*[ev.FromPeer(link, _said(tokens)) for tokens in (8, 4)])
     (started,) = harness.of(side.tell(harness.load_asked()), "start_receive")
     assert started.read.source.token_ranges == (range(8),)
 
 
-def test_a_prompt_is_asked_for_until_every_worker_has_answered():
+def test_a_follow_is_repeated_until_every_worker_answers():
     side = harness.consumer()
     links = harness.connect(side, harness.engine(tp_size=2), is_followed=True)
     asked = harness.messages(side.tick(), m.Heartbeat)

@@ -26,7 +26,7 @@ def mermaid(table):
     return "\n".join(lines)
 
 
-def test_the_documentation_shows_the_tables_as_they_are():
+def test_the_protocol_page_shows_the_state_tables():
     text = (Path(__file__).parents[3] / "docs/protocol.md").read_text()
     for table in TABLES:
         diagram = f"```mermaid\n{mermaid(table)}\n```"
