@@ -32,11 +32,11 @@ class Leases(RuleBasedStateMachine):
 
     def _greet(self, link):
         self.links[link] = next(self.numbers) * -2 + (link == -2)
-        self._tell(ev.FromPeer(self.links[link], harness.hello(READERS, tp_rank=-1 - link)))
-        self._tell(ev.EndpointOpened(self.links[link]))
+        self._handle(ev.FromPeer(self.links[link], harness.hello(READERS, tp_rank=-1 - link)))
+        self._handle(ev.EndpointOpened(self.links[link]))
 
-    def _tell(self, event):
-        for done in self.side.tell(event):
+    def _handle(self, event):
+        for done in self.side.handle(event):
             match done.call:
                 case "publish":
                     self.published.add(done.key)
@@ -67,7 +67,7 @@ class Leases(RuleBasedStateMachine):
             self.held[name], self.confirmed[name] = self.side.now + harness.LEASE_S, set()
             secret = next(self.numbers)
             self.released[name] = f"{secret:032}"
-            self._tell(HoldRequest(name, name, self.released[name], harness.BLOCKS, 12))
+            self._handle(HoldRequest(name, name, self.released[name], harness.BLOCKS, 12))
 
     def _key(self, name, *, is_right=True):
         secret = self.released.get(name, harness.SECRET) if is_right else harness.OTHER_SECRET
@@ -77,13 +77,13 @@ class Leases(RuleBasedStateMachine):
     def read(self, link, name, is_right, tp_rank):
         asked = harness.read(next(self.numbers), self._key(name, is_right=is_right))
         if name in self.held or not is_right:
-            self._tell(ev.FromPeer(self.links[link], asked))
+            self._handle(ev.FromPeer(self.links[link], asked))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans())
     def renew(self, link, name, is_right):
         if is_right and name in self.held:
             self.held[name] = max(self.held[name], self.side.now + harness.LEASE_S)
-        self._tell(harness.heartbeat(self.links[link], self._key(name, is_right=is_right)))
+        self._handle(harness.heartbeat(self.links[link], self._key(name, is_right=is_right)))
 
     @rule(link=LINKS, name=NAMES, is_right=st.booleans(), is_abort=st.booleans())
     def end(self, link, name, is_right, is_abort):
@@ -91,25 +91,25 @@ class Leases(RuleBasedStateMachine):
             return  # it would be kept for the next lease
         if is_right:
             self.confirmed[name].add("abort" if is_abort else -1 - link)
-        event = harness.given_up if is_abort else harness.done
-        self._tell(event(self.links[link], self._key(name, is_right=is_right)))
+        event = harness.abort if is_abort else harness.done
+        self._handle(event(self.links[link], self._key(name, is_right=is_right)))
 
     @rule(name=NAMES)
     def withdraw(self, name):
         if name in self.held:
             self.confirmed[name].add("abort")
-        self._tell(WithdrawRequest(name))
+        self._handle(WithdrawRequest(name))
 
     @rule(pick=st.integers(0, 99), is_whole=st.booleans())
     def a_send_ends(self, pick, is_whole):
         if self.sends:
             send = [*self.sends][pick % len(self.sends)]
             del self.sends[send]
-            self._tell(ev.SendOver(send) if is_whole else ev.SendOver(send, 1))
+            self._handle(ev.SendOver(send) if is_whole else ev.SendOver(send, 1))
 
     @rule(link=LINKS)
     def a_link_is_lost(self, link):
-        self._tell(ev.LinkLost(self.links[link], PeerLostError("gone")))
+        self._handle(ev.LinkLost(self.links[link], PeerLostError("gone")))
         self._greet(link)
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 14.0]))
@@ -118,7 +118,7 @@ class Leases(RuleBasedStateMachine):
             self.side.session.keep_alive(self.side.links[link], self.side.now)
         self.side.now += seconds
         while (at := self.side.session.next_deadline()) is not None and at <= self.side.now:
-            self._tell(ev.Tick())
+            self._handle(ev.Tick())
 
     @invariant()
     def what_is_published_is_held(self):

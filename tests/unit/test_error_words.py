@@ -158,7 +158,7 @@ def a_cancelled_receive():
 def an_event_out_of_order():
     side = harness.producer()
     harness.welcome(side)
-    return calling(side.tell, ev.EndpointOpened(-1))()
+    return calling(side.handle, ev.EndpointOpened(-1))()
 
 
 PEER = ["engine='p'", "rank='pp0tp0'"]

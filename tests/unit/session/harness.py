@@ -1,4 +1,4 @@
-"""One session alone: its engine, its peers' words, and a look at every transition it makes."""
+"""One session alone: its engine's orders, its peers' messages, and the calls that it makes."""
 
 import inspect
 from functools import partial
@@ -11,6 +11,7 @@ from kvconnector.ids import EngineAddress, EngineId, Rank
 from kvconnector.planning import GroupBlocks, plan_reads, plan_routes
 from kvconnector.session import ConsumerSession, ProducerSession
 from kvconnector.session import events as ev
+from kvconnector.session.agenda import MAX_AT_ONCE
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.orders import HoldRequest, LoadRequest, WantRequest
@@ -41,18 +42,18 @@ def engine(engine_id="p", model=MODEL, **shape):
 
 
 ROUTES = plan_routes(TpKVTopology(engine("d"), Rank(0, 0)), engine())
-"""Of rank 0 of the consumer, which is like the producer."""
+"""The routes of consumer rank 0 to a producer of the same shape."""
 WORKER = RemoteWorker(None, Link(1), None, 0.0, 0.0, incarnation="one")
 
 
 def call(name, *arguments):
-    """What a session has done: the name of a method of `Port`, and its arguments by name."""
+    """A call that a session made: the name of a method of `Port`, and its arguments by name."""
     _, *names = inspect.signature(getattr(Port, name)).parameters
     return SimpleNamespace(call=name, **dict(zip(names, arguments, strict=True)))
 
 
 class Recorder:
-    """A port that keeps the calls. Links that peers opened it keeps as numbers."""
+    """A port that records its calls. Of links that peers opened it records the numbers."""
 
     def __init__(self):
         self.calls = []
@@ -67,7 +68,7 @@ def _named(argument):
 
 
 class Side:
-    """A session, made with `port`, at a time of the test's choice."""
+    """A session with a recording port, and a clock that the test sets."""
 
     def __init__(self, make_session):
         self._port = Recorder()
@@ -87,8 +88,8 @@ class Side:
     def num_reads(self):
         return sum(len(each.reads) for each in self.session._engines._engines.values())
 
-    def tell(self, *events):
-        """What the session does after these events."""
+    def handle(self, *events):
+        """Returns the calls that the session makes after these events."""
         for event in events:
             if isinstance(getattr(event, "link", None), int):
                 event = structs.replace(event, link=self.links[event.link])  # noqa: PLW2901
@@ -97,12 +98,22 @@ class Side:
         return calls
 
     def receive(self, link, message):
-        """What the session does after a peer's message."""
-        return self.tell(ev.FromPeer(link, message))
+        """Returns the calls that the session makes after a peer's message."""
+        return self.handle(ev.FromPeer(link, message))
 
     def tick(self, after_s=0.0):
         self.now += after_s
-        return self.tell(ev.Tick())
+        return self.handle(ev.Tick())
+
+    def settle(self):
+        """Returns the calls until nothing is due at this time. No tick begins or ends more than a batch."""
+        calls = []
+        while self.session.next_deadline() <= self.now:
+            batch = self.tick()
+            for limited in ("finish_load", "start_receive", "release"):
+                assert len(of(batch, limited)) <= MAX_AT_ONCE
+            calls += batch
+        return calls
 
 
 def messages(calls, kind):
@@ -120,17 +131,17 @@ OK = [("w", type(None))]
 
 
 def finished(calls):
-    """The loads that ended, and the kinds of their errors."""
+    """The loads that ended, and the types of their errors."""
     return [(each.load.request_id, type(each.error)) for each in of(calls, "finish_load")]
 
 
 def released(calls):
-    """The leases that ended, and how."""
+    """The leases that ended, and their outcomes."""
     return [(each.request_id, each.outcome) for each in of(calls, "release")]
 
 
 def failed(error):
-    """What `finished` says of one failed load."""
+    """The value of `finished` for one failed load."""
     return [("w", error)]
 
 
@@ -149,7 +160,7 @@ def producer(export=None, **shape):
     return Side(partial(ProducerSession, *settings))
 
 
-def granted(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secret=SECRET):
+def hold(request_id="r", transfer_id="t", num_tokens=12, blocks=BLOCKS, secret=SECRET):
     return HoldRequest(request_id, transfer_id, secret, blocks, num_tokens)
 
 
@@ -167,21 +178,21 @@ def hello(geometry, tp_rank=0, **changes):
 
 
 def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
-    """A consumer worker is greeted on `link`."""
+    """Greet a consumer worker on `link`."""
     greeted = ev.FromPeer(link, hello(geometry or engine("d"), tp_rank, **changes))
-    return side.tell(greeted, ev.EndpointOpened(link))
+    return side.handle(greeted, ev.EndpointOpened(link))
 
 
 def read(read_id=1, key=KEY, tokens=range(12), **changes):
-    """A correct read of rank 0 of the consumer at rank 0 of the producer, with some fields changed."""
+    """A correct read by consumer rank 0 from producer rank 0, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
-    load = Load(wanted(key=key), RemoteEngine(ADDRESS), 0.0)
+    load = Load(want(key=key), RemoteEngine(ADDRESS), 0.0)
     asked = posted(RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)).read
     return structs.replace(asked.message(), **changes)
 
 
 def posted(read):
-    """The data path has slots for a read."""
+    """The event that the data path has slots for a read."""
     read.window, read.first_tag = 2, read.read_id << 20
     return ev.ReceivePosted(read)
 
@@ -190,12 +201,12 @@ def done(link=-1, key=KEY):
     return ev.FromPeer(link, m.Done(transfer_id=key.transfer_id, secret=key.secret))
 
 
-def followed(link=-1, key=KEY):
+def follow(link=-1, key=KEY):
     follow = m.Follow(transfer_id=key.transfer_id, secret=key.secret)
     return ev.FromPeer(link, m.Heartbeat(transfers=(), followed=(follow,)))
 
 
-def given_up(link=-1, key=KEY):
+def abort(link=-1, key=KEY):
     return ev.FromPeer(link, m.Abort(transfer_id=key.transfer_id, secret=key.secret))
 
 
@@ -203,8 +214,8 @@ def heartbeat(link=-1, *keys):
     return ev.FromPeer(link, m.Heartbeat(transfers=keys or (KEY,)))
 
 
-def beat(link, number=0):
-    """A producer worker answers a heartbeat."""
+def heartbeat_reply(link, number=0):
+    """A producer worker's reply to a heartbeat."""
     return ev.FromPeer(link, m.HeartbeatReply(number=number))
 
 
@@ -212,8 +223,8 @@ def cancel(link, read_id):
     return ev.FromPeer(link, m.CancelRead(read_id=read_id))
 
 
-def cut_short(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
-    """The producer ends a read after some of its chunks."""
+def read_ended(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
+    """The producer's message that a read ended after some of its chunks."""
     ended = m.ReadEnded(read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text="no")
     return ev.FromPeer(link, ended)
 
@@ -224,11 +235,11 @@ def consumer(geometry=None, peer=PEER, **settings):
     return Side(partial(ConsumerSession, geometry or engine("d"), Rank(0, 0), peer, **settings))
 
 
-def wanted(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
+def want(request_id="w", address=ADDRESS, key=KEY, is_followed=False):
     return WantRequest(request_id, key.transfer_id, key.secret, address, is_followed)
 
 
-def load_asked(request_id="w", tokens=(0, 12)):
+def load_request(request_id="w", tokens=(0, 12)):
     return LoadRequest(request_id, (tokens,), BLOCKS, BLOCKS)
 
 
@@ -247,29 +258,29 @@ def directory(geometry=None):
     return m.Directory(geometry=PackedGeometry.of(geometry), workers=entries)
 
 
-def taken(link, **changes):
-    """A producer worker takes us as a consumer."""
+def accepted(link, **changes):
+    """The events of a producer worker that accepts us as a consumer."""
     return ev.FromPeer(link, m.HelloReply(incarnation="one", **changes)), ev.WarmedUp(link)
 
 
 def resolve(side, geometry=None, request_id="w", is_followed=False):
-    """Want a request and answer the look-up; the links to the workers."""
-    links = of(side.tell(wanted(request_id, is_followed=is_followed)), "open_link")
+    """Want a request and answer the look-up. Returns the calls that open links to the workers."""
+    links = of(side.handle(want(request_id, is_followed=is_followed)), "open_link")
     return of(side.receive(links[0].link, directory(geometry)), "open_link")
 
 
 def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
-    """Make the engine of a wanted request ready; the links to its workers."""
-    links = [command.link for command in resolve(side, geometry, request_id, is_followed)]
+    """Connect to the engine of a wanted request. Returns the links to its workers."""
+    links = [opened.link for opened in resolve(side, geometry, request_id, is_followed)]
     for link in links:
-        side.tell(*taken(link, **changes))
+        side.handle(*accepted(link, **changes))
     return links
 
 
 def start_load(side, geometry=None):
-    """A load that is reading: the links, and its reads."""
+    """Start a load. Returns the links and its reads."""
     links = connect(side, geometry)
-    reads = [each.read for each in of(side.tell(load_asked()), "start_receive")]
+    reads = [each.read for each in of(side.handle(load_request()), "start_receive")]
     for each in reads:
-        side.tell(posted(each))
+        side.handle(posted(each))
     return links, reads

@@ -26,72 +26,72 @@ def side():
 
 def test_a_rank_ends_only_its_own_reads(side):
     links, reads = harness.start_load(side, harness.engine(**WIDE))
-    assert side.tell(harness.cut_short(links[0], reads[1].read_id)) == []
-    assert side.tell(harness.cut_short(links[1], reads[0].read_id)) == []
-    assert side.tell(harness.cut_short(links[0], 999)) == []
-    side.tell(ev.ReceiveFinished(reads[0]))
-    assert harness.finished(side.tell(ev.ReceiveFinished(reads[1]))) == harness.OK
+    assert side.handle(harness.read_ended(links[0], reads[1].read_id)) == []
+    assert side.handle(harness.read_ended(links[1], reads[0].read_id)) == []
+    assert side.handle(harness.read_ended(links[0], 999)) == []
+    side.handle(ev.ReceiveFinished(reads[0]))
+    assert harness.finished(side.handle(ev.ReceiveFinished(reads[1]))) == harness.OK
 
 
 def test_a_stalled_load_fails_and_frees_its_slots(side):
     (link,), (read,) = harness.start_load(side)
     for _ in range(11):
         side.tick(harness.HEARTBEAT_S)
-        side.tell(harness.beat(link))
-    side.tell(ev.ReceiveAdvanced(read))
+        side.handle(harness.heartbeat_reply(link))
+    side.handle(ev.ReceiveAdvanced(read))
     for _ in range(11):
         assert not harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
-        side.tell(harness.beat(link))
-    side.tell(harness.beat(link))
+        side.handle(harness.heartbeat_reply(link))
+    side.handle(harness.heartbeat_reply(link))
     assert harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
-    assert harness.finished(side.tell(ev.ReceiveStopped(read))) == harness.failed(
+    assert harness.finished(side.handle(ev.ReceiveStopped(read))) == harness.failed(
         TransferTimeoutError
     )
     closed = []
-    for _ in range(12):  # the peer lives and never answers the cancellation
-        side.tell(harness.beat(link))
+    for _ in range(12):  # the peer answers heartbeats, but not the cancellation
+        side.handle(harness.heartbeat_reply(link))
         closed += side.tick(harness.HEARTBEAT_S)
     assert harness.call("close_link", link) in closed
     assert harness.call("drain_receive", read, None) in closed
-    side.tell(ev.ReceiveDrained(read))
+    side.handle(ev.ReceiveDrained(read))
     assert side.num_reads == 0
 
 
 def test_a_load_without_remote_blocks_is_refused(side):
     harness.connect(side)
-    commands = side.tell(replace(harness.load_asked(), remote_blocks=()))
-    assert harness.finished(commands) == harness.failed(BlockIdError)
-    assert not harness.of(commands, "start_receive")
+    calls = side.handle(replace(harness.load_request(), remote_blocks=()))
+    assert harness.finished(calls) == harness.failed(BlockIdError)
+    assert not harness.of(calls, "start_receive")
 
 
 def test_a_load_waits_for_slots_only_while_others_progress(side):
     (link,) = harness.connect(side)
-    side.tell(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))
-    (first,) = harness.of(side.tell(harness.load_asked()), "start_receive")
-    side.tell(harness.posted(first.read))
-    (second,) = harness.of(side.tell(harness.load_asked("x")), "start_receive")
+    side.handle(WantRequest("x", "y", harness.SECRET, harness.ADDRESS))
+    (first,) = harness.of(side.handle(harness.load_request()), "start_receive")
+    side.handle(harness.posted(first.read))
+    (second,) = harness.of(side.handle(harness.load_request("x")), "start_receive")
     for _ in range(60):
-        side.tell(ev.ReceiveAdvanced(first.read))
+        side.handle(ev.ReceiveAdvanced(first.read))
         assert not harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
-        side.tell(harness.beat(link))
+        side.handle(harness.heartbeat_reply(link))
     stopped = []
     for _ in range(13):
         stopped += harness.of(side.tick(harness.HEARTBEAT_S), "stop_receive")
-        side.tell(harness.beat(link))
+        side.handle(harness.heartbeat_reply(link))
     assert harness.call("stop_receive", second.read) in stopped
-    commands = side.tell(ev.ReceiveStopped(second.read))
-    assert harness.finished(commands) == [("x", TransferTimeoutError)]
+    calls = side.handle(ev.ReceiveStopped(second.read))
+    assert harness.finished(calls) == [("x", TransferTimeoutError)]
 
 
 def test_repeated_and_unknown_orders_are_refused(side):
-    side.tell(harness.wanted())
+    side.handle(harness.want())
     with pytest.raises(LocalError, match="wanted twice"):
-        side.tell(harness.wanted())
+        side.handle(harness.want())
     with pytest.raises(UnknownRequestError):
-        side.tell(harness.load_asked("nobody"))
-    side.tell(harness.load_asked())
+        side.handle(harness.load_request("unknown"))
+    side.handle(harness.load_request())
     with pytest.raises(LocalProtocolError, match="LoadRequest is not possible") as refused:
-        side.tell(harness.load_asked())
+        side.handle(harness.load_request())
     assert "wanted -> connecting" in str(refused.value)
 
 
@@ -100,29 +100,31 @@ def test_one_failed_read_stops_the_others_and_fails_the_load(side, is_refused):
     links, reads = harness.start_load(side, harness.engine(**WIDE))
     error = LeaseExpiredError("too late") if is_refused else TransportError("broken")
     if is_refused:
-        commands = side.tell(harness.cut_short(links[0], reads[0].read_id))
-        assert harness.of(commands, "drain_receive") == [harness.call("drain_receive", reads[0], 0)]
+        calls = side.handle(harness.read_ended(links[0], reads[0].read_id))
+        assert harness.of(calls, "drain_receive") == [harness.call("drain_receive", reads[0], 0)]
     else:
-        commands = side.tell(ev.ReceiveFailed(reads[0], error))
-    assert harness.call("stop_receive", reads[1]) in commands
-    assert m.CancelRead(read_id=reads[1].read_id) in harness.messages(commands, m.CancelRead)
+        calls = side.handle(ev.ReceiveFailed(reads[0], error))
+    assert harness.call("stop_receive", reads[1]) in calls
+    assert m.CancelRead(read_id=reads[1].read_id) in harness.messages(calls, m.CancelRead)
     for read in reads if is_refused else reads[1:]:
-        commands = side.tell(ev.ReceiveStopped(read))
-    assert harness.finished(commands) == harness.failed(type(error))
+        calls = side.handle(ev.ReceiveStopped(read))
+    assert harness.finished(calls) == harness.failed(type(error))
 
 
 def test_a_load_that_cannot_be_planned_fails(side):
     harness.connect(side)
-    commands = side.tell(LoadRequest("w", ((0, 12), (0, 12)), harness.BLOCKS, harness.BLOCKS))
-    assert [c.load.request_id for c in harness.of(commands, "finish_load") if c.error] == ["w"]
-    assert len(harness.messages(commands, m.Abort)) == 1
+    calls = side.handle(LoadRequest("w", ((0, 12), (0, 12)), harness.BLOCKS, harness.BLOCKS))
+    assert [each.load.request_id for each in harness.of(calls, "finish_load") if each.error] == [
+        "w"
+    ]
+    assert len(harness.messages(calls, m.Abort)) == 1
 
 
 @pytest.mark.parametrize("refusal", [m.Refusal.UNKNOWN_TRANSFER, None])
 def test_progress_under_another_secret_changes_nothing(side, refusal):
-    """Two requests of one consumer name the same transfer, and only one of them knows its secret."""
+    """Two requests of one consumer name one transfer, and only one of them has its secret."""
     (link,) = harness.connect(side, is_followed=True)
-    side.tell(harness.load_asked())
+    side.handle(harness.load_request())
     report = m.Progress(transfer_id="t", watermark=Watermark(12), blocks=harness.BLOCKS)
     others = replace(report, secret=harness.OTHER_SECRET, refusal=refusal)
     assert side.receive(link, others) == []

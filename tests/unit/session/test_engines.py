@@ -44,33 +44,33 @@ def test_heartbeats_are_frequent_enough_for_the_peers_timeouts(side, stated):
     side.tick()
     for _ in range(9):
         assert len(harness.messages(side.tick(1.0), m.Heartbeat)) == 1
-        side.tell(harness.beat(link))
+        side.handle(harness.heartbeat_reply(link))
 
 
 def test_heartbeats_name_the_requests_still_wanted(side):
     harness.connect(side)
     second = m.TransferKey(transfer_id="u", secret=harness.OTHER_SECRET)
-    side.tell(harness.wanted("v", key=second))
-    (beat,) = harness.messages(side.tick(), m.Heartbeat)
-    assert set(beat.transfers) == {harness.KEY, second}
-    side.tell(DropRequest("w"))
-    (beat,) = harness.messages(side.tick(harness.HEARTBEAT_S), m.Heartbeat)
-    assert beat.transfers == (second,)
+    side.handle(harness.want("v", key=second))
+    (heartbeat,) = harness.messages(side.tick(), m.Heartbeat)
+    assert set(heartbeat.transfers) == {harness.KEY, second}
+    side.handle(DropRequest("w"))
+    (heartbeat,) = harness.messages(side.tick(harness.HEARTBEAT_S), m.Heartbeat)
+    assert heartbeat.transfers == (second,)
 
 
 def test_a_silent_engine_fails_its_loads_and_is_retried(side):
-    side.tell(harness.wanted(), harness.load_asked())
+    side.handle(harness.want(), harness.load_request())
     assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S - 1.0)) == []
     assert harness.finished(side.tick(1.0)) in (
         harness.failed(PeerUnreachableError),
         harness.failed(TransferTimeoutError),
     )
-    side.tell(harness.wanted("v"))
+    side.handle(harness.want("v"))
     assert harness.of(side.tick(1.0), "open_link")
 
 
 def test_an_engine_without_requests_is_not_retried(side):
-    side.tell(harness.wanted(), harness.load_asked())
+    side.handle(harness.want(), harness.load_request())
     assert harness.finished(side.tick(FIRST_GREETING_FACTOR * harness.HELLO_S))
     while (deadline := side.session.next_deadline()) < NEVER:
         side.now = deadline
@@ -86,70 +86,70 @@ def test_a_repeated_hello_reply_is_ignored(side):
 
 
 def test_a_new_request_replaces_the_link_to_a_silent_directory(side):
-    """The link may have been cut while it was asked, and be whole again."""
-    (first,) = harness.of(side.tell(harness.wanted()), "open_link")
+    """The link may have been cut after the request was sent, and may work again."""
+    (first,) = harness.of(side.handle(harness.want()), "open_link")
     side.now += harness.PEER_S
-    assert side.tell(harness.wanted("v")) == []
+    assert side.handle(harness.want("v")) == []
     side.now += 0.1
-    commands = side.tell(harness.wanted("x"))
-    (again,) = harness.of(commands, "open_link")
-    assert harness.call("close_link", first.link) in commands
-    side.tell(ev.LinkLost(first.link, PeerLostError("gone")))
-    side.tell(harness.load_asked("x"))
+    calls = side.handle(harness.want("x"))
+    (again,) = harness.of(calls, "open_link")
+    assert harness.call("close_link", first.link) in calls
+    side.handle(ev.LinkLost(first.link, PeerLostError("gone")))
+    side.handle(harness.load_request("x"))
     assert harness.of(side.receive(again.link, harness.directory()), "open_link")
 
 
 def test_workers_are_greeted_in_the_directorys_wire_version(side, monkeypatch):
     monkeypatch.setattr(versions, "SPOKEN", versions.WireVersions(3, 5))
-    commands = side.tell(harness.wanted())
-    (asked,) = harness.of(commands, "open_link")
-    (request,) = harness.messages(commands, m.DirectoryRequest)
+    calls = side.handle(harness.want())
+    (asked,) = harness.of(calls, "open_link")
+    (request,) = harness.messages(calls, m.DirectoryRequest)
     assert (asked.version, request.oldest_version, request.newest_version) == (3, 3, 5)
     named = replace(harness.directory(), wire_version=4)
     (worker,) = harness.of(side.receive(asked.link, named), "open_link")
     assert worker.version == 4
 
 
-def _beat(side, *links, seconds=harness.SOON_IDLE.idle_timeout_s):
-    """Let time pass while the producer lives; what the session commanded."""
-    commands = []
+def _stay_alive(side, *links, seconds=harness.SOON_IDLE.idle_timeout_s):
+    """Let time pass while the producer answers heartbeats. Returns the session's calls."""
+    calls = []
     for _ in range(int(seconds / harness.HEARTBEAT_S)):
-        commands += side.tick(harness.HEARTBEAT_S)
-        side.tell(*[harness.beat(link) for link in links])
-    return commands
+        calls += side.tick(harness.HEARTBEAT_S)
+        side.handle(*[harness.heartbeat_reply(link) for link in links])
+    return calls
 
 
 def test_a_new_request_keeps_an_idle_engine_connected():
     side = harness.consumer(peer=harness.SOON_IDLE)
     (link,) = harness.connect(side)
-    side.tell(DropRequest("w"))
-    _beat(side, link, seconds=15.0)
+    side.handle(DropRequest("w"))
+    _stay_alive(side, link, seconds=15.0)
     side.now += harness.HEARTBEAT_S
-    assert side.tell(harness.wanted("v")) == []
+    assert side.handle(harness.want("v")) == []
     assert len(harness.messages(side.tick(), m.Heartbeat)) == 1
-    assert harness.of(side.tell(harness.load_asked("v")), "start_receive")
+    assert harness.of(side.handle(harness.load_request("v")), "start_receive")
 
 
 def test_an_idle_engine_stays_connected_while_a_read_drains():
     side = harness.consumer(peer=harness.SOON_IDLE)
     (link,), (read,) = harness.start_load(side)
-    side.tell(DropRequest("w"), ev.ReceiveStopped(read))
-    assert not harness.of(_beat(side, link), "close_link")
-    side.tell(harness.cut_short(link, read.read_id, 2), ev.ReceiveDrained(read))
+    side.handle(DropRequest("w"), ev.ReceiveStopped(read))
+    assert not harness.of(_stay_alive(side, link), "close_link")
+    side.handle(harness.read_ended(link, read.read_id, 2), ev.ReceiveDrained(read))
     assert side.tick(harness.HEARTBEAT_S) == [harness.call("close_link", link)]
 
 
 def test_a_reconnecting_engine_has_less_time_to_greet(side):
     (link,) = harness.connect(side)
-    side.tell(ev.LinkLost(link, PeerLostError("gone")), harness.wanted("v"))
+    side.handle(ev.LinkLost(link, PeerLostError("gone")), harness.want("v"))
     (opened,) = harness.of(side.tick(2.0), "open_link")
     assert harness.call("close_link", opened.link) in side.tick(harness.HELLO_S)
 
 
 def test_a_failed_warm_up_fails_the_load(side):
     (opened,) = harness.resolve(side)
-    side.tell(harness.load_asked())
-    failed = side.tell(ev.WarmedUp(opened.link, IncompatiblePeerError("no")))
+    side.handle(harness.load_request())
+    failed = side.handle(ev.WarmedUp(opened.link, IncompatiblePeerError("no")))
     assert harness.finished(failed) == harness.failed(IncompatiblePeerError)
 
 
@@ -172,19 +172,19 @@ def test_a_failed_warm_up_fails_the_load(side):
     ],
 )
 def test_an_unusable_directory_fails_the_load(side, answer, error):
-    (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), "open_link")
+    (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
     assert harness.finished(side.receive(opened.link, answer)) == harness.failed(error)
 
 
 def test_a_directory_that_omits_workers_twice_fails_the_load(side):
-    (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), "open_link")
+    (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
     empty = ev.FromPeer(opened.link, replace(harness.directory(), workers=()))
-    assert harness.messages(side.tell(empty), m.DirectoryRequest)
-    assert harness.finished(side.tell(empty)) == harness.failed(RemoteProtocolError)
+    assert harness.messages(side.handle(empty), m.DirectoryRequest)
+    assert harness.finished(side.handle(empty)) == harness.failed(RemoteProtocolError)
 
 
 def test_a_met_engine_is_logged_with_its_differences(side):
-    (opened,) = harness.of(side.tell(harness.wanted(), harness.load_asked()), "open_link")
+    (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
     (met,) = harness.of(side.receive(opened.link, harness.directory()), "met")
     same = "tp 1, pp 1, block size 1; blocks are copied as they are"
     assert (met.engine_id, met.summary) == ("p", same)
@@ -199,42 +199,42 @@ def test_a_wrong_address_does_not_affect_the_right_one(side):
     _, (read,) = harness.start_load(side)
     elsewhere = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
     (opened,) = harness.of(
-        side.tell(harness.wanted("v", elsewhere), harness.load_asked("v")), "open_link"
+        side.handle(harness.want("v", elsewhere), harness.load_request("v")), "open_link"
     )
-    lost = side.tell(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
+    lost = side.handle(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
     assert harness.finished(lost) == [("v", PeerUnreachableError)]
-    assert harness.finished(side.tell(ev.ReceiveFinished(read))) == harness.OK
+    assert harness.finished(side.handle(ev.ReceiveFinished(read))) == harness.OK
 
 
 @pytest.mark.parametrize("is_duplicate", [True, False])
 def test_only_a_reply_to_the_last_heartbeat_renews_the_timeout(side, is_duplicate):
-    """A duplicate must not be taken for the answer to a later one, which the producer never got."""
+    """A duplicate must not count as the reply to a later heartbeat, which the producer never got."""
     (link,) = harness.connect(side)
     number = 0
     if is_duplicate:
         number = harness.messages(side.tick(), m.Heartbeat)[0].number
-        side.tell(harness.beat(link, number))
+        side.handle(harness.heartbeat_reply(link, number))
         assert harness.messages(side.tick(harness.HEARTBEAT_S), m.Heartbeat)
-    side.tell(harness.beat(link, number))
+    side.handle(harness.heartbeat_reply(link, number))
     assert harness.call("close_link", link) in side.tick(harness.PEER_S - side.now)
-    assert side.tell(harness.beat(link, number)) == []
+    assert side.handle(harness.heartbeat_reply(link, number)) == []
 
 
 def test_a_new_request_shortens_the_reconnect_pause(side):
-    opened = harness.of(side.tell(harness.wanted()), "open_link")
+    opened = harness.of(side.handle(harness.want()), "open_link")
     for _ in range(7):
         while not opened:
             opened = harness.of(side.tick(1.0), "open_link")
-        side.tell(ev.LinkLost(opened.pop().link, PeerLostError("gone")))
+        side.handle(ev.LinkLost(opened.pop().link, PeerLostError("gone")))
     assert not harness.of(side.tick(2.0), "open_link")
-    side.tell(harness.wanted("v"))
+    side.handle(harness.want("v"))
     assert harness.of(side.tick(1.0), "open_link")
 
 
 def test_a_request_dropped_while_connecting_is_aborted_later(side):
-    (link,) = [command.link for command in harness.resolve(side)]
-    assert not harness.messages(side.tell(DropRequest("w")), m.Abort)
+    (link,) = [opened.link for opened in harness.resolve(side)]
+    assert not harness.messages(side.handle(DropRequest("w")), m.Abort)
     side.receive(link, m.HelloReply(incarnation="one"))
-    (abort,) = harness.messages(side.tell(ev.WarmedUp(link)), m.Abort)
+    (abort,) = harness.messages(side.handle(ev.WarmedUp(link)), m.Abort)
     assert (abort.transfer_id, abort.secret) == (harness.KEY.transfer_id, harness.KEY.secret)
     assert side.num_loads == 0

@@ -22,9 +22,9 @@ def side():
 
 
 def _reading():
-    """A producer whose lease is read through one link, and the send."""
+    """A producer whose lease is read over one link. Returns it and the send."""
     side = harness.producer()
-    side.tell(harness.granted())
+    side.handle(harness.hold())
     harness.welcome(side)
     started = side.receive(-1, harness.read())
     (send,) = [each.send for each in harness.of(started, "start_send")]
@@ -36,72 +36,73 @@ def _reading():
 def test_an_ending_lease_waits_for_its_send(ending):
     side, send = _reading()
     if ending == "time":
-        side.tell(harness.heartbeat())  # keeps the consumer; its lease then runs out
+        side.handle(harness.heartbeat())  # keeps the consumer; its lease then runs out
         for _ in range(2):
             side.now += 14.0
             side.session.keep_alive(side.links[-1], side.now)
-        commands = side.tick(2.0)
+        calls = side.tick(2.0)
     else:
-        commands = side.tell(harness.given_up() if ending == "consumer" else WithdrawRequest("r"))
-    assert harness.of(commands, "stop_send") == [harness.call("stop_send", send)]
-    assert harness.released(commands) == []
+        calls = side.handle(harness.abort() if ending == "consumer" else WithdrawRequest("r"))
+    assert harness.of(calls, "stop_send") == [harness.call("stop_send", send)]
+    assert harness.released(calls) == []
     refused = harness.messages(side.receive(-1, harness.read(2)), m.ReadRefused)
     expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
     assert [reply.refusal for reply in refused] == [expected]
-    side.tell(
-        harness.heartbeat(), harness.done(), harness.given_up(), WithdrawRequest("r")
-    )  # all too late
-    stopped = side.tell(ev.SendOver(send, 1))
+    late = harness.heartbeat(), harness.done(), harness.abort(), WithdrawRequest("r")
+    assert harness.released(side.handle(*late)) == []
+    stopped = side.handle(ev.SendOver(send, 1))
     assert harness.released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in harness.messages(stopped, m.ReadEnded)] == [1]
-    late = harness.messages(side.receive(-1, harness.read(3)), m.ReadRefused)
-    assert [reply.refusal for reply in late] == [expected]
+    refused = harness.messages(side.receive(-1, harness.read(3)), m.ReadRefused)
+    assert [reply.refusal for reply in refused] == [expected]
 
 
 @pytest.mark.parametrize("secret", [harness.OTHER_SECRET, "\u00e9" * 32])
 def test_every_message_about_a_lease_needs_its_secret(side, secret):
-    side.tell(harness.granted())
+    side.handle(harness.hold())
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=secret)
     (refused,) = harness.messages(side.receive(-1, harness.read(key=key)), m.ReadRefused)
     assert refused.refusal is Refusal.UNKNOWN_TRANSFER
     side.now = 20.0
-    side.tell(harness.heartbeat(-1, key), harness.done(key=key), harness.given_up(key=key))
+    side.handle(harness.heartbeat(-1, key), harness.done(key=key), harness.abort(key=key))
     assert side.num_leases == 1
     assert harness.released(side.tick(10.0)) == [("r", "expired")]
 
 
 def test_a_reused_name_may_be_read_early(side):
-    side.tell(harness.granted(), WithdrawRequest("r"))
+    side.handle(harness.hold(), WithdrawRequest("r"))
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
     assert side.receive(-1, harness.read(key=key)) == []
-    assert harness.of(side.tell(harness.granted(secret=harness.OTHER_SECRET)), "start_send")
+    assert harness.of(side.handle(harness.hold(secret=harness.OTHER_SECRET)), "start_send")
 
 
 def test_reads_need_a_greeting_and_the_current_incarnation(side):
-    side.tell(harness.granted())
-    (stranger,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
+    side.handle(harness.hold())
+    (early,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
     harness.welcome(side)
     refused = harness.messages(side.receive(-1, harness.read(incarnation="zero")), m.ReadRefused)
-    assert stranger.refusal is Refusal.NOT_GREETED
+    assert early.refusal is Refusal.NOT_GREETED
     assert [each.refusal for each in refused] == [Refusal.STALE_INCARNATION]
 
 
 def test_a_cancelled_read_does_not_end_its_lease():
     side, send = _reading()
-    assert side.tell(harness.cancel(-1, 1)) == [harness.call("stop_send", send)]
-    side.tell(ev.SendOver(send, 1))
-    assert side.tell(harness.cancel(-1, 1)) == []
+    assert side.handle(harness.cancel(-1, 1)) == [harness.call("stop_send", send)]
+    side.handle(ev.SendOver(send, 1))
+    assert side.handle(harness.cancel(-1, 1)) == []
     side.now = 29.0
-    side.tell(harness.heartbeat())
+    side.handle(harness.heartbeat())
     assert harness.released(side.tick(29.0)) == []
     assert harness.released(side.tick(2.0)) == [("r", "expired")]
 
 
 def test_a_send_error_is_reported_to_the_consumer():
     side, send = _reading()
-    ended = harness.messages(side.tell(ev.SendOver(send, 1, TransportError("broken"))), m.ReadEnded)
+    ended = harness.messages(
+        side.handle(ev.SendOver(send, 1, TransportError("broken"))), m.ReadEnded
+    )
     assert [(reply.refusal, reply.text) for reply in ended] == [(Refusal.INTERNAL, "broken")]
 
 
@@ -116,43 +117,43 @@ def test_early_reads_are_cancelled_lost_refused_or_served(side):
     for link in (-1, -2, -3):
         harness.welcome(side, link)
         side.receive(link, harness.read(-link))
-    cancelled = harness.messages(side.tell(harness.cancel(-1, 1)), m.ReadEnded)
+    cancelled = harness.messages(side.handle(harness.cancel(-1, 1)), m.ReadEnded)
     assert [reply.sent_chunks for reply in cancelled] == [0]
-    side.tell(ev.LinkLost(-2, PeerLostError("gone")))
+    side.handle(ev.LinkLost(-2, PeerLostError("gone")))
     refused = harness.messages(side.tick(harness.EARLY_S), m.ReadRefused)
     assert [(reply.read_id, reply.refusal) for reply in refused] == [(3, Refusal.UNKNOWN_TRANSFER)]
     for link, read_id in ((-1, 5), (-3, 4)):
         side.receive(link, harness.read(read_id))
-    side.tell(ev.LinkLost(-1, PeerLostError("gone")))
-    commands = side.tell(harness.granted())
-    sent = harness.of(commands, "start_send")
+    side.handle(ev.LinkLost(-1, PeerLostError("gone")))
+    calls = side.handle(harness.hold())
+    sent = harness.of(calls, "start_send")
     assert [each.send.read.read_id for each in sent] == [4]
-    assert not harness.messages(commands, m.ReadRefused)
+    assert not harness.messages(calls, m.ReadRefused)
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
 @pytest.mark.parametrize("loss", ["link", "silence", "second hello"])
 def test_a_lost_consumer_gets_a_bye_and_its_sends_stop(loss, is_reading):
-    """Also in the middle of its greeting."""
+    """Also during its greeting."""
     side, send = _reading() if is_reading else (harness.producer(), None)
     if not is_reading:
         side.receive(-1, harness.hello(harness.engine("d")))
     error = PeerLostError("gone")
-    commands = {
-        "link": lambda: side.tell(ev.LinkLost(-1, error)),
+    calls = {
+        "link": lambda: side.handle(ev.LinkLost(-1, error)),
         "silence": lambda: side.tick(harness.PEER_S),
         "second hello": lambda: side.receive(-1, harness.hello(harness.engine("e"))),
     }[loss]()
-    assert harness.of(commands, "stop_send") == [harness.call("stop_send", send)] * is_reading
-    assert len(harness.messages(commands, m.Bye)) == 1
-    assert commands[-1] == harness.call("close_link", -1)
-    refusals = [reply.refusal for reply in harness.messages(commands, m.HelloReply)]
+    assert harness.of(calls, "stop_send") == [harness.call("stop_send", send)] * is_reading
+    assert len(harness.messages(calls, m.Bye)) == 1
+    assert calls[-1] == harness.call("close_link", -1)
+    refusals = [reply.refusal for reply in harness.messages(calls, m.HelloReply)]
     assert refusals == [Refusal.INTERNAL] * (not is_reading)
     if is_reading:
-        assert not harness.messages(side.tell(ev.SendOver(send, 0)), m.ReadEnded)
+        assert not harness.messages(side.handle(ev.SendOver(send, 0)), m.ReadEnded)
         assert side.num_leases == 1
     else:
-        assert side.tell(ev.EndpointOpened(-1)) == []
+        assert side.handle(ev.EndpointOpened(-1)) == []
 
 
 @pytest.mark.parametrize(
@@ -169,21 +170,21 @@ def test_an_incompatible_consumer_is_refused_with_the_reason(side, geometry, tp_
 
 
 def test_a_request_cannot_be_granted_twice(side):
-    side.tell(harness.granted())
-    for again in (harness.granted(), harness.granted("r", "u"), harness.granted("s", "t")):
+    side.handle(harness.hold())
+    for again in (harness.hold(), harness.hold("r", "u"), harness.hold("s", "t")):
         with pytest.raises(LocalError, match="granted twice"):
-            side.tell(again)
+            side.handle(again)
     assert side.num_leases == 1
 
 
-ENDINGS = {"done": harness.done, "abort": harness.given_up}
+ENDINGS = {"done": harness.done, "abort": harness.abort}
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_an_early_ending_ends_the_lease_when_it_is_granted(side, ending):
     harness.welcome(side)
-    assert side.tell(ENDINGS[ending]()) == []
-    (released,) = harness.of(side.tell(harness.granted()), "release")
+    assert side.handle(ENDINGS[ending]()) == []
+    (released,) = harness.of(side.handle(harness.hold()), "release")
     assert released.outcome == {"done": "released", "abort": "aborted"}[ending]
 
 
@@ -191,44 +192,44 @@ def test_an_early_ending_ends_the_lease_when_it_is_granted(side, ending):
 def test_an_early_ending_needs_the_secret_and_expires(side, ending):
     harness.welcome(side)
     wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
-    side.tell(ENDINGS[ending](key=wrong), ENDINGS[ending](link=-9))
-    assert not harness.of(side.tell(harness.granted()), "release")
+    side.handle(ENDINGS[ending](key=wrong), ENDINGS[ending](link=-9))
+    assert not harness.of(side.handle(harness.hold()), "release")
     other = m.TransferKey(transfer_id="u", secret=harness.SECRET)
-    side.tell(ENDINGS[ending](key=other))
+    side.handle(ENDINGS[ending](key=other))
     assert side.tick(harness.EARLY_S) == []
-    assert not harness.of(side.tell(harness.granted("s", "u")), "release")
+    assert not harness.of(side.handle(harness.hold("s", "u")), "release")
 
 
 def test_a_duplicate_abort_does_not_end_the_next_lease(side):
     harness.welcome(side)
-    side.tell(harness.granted(), harness.given_up(), harness.given_up())
-    assert not harness.of(side.tell(harness.granted(secret=harness.OTHER_SECRET)), "release")
+    side.handle(harness.hold(), harness.abort(), harness.abort())
+    assert not harness.of(side.handle(harness.hold(secret=harness.OTHER_SECRET)), "release")
 
 
 def test_a_lease_may_outlast_the_configured_duration(side):
-    side.tell(replace(harness.granted(), lease_duration_s=4 * harness.LEASE_S))
+    side.handle(replace(harness.hold(), lease_duration_s=4 * harness.LEASE_S))
     harness.welcome(side)
-    side.tell(harness.heartbeat())
-    # the silent consumer is given up, its heartbeat did not shorten the lease
+    side.handle(harness.heartbeat())
+    # the consumer is lost by its silence, and its heartbeat did not shorten the lease
     assert not harness.of(side.tick(2 * harness.LEASE_S), "release")
     assert harness.of(side.tick(2 * harness.LEASE_S), "release")
 
 
 def test_the_lease_key_is_a_fixed_digest():
     key = lease_key("request-1", "s" * 32, [harness.GroupBlocks.of([7, 1 << 30], 2)])
-    told = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
-    told.update((9).to_bytes(8, "little") + b"request-1")
-    told.update((32).to_bytes(8, "little") + b"s" * 32)
-    told.update((2).to_bytes(8, "little") + (2).to_bytes(8, "little"))
-    told.update((7).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little"))
-    assert key == told.digest()
+    expected = hashlib.blake2b(digest_size=LEASE_KEY_BYTES)
+    expected.update((9).to_bytes(8, "little") + b"request-1")
+    expected.update((32).to_bytes(8, "little") + b"s" * 32)
+    expected.update((2).to_bytes(8, "little") + (2).to_bytes(8, "little"))
+    expected.update((7).to_bytes(4, "little") + (1 << 30).to_bytes(4, "little"))
+    assert key == expected.digest()
 
 
 def test_a_session_with_early_messages_is_garbage_collected():
-    """A message has its link, a link its peer, and a peer its early messages."""
+    """A message refers to its link, the link to its peer, and the peer to its early messages."""
     side = harness.producer()
     harness.welcome(side)
-    side.tell(harness.followed())
+    side.handle(harness.follow())
     session, peer = weakref.ref(side.session), weakref.ref(side.links[-1].there)
     del side
     gc.collect()
@@ -239,10 +240,10 @@ def test_a_session_with_early_messages_is_garbage_collected():
 def test_progress_carries_the_followers_secret():
     side = harness.producer()
     harness.welcome(side)
-    side.tell(GrowRequest("r", "t", harness.SECRET, harness.BLOCKS, Watermark(0)))
+    side.handle(GrowRequest("r", "t", harness.SECRET, harness.BLOCKS, Watermark(0)))
     wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
-    events = harness.followed(), harness.followed(-1, wrong), WithdrawRequest("r")
-    secrets = [(p.secret, p.refusal) for p in harness.messages(side.tell(*events), m.Progress)]
+    events = harness.follow(), harness.follow(-1, wrong), WithdrawRequest("r")
+    secrets = [(p.secret, p.refusal) for p in harness.messages(side.handle(*events), m.Progress)]
     assert secrets == [
         (harness.SECRET, None),
         (harness.OTHER_SECRET, Refusal.UNKNOWN_TRANSFER),

@@ -1,4 +1,4 @@
-"""Prompts that are read while they are computed: what each side says, when, and how it ends."""
+"""Streams: prompts that are read while they are computed, at the producer and at the consumer."""
 
 import msgspec
 import pytest
@@ -32,17 +32,17 @@ def _granted(num_tokens, *, is_complete=False, ids=IDS):
 
 
 def _filling(export=None):
-    """A producer that computes a prompt which one consumer follows."""
+    """A producer that computes a prompt, with one follower."""
     side = harness.producer(export)
     harness.welcome(side)
-    side.tell(_granted(0), harness.followed())
+    side.handle(_granted(0), harness.follow())
     return side
 
 
-def _progress(commands):
+def _progress(calls):
     return [
         (report.watermark.num_tokens, report.is_complete)
-        for report in harness.messages(commands, m.Progress)
+        for report in harness.messages(calls, m.Progress)
     ]
 
 
@@ -50,44 +50,44 @@ def test_followers_get_progress_after_every_step():
     side = harness.producer()
     harness.welcome(side)
     harness.welcome(side, -2)
-    assert _progress(side.tell(harness.followed())) == []
-    assert _progress(side.tell(_granted(0))) == [(0, False)]
-    assert _progress(side.tell(_granted(5))) == [(5, False)]
-    assert _progress(side.tell(harness.followed(-2))) == [(5, False)]
-    (first, _) = harness.messages(side.tell(_granted(12, is_complete=True)), m.Progress)
+    assert _progress(side.handle(harness.follow())) == []
+    assert _progress(side.handle(_granted(0))) == [(0, False)]
+    assert _progress(side.handle(_granted(5))) == [(5, False)]
+    assert _progress(side.handle(harness.follow(-2))) == [(5, False)]
+    (first, _) = harness.messages(side.handle(_granted(12, is_complete=True)), m.Progress)
     assert (first.watermark.num_tokens, first.is_complete) == (12, True)
     assert first.blocks == harness.read().blocks
-    assert _progress(side.tell(harness.heartbeat())) == []  # nothing is reported twice
+    assert _progress(side.handle(harness.heartbeat())) == []  # nothing is reported twice
 
 
 def test_reads_are_expected_of_a_complete_leases_blocks():
     side = _filling()
-    assert not harness.of(side.tell(_granted(8)), "expect_reads")
-    (expected,) = harness.of(side.tell(_granted(12, is_complete=True)), "expect_reads")
+    assert not harness.of(side.handle(_granted(8)), "expect_reads")
+    (expected,) = harness.of(side.handle(_granted(12, is_complete=True)), "expect_reads")
     asked = ev.FromPeer(-1, harness.read(1, tokens=range(12), blocks=()))
-    (started,) = harness.of(side.tell(asked), "start_send")
+    (started,) = harness.of(side.handle(asked), "start_send")
     assert started.send.blocks is expected.blocks
 
 
 def _ended(how):
-    """A producer whose first use of the names has ended."""
+    """A producer whose first transfer of these names has ended."""
     side = _filling(harness.EXPORT)
-    side.tell(_granted(12, is_complete=True))
-    ending = {"released": harness.done(), "aborted": harness.given_up(), "expired": ev.Tick()}[how]
+    side.handle(_granted(12, is_complete=True))
+    ending = {"released": harness.done(), "aborted": harness.abort(), "expired": ev.Tick()}[how]
     if how == "expired":
         side.session.keep_alive(side.links[-1], harness.LEASE_S)
         side.now = harness.LEASE_S
-    assert harness.released(side.tell(ending)) == [("r", how)]
+    assert harness.released(side.handle(ending)) == [("r", how)]
     return side
 
 
 @pytest.mark.parametrize("how", ["released", "aborted", "expired"])
 def test_a_transfer_cannot_be_granted_again(how):
-    """A late message about the first one could not be distinguished from one about the second."""
+    """A late message about the first transfer would be taken for one about the second."""
     side = _ended(how)
-    assert side.tell(_granted(0), _granted(8)) == []
-    assert len(_refused(side.tell(harness.followed()))) == 1
-    second = side.tell(_granted(12, is_complete=True))
+    assert side.handle(_granted(0), _granted(8)) == []
+    assert len(_refused(side.handle(harness.follow()))) == 1
+    second = side.handle(_granted(12, is_complete=True))
     assert harness.released(second) == [("r", "aborted")]
     assert not harness.of(second, "publish")
     assert side.num_leases == 0
@@ -95,16 +95,16 @@ def test_a_transfer_cannot_be_granted_again(how):
 
 def test_late_messages_do_not_reach_the_next_transfer_of_a_name():
     side = _ended("released")
-    side.tell(GrowRequest("r", "t", harness.OTHER_SECRET, harness.BLOCKS, Watermark(0)))
-    late = side.tell(harness.given_up(), harness.done(), harness.followed())
+    side.handle(GrowRequest("r", "t", harness.OTHER_SECRET, harness.BLOCKS, Watermark(0)))
+    late = side.handle(harness.abort(), harness.done(), harness.follow())
     assert [refusal for _, refusal, _ in _refused(late)] == [Refusal.UNKNOWN_TRANSFER]
     other = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
-    assert _progress(side.tell(harness.followed(-1, other))) == [(0, False)]
+    assert _progress(side.handle(harness.follow(-1, other))) == [(0, False)]
 
 
 def test_reads_above_the_watermark_are_refused():
     side = _filling()
-    side.tell(_granted(8))
+    side.handle(_granted(8))
     assert harness.of(side.receive(-1, harness.read(1, tokens=range(8), blocks=())), "start_send")
     beyond = side.receive(-1, harness.read(2, tokens=range(9), blocks=()))
     assert [each.refusal for each in harness.messages(beyond, m.ReadRefused)] == [
@@ -117,25 +117,25 @@ def test_a_leases_duration_starts_with_its_complete_prompt():
     side.session.keep_alive(side.links[-1], 1e6)
     side.tick(1e5)
     assert side.num_leases == 1
-    side.tell(_granted(12, is_complete=True))
+    side.handle(_granted(12, is_complete=True))
     assert harness.released(side.tick(harness.LEASE_S)) == [("r", "expired")]
 
 
 def test_the_last_progress_carries_the_engines_extra_bytes():
     side = _filling()
-    (grown,) = harness.messages(side.tell(_granted(8)), m.Progress)
+    (grown,) = harness.messages(side.handle(_granted(8)), m.Progress)
     hold = msgspec.structs.replace(_granted(12, is_complete=True), extra=b"token")
-    (last,) = harness.messages(side.tell(hold), m.Progress)
-    (again,) = harness.messages(side.tell(harness.followed()), m.Progress)
+    (last,) = harness.messages(side.handle(hold), m.Progress)
+    (again,) = harness.messages(side.handle(harness.follow()), m.Progress)
     assert (grown.extra, last.extra, again) == (b"", b"token", last)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_load_ends_with_the_producers_extra_bytes(tp_size):
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
-    complete = [ev.FromPeer(link, _said(12, is_complete=True, extra=b"token")) for link in links]
-    started = harness.of(side.tell(*complete), "start_receive")
-    ended = side.tell(*[ev.ReceiveFinished(each.read) for each in started])
+    complete = [ev.FromPeer(link, _report(12, is_complete=True, extra=b"token")) for link in links]
+    started = harness.of(side.handle(*complete), "start_receive")
+    ended = side.handle(*[ev.ReceiveFinished(each.read) for each in started])
     (finished,) = harness.of(ended, "finish_load")
     assert (finished.error, finished.load.extra) == (None, b"token")
 
@@ -143,22 +143,22 @@ def test_a_load_ends_with_the_producers_extra_bytes(tp_size):
 @pytest.mark.parametrize("how", ["preempted", "elsewhere"])
 def test_blocks_taken_in_mid_prompt_abort_their_followers(how):
     side = _filling(harness.EXPORT)
-    side.tell(_granted(8))
+    side.handle(_granted(8))
     event = WithdrawRequest("r") if how == "preempted" else _granted(12, ids=(9, 1, 2))
-    commands = side.tell(event)
-    assert [said.refusal for said in harness.messages(commands, m.Progress)] == [Refusal.ABORTED]
-    assert harness.of(commands, "retract") == [harness.call("retract", KEY_OF_FOLLOWERS)]
-    assert not harness.of(commands, "release")  # they are the engine's own
-    late = side.tell(harness.followed())
-    assert [said.refusal for said in harness.messages(late, m.Progress)] == [Refusal.ABORTED]
-    assert side.tell(_granted(12)) == []
-    assert harness.released(side.tell(_granted(12, is_complete=True))) == [("r", "aborted")]
+    calls = side.handle(event)
+    assert [each.refusal for each in harness.messages(calls, m.Progress)] == [Refusal.ABORTED]
+    assert harness.of(calls, "retract") == [harness.call("retract", KEY_OF_FOLLOWERS)]
+    assert not harness.of(calls, "release")  # the engine has the blocks already
+    late = side.handle(harness.follow())
+    assert [each.refusal for each in harness.messages(late, m.Progress)] == [Refusal.ABORTED]
+    assert side.handle(_granted(12)) == []
+    assert harness.released(side.handle(_granted(12, is_complete=True))) == [("r", "aborted")]
 
 
-def _refused(commands):
+def _refused(calls):
     return [
         (report.transfer_id, report.refusal, report.text)
-        for report in harness.messages(commands, m.Progress)
+        for report in harness.messages(calls, m.Progress)
     ]
 
 
@@ -166,28 +166,28 @@ def test_a_wrong_secret_is_refused_like_an_unknown_transfer():
     side = _filling()
     wrong = m.TransferKey(transfer_id="t", secret=harness.OTHER_SECRET)
     unknown = m.TransferKey(transfer_id="u", secret=harness.SECRET)
-    refused = _refused(side.tell(harness.followed(-1, wrong)))
+    refused = _refused(side.handle(harness.follow(-1, wrong)))
     assert refused == [("t", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
-    assert _refused(side.tell(harness.followed(-1, unknown))) == []
+    assert _refused(side.handle(harness.follow(-1, unknown))) == []
     for _ in range(20):
         side.session.keep_alive(side.links[-1], side.now)
         refused += _refused(side.tick(harness.LEASE.early_follow_s / 20))
-        refused += _refused(side.tell(harness.followed(-1, unknown)))  # which does not begin anew
+        refused += _refused(side.handle(harness.follow(-1, unknown)))  # does not restart the wait
     assert refused[1:] == [("u", Refusal.UNKNOWN_TRANSFER, "no such transfer")]
 
 
 def test_followers_without_a_greeting_get_no_progress():
     side = _filling()
-    assert harness.messages(side.tell(harness.followed(-9)), m.Progress) == []
+    assert harness.messages(side.handle(harness.follow(-9)), m.Progress) == []
 
 
 def test_a_read_of_a_whole_prompt_waits_for_its_complete_lease():
     side = _filling()
-    side.tell(_granted(5))
+    side.handle(_granted(5))
     assert side.receive(-1, harness.read()) == []
-    grown = side.tell(_granted(8))
+    grown = side.handle(_granted(8))
     assert [*harness.of(grown, "start_send"), *harness.messages(grown, m.ReadRefused)] == []
-    complete = side.tell(_granted(12, is_complete=True))
+    complete = side.handle(_granted(12, is_complete=True))
     assert [started.send.read.read_id for started in harness.of(complete, "start_send")] == [1]
 
 
@@ -195,16 +195,14 @@ def test_three_thousand_early_followers_are_all_served():
     side = harness.producer()
     harness.welcome(side)
     keys = [m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET) for i in range(3000)]
-    assert _progress(side.tell(*[harness.followed(-1, key) for key in keys])) == []
-    for _ in range(
-        8
-    ):  # the prompts wait at the producer's front end, for longer than a lease lasts
+    assert _progress(side.handle(*[harness.follow(-1, key) for key in keys])) == []
+    for _ in range(8):  # the prompts wait in the producer's queue for longer than a lease lasts
         side.session.keep_alive(side.links[-1], side.now)
         side.tick(harness.PEER_S - 1)
     for key in keys:
         names = f"r{key.transfer_id}", key.transfer_id, harness.SECRET
         granted = GrowRequest(*names, harness.BLOCKS, Watermark(12))
-        assert _progress(side.tell(granted)) == [(12, False)]
+        assert _progress(side.handle(granted)) == [(12, False)]
 
 
 def test_followers_beyond_the_limit_are_refused():
@@ -213,123 +211,123 @@ def test_followers_beyond_the_limit_are_refused():
     num_kept = MAX_EARLY_BYTES // EVENT_BYTES
     for i in range(num_kept):
         key = m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET)
-        assert side.tell(harness.followed(-1, key))[1:] == []
+        assert side.handle(harness.follow(-1, key))[1:] == []
     one_more = m.TransferKey(transfer_id="u", secret=harness.SECRET)
-    ((name, refusal, _),) = _refused(side.tell(harness.followed(-1, one_more)))
+    ((name, refusal, _),) = _refused(side.handle(harness.follow(-1, one_more)))
     assert (name, refusal) == ("u", Refusal.INTERNAL)
     assert _progress(
-        side.tell(GrowRequest("r", "t0", harness.SECRET, harness.BLOCKS, Watermark(12)))
+        side.handle(GrowRequest("r", "t0", harness.SECRET, harness.BLOCKS, Watermark(12)))
     )
 
 
-def _said(num_tokens, *, is_complete=False, ids=IDS, **changes):
+def _report(num_tokens, *, is_complete=False, ids=IDS, **changes):
     blocks = (GroupBlocks(first_block=0, wire_ids=bytes(4 * len(ids[: -(-num_tokens // 4)]))),)
-    said = {"watermark": Watermark(num_tokens), "is_complete": is_complete, "blocks": blocks}
-    return m.Progress(transfer_id="t", **{**said, **changes})
+    fields = {"watermark": Watermark(num_tokens), "is_complete": is_complete, "blocks": blocks}
+    return m.Progress(transfer_id="t", **{**fields, **changes})
 
 
 def _following(tokens=(0, 12), geometry=None, **settings):
-    """A consumer that has asked for a load of what a producer computes, and its links."""
+    """A consumer that loads a prompt while it is computed. Returns it and its links."""
     side = harness.consumer(**settings)
     links = harness.connect(side, geometry, is_followed=True)
     if tokens is not None:
-        side.tell(harness.load_asked(tokens=tokens))
+        side.handle(harness.load_request(tokens=tokens))
     return side, links
 
 
-def _begun(commands):
-    return [each.request_id for each in harness.of(commands, "begun")]
+def _begun(calls):
+    return [each.request_id for each in harness.of(calls, "begun")]
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
 @pytest.mark.parametrize(
     "event, error",
     [
-        (_said(4, refusal=Refusal.ABORTED), TransferAbortedError),
-        (_said(4, refusal=Refusal.LEASE_EXPIRED), LeaseExpiredError),
-        (_said(4, blocks=()), RemoteProtocolError),
+        (_report(4, refusal=Refusal.ABORTED), TransferAbortedError),
+        (_report(4, refusal=Refusal.LEASE_EXPIRED), LeaseExpiredError),
+        (_report(4, blocks=()), RemoteProtocolError),
         (PeerLostError("gone"), PeerLostError),
         (None, TransferTimeoutError),
     ],
 )
 def test_a_prompt_that_ends_early_fails_its_load(event, error, is_asked):
-    """Of one that was not asked for yet, the engine is asked to."""
+    """Without a load order the engine is asked for one, and the load then fails."""
     patient = harness.PeerConfig(progress_timeout_s=60.0)
     side, (link,) = _following((0, 12) if is_asked else None, peer=patient)
     if event is None:
-        commands = []
-        for _ in range(12):  # it lives, and says nothing
-            side.tell(harness.beat(link))
-            commands += side.tick(harness.HEARTBEAT_S)
+        calls = []
+        for _ in range(12):  # it answers heartbeats, and reports no progress
+            side.handle(harness.heartbeat_reply(link))
+            calls += side.tick(harness.HEARTBEAT_S)
     elif isinstance(event, m.Progress):
-        commands = side.receive(link, event)
+        calls = side.receive(link, event)
     else:
-        commands = side.tell(ev.LinkLost(link, event))
+        calls = side.handle(ev.LinkLost(link, event))
     if not is_asked:
-        assert _begun(commands) == ["w"]
-        commands = side.tell(harness.load_asked())
-    (ended,) = harness.of(commands, "finish_load")
+        assert _begun(calls) == ["w"]
+        calls = side.handle(harness.load_request())
+    (ended,) = harness.of(calls, "finish_load")
     assert (type(ended.error), ended.load.filled_tokens) == (error, 0)
     assert side.num_loads == 0
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_load_without_new_bytes_times_out(tp_size):
-    """Its chunks are lost, or all that another rank of the producer says."""
+    """The chunks are lost, or every message of another producer rank."""
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
-    complete = ev.FromPeer(links[0], _said(12, is_complete=True))
-    commands = side.tell(complete)
-    for started in harness.of(commands, "start_receive"):
-        side.tell(harness.posted(started.read))
+    complete = ev.FromPeer(links[0], _report(12, is_complete=True))
+    calls = side.handle(complete)
+    for started in harness.of(calls, "start_receive"):
+        side.handle(harness.posted(started.read))
     for _ in range(12):
-        side.tell(*[harness.beat(link) for link in links], complete)
-        commands += side.tick(harness.HEARTBEAT_S)
-    for stopped in harness.of(commands, "stop_receive"):
-        commands += side.tell(ev.ReceiveStopped(stopped.read))
-    (ended,) = harness.of(commands, "finish_load")
+        side.handle(*[harness.heartbeat_reply(link) for link in links], complete)
+        calls += side.tick(harness.HEARTBEAT_S)
+    for stopped in harness.of(calls, "stop_receive"):
+        calls += side.handle(ev.ReceiveStopped(stopped.read))
+    (ended,) = harness.of(calls, "finish_load")
     assert isinstance(ended.error, TransferTimeoutError)
 
 
 def test_a_prompt_shorter_than_its_load_fails_it():
     side, (link,) = _following()
-    (started,) = harness.of(side.receive(link, _said(8, is_complete=True)), "start_receive")
-    (ended,) = harness.of(side.tell(ev.ReceiveFinished(started.read)), "finish_load")
+    (started,) = harness.of(side.receive(link, _report(8, is_complete=True)), "start_receive")
+    (ended,) = harness.of(side.handle(ev.ReceiveFinished(started.read)), "finish_load")
     assert isinstance(ended.error, RemoteProtocolError)
     assert ended.load.filled_tokens == 8
 
 
 def test_a_loss_after_the_last_token_keeps_all_tokens():
-    """It was to say that the prompt is complete, with the first token, perhaps."""
+    """The producer was still to report that the prompt is complete."""
     side, (link,) = _following()
-    (started,) = harness.of(side.receive(link, _said(12)), "start_receive")
-    assert not harness.of(side.tell(ev.ReceiveFinished(started.read)), "finish_load")
-    (ended,) = harness.of(side.tell(ev.LinkLost(link, PeerLostError("gone"))), "finish_load")
+    (started,) = harness.of(side.receive(link, _report(12)), "start_receive")
+    assert not harness.of(side.handle(ev.ReceiveFinished(started.read)), "finish_load")
+    (ended,) = harness.of(side.handle(ev.LinkLost(link, PeerLostError("gone"))), "finish_load")
     assert (type(ended.error), ended.load.filled_tokens) == (PeerLostError, 12)
 
 
 def test_a_queued_prompt_waits_while_its_producer_answers():
     side, (link,) = _following(None)
     for _ in range(30):
-        side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
+        side.handle(harness.heartbeat_reply(link), ev.FromPeer(link, _report(0)))
         assert _begun(side.tick(harness.HEARTBEAT_S)) == []
 
 
 def test_the_progress_timeout_starts_with_the_last_new_token():
-    """A new token extends the wait, and what was reported before does not."""
+    """A report without a new token does not extend the wait."""
     side, (link,) = _following(
         peer=harness.PeerConfig(transfer_timeout_s=3.0, progress_timeout_s=60.0)
     )
-    commands = []
+    calls = []
     for _ in range(11):
-        side.tell(harness.beat(link))
-        commands += side.tick(harness.HEARTBEAT_S)
-    commands += side.receive(link, _said(0))
+        side.handle(harness.heartbeat_reply(link))
+        calls += side.tick(harness.HEARTBEAT_S)
+    calls += side.receive(link, _report(0))
     for _ in range(11):
-        side.tell(harness.beat(link), ev.FromPeer(link, _said(0)))
-        commands += side.tick(harness.HEARTBEAT_S)
-    assert harness.of(commands, "finish_load") == []
+        side.handle(harness.heartbeat_reply(link), ev.FromPeer(link, _report(0)))
+        calls += side.tick(harness.HEARTBEAT_S)
+    assert harness.of(calls, "finish_load") == []
     (ended,) = harness.of(
-        side.tell(harness.beat(link)) + side.tick(harness.HEARTBEAT_S), "finish_load"
+        side.handle(harness.heartbeat_reply(link)) + side.tick(harness.HEARTBEAT_S), "finish_load"
     )
     assert "did not go on with the prompt" in str(ended.error)
     assert "reported_tokens=[0]" in str(ended.error)
@@ -338,8 +336,8 @@ def test_the_progress_timeout_starts_with_the_last_new_token():
 @pytest.mark.parametrize("stream", [True, False])
 def test_begun_is_reported_with_the_first_or_the_last_token(stream):
     side, (link,) = _following(None, stream=stream)
-    assert _begun(side.receive(link, _said(0))) == []
-    reports = [_said(4), _said(12), _said(12, is_complete=True)]
+    assert _begun(side.receive(link, _report(0))) == []
+    reports = [_report(4), _report(12), _report(12, is_complete=True)]
     begun = [_begun(side.receive(link, report)) for report in reports]
     assert begun == ([["w"], [], []] if stream else [[], [], ["w"]])
 
@@ -350,8 +348,8 @@ def test_layers_are_read_once_a_piece_is_large_enough(tp_size, monkeypatch):
         monkeypatch.setattr(load, "MIN_PIECE_BYTES", least_bytes)
         side, links = _following(geometry=harness.engine(tp_size=tp_size))
         blocks = (GroupBlocks.of(IDS),)
-        said = m.Progress(transfer_id="t", watermark=Watermark(0, 12, 1), blocks=blocks)
-        calls = side.tell(*[ev.FromPeer(link, said) for link in links])
+        report = m.Progress(transfer_id="t", watermark=Watermark(0, 12, 1), blocks=blocks)
+        calls = side.handle(*[ev.FromPeer(link, report) for link in links])
         return sum(each.read.source.total_bytes for each in harness.of(calls, "start_receive"))
 
     nbytes = read_of_first_layer(1)
@@ -363,7 +361,7 @@ def test_layers_are_read_once_a_piece_is_large_enough(tp_size, monkeypatch):
 def test_finished_tokens_are_read_before_the_newest_layers(monkeypatch):
     monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     side, (link,) = _following()
-    reported = side.receive(link, _said(12, watermark=Watermark(4, 12, 1)))
+    reported = side.receive(link, _report(12, watermark=Watermark(4, 12, 1)))
     sources = [each.read.source for each in harness.of(reported, "start_receive")]
     assert [(each.token_ranges, each.layer_stop) for each in sources] == [
         ((range(4),), harness.MODEL.num_layers),
@@ -374,16 +372,16 @@ def test_finished_tokens_are_read_before_the_newest_layers(monkeypatch):
 def test_layer_reads_stop_at_the_slowest_rank(monkeypatch):
     monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     side, links = _following(geometry=harness.engine(tp_size=2))
-    reports = [_said(12, watermark=Watermark(0, stop, 1)) for stop in (8, 12)]
-    calls = side.tell(*map(ev.FromPeer, links, reports))
+    reports = [_report(12, watermark=Watermark(0, stop, 1)) for stop in (8, 12)]
+    calls = side.handle(*map(ev.FromPeer, links, reports))
     read = [each.read.source.token_ranges for each in harness.of(calls, "start_receive")]
     assert read == [(range(8),)] * 2
 
 
 def test_an_older_report_is_ignored():
     side, (link,) = _following(None)
-    side.tell(*[ev.FromPeer(link, _said(tokens)) for tokens in (8, 4)])
-    (started,) = harness.of(side.tell(harness.load_asked()), "start_receive")
+    side.handle(*[ev.FromPeer(link, _report(tokens)) for tokens in (8, 4)])
+    (started,) = harness.of(side.handle(harness.load_request()), "start_receive")
     assert started.read.source.token_ranges == (range(8),)
 
 
@@ -393,6 +391,6 @@ def test_a_follow_is_repeated_until_every_worker_answers():
     asked = harness.messages(side.tick(), m.Heartbeat)
     for link in links:
         assert [len(each.followed) for each in asked] == [1, 1]
-        side.receive(link, _said(0))
+        side.receive(link, _report(0))
         asked = harness.messages(side.tick(harness.HEARTBEAT_S), m.Heartbeat)
     assert [(len(each.followed), len(each.transfers)) for each in asked] == [(0, 1), (0, 1)]
