@@ -1,4 +1,4 @@
-"""Set-up for every test: thread pools, hypothesis profiles, hardware skips, leftover threads."""
+"""Set-up of every test: thread pools, hypothesis profiles, skips for missing hardware, checks for leftover threads."""
 
 import functools
 import importlib.util
@@ -20,19 +20,18 @@ from hypothesis import HealthCheck, Phase, settings  # noqa: E402
 
 LEFTOVER_GRACE_S = 10.0
 
-# The conformance suites assert like tests do, and should explain a failure like tests do.
+# The conformance suites use assert like tests, and should explain failures like tests.
 pytest.register_assert_rewrite("tests.support")
 
-# No deadlines and no health check by speed: how long an example takes says more about the machine's
-# load than about the code.
+# No deadlines and no health check by speed: the time of an example depends more on the machine's load than on the code.
 _untimed = settings(
     deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, database=None
 )
-# Properties that need another number take it from tests/support/examples.py, which scales it by these.
+# Properties with another number of examples use tests/support/examples.py, which scales it by these profiles.
 settings.register_profile("ci", _untimed, max_examples=50, derandomize=True)
 settings.register_profile("explore", _untimed, max_examples=50)
 settings.register_profile("thorough", _untimed, max_examples=1000)
-# scripts/mutants asks only whether a property fails
+# scripts/mutants needs no shrinking
 settings.register_profile(
     "mutants", _untimed, max_examples=50, derandomize=True, phases=(Phase.explicit, Phase.generate)
 )
@@ -41,7 +40,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 @functools.cache
 def gpu_count():
-    """Return how many CUDA devices torch can use, without importing torch on a host that has none."""
+    """Return the number of CUDA devices that torch can use, without importing torch on a host that has none."""
     if not HAS_GPU_DEVICE or importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -50,14 +49,14 @@ def gpu_count():
 
 
 def _has_ucx():
-    """Return whether a UCX can be loaded, and load it."""
+    """Return True if a UCX could be loaded."""
     from tests.support.libraries import has_ucx
 
     return has_ucx()
 
 
 def _missing_for(item):
-    """Return what this machine lacks for a test's markers, or None."""
+    """Return the reason why this machine cannot run a test, by its markers, or None."""
     if item.get_closest_marker("gpu") and gpu_count() < 1:
         return "needs a GPU"
     if item.get_closest_marker("multi_gpu") and gpu_count() < 2:
@@ -76,7 +75,7 @@ def pytest_runtest_setup(item):
 
 @pytest.fixture(autouse=True)
 def nothing_left_running():
-    """Fail a test that leaves a thread or a child process which would keep the interpreter alive."""
+    """Fail a test that leaves a thread or a child process that would keep the interpreter alive."""
     before = _running()
     yield
     deadline = time.monotonic() + LEFTOVER_GRACE_S

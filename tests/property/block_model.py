@@ -1,4 +1,4 @@
-"""What a block manager should do, by dicts: a memory that all its copies go through, and a prefix cache.
+"""A model of the block manager in dicts: the memory that its copies write, and a prefix cache.
 
 The modelled KV of a token is its request's extra keys and all tokens up to it, so what a sequence reads through its
 block table shows whether the blocks are its own. A block can be found if it was computed and holds all of its tokens.
@@ -13,7 +13,7 @@ STALE = "stale"
 
 
 class Request:
-    """A group whose sequences have equal lengths and progress; `tokens` are theirs, by sequence."""
+    """A group whose sequences have equal lengths and progress; `tokens` has the tokens of each sequence."""
 
     def __init__(self, group, tokens, extra_keys=(), num_encoder_tokens=0):
         self.group = group
@@ -37,7 +37,7 @@ class Request:
 
 
 class BlockModel:
-    """A block manager, the memory of its blocks, what can be found, and the requests that hold blocks."""
+    """A block manager, the memory of its blocks, its cached blocks, and the requests that hold blocks."""
 
     is_caching = has_window = has_chunks = is_recurrent = False
 
@@ -55,7 +55,7 @@ class BlockModel:
             max_step_tokens=self.step_tokens,
             enable_caching=self.is_caching,
         )
-        # a state is needed as a window of two tokens is
+        # a state is needed like a window of two tokens
         self.extent = 2 if self.is_recurrent else window
         self.forgets = self.has_window or self.has_chunks or self.is_recurrent
         self.watermark_blocks = int(watermark * self.totals[GPU])
@@ -86,7 +86,7 @@ class BlockModel:
         return min(request.num_tokens, num_computed + step)
 
     def owners(self, device):
-        """How many tables hold each block."""
+        """The number of tables that hold each block."""
         owners = {}
         for request in self.on(device):
             for seq in request.tokens:
@@ -118,14 +118,14 @@ class BlockModel:
             self.memory[destination, destination_id][:] = self.memory[source, source_id]
 
     def hand_out(self, device, blocks):
-        """Blocks are to hold something else."""
+        """These blocks get new owners: their old content is neither cached nor readable."""
         cache = self.cache[device]
         self.cache[device] = {kv: block for kv, block in cache.items() if block not in blocks}
         for block in blocks:
             self.memory[device, block][:] = [STALE] * len(self.memory[device, block])
 
     def is_whole(self, request, seq, block, index):
-        """A block holds all tokens, or the state after the last token, of a sequence's block `index`."""
+        """Returns True if a block holds all tokens of a sequence's block `index`, or the state after the last."""
         tokens = range(index * self.block_size, (index + 1) * self.block_size)
         kept = tokens[-1:] if self.is_recurrent else tokens
         return self.memory[request.device, block] == [request.kv(seq, token) for token in kept]
@@ -134,10 +134,10 @@ class BlockModel:
         return self.cache[GPU].get(request.kv(seq, (index + 1) * self.block_size - 1))
 
     def expected_hit(self, request):
-        """The most leading tokens, in whole blocks and without the last, after which the cache has what is seen."""
+        """The most leading tokens, in whole blocks and without the last, whose visible blocks are all cached."""
         (seq, *_), size = request.tokens, self.block_size
         for num_blocks in range((request.num_tokens - 1) // size, 0, -1):
-            # what sees nothing before needs no block, but the last one must be there to be found
+            # a query that sees no earlier token needs no block, but a hit needs the last block
             oldest = min(self.oldest(num_blocks * size) // size, num_blocks - 1)
             needed = range(oldest, num_blocks)
             if all(self.hit(request, seq, index) is not None for index in needed):
@@ -145,7 +145,7 @@ class BlockModel:
         return 0
 
     def compute_tokens(self, request, num_tokens, written=None):
-        """Compute up to that many tokens, or bring the `written` ones of these."""
+        """Compute up to `num_tokens` tokens; with `written`, load these positions instead."""
         start = request.num_computed
         stop = min(start + num_tokens, request.num_slots)
         tables = {seq: self.manager.get_block_table(seq) for seq in request.tokens}
@@ -162,7 +162,7 @@ class BlockModel:
                     self.cache[GPU].setdefault(kv, table[index])
 
     def expected_append(self, request, seq, lookahead):
-        """Indices of the blocks that a sequence takes anew for its next slots, and those of shared ones to copy."""
+        """The indices of new blocks for a sequence's next slots, each with True if it is a copy of a shared block."""
         table, owners = self.manager.get_block_table(seq), self.owners(GPU)
         end = max(request.num_slots, self.step_end(request, request.num_computed)) + lookahead
         touched = range(request.num_slots // self.block_size, self.num_blocks(end))

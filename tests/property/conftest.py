@@ -1,11 +1,11 @@
-"""What the races share."""
+"""A fixture of the races."""
 
 import pytest
 
 
 @pytest.fixture
 def show(capsys):
-    """Prints figures that a run is for, captured or not."""
+    """Prints the figures of a run, even if output is captured."""
 
     def write(text):
         with capsys.disabled():

@@ -1,4 +1,4 @@
-"""What the operators of a deployment choose, and what its engines remember of their requests."""
+"""Random settings of a deployment, and the records that its engines keep of their requests."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ LONG_IDLE_S = 300.0
 
 @st.composite
 def settings_of_an_engine(draw):
-    """What operators of two engines need not agree on."""
+    """Settings in which two engines may differ."""
     timeout_s = draw(st.sampled_from([3.0, 15.0, 60.0]))
     duration_s = draw(st.sampled_from([8.0, 30.0]))
     return {
@@ -34,7 +34,7 @@ def settings_of_an_engine(draw):
 
 
 def longest_wait_s(settings):
-    """After which everything that an engine waits for has ended, with whole links: one deadline after the other."""
+    """The longest wait of an engine with working links, in seconds: the sum of its deadlines."""
     times = {"hello_timeout_s": 3, "timeout_s": 2, "transfer_timeout_s": 2, "progress_timeout_s": 1}
     times |= {"duration_s": 1, "early_follow_s": 1}
     waits = [each["peer"] | each["lease"] for each in settings]
@@ -52,9 +52,9 @@ def are_apart(engines):
 
 @dataclass
 class Held:
-    """A request that a producer engine holds: its blocks, and what was in them. `num_computed` of its tokens are there,
-    as it reported; it `is_void` if its blocks were taken from it in mid-prompt. The step under way computes those up to
-    `step_stop`, of which the first `num_layers` layers have them.
+    """A request that a producer engine holds: its blocks and their bytes. `num_computed` tokens are reported; `is_void`
+    means that its blocks were taken in mid-prompt. The step under way computes the tokens up to `step_stop`, and its
+    first `num_layers` layers are written.
     """
 
     engine: object
@@ -74,24 +74,24 @@ class Held:
         return self.num_computed == self.num_tokens
 
     def step(self, num_tokens):
-        """So many tokens more, or the end of the step under way."""
+        """Compute `num_tokens` more tokens, or finish the step under way."""
         stop = self.step_stop or min(self.num_tokens, self.num_computed + num_tokens)
         self.num_computed, self.step_stop, self.num_layers = stop, 0, 0
         self.write()
-        self.say()
+        self.report()
 
     def compute_layer(self, num_tokens):
-        """One layer more of a step, which begins with the first one."""
+        """Compute the next layer of the step under way, or the first one of a new step."""
         if not self.step_stop:
             self.step_stop = min(self.num_tokens, self.num_computed + num_tokens)
-            self.say()
+            self.report()
         self.num_layers = min(self.engine.shape.model.num_layers, self.num_layers + 1)
         self.write()
         for worker in self.engine.workers:
             worker.layer_written(self.name, self.num_layers - 1)
 
-    def say(self):
-        """Let consumers read what is computed, unless it was taken from the request."""
+    def report(self):
+        """Let consumers read the computed tokens, unless the request lost its blocks."""
         stop = max(self.num_computed, self.step_stop)
         ids = self.block_ids[: -(-stop // self.engine.shape.block_sizes[0])]
         if self.is_complete or not self.is_void:
@@ -105,7 +105,7 @@ class Held:
             )
 
     def write(self):
-        """All tokens that are computed, as they were drawn."""
+        """Write the drawn bytes of all computed tokens."""
         size = self.engine.shape.block_sizes[0]
         for worker in self.engine.workers:
             for (group, layer, part), array in worker.caches.arrays.items():
@@ -119,7 +119,7 @@ class Held:
 
 @dataclass
 class Wanted:
-    """A request that the consumer engine wants, and which of its ranks still load."""
+    """A request that the consumer engine wants; `waiting` are the ranks that still load it."""
 
     engine: object
     name: str

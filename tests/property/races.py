@@ -1,7 +1,7 @@
 """Producers that get their blocks back while a slow consumer reads them, many times in one process.
 
-Real drivers and data paths over UCX, in one thread with a clock of its own: so what happens between two turns is drawn,
-and nobody waits for a deadline. Every engine gives its blocks to their next owner in the turn in which it may.
+Real drivers and data paths run over UCX, in one thread with a fake clock: random draws decide what happens between two
+turns, and no deadline takes real time. Every engine reuses its blocks in the first turn in which it may.
 """
 
 import random
@@ -23,7 +23,7 @@ from tests.support.world import Offer, World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=64)
 BLOCK, LENGTHS = 16, (16, 32, 96)
-"""A token is 1 KiB: reads of one chunk, of as many as are sent at a time, and of three times as many."""
+"""A token has 1 KiB: reads have one chunk, as many as a window, or three times as many."""
 BLOCKS = list(range(LENGTHS[-1] // BLOCK))
 OTHER_BLOCKS = [block + len(BLOCKS) for block in BLOCKS]
 SETTINGS = {"staging": {"chunk_bytes": 16 * 1024, "budget_bytes": 80 * 1024, "window": 2}}
@@ -35,12 +35,12 @@ SECONDS_PER_TURN = 0.2
 
 
 class StaleBytesError(AssertionError):
-    """A load has succeeded with bytes that its producer did not hold for it, or has written where it may not."""
+    """A load succeeded with bytes that its producer did not hold for it, or wrote outside its blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """What `p` computes while it is read, in a step of `pace` of its turns. `granted` was in its blocks at the end."""
+    """A prompt that `p` computes while it is read, in turns of probability `pace`. `granted` are its final bytes."""
 
     name: str
     offer: Offer
@@ -52,12 +52,11 @@ class Prompt:
 
 
 class Races:
-    """A producer `p`, the consumer `d` that reads slowly, and another one, `e`, which takes what `p` sends next.
+    """A producer `p`, a consumer `d` that reads slowly, and a second consumer `e` that reads after it.
 
-    `seen` counts how the loads of `d` ended, by what happened, `paths` how those of both consumers came. With
-    `is_streamed` `d` follows what `p` computes. The engine that `too_early` names, "p" or "d", overwrites its blocks as
-    soon as it wants them back, and not when the connector says so. `slow_down` delays the copies of a worker where
-    these take no turns.
+    `seen` counts the outcomes of `d`'s loads by cause, and `paths` the paths of all loads. With `is_streamed`, `d`
+    follows prompts that `p` computes. The engine that `too_early` names, "p" or "d", overwrites its blocks as soon as
+    it wants them back, without waiting for the connector. `slow_down` delays a worker's copies on a GPU.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Races:
         self._prompt = None
         self._too_early = too_early
         self._slow_down = slow_down
-        # messages from 1 KiB on stay at their sender until they are received, as long ones do
+        # messages of 1 KiB and more use rendezvous: they stay at the sender until they are received
         over_ucx = partial(open_ucx_transport, options={"RNDV_THRESH": "1k"})
         self.world = World(
             seed=seed,
@@ -86,7 +85,7 @@ class Races:
             make_caches=make_caches,
         )
         self.p = self._start("p", "producer", P_TIMEOUT_S)
-        # what is sent over UCX cannot be lost on its way, so `d` is notified over the other channel
+        # UCX loses no message, so `d` uses the other channel
         on_hub = {"insecure": True, "over_ucx": False}
         self.d = self._start("d", "consumer", D_TIMEOUT_S, control=on_hub)
         self.e = self._start("e", "consumer", D_TIMEOUT_S)
@@ -154,12 +153,12 @@ class Races:
         self.seen[f"{cause}: {outcome}"] += 1
 
     def _reuse(self):
-        """The blocks of `d` are somebody else's: what that writes, and must not change."""
+        """Give `d`'s blocks to a new owner. Returns the bytes that the owner writes, which must not change."""
         self.d.workers[0].caches.scribble(0, BLOCKS)
         return _dense(self.d, BLOCKS, LENGTHS[-1])
 
     def _offer(self, block_ids):
-        """A request of new bytes that the producer holds: its name, and what was in its blocks."""
+        """Hold a request with new bytes at the producer. Returns its name, its offer and the bytes."""
         name, num_tokens = next(self._names), len(block_ids) * BLOCK
         self.p.workers[0].caches.scribble(0, block_ids)
         self._held[name] = block_ids
@@ -167,7 +166,7 @@ class Races:
         return name, self.p.grant(name, [block_ids], num_tokens), granted
 
     def _compute(self, block_ids):
-        """A prompt that `p` computes from now on."""
+        """Start a prompt at `p`. Returns its name and offer."""
         name = next(self._names)
         offer = self.p.grant(name, [()], 0, is_complete=False)
         offer = replace(offer, blocks=(), num_tokens=len(block_ids) * BLOCK)
@@ -175,7 +174,7 @@ class Races:
         return name, offer, None
 
     def _step(self, prompt):
-        """One block more of a prompt, or the news that it is complete."""
+        """Compute the next block of a prompt, or report that it is complete."""
         ids = prompt.block_ids
         prompt.is_over = prompt.num_written == len(ids)
         num_tokens = prompt.num_written * BLOCK
@@ -183,10 +182,10 @@ class Races:
             self.p.workers[0].caches.scribble(0, [ids[prompt.num_written]])
             prompt.num_written += 1
             num_tokens += self.random.choice([7, BLOCK])
-        self._say(prompt, num_tokens)
+        self._report(prompt, num_tokens)
 
-    def _say(self, prompt, num_tokens):
-        """`p` lets consumers read the first tokens of a prompt; what is complete is held for them."""
+    def _report(self, prompt, num_tokens):
+        """Let consumers read the first tokens of a prompt; hold a complete prompt for them."""
         ids = prompt.block_ids[: prompt.num_written]
         if prompt.is_over:
             self._held[prompt.name] = ids
@@ -195,38 +194,38 @@ class Races:
         self.p.grant(prompt.name, [ids], num_tokens, **how)
 
     def abort(self, name):
-        """`p` wants a request's blocks back; those of a prompt that it computes it has at once."""
+        """`p` withdraws a request. It has the blocks of an unfinished prompt back at once."""
         self.p.withdraw(name)
         prompt = self._prompt
         if prompt is not None and prompt.name == name and not prompt.is_over:
             prompt.is_over = True
             self.p.workers[0].caches.scribble(0, prompt.block_ids)
 
-    def preempt(self, name, *, tells=True):
-        """`p` takes the blocks of a prompt, and computes it again in others; it may report that in between."""
+    def preempt(self, name, *, is_reported=True):
+        """`p` takes a prompt's blocks and computes it again in others; if `is_reported`, it aborts the prompt first."""
         prompt = self._prompt
         was_over, count = prompt.is_over, len(prompt.block_ids)
-        if tells or was_over:
+        if is_reported or was_over:
             self.abort(name)
         if was_over:
             return
         self.p.workers[0].caches.scribble(0, prompt.block_ids)
         prompt.block_ids, prompt.num_written, prompt.is_over = OTHER_BLOCKS[:count], count, True
-        self._turn(self.random.randrange(3) if tells else 0)
+        self._turn(self.random.randrange(3) if is_reported else 0)
         self.p.workers[0].caches.scribble(0, prompt.block_ids)
-        self._say(prompt, count * BLOCK)
+        self._report(prompt, count * BLOCK)
 
     def _load(self, engine, name, offer, blocks, tokens):
         engine.want(name, offer, is_followed=not offer.blocks)
         engine.load(name, offer, [blocks], [tokens])
 
     def _outcome(self, name):
-        """How a load ends: "read", or the error's name."""
+        """The outcome of a load: "read", or the error's name."""
         self._until(lambda: name in self._ended)
         return self._ended.pop(name)
 
     def read_by(self, engine):
-        """A consumer reads other blocks, once it has met the producer again; all of them must be right."""
+        """A consumer reads other blocks, and reconnects for this if it must. All bytes must be right."""
         outcome = ""
         for _ in range(MAX_ATTEMPTS):
             if outcome == "read":
@@ -240,7 +239,7 @@ class Races:
         _check_same(found, granted, f"{name} of {engine.shape.engine_id} is stale")
 
     def cut_off_other(self):
-        """The link to `e` breaks while chunks are on their way: other memory takes the place of their slots."""
+        """Break the link to `e` while chunks are on their way, so that other memory replaces their slots."""
         name, offer, _ = self._offer(OTHER_BLOCKS)
         self._load(self.e, name, offer, BLOCKS, range(LENGTHS[-1]))
         self._turn(2)
@@ -257,7 +256,7 @@ class Races:
         self._until(lambda: name not in self._held)
 
     def confirm(self, name, offer):
-        """Another consumer, to which the request went as well, has all that it wants."""
+        """Another consumer reads the last token of the request, and confirms it."""
         tokens = range(offer.num_tokens - 1, offer.num_tokens)
         self._load(self.e, f"{name}-again", offer, OTHER_BLOCKS, tokens)
 
@@ -269,22 +268,22 @@ class Races:
         self.world.freeze(self.d, frozen=False)
 
     @contextmanager
-    def unheard(self):
-        """Messages of the control channel are lost."""
+    def losing_messages(self):
+        """The control channel loses all messages."""
         self.world.hub.faults = ControlFaults(drop_probability=1.0)
         yield
         self.world.hub.faults = ControlFaults()
 
     def pass_time(self, seconds):
-        """The producer's deadlines go by."""
+        """Let time pass for the engines that take turns."""
         for _ in range(round(seconds)):
             self.world.clock.advance(1.0)
             self._turn()
 
     def lose(self):
-        """The producer drops the link to `d`, and does not tell it."""
+        """The producer drops the link to `d` without a message."""
         driver, channel = self.p.workers[0].driver, self.d.workers[0].control
-        with self.unheard():
+        with self.losing_messages():
             handles = {end.other.handle for end in channel.ends() if end.other}
             for link in driver.links:
                 if link.handle in handles:
@@ -341,9 +340,9 @@ def _expired(races, name, offer):
 
 
 def _paused(races, name, offer):
-    """The producer waits for `d` as long as its own timeout says, and as long again before it uses the slots."""
+    """Pause `d` for the producer's timeout, and as long again, after which the producer reuses the slots."""
     with races.stopped():
-        with races.unheard():
+        with races.losing_messages():
             races.pass_time(2 * (P_TIMEOUT_S + 1.0))
         races.cut_off_other()
         races.read_by(races.e)
@@ -361,10 +360,10 @@ CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
     "aborted by the producer": lambda races, name, offer: races.abort(name),
     "aborted by the consumer": lambda races, name, offer: races.d.drop(name),
     "given up by timeout": _paused,
-    "given up without a word": _lost,
+    "given up silently": _lost,
 }
 STREAM_CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
     "preempted": lambda races, name, offer: races.preempt(name),
-    "moved to other blocks": lambda races, name, offer: races.preempt(name, tells=False),
+    "moved to other blocks": lambda races, name, offer: races.preempt(name, is_reported=False),
 }
-"""What happens only to a prompt that is computed while it is read."""
+"""Causes that exist only for a prompt that is computed while it is read."""

@@ -1,4 +1,4 @@
-"""`verify=checksum`: what is damaged on its way is refused by name, and nothing of it is unpacked."""
+"""`verify=checksum`: a chunk that is corrupted on its way fails its load, and is not unpacked."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`KVOutputAggregator` against a model that remembers every report and looks at all of them again each time."""
+"""`KVOutputAggregator` against a model that keeps every report and searches all of them each time."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -48,21 +48,23 @@ outputs = st.builds(
 
 @dataclass
 class Direction:
-    """Sending or receiving: the reports of incomplete requests, oldest first, with the need at that time."""
+    """Sending or receiving: the reports of incomplete requests, oldest first, each with the count expected then."""
 
     reports: list = field(default_factory=list)
     reasons: list = field(default_factory=list)
 
     def take(self, worker, finished, expected):
-        told = {}
+        complete = {}
         for request in finished:
             self.reports.append((request, worker, expected))
             mine = [report for report in self.reports if report[0] == request]
             if len({worker for _, worker, _ in mine}) >= mine[0][2]:
                 self.reports = [report for report in self.reports if report[0] != request]
-                told[request] = next((why for name, why in self.reasons if name == request), None)
+                complete[request] = next(
+                    (why for name, why in self.reasons if name == request), None
+                )
                 self.reasons = [each for each in self.reasons if each[0] != request]
-        return told
+        return complete
 
 
 @dataclass
@@ -71,50 +73,48 @@ class Model:
     num_workers: int
     sending: Direction = field(default_factory=Direction)
     recving: Direction = field(default_factory=Direction)
-    said: list = field(default_factory=list)
+    outputs: list = field(default_factory=list)
     sent: dict = field(default_factory=dict)
     received: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.events = [Counter() for _ in range(self.num_workers)]
-        self.events_told = Counter()
+        self.reported_events = Counter()
 
     def take_step(self, outputs):
-        said = [(worker, output) for worker, output in enumerate(outputs) if output is not None]
-        for _, output in said:
+        reports = [(worker, output) for worker, output in enumerate(outputs) if output is not None]
+        for _, output in reports:
             self.sending.reasons += output.failed_sending.items()
             self.recving.reasons += output.failed_recving.items()
-        for worker, output in said:
+        for worker, output in reports:
             self.take(worker, output)
 
     def take(self, worker, output):
-        self.said.append(output)
+        self.outputs.append(output)
         self.events[worker].update(output.kv_cache_events)
         self.expected = output.expected_finished_count or self.expected
-        for direction, told, finished in (
+        for direction, ended, finished in (
             (self.sending, self.sent, output.finished_sending),
             (self.recving, self.received, output.finished_recving),
         ):
             complete = direction.take(worker, finished, self.expected)
-            for (
-                request,
-                reason,
-            ) in complete.items():  # a name may come again before the engine is told
-                told[request] = reason or told.get(request)
+            # a name may complete twice before the engine takes it
+            for request, reason in complete.items():
+                ended[request] = reason or ended.get(request)
 
     def check(self, engine):
-        """Compare with what the engine was told since the last time, and start anew."""
+        """Compare with the engine's output since the last check, and start anew."""
         assert engine.finished_sending == set(self.sent)
         assert engine.finished_recving == set(self.received)
         assert engine.failed_sending == {r: why for r, why in self.sent.items() if why}
         assert engine.failed_recving == {r: why for r, why in self.received.items() if why}
-        assert engine.begun == {name for o in self.said for name in o.begun}
-        assert engine.invalid_block_ids == {i for o in self.said for i in o.invalid_block_ids}
-        self.events_told.update(engine.kv_cache_events)
-        assert self.events_told == Counter(
+        assert engine.begun == {name for o in self.outputs for name in o.begun}
+        assert engine.invalid_block_ids == {i for o in self.outputs for i in o.invalid_block_ids}
+        self.reported_events.update(engine.kv_cache_events)
+        assert self.reported_events == Counter(
             {event: min(counts[event] for counts in self.events) for event in EVENTS}
         )
-        stats = [output.stats for output in self.said]
+        stats = [output.stats for output in self.outputs]
         for name in ("transfers", "traces", "loading"):
             found = list(getattr(engine.stats, name))
             assert found == [item for each in stats for item in getattr(each, name)]
@@ -124,9 +124,9 @@ class Model:
                 total.update(getattr(each, name))
             assert getattr(engine.stats, name) == total
         assert engine.stats.leases_expired == sum(each.leases_expired for each in stats)
-        counts = [o.expected_finished_count for o in self.said if o.expected_finished_count]
+        counts = [o.expected_finished_count for o in self.outputs if o.expected_finished_count]
         assert engine.expected_finished_count == (counts[-1] if counts else 0)
-        self.said, self.sent, self.received = [], {}, {}
+        self.outputs, self.sent, self.received = [], {}, {}
 
 
 @given(expected=st.integers(1, MAX_WORKERS), data=st.data())

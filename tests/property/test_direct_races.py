@@ -1,4 +1,4 @@
-"""Direct reads against a producer that takes its blocks back as early as it may: right bytes or an error."""
+"""Direct reads while another thread takes the producer's blocks back: right bytes or an error."""
 
 import sys
 import threading
@@ -26,13 +26,13 @@ pytestmark = pytest.mark.ucx
 SHAPE = Shape(layers=2, heads=2, dim=64, block=16)
 TOKENS = range(16 * BLOCKS)
 CUT = {"chunk_tokens": 64, "chunk_rows": 4}
-# The producer takes back earlier after a read that was right, and later after one that was refused: so both happen
-# often, however fast the machine reads.
+# The producer retracts earlier after a successful read and later after a refused one, so that both happen often on a
+# machine of any speed.
 EARLIER, LATER = 0.8, 1.25
 
 
-class Races:
-    """Reads of all of a producer's blocks, whose contents name the lease under which they were written."""
+class DirectRaces:
+    """Reads of all of a producer's blocks, whose content is different for each lease."""
 
     def __init__(self, pair):
         self._pair = pair
@@ -41,7 +41,7 @@ class Races:
         self.seen = Counter()
 
     def run(self, number):
-        """One lease: a read begins, and at some moment the producer retracts it and writes other bytes."""
+        """Read under one lease, while the producer retracts it at a random time and writes other bytes."""
         p, d = self._pair.p, self._pair.d
         key = number.to_bytes(8, "little") + b"lease of"
         content, next_content = 1 + number % 250, 1 + (number + 1) % 250
@@ -73,7 +73,7 @@ class Races:
             self._longest_s *= LATER
 
     def _take_back(self, begins, key, content):
-        """At any moment of a read, or soon after it."""
+        """Retract the lease and overwrite the blocks, during the read or soon after it."""
         delay_s = float(self._rng.uniform(0.0, self._longest_s))
         while not begins.is_set():
             time.sleep(0.0)
@@ -100,12 +100,12 @@ def test_direct_reads_never_return_retracted_bytes(num_races, num_threads, show,
     monkeypatch.setattr(CopyThreads, "num_idle", lambda threads: num_threads - 1)
     monkeypatch.setattr(copies_cpu, "SHARED_PIECE_BYTES", 1 << 12)
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # the taker is to come in between
+    sys.setswitchinterval(1e-5)  # so that the taker runs in between
     try:
         with closing(
             DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"), num_threads=num_threads)
         ) as pair:
-            races = Races(pair)
+            races = DirectRaces(pair)
             for number in range(1, num_races + 1):
                 races.run(number)
     finally:

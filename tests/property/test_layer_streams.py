@@ -1,4 +1,4 @@
-"""What a consumer rank reads of a prompt that is computed layer by layer, against what its producer has written."""
+"""The reads of a prompt that is computed layer by layer, compared with the tokens that its producer has written."""
 
 from collections import Counter
 
@@ -18,8 +18,8 @@ from tests.support.strategies import transfers
 
 
 class Rank:
-    """A producer rank that computes a prompt step by step, layer after layer. `written[layer]` tokens it has in each;
-    `reports` is all that it has reported, of which a consumer gets some, late and more than once.
+    """A producer rank that computes a prompt step by step, layer after layer. Layer n has `written[n]` tokens. A
+    consumer gets some of its `reports`, late and more than once.
     """
 
     def __init__(self, rank, steps, groups_stay):
@@ -35,7 +35,7 @@ class Rank:
         return self._step == len(self._steps)
 
     def compute(self):
-        """One layer more, or the report that a step is over."""
+        """Compute the next layer, or end the step."""
         if self._num_done == len(self.layers):
             self._step, self._num_done = self._step + 1, 0
         else:
@@ -74,14 +74,14 @@ def test_streamed_items_are_read_once_after_they_are_written(transfer, data, rng
     links = {source: number for number, source in enumerate(ranks, 1)}
     read = Counter()
 
-    def notice(source, report):
+    def deliver(source, report):
         load.record_progress(links[source], report, len(groups_stay))
         for one in load.take_ready(routes, list(links.values()), chunk_bytes=transfer.chunk_bytes):
             for item in plan_items([one], transfer.consumer):
                 assert item.token < ranks[one.source].written[item.layer]
                 assert groups_stay[item.group] or ranks[one.source].is_over
                 read[item] += 1
-        if len(load.progress) == len(links):  # whole steps of all ranks are asked for at once
+        if len(load.progress) == len(links):  # steps that all ranks have finished are read at once
             stop = min(report.watermark.num_tokens for report in load.progress.values())
             for left, tokens, stays in zip(
                 load.left, transfer.token_ranges, groups_stay, strict=True
@@ -94,9 +94,9 @@ def test_streamed_items_are_read_once_after_they_are_written(transfer, data, rng
             ranks[rng.choice(unfinished)].compute()
             source = rng.choice(list(ranks))
             if rng.random() < 0.6:
-                notice(source, rng.choice(ranks[source].reports[-3:]))
+                deliver(source, rng.choice(ranks[source].reports[-3:]))
         for source, rank in ranks.items():
-            notice(source, rank.reports[-1])
+            deliver(source, rank.reports[-1])
     assert load.is_read
     wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges)
     assert read == Counter(wanted)
@@ -107,9 +107,9 @@ MARKS = st.builds(Watermark, st.integers(0, 9), st.integers(0, 9), st.integers(0
 
 @given(MARKS, MARKS)
 def test_watermarks_continue_only_over_reported_layers(before, after):
-    """Cell by cell: what was told must still be there, and no layer that was told is computed again."""
+    """Cell by cell: reported layers must stay, and no reported layer is computed again."""
 
-    def told(mark):
+    def cells(mark):
         whole = {(t, layer) for t in range(mark.num_tokens) for layer in range(4)}
         return whole | {(t, n) for t in range(mark.ahead_tokens) for n in range(mark.ahead_layers)}
 
@@ -117,7 +117,7 @@ def test_watermarks_continue_only_over_reported_layers(before, after):
     is_again = any(token >= after.num_tokens for token in step) and (
         (after.num_tokens, after.ahead_tokens) != (before.num_tokens, before.ahead_tokens)
     )
-    assert after.continues(before) == (told(after) >= told(before) and not is_again)
+    assert after.continues(before) == (cells(after) >= cells(before) and not is_again)
 
 
 @given(MARKS, st.integers(0, 10))

@@ -1,4 +1,4 @@
-"""One producer session and whatever its engine, its peers and time do: what becomes of the blocks that it holds."""
+"""The leases of one producer session under random orders, messages and deadlines."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -16,9 +16,7 @@ READERS = harness.engine("d", tp_size=2)
 
 
 class Leases(RuleBasedStateMachine):
-    """`held` are the leases whose blocks the engine has not back, `sends` what is sent from the blocks of each, and
-    `published` the keys under which consumers on this host read them.
-    """
+    """`held` are the leases not yet released, `sends` those from their blocks, `published` the keys on the board."""
 
     def __init__(self):
         super().__init__()
@@ -45,21 +43,21 @@ class Leases(RuleBasedStateMachine):
                 case "start_send":
                     self.sends[done.send] = done.send.read.transfer_id
                 case "stop_send":
-                    assert done.send in self.sends, "a send is stopped that is none"
+                    assert done.send in self.sends, "a send is stopped that does not exist"
                 case "release":
                     self._check_release(done.request_id, done.outcome)
 
     def _check_release(self, name, outcome):
-        assert name in self.held, "blocks are given back twice"
-        assert name not in self.sends.values(), "blocks are given back that are still sent"
+        assert name in self.held, "blocks are released twice"
+        assert name not in self.sends.values(), "blocks are released while they are sent"
         until = self.held.pop(name)
         ends = self.confirmed.pop(name)
         if outcome == "released":
-            assert ends == {0, 1}, "blocks are given back before all have confirmed"
+            assert ends == {0, 1}, "blocks are released before all ranks have confirmed"
         elif outcome == "expired":
             assert self.side.now >= until, "a lease ended before its time"
         else:
-            assert "abort" in ends, "a lease was given up that nobody gave up"
+            assert "abort" in ends, "a lease ended that no engine aborted"
 
     @rule(name=NAMES)
     def grant(self, name):
@@ -88,7 +86,7 @@ class Leases(RuleBasedStateMachine):
     @rule(link=LINKS, name=NAMES, is_right=st.booleans(), is_abort=st.booleans())
     def end(self, link, name, is_right, is_abort):
         if name not in self.held:
-            return  # it would be kept for the next lease
+            return  # an early ending would end the next lease
         if is_right:
             self.confirmed[name].add("abort" if is_abort else -1 - link)
         event = harness.abort if is_abort else harness.done
@@ -125,7 +123,7 @@ class Leases(RuleBasedStateMachine):
         assert len(self.published) <= len(self.held)
 
     def teardown(self):
-        """Every lease ends, in its time and once nothing is sent from its blocks."""
+        """Every lease ends after its deadline and its last send."""
         for _ in range(4):
             while self.sends:
                 self.a_send_ends(0, True)

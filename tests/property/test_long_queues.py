@@ -1,4 +1,4 @@
-"""Ten thousand requests that a router asks two engines for at once: real drivers and sessions over in-memory links."""
+"""Ten thousand requests in the queues of two engines: real drivers and sessions over in-memory links."""
 
 from contextlib import closing
 from itertools import islice
@@ -25,7 +25,7 @@ NO_BLOCKS = (GroupBlocks.of(()),)
 
 
 class LongQueue:
-    """Two engines, and requests of a block each in both of their queues."""
+    """Two engines, and requests of one block each in both of their queues."""
 
     def __init__(self, *, over_ucx, num_requests=MANY):
         shapes = [
@@ -51,7 +51,7 @@ class LongQueue:
         self.order(self.d, self.wants())
 
     def hold(self, name, block=None):
-        """The producer has the request in its queue; or, in a block, all of it."""
+        """The producer's order for a queued request, or for a complete one in `block`."""
         names = name, name, self.secret
         if block is None:
             return GrowRequest(*names, NO_BLOCKS, NO_TOKENS)
@@ -70,7 +70,7 @@ class LongQueue:
         return self.world.run(is_over, **how)
 
     def links(self):
-        """The numbers of all links: a link that is made anew has another."""
+        """The numbers of all links; a link that is opened again has a new number."""
         workers = self.p.workers + self.d.workers
         return [[link.number for link in worker.driver.links] for worker in workers]
 
@@ -85,21 +85,19 @@ def batched(orders, length):
         yield some
 
 
-def _served(queue, names):
-    """The producer computes these, as many at a time as it has blocks; each arrives as it was."""
+def _serve(queue, names):
+    """The producer computes these requests, as many at a time as it has blocks, and the consumer loads each one."""
     for first in range(0, len(names), NUM_BLOCKS):
         batch = names[first : first + NUM_BLOCKS]
         queue.order(queue.p, [queue.hold(name, block) for block, name in enumerate(batch)])
         assert queue.run(lambda batch=batch: queue.begun >= {*batch}), (
-            "prompts that nobody hears of"
+            "prompts that the consumer does not notice"
         )
         for block, name in enumerate(batch):
             for worker in queue.d.workers:
                 worker.caches.scribble(0, [block])
             queue.d.load(name, _offer(queue, name), [[block]], [range(4)])
-        assert queue.run(lambda batch=batch: queue.released >= {*batch}), (
-            "blocks are not given back"
-        )
+        assert queue.run(lambda batch=batch: queue.released >= {*batch}), "blocks are not released"
         for ours, theirs in zip(queue.d.workers, queue.p.workers, strict=True):
             for key, array in ours.caches.arrays.items():
                 count = len(batch)
@@ -115,15 +113,15 @@ def _offer(queue, name):
 def test_ten_thousand_queued_requests_keep_their_links_and_leases(over_ucx):
     queue = LongQueue(over_ucx=over_ucx)
     with closing(queue.world):
-        queue.want()  # the consumer knows of them first
+        queue.want()  # before the producer knows the requests
         queue.run(lambda: False, max_turns=40, seconds_per_turn=1.0)
         queue.order(queue.p, [queue.hold(name) for name in queue.names])
         queue.run(lambda: False, max_turns=60, seconds_per_turn=1.0)
         links = queue.links()
         assert queue.num_leases() == MANY
-        _served(queue, queue.names[:NUM_SERVED])
+        _serve(queue, queue.names[:NUM_SERVED])
         queue.run(lambda: False, max_turns=60, seconds_per_turn=1.0)
-        _served(queue, queue.names[-NUM_SERVED:])
+        _serve(queue, queue.names[-NUM_SERVED:])
         assert not queue.failed
         rest = queue.names[NUM_SERVED:-NUM_SERVED]
         queue.order(queue.d, [DropRequest(name) for name in rest])

@@ -1,4 +1,4 @@
-"""Every plan against the naive one, and what the chunks promise, over random pairs of engines."""
+"""Plans for random pairs of engines: equal to the naive plan, in ordered and bounded chunks."""
 
 from collections import Counter
 from math import ceil, lcm
@@ -33,7 +33,7 @@ def test_plans_deliver_every_item_exactly_once(transfer, first, stop):
         wanted = naive_plan(transfer.topology, transfer.producer, transfer.token_ranges, layers)
         delivered = list(plan_items(plan, transfer.consumer))
         assert Counter(delivered) == Counter(wanted)
-        # once at all, not only once from each source
+        # once from all sources together
         assert len({item[1:] for item in delivered}) == len(delivered)
         for read in plan:
             items = list(plan_items([read], transfer.consumer))

@@ -1,4 +1,4 @@
-"""Blocks and slots are used again as early as they may be while a slow consumer reads: right bytes or an error."""
+"""Blocks and slots are reused as early as allowed while a slow consumer reads: it gets right bytes or an error."""
 
 from contextlib import closing
 from functools import partial
@@ -29,11 +29,11 @@ BATCHES = [
     pytest.param(0, 180, id="quick"),
     *(pytest.param(seed, 1000, id=f"{seed}", marks=SLOW) for seed in range(1, 11)),
 ]
-"""Seeds, and how many races: ten thousand of the slow ones."""
+"""Seeds and numbers of races: the slow ones have ten thousand together."""
 
 
 def check(races, num_races, show):
-    """Every race is accounted for, and enough of them were close."""
+    """Every race has an outcome, and neither right bytes nor errors are rare."""
     show("".join(f"\n{races.seen[how]:6} {how}" for how in sorted(races.seen)))
     show(f"all loads of either consumer: {dict(races.paths)}")
     read = sum(count for how, count in races.seen.items() if how.endswith(": read"))
@@ -56,7 +56,7 @@ def test_a_slow_reader_gets_right_bytes_or_an_error(path, seed, num_races, devic
     check(races, num_races, show)
 
 
-def forget_which_blocks_are_known(lease, granted, grow=Lease.grow):
+def forget_the_granted_blocks(lease, granted, grow=Lease.grow):
     lease.blocks = ()
     return grow(lease, granted)
 
@@ -71,7 +71,7 @@ FAULTS = [
         {},
         (SlotPool, "quarantine", lambda pool, slot, _: pool._refill(slot, pool._memory[slot])),
         ON_PACKED,
-        ["given up without a word"],
+        ["given up silently"],
     ),
     (
         {},
@@ -79,10 +79,10 @@ FAULTS = [
         ON_PACKED,
         ["given up by timeout"],
     ),
-    ({}, (Lease, "grow", forget_which_blocks_are_known), ON_STREAMS, ["moved to other blocks"]),
+    ({}, (Lease, "grow", forget_the_granted_blocks), ON_STREAMS, ["moved to other blocks"]),
     ({}, (Load, "is_complete", lambda load, links: not any(load.left)), ON_STREAMS, ["preempted"]),
 ]
-"""An engine that is too early, or what stands for a part of ours; on which paths, and by what, races must find it."""
+"""Options of races, a patch, the paths that it affects, and the causes by which races must find it."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The check of a peer's read against one that looks at every token of every layer by itself."""
+"""The check of a peer's read against a check of every single token and layer."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ WATERMARKS = st.builds(Watermark, COUNTS, COUNTS, st.integers(0, 6))
 
 PARTS = FakePart("k", 4, 8), FakePart("v", 4, 8), FakePart("scale", 4, 1)
 SHAPE = FakeModel(6, (FakeGroup((1, 3, 5), PARTS), FakeGroup((2,), PARTS[:1])))
-"""Every rank has the last three of four heads; two share the tokens of the second group."""
+"""Every rank has the last three of four heads; two ranks share the tokens of the second group."""
 ENGINE = cut_engine(
     SHAPE,
     engine_id="e",
@@ -67,12 +67,12 @@ WRONG_SEGMENTS = (
     segment(0, 0, (7,), range(1, 3)),
     segment(0, 0, (3, 5, 7), range(1, 3)),
     segment(0, 0, (1, 5), range(1, 3)),
-    # all tokens, as one asks who knows of no sharing; the other rank's; of other turns
+    # all tokens; those of the other rank; those of another interleave
     segment(1, 0, (2,), range(1, 4), num_parts=1),
     segment(1, 0, (2,), range(1, 4), (0, 1, 2), num_parts=1),
     segment(1, 0, (2,), range(1, 4), (1, 2, 4), num_parts=1),
 )
-"""Of groups, parts, heads, layers or tokens that this rank does not hold."""
+"""Segments of groups, parts, heads, layers or tokens that this rank does not hold."""
 
 
 def route_of(*segments):
@@ -88,7 +88,7 @@ def lease_of(watermark):
 
 @st.composite
 def reads(draw, route):
-    """A read that is inside, or has one field that is somewhat or far off."""
+    """A read inside its lease, or with one wrong field. Returns it and the name of that field or None."""
     edges = draw(st.sampled_from([st.integers(4, 20), st.integers(0, NUM_TOKENS)]))
     ranges = [tuple(sorted((draw(edges), draw(edges)))) for _ in MINE]
     layers = tuple(sorted(draw(st.just((0, 7)) | st.tuples(st.integers(0, 7), st.integers(0, 7)))))
@@ -120,7 +120,7 @@ def reads(draw, route):
 
 
 def cells(read, segments):
-    """The group, the layer and the token of all that a read asks for."""
+    """The group, layer and token of each cell that a read asks for."""
     return {
         (segment.group, layer, token)
         for segment in segments
@@ -132,7 +132,7 @@ def cells(read, segments):
 
 
 def is_there(asked, watermark):
-    """Returns True if the lease's blocks hold all of this, computed in all layers or the newest step's first ones."""
+    """Returns True if the lease's blocks hold these cells, in all layers or in the newest step's first ones."""
     tokens = [token for _, _, token in asked]
     layers = [layer for _, layer, _ in asked]
     is_whole = max(tokens) < watermark.num_tokens

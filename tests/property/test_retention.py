@@ -1,4 +1,4 @@
-"""What a group lacks, against the tokens that a query sees, counted one by one."""
+"""The missing tokens of a cache group, against the tokens that a query sees, one by one."""
 
 import pytest
 from hypothesis import given

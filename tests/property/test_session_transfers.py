@@ -1,10 +1,10 @@
-"""Whatever the two engines' shapes: what a consumer loads is what the producer held."""
+"""For engines of any shapes, a consumer loads the bytes that its producer held."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.fakes import LAYOUTS, FakeEngine, attention_model, dense_of
+from tests.support.fakes import LAYOUTS, FakeEngine, dense_of
 from tests.support.loopback import LoopbackFaults
 from tests.support.strategies import model_shapes
 from tests.support.world import World
@@ -84,7 +84,7 @@ def test_loaded_bytes_equal_the_producers(case):
         )
         assert all(worker.poll().finished_sending == {"r"} for worker in p.workers)
         caches = [worker.caches for worker in d.workers]
-        for mine in caches:  # each the last one, so that no replica stands for another
+        for mine in caches:  # each one last, so that no replica hides another
             loaded = dense_of([*caches, mine], ours, num_tokens)
             np.testing.assert_equal(loaded, expected)
         np.testing.assert_equal([_others(worker, ours) for worker in d.workers], outside)
@@ -92,25 +92,7 @@ def test_loaded_bytes_equal_the_producers(case):
         world.close()
 
 
-def test_withdrawn_blocks_are_released_after_their_last_send():
-    world = World(settings={"staging": {"chunk_bytes": 16, "budget_bytes": 1 << 16, "window": 1}})
-    world.network.faults = LoopbackFaults(max_delay_calls=8)
-    (producer,) = (p := world.start(FakeEngine("p", attention_model()), role="producer")).workers
-    (consumer,) = (d := world.start(FakeEngine("d", attention_model()), role="consumer")).workers
-    slots = producer.datapath.machine.send_slots
-    d.load_from(p, "r", [0, 1, 2], [7, 6, 5], 12)
-    assert world.run(lambda: slots.num_busy)
-    p.withdraw("r")
-    assert world.run(lambda: producer.outbox.is_filled)
-    assert producer.poll().finished_sending == {"r"}
-    assert not slots.num_busy
-    assert world.run(world.is_quiet)
-    assert consumer.poll().failed_recving.keys() == {"r"}
-    assert not producer.driver.links.refusals.counts
-    world.close()
-
-
 def _others(worker, ours):
-    """Everything in the pools that the request has no business with."""
+    """The bytes of all blocks that are not the request's."""
     arrays = worker.caches.arrays.items()
     return [np.delete(array, ours[group], axis=0) for (group, _, _), array in arrays]

@@ -1,4 +1,4 @@
-"""Producers and consumers over bad links, peers that die, freeze and come back: what an engine may rely on, always."""
+"""Two producers and a consumer over bad links, with engines that die, freeze and restart."""
 
 from itertools import count
 
@@ -42,7 +42,7 @@ def shapes_of(name):
 
 
 class Deployment(RuleBasedStateMachine):
-    """Two producers and one consumer. What the engines' own bookkeeping would be, beside the real thing."""
+    """Two producers and one consumer, beside the records that their engines would keep."""
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -82,7 +82,7 @@ class Deployment(RuleBasedStateMachine):
         pause=st.integers(0, 3),
     )
     def request(self, producer, num_tokens, skip, pause):
-        """A request takes its usual way, with a few turns between its steps."""
+        """A request is held, wanted and loaded, with a few turns in between."""
         held = self._hold(producer, num_tokens, is_computed=True)
         if held is not None:
             self.turns(pause)
@@ -92,7 +92,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(producer=st.integers(0, 1), num_tokens=st.integers(1, 14), early=st.booleans())
     def queue(self, producer, num_tokens, early):
-        """A request that is granted, and perhaps waits at the consumer for its blocks."""
+        """A request is held, and perhaps queued at the consumer."""
         held = self._hold(producer, num_tokens, is_computed=True)
         if held is not None and early:
             self._want(held)
@@ -109,7 +109,7 @@ class Deployment(RuleBasedStateMachine):
         held = self._hold(producer, num_tokens, is_computed=False)
         if held is None:
             return
-        held.say()
+        held.report()
         wanted = self._want(held, is_followed=True)
         num_layers = [0 if step % 2 else MODEL.num_layers for step in steps]
         for step, left in [
@@ -130,7 +130,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 9), pause=st.integers(0, 3))
     def a_step_computes(self, pick, num_tokens, pause):
-        """The next part of a prompt; with the last one the engine holds the blocks, even if nobody wants them now."""
+        """A step of a prompt; with the last one the engine holds the blocks, even if no consumer wants them."""
         computing = [held for held in self.held if not held.is_complete]
         if computing:
             held = computing[pick % len(computing)]
@@ -139,7 +139,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 99))
     def preempt(self, pick):
-        """Another request writes the blocks of one in mid-prompt, at once; it goes on elsewhere."""
+        """Another request writes at once to the blocks of one in mid-prompt, which goes on elsewhere."""
         computing = [held for held in self.held if not (held.is_complete or held.is_void)]
         if computing:
             held = computing[pick % len(computing)]
@@ -162,7 +162,7 @@ class Deployment(RuleBasedStateMachine):
             self._load(idle[pick % len(idle)], skip)
 
     def _hold(self, producer, num_tokens, *, is_computed):
-        """A request of a producer that has the blocks for it: computed, or in blocks that it will get step by step."""
+        """Hold a request at a producer, computed or to be computed. Returns None if too few blocks are free."""
         engine, shape = self.engines[producer], self.shapes[producer]
         needed = -(-num_tokens // shape.block_sizes[0])
         if len(self.free[producer]) < needed:
@@ -317,7 +317,7 @@ class Deployment(RuleBasedStateMachine):
             self.free[2] += wanted.block_ids
 
     def _check_loaded(self, worker, wanted):
-        """What was asked for is what the producer had when it granted; the rest is as it was."""
+        """The asked tokens have the producer's bytes, and all others their own."""
         size = self.shapes[2].block_sizes[0]
         for (group, layer, part), array in worker.caches.arrays.items():
             heads = worker.caches.rank.groups[group].parts[part]
@@ -330,7 +330,7 @@ class Deployment(RuleBasedStateMachine):
             assert np.array_equal(array[wanted.block_ids], expected)
 
     def _check_untouched(self, worker):
-        """Blocks that this rank does not load right now are as they were."""
+        """Blocks that this rank is not loading are unchanged."""
         loading = {
             block
             for wanted in self.wanted
@@ -342,7 +342,7 @@ class Deployment(RuleBasedStateMachine):
             assert np.array_equal(array[rest], self.shadows[worker][key][rest])
 
     def _settle(self):
-        """With the links healed, everything ends within its deadlines and leaves nothing over."""
+        """With working links, everything ends within its deadlines and leaves nothing behind."""
         self.world.hub.faults = ControlFaults()
         self.world.network.faults = LoopbackFaults()
         self.thaw()

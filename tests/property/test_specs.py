@@ -1,4 +1,4 @@
-"""Worst cases of memory against the pages of every step, and pools against what may lie where."""
+"""Worst-case memory against the pages of every step, and pools whose blocks do not overlap."""
 
 from dataclasses import replace
 

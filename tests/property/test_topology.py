@@ -1,4 +1,4 @@
-"""Heads, layers, and which rank answers to which, over random pairs of engines."""
+"""Heads, layers and source ranks, over random pairs of engines."""
 
 from collections import Counter, defaultdict
 from itertools import islice, product
@@ -94,7 +94,7 @@ def test_a_cache_is_replicated_if_two_ranks_hold_one_token(pair):
 
 
 def readers_by_replica(consumer, producer):
-    """How many consumer ranks of one stage read one (group, layer, family, head, token) from each of its holders."""
+    """For each (group, layer, family, head, token), the number of consumer ranks that read it from each holder."""
     readers = defaultdict(Counter)
     for rank in consumer.ranks:
         for target in TpKVTopology(consumer, rank.rank).get_target_remote_ranks(producer):
@@ -146,7 +146,7 @@ def in_memory(engine, order):
 
 
 def first_blocks(group, part, order):
-    """The (head, token)s of a rank's first blocks, each in the order in which they lie in memory."""
+    """The (head, token) pairs of a rank's first blocks, in memory order."""
     own = (
         t for t in range(10_000) if t // group.interleave_tokens % group.dcp_size == group.dcp_rank
     )

@@ -1,4 +1,4 @@
-"""Control messages survive the wire, and no bytes do harm: only two typed errors ever come out of `decode`."""
+"""Messages survive the wire, and `decode` answers any other bytes with one of two typed errors."""
 
 import struct
 import tracemalloc
@@ -20,7 +20,7 @@ from tests.support.strategies import engines, model_shapes
 MESSAGES = st.sampled_from(list(messages().values()))
 NUMBERS = {known: kind for kind, known in KINDS.items()}
 ENVELOPE = struct.Struct("<4sHH")
-# what a message may cost to refuse, beyond a small multiple of its own length
+# memory that a refusal may take, beside a small multiple of the message's length
 MAX_OVERHEAD_BYTES = 256 << 10
 
 
@@ -29,7 +29,7 @@ def envelope(kind, body):
 
 
 def check_harmless(payload):
-    """A message that decodes is as good as any other; all else is one of the two errors."""
+    """Bytes decode to a message that survives the wire, or raise one of the two errors."""
     try:
         message = decode(payload)
     except (RemoteProtocolError, IncompatiblePeerError):

@@ -1,4 +1,4 @@
-"""Stand-ins for what an engine brings: a clock that tests move, and caches in numpy arrays of any layout."""
+"""Fakes of an engine's side: a clock that tests move, and caches in numpy arrays of any layout."""
 
 import math
 import mmap
@@ -23,7 +23,7 @@ LAYOUTS = ("HND", "NHD", "K-transposed", "interleaved")
 
 
 class FakeClock:
-    """Seconds that pass only when a test lets them."""
+    """A clock that only a test advances."""
 
     def __init__(self, now_s=1000.0):
         self.now_s = now_s
@@ -36,7 +36,7 @@ class FakeClock:
 
 
 class AheadClock(FakeClock):
-    """The time, and what a test puts it forward by."""
+    """The monotonic time, plus the seconds by which a test advances it."""
 
     def __call__(self):
         return time.monotonic() + self.now_s
@@ -83,10 +83,10 @@ def attention_model(num_layers=2, total_heads=2, head_dim=4, item_size_bytes=2):
 def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, dcp=()):
     """An engine of `shape`: `stages[pp_rank]` are layers.
 
-    `dcp[group]` is how many neighbouring tensor ranks share that group's tokens, and how many tokens a turn has; left
-    out, none do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares; left out,
-    heads are split as `TpKVTopology.heads_of` does. No part of a rank's holding is ever empty, except that a stage may
-    lack a group's layers.
+    `dcp[group]` are the number of neighbouring tensor ranks that share that group's tokens, and the tokens of a turn.
+    By default no ranks do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares, by
+    default those of `TpKVTopology.heads_of`. No part of a rank's holding is ever empty, except that a stage may lack a
+    group's layers.
     """
     dcp = dcp or [(1, 1)] * len(shape.groups)
     ranks = tuple(
@@ -139,7 +139,7 @@ def _part(part, share, num_shares, splits):
 
 @dataclass(frozen=True, slots=True)
 class FakeEngine:
-    """How an engine runs a model. `block_sizes` and `num_blocks` have one entry a cache group.
+    """The shape of an engine that runs a model. `block_sizes` and `num_blocks` have one entry a cache group.
 
     `dcp_size` neighbouring tensor ranks hold the same heads and share the tokens, `interleave_tokens` at a time.
     """
@@ -155,7 +155,7 @@ class FakeEngine:
     interleave_tokens: int = 1
 
     def geometry(self):
-        """What all its ranks hold: layers and heads as `TpKVTopology` cuts them."""
+        """The geometry of all ranks, with layers and heads as `TpKVTopology` cuts them."""
         layers = self.model.num_layers
         return cut_engine(
             self.model,
@@ -171,7 +171,7 @@ class FakeEngine:
 
 
 def metadata_of(shape=None, role="consumer"):
-    """What the workers of an engine tell its scheduler; of the engine "d", by default."""
+    """The metadata that the workers of an engine, by default of "d", give to its scheduler."""
     shape = shape or FakeEngine("d", attention_model())
     geometry = shape.geometry()
     return [
@@ -239,7 +239,7 @@ class FakeCaches:
         return KVView(self._address(key), array.shape, array.strides, array.itemsize)
 
     def scribble(self, group, block_ids):
-        """Overwrite whole blocks of one group with fresh random bytes, as their next owner would."""
+        """Overwrite whole blocks of one group with new random bytes, as their next owner would."""
         for (index, _, _), array in self.arrays.items():
             if index == group:
                 fresh = np.empty_like(array[list(block_ids)])
@@ -247,7 +247,7 @@ class FakeCaches:
                 array[list(block_ids)] = fresh
 
     def tokens(self, group, layer, part, block_ids):
-        """A copy of this rank's heads over the blocks in order: `[num_heads, num_tokens, head_dim]`."""
+        """A copy of this rank's heads in these blocks, in order: `[num_heads, num_tokens, head_dim]`."""
         BHND = self.arrays[group, layer, part][list(block_ids)]
         return np.concatenate(list(BHND), axis=1) if len(BHND) else BHND[:, 0]
 

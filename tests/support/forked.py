@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, numba and ucxx, which a new interpreter needs seconds for."""
+"""Processes forked from one that has imported torch, numba and ucxx, which takes a new interpreter seconds."""
 
 import asyncio
 import atexit
@@ -24,12 +24,12 @@ forkserver.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def environment():
-    """The environment of a new interpreter that finds what pytest has put on this one's path."""
+    """The environment of a new interpreter with the import path of this one."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def run_python(*arguments, **variables):
-    """What a new interpreter prints that finds what this one does, and succeeds."""
+    """Run a new interpreter with the import path of this one. Returns its output; fails unless it succeeds."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**environment(), **variables},
@@ -43,9 +43,9 @@ def run_python(*arguments, **variables):
 
 
 class Process(ForkServerProcess):
-    """What tests use of `subprocess.Popen`, for `python arguments...`; it is killed when this process ends.
+    """The part of `subprocess.Popen` that tests use, for `python arguments...`. It is killed when this process ends.
 
-    It reads nothing. Descriptors that it is passed have other numbers there, also among its arguments.
+    It has no standard input. Descriptors passed to it have other numbers there, also in its arguments.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Process(ForkServerProcess):
     ):
         assert (command[0], stdin) == (sys.executable, subprocess.DEVNULL)
         outputs = [each.fileno() for each in (stdout or sys.__stdout__, stderr or sys.__stderr__)]
-        # of a connection its new owner gets a descriptor of its own
+        # a connection sent to another process has a new descriptor there
         fds = {fd: Connection(os.dup(fd)) for fd in (*outputs, *pass_fds)}
         environ = dict(os.environ if env is None else env)
         super().__init__(target=_become, args=(command[1:], environ, outputs, fds))
@@ -84,11 +84,11 @@ class Process(ForkServerProcess):
 POPEN = SimpleNamespace(
     Popen=Process, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
 )
-"""What `kvconnector.bench.processes` uses of `subprocess`."""
+"""The part of `subprocess` that `kvconnector.bench.processes` uses."""
 
 
 def _become(command, environ, outputs, fds):
-    """Do what `python command...` does."""
+    """Run `python command...` in this process."""
     os.setsid()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for target, fd in enumerate(outputs, 1):
@@ -120,7 +120,7 @@ def _end_with_parent():
 
 
 class _AsyncProcess(Process):
-    """What minillm uses of `asyncio.subprocess.Process`."""
+    """The part of `asyncio.subprocess.Process` that minillm uses."""
 
     async def wait(self):
         while self.exitcode is None:
@@ -129,7 +129,7 @@ class _AsyncProcess(Process):
 
 
 class ForkedChild(processes.Child):
-    """A server or a rank of minillm. A server's ranks are forked too."""
+    """A forked server or rank of minillm. A server's ranks are forked too."""
 
     @classmethod
     async def start(cls, name, module, arguments, log_path):

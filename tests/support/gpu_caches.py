@@ -1,4 +1,4 @@
-"""Caches in GPU memory, and kernels that keep a worker's copies waiting."""
+"""Caches in GPU memory, and kernels that delay a worker's copies."""
 
 import random
 
@@ -11,7 +11,7 @@ MAX_SLEEP_CYCLES = 1_000_000
 
 
 class GpuCaches(FakeCaches):
-    """`arrays` are copies, made and written on a stream that waits for no other: what is overwritten is so at once."""
+    """Caches in GPU memory; `arrays` are host copies. Writes use a stream of their own, so they wait for nothing."""
 
     def __init__(self, shape, rank, rng, device):
         super().__init__(shape, rank, rng)
@@ -44,7 +44,7 @@ class GpuCaches(FakeCaches):
 
 
 class Sleeper:
-    """Has a worker's next copies wait for a kernel that sleeps for a while."""
+    """Delays a worker's next copies by a kernel that sleeps for a random time."""
 
     def __init__(self, seed):
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""A kernel that ends when a test says so, so that what runs before and after it is a matter of order, not of time."""
+"""A kernel that a test ends, so that tests depend on the order of work on a stream and not on time."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 MAX_LOADS = 1 << 26
-"""A kernel whose test fails to release it ends after about a minute."""
+"""A kernel that is never released ends after about a minute."""
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _spin(flag, max_loads):
 
 @contextmanager
 def held_back(stream):
-    """Whatever is queued on `stream` from here on waits until the function that this yields is called, or the end."""
+    """Hold back the work queued on `stream` after this, until the yielded function is called or the block ends."""
     flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     with torch.cuda.stream(stream):
         _spin[(1,)](flag, MAX_LOADS, num_warps=1)

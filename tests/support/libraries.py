@@ -1,4 +1,4 @@
-"""The UCX that tests use: the one that KVCONNECTOR_UCX_LIBRARY names, in every process of theirs."""
+"""The UCX of all test processes: the one that KVCONNECTOR_UCX_LIBRARY names, or any."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ from kvconnector.transport.ucx import AUTO, load_library
 
 @functools.cache
 def has_ucx():
-    """Load that library; is there one? A name that is set and cannot be used is an error."""
+    """Load UCX. Returns False if none is found; raises TransportError if the named one cannot be used."""
     named = os.environ.get("KVCONNECTOR_UCX_LIBRARY", AUTO)
     try:
         load_library(named)

@@ -1,4 +1,4 @@
-"""Engines of one rank in this process: scheduler, rank and connector, without servers."""
+"""Minillm engines of one rank in this process: scheduler, rank and connector, without servers."""
 
 import random
 from contextlib import closing
@@ -16,7 +16,7 @@ from tests.support.waiting import until
 
 
 class LocalEngine:
-    """What `Engine` and its rank do, a step at a time. Messages go through their encoding."""
+    """An `Engine` and its rank, one step at a time. Messages are encoded and decoded."""
 
     def __init__(self, config, run_dir):
         self.scheduler = create_scheduler(config)
@@ -32,7 +32,7 @@ class LocalEngine:
         self.steps = 0
 
     def close(self):
-        """The rank first, as in the engine."""
+        """Close the rank first, as the engine does."""
         self.rank.close()
         self.transfer.close()
 
@@ -53,7 +53,7 @@ class LocalEngine:
                 self.params[update.request_id] = update.kv_transfer_params
 
     def run(self, *requests):
-        """Run requests side by side; returns the tokens of all their answers."""
+        """Run requests together. Returns the tokens of all their answers."""
         wanted = [(each.request_id, i) for each in requests for i in range(each.num_answers)]
         lengths = {each.request_id: each.max_tokens for each in requests}
         for each in requests:
@@ -66,13 +66,13 @@ class LocalEngine:
 
 
 def prompt_of(length, seed=0):
-    """Reproducible tokens of a small vocabulary."""
+    """Reproducible tokens from a small vocabulary."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
 
 
 def encoder_prompt_of(model, prompt):
-    """An input for the encoder of a model that has one, of another length than the prompt."""
+    """An encoder input of another length than the prompt, or [] for a model without encoder."""
     return [*prompt[::-1], *prompt[: len(prompt) // 3]] if model.is_encoder_decoder else []
 
 
@@ -86,7 +86,7 @@ def generate(
     block_size=16,
     **cache,
 ):
-    """What one rank without a connector continues a prompt with."""
+    """The tokens that one rank without a connector generates after a prompt."""
     encoder_prompt = encoder_prompt_of(model, prompt)
     num_tokens = len(prompt) + max_tokens + len(encoder_prompt)
     pool = {"block_size": block_size, "num_blocks": num_tokens // block_size + 5}

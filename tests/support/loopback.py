@@ -39,7 +39,7 @@ NO_FILENO = -1  # of a transport that cannot wake a sleeper and must be polled
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopbackFaults:
-    """What goes wrong with messages posted from now on. Draws come from the network's seed.
+    """Faults of messages posted from now on, drawn from the network's seed.
 
     `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls. So
     messages overtake one another, except those of one tag and endpoint.
@@ -85,8 +85,8 @@ class LoopbackNetwork:
     def lose(self, address, *, silently=False):
         """Cut a transport off, as if its process had died.
 
-        What others still send to it completes with `PeerLostError`; silently means that nobody is notified, as when
-        a host loses power: such sends stay outstanding.
+        Later sends to it complete with `PeerLostError`. With `silently`, as when a host loses power, they stay
+        outstanding.
         """
         member = self._members.pop(address)
         if silently:
@@ -136,7 +136,7 @@ class LoopbackTransport:
             raise RemoteProtocolError("this is no loopback address", address=address)
         known = address in self._network._members or address in self._network._silent
         if not known:
-            raise TransportError("nobody has this address on the network", address=address)
+            raise TransportError("no transport has this address on the network", address=address)
         self._num_endpoints += 1
         self._endpoints[self._num_endpoints] = address
         return self._num_endpoints
@@ -267,7 +267,7 @@ class LoopbackTransport:
         return self._num_tickets
 
     def _deliver(self):
-        """Match what is due with posted receives, in order."""
+        """Match due messages with posted receives, in order."""
         self._num_calls += 1
         held = set()
         kept = deque()
@@ -304,7 +304,7 @@ class LoopbackTransport:
         return True
 
     def _withdraw(self, message):
-        """Take back a message that nobody received yet."""
+        """Take back a message that is not received yet."""
         for member in self._network._members.values():
             member._inbound = deque(m for m in member._inbound if m is not message)
 

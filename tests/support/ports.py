@@ -12,8 +12,8 @@ LOWEST, HIGHEST = 10_000, 65_535
 def free_ports(distances=(0,), highest=HIGHEST):
     """A port up to `highest` that is free together with those at `distances` from it, on 127.0.0.1.
 
-    The kernel gives none of them to a connection or to a listener on port 0: the server that gets one may be the last
-    to start. Raises RuntimeError when there are none.
+    They are outside the kernel's range of automatic ports, so no other socket takes them before the server starts.
+    Raises RuntimeError when there are none.
     """
     first, last = map(int, RANGE.read_text().split())
     ports = [port for port in range(LOWEST, highest + 1) if not first <= port <= last]

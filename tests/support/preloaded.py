@@ -1,6 +1,6 @@
-"""What the process has imported and compiled that `tests.support.forked` forks from.
+"""The imports and compilations of the process that `tests.support.forked` forks from.
 
-Nothing of this may start a thread or open a device when it is imported.
+No import here may start a thread or open a device.
 """
 
 import importlib

@@ -15,8 +15,8 @@ def _git(*arguments):
 
 
 def last_release():
-    """The tree of the newest tag before this commit; without any, the last one that stated no wire versions. Its
-    compiled kernels stay beside it.
+    """The tree of the newest tag before this commit; without tags, the last commit before wire versions. Its compiled
+    kernels are kept beside it.
     """
     commit = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^").decode().strip()
     if not commit:

@@ -1,7 +1,7 @@
-"""Objects in processes of their own, whose methods are called from here.
+"""Objects in other processes, whose methods are called from here.
 
-Run as a program it is such a process: its arguments are the descriptor of its end of a pipe, and "module:callable",
-what makes the object with the arguments of the first call. It serves calls until the other end is closed.
+Run as a program, this is such a process. Its arguments are the descriptor of a pipe, and "module:callable", which makes
+the object with the arguments of the first call. It serves calls until the other end of the pipe is closed.
 """
 
 import functools
@@ -19,7 +19,7 @@ END_S = 40.0
 
 
 class RemoteObject:
-    """What `maker` makes of these arguments, in a forked process, or in one that the command `prefix` starts elsewhere.
+    """The object that `maker` returns, in a forked process or in one that the command `prefix` starts.
 
     Errors of the package that its methods raise are raised here.
     """
@@ -45,12 +45,12 @@ class RemoteObject:
         return functools.partial(self.call, name)
 
     def call(self, name, *arguments, **options):
-        """What a method returns, or an attribute's value."""
+        """Returns the result of a method, or the value of an attribute."""
         self.begin(name, *arguments, **options)
         return self.answer()
 
     def begin(self, name, *arguments, **options):
-        """Let the child start something; `answer` waits for its end."""
+        """Start a call in the child; `answer` waits for its result."""
         self._pipe.send((name, arguments, options))
 
     def answer(self):
@@ -66,7 +66,7 @@ class RemoteObject:
         self.child.wait(END_S)
 
     def release(self):
-        """Let the child end, if it has not, and wait for that. Idempotent."""
+        """End the child, if it runs, and wait for it. Idempotent."""
         self._pipe.close()
         self.child.wait(END_S)
 

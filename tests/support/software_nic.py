@@ -12,12 +12,12 @@ from kvconnector.errors import TransportError
 from kvconnector.transport.ucx.library import SOURCES, rdma_modules
 
 TLS = "rc_verbs,tcp"
-"""tcp is what lanes are agreed on over."""
+"""UCX agrees on lanes over tcp."""
 _SOURCES = Path(__file__).with_suffix(".c"), Path(__file__).with_suffix(".map")
 
 
 def ucx_with_ib():
-    """The `ucx.library` to test with, which has transports for RDMA; None if none is installed here."""
+    """A `ucx.library` with transports for RDMA, or None if none is installed."""
     open_mpi = Path(sys.prefix, "lib/openmpi/libucp.so.0")
     named = os.environ.get("KVCONNECTOR_UCX_LIBRARY", "")
     for source in (named, "nixl", "system", str(open_mpi)):
@@ -51,7 +51,7 @@ class SoftwareNics:
         assert built.returncode == 0, built.stderr
 
     def environment(self, **more):
-        """Variables of a process that has these ports. `limit_bytes` bounds what it may register."""
+        """The variables of a process with these ports. `limit_bytes` bounds the memory that it may register."""
         named = {"LD_PRELOAD": self._verbs, "SOFTWARE_NIC": self._folder}
         return {name: str(value) for name, value in {**named, **more}.items()} | {
             "KVCONNECTOR_UCX_LIBRARY": self.library

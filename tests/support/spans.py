@@ -1,4 +1,4 @@
-"""OpenTelemetry spans as tests see them, and headers of a request that has one."""
+"""OpenTelemetry spans exported to memory, and the headers of a traced request."""
 
 import pytest
 
@@ -7,7 +7,7 @@ HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 
 
 def record_spans(monkeypatch):
-    """What is exported from now on, of a tracer provider of the test's own."""
+    """Record spans with a tracer provider for one test. Returns the function that gives the finished spans."""
     sdk = pytest.importorskip("opentelemetry.sdk.trace")
     export = pytest.importorskip("opentelemetry.sdk.trace.export")
     memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")

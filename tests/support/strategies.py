@@ -1,7 +1,7 @@
-"""Hypothesis strategies for what engines hold and what they ask of each other.
+"""Hypothesis strategies for engines and for the transfers between them.
 
-Two engines of one drawn `FakeModel` can exchange blocks, however differently they are cut. Sizes are small: what
-matters is every relation between two sizes (divides, does not divide, equal, one is one), not large numbers.
+Two engines of one drawn `FakeModel` can exchange blocks, however differently they are cut. Sizes are small, because the
+relations between sizes matter (divides, does not divide, equal, one is one), and large numbers do not.
 """
 
 from dataclasses import dataclass
@@ -81,7 +81,7 @@ def pipeline_stages(draw, num_layers):
 
 @st.composite
 def head_splits(draw, total_heads, tp_size):
-    """Heads of each rank: as `heads_of` says, or any intervals that cover all heads, overlapping or not."""
+    """Heads of each rank: those of `heads_of`, or any intervals that cover all heads, overlapping or not."""
     if draw(st.booleans()):
         return [
             TpKVTopology.heads_of(total_heads, tp_rank=tp_rank, tp_size=tp_size)
@@ -149,7 +149,7 @@ def engine_pairs(draw, *, even_heads=False):
 
 @st.composite
 def token_ranges(draw):
-    """What is missing of one group: empty, or tokens that start and end anywhere in blocks."""
+    """The missing tokens of one group: none, or a range that starts and ends anywhere in blocks."""
     start = draw(st.integers(0, MAX_TOKENS))
     return range(start, start + draw(st.integers(0, MAX_TOKENS)))
 

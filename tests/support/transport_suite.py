@@ -1,6 +1,6 @@
-"""What every transport must do, as a class of test methods. A subclass has `pair()`, which makes a `TransportPair`: two
-connected workers. Their memory is reached through `Worker.allocate`, so that the second one can live in another process
-through a proxy.
+"""The conformance tests of transports, as a class. A subclass defines `pair()`, which makes a `TransportPair` of two
+connected workers. Tests reach their memory through `Worker.allocate`, so that a proxy can stand for a worker in another
+process.
 """
 
 import contextlib
@@ -57,9 +57,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class TransportPair:
-    """Two connected workers. `release` ends what the factory started beyond the transports, after they are closed;
-    `lose_b` ends the second as a crash would. `begin_close` lets the second close while the first does: otherwise the
-    first waits as for a peer that does not answer.
+    """Two connected workers. `release` frees what else the factory started, after the transports are closed. `lose_b`
+    ends the second worker as a crash would. `begin_close` lets the second close while the first does, which otherwise
+    waits for it.
     """
 
     a: Worker
@@ -76,14 +76,14 @@ class TransportPair:
 
 
 class Ledger:
-    """Drives both sides and books each completion, refusing a ticket that ends twice."""
+    """Drives both sides and records each completion. A ticket that ends twice is an error."""
 
     def __init__(self, *transports):
         self._transports = transports
         self._ended = {}
 
     def step(self):
-        """One `progress()` of each side; the number of new completions."""
+        """Call `progress()` on each side. Returns the number of new completions."""
         count = 0
         for side, transport in enumerate(self._transports):
             for completion in transport.progress():
@@ -94,13 +94,13 @@ class Ledger:
         return count
 
     def wait(self, *keys):
-        """Drive until all of these (side, ticket) have ended; their errors."""
+        """Drive until all of these (side, ticket) have ended. Returns their errors."""
         until(lambda: all(key in self._ended for key in keys), self.step)
         return [self._ended[key].error for key in keys]
 
 
 def exchange(ledger, a, b, tag):
-    """One small message each way, as peers do when they meet."""
+    """Send one small message each way, as peers do when they connect."""
     keys = []
     for side, here, there in ((0, a, b), (1, b, a)):
         received, sent = there.allocate(8), here.allocate(8)
@@ -110,7 +110,7 @@ def exchange(ledger, a, b, tag):
 
 
 def quiet(transport, ledger):
-    """What an idle driver thread sleeps on, once there is nothing to do."""
+    """Returns the poller of an idle driver thread, after all pending work."""
     poller = select.poll()
     poller.register(transport.fileno(), select.POLLIN)
     ledger.step()
@@ -125,7 +125,7 @@ def pattern(nbytes, seed):
 
 
 class Inbox(Ledger):
-    """Also books what the second side takes of control messages."""
+    """Also records the control messages that the second side takes."""
 
     def __init__(self, a, b):
         super().__init__(a, b)
@@ -166,7 +166,7 @@ class TransportSuite:
             pair.release()
 
     def test_messages_of_every_size_make_a_round_trip(self):
-        """There to a receive that waits; on its way back the message waits for its receive."""
+        """The first message finds a posted receive; the second one waits for its receive."""
         with self.workers() as (a, b, ledger):
             for seed, nbytes in enumerate(SIZES_BYTES):
                 there, content = 2 * seed, pattern(nbytes, seed)
@@ -183,7 +183,7 @@ class TransportSuite:
                 assert back.read() == content, f"{nbytes} bytes came back changed"
 
     def test_a_receive_of_another_length_is_refused(self):
-        """And the transport goes on."""
+        """The transport still works afterwards."""
         guard = b"guarded!"
         for nbytes, misfit in ((0, 1), (4096, -1), (4096, 1), (1 << 20, -1), (1 << 20, 1)):
             with self.workers() as (a, b, ledger):
@@ -293,12 +293,12 @@ class TransportSuite:
                 for count, tag, memory in ((1, 2, received), (2, 1, rest)):
                     dropped = []
                     while sum(dropped) < count:
-                        assert len(dropped) < 100_000, "messages of nobody are kept"
+                        assert len(dropped) < 100_000, "unexpected messages are kept"
                         inbox.step()
                         dropped.append(b.transport.discard_unexpected([awaited], -block))
-                    assert sum(dropped) == count, "more was dropped than nobody awaits"
+                    assert sum(dropped) == count, "an expected message was dropped"
                     recv = (1, b.transport.recv(awaited + tag, memory.buffer))
-                    assert inbox.wait(recv) == [None], "what is awaited did not arrive"
+                    assert inbox.wait(recv) == [None], "an expected message did not arrive"
                     assert memory.read() == pattern(nbytes, 1), "it arrived changed"
                 inbox.wait(*sends)
 

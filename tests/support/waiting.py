@@ -1,13 +1,13 @@
-"""Waiting for what must happen: never for a time, and never for ever."""
+"""Waits for conditions, with a deadline."""
 
 import time
 
 DEADLINE_S = 40.0
-"""Longest wait for anything. Generous: it ends a hung test, and measures nothing."""
+"""The longest wait. It is generous: it ends a hung test and measures nothing."""
 
 
-def until(condition, step=lambda: time.sleep(1e-3), seen=lambda: "nothing came of it"):
-    """Take steps until a condition holds, and return its value. A wait that is too long fails with what was seen."""
+def until(condition, step=lambda: time.sleep(1e-3), seen=lambda: "no details"):
+    """Take steps until a condition is true, and return its value. After the deadline, fail with the value of `seen`."""
     deadline_s = time.monotonic() + DEADLINE_S
     while not (found := condition()):
         assert time.monotonic() < deadline_s, f"not in time: {seen()}"

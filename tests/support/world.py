@@ -41,7 +41,7 @@ from tests.support.python_network import PythonNetwork
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a producer's answer would carry to a consumer: where a request's blocks are, and the right to read them."""
+    """The content of a producer's answer: the place of a request's blocks, and the secret to read them."""
 
     engine_id: str
     address: str
@@ -52,7 +52,7 @@ class Offer:
 
 
 class WorldWorker:
-    """One rank: its caches, and the driver that moves them."""
+    """One rank: its caches and its driver."""
 
     def __init__(self, world, config, shape, geometry, rank):
         self.config = config
@@ -105,7 +105,7 @@ class WorldWorker:
         return self.outbox.take()
 
     def is_quiet(self):
-        """Returns True if no request of it is under way and no slot is taken."""
+        """Returns True if it has no requests and no busy slots."""
         producer, consumer = self.driver.producer, self.driver.consumer
         machine = self.datapath.machine
         return (
@@ -151,7 +151,7 @@ class WorldEngine:
         self._order(WithdrawRequest(request_id))
 
     def want(self, request_id, offer, *, is_followed=False):
-        """Queue a request whose blocks are elsewhere, or will be."""
+        """Queue a request whose blocks another engine has, or will have."""
         engine = EngineAddress(offer.engine_id, offer.address)
         names = (offer.transfer_id, offer.secret)
         self._order(WantRequest(request_id, *names, engine, is_followed))
@@ -211,17 +211,17 @@ class World:
         return engine
 
     def make_datapath(self, config, pools, transport):
-        """The data path of a new worker; a world with others overrides this."""
+        """Make the data path of a worker; subclasses may override this."""
         if isinstance(transport, UcxTransport):
             return open_datapath(config, pools, transport, UcxNetwork(transport), self.clock)
-        # all bytes are to pass the links, with their faults
+        # all bytes pass the links, with their faults
         config = msgspec.structs.replace(config, paths=PathsConfig(direct="never"))
         network = PythonNetwork(transport, self.clock)
         self._networks.append(network)
         return open_datapath(config, pools, transport, network, self.clock)
 
     def kill(self, engine, *, silently=False):
-        """End an engine as SIGKILL would; silently, as a power cut would: its peers see nothing but silence."""
+        """End an engine as SIGKILL would, or with `silently` as a power cut would: its peers get no message."""
         self.engines.remove(engine)
         for worker in engine.workers:
             self.network.lose(worker.transport.address, silently=silently)

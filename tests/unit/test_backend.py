@@ -1,4 +1,4 @@
-"""Cache layouts read off attention backends, and their views against real strided tensors, element by element."""
+"""Cache layouts of attention backends, and their views compared with real strided tensors element by element."""
 
 from dataclasses import dataclass
 
@@ -57,7 +57,7 @@ BACKENDS = {
 
 
 def logical_tensor(backend, dtype=np.int32):
-    """A tensor as an engine registers it: logical shape, physical order. Elements hold their index in memory."""
+    """A tensor as an engine registers it: logical shape, physical order. Each element is its own index in memory."""
     memory = np.arange(np.prod([SIZES[a] for a in backend.memory]), dtype=dtype)
     physical = memory.reshape([SIZES[axis] for axis in backend.memory])
     axes = "l" + backend.axes if "l" in backend.memory else backend.axes
@@ -65,7 +65,7 @@ def logical_tensor(backend, dtype=np.int32):
 
 
 def parts_of(tensor, axes):
-    """The tensor as `[layers][part][block, head, token, dim]`, taken apart by name."""
+    """The tensor as `[layers][part][block, head, token, dim]`, split by the names of its axes."""
     named = dict(enumerate(axes))
     if "l" not in axes:
         tensor, named = tensor[None], {0: "l", **{i + 1: axis for i, axis in named.items()}}
@@ -85,7 +85,7 @@ def parts_of(tensor, axes):
 
 
 def indices_in_memory(view, base_address):
-    """Where each element `[block, head, token, dim]` of a view lies, counted in elements from the pool's first."""
+    """The index in memory of each element `[block, head, token, dim]` of a view, from the pool's first element."""
     steps = np.ogrid[tuple(slice(count) for count in view.shape)]
     offsets = sum(step * stride for step, stride in zip(steps, view.strides_bytes, strict=True))
     return (offsets + (view.address - base_address)) // view.item_size_bytes
@@ -106,7 +106,6 @@ def test_views_address_every_element_of_the_tensor(name):
         assert len(parts) == len(arrays) == len(layout.part_names)
         for view, array in zip(parts, arrays, strict=True):
             assert view.shape == array.shape
-            # an element of the tensor is its own index in memory
             np.testing.assert_array_equal(indices_in_memory(view, address), array)
 
 
@@ -131,12 +130,12 @@ def test_memory_orders_of_separate_and_joint_parts():
     assert memory_orders({0: (part(0, (1, 2, 4, 6)), part(96, (1, 2, 4, 6)))}) == ("B2HND",) * 2
 
 
-class NoOpinion(FlashAttentionBackend):
+class WithoutOrder(FlashAttentionBackend):
     def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
         raise NotImplementedError
 
 
-class HalfAnOpinion(FlashAttentionBackend):
+class BrokenOrder(FlashAttentionBackend):
     def get_kv_cache_stride_order(self, include_num_layers_dimension=False):
         return self.order_that_its_base_class_lacks
 
@@ -145,7 +144,7 @@ class ShapeOnly:
     get_kv_cache_shape = FlashAttentionBackend.get_kv_cache_shape
 
 
-@pytest.mark.parametrize("backend", [NoOpinion(), HalfAnOpinion(), ShapeOnly()])
+@pytest.mark.parametrize("backend", [WithoutOrder(), BrokenOrder(), ShapeOnly()])
 def test_a_backend_without_a_stride_order_has_its_shapes_order(backend):
     assert probe_layout(backend) == probe_layout(BACKENDS["FlashAttention NHD"])
 

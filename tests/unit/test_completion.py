@@ -1,4 +1,4 @@
-"""What an engine gets of its workers' reports: nothing before the last worker, and nothing twice."""
+"""The aggregator of worker reports: each event reaches the engine once, after the last worker."""
 
 import pytest
 
@@ -21,8 +21,8 @@ def test_a_connectors_finished_count_is_used(count, expected):
 
     aggregator = KVOutputAggregator.from_connector(Connector(), world_size=4)
     steps = [[output("r") if worker == n else None for worker in range(4)] for n in range(4)]
-    told = [aggregator.aggregate(step, output_rank=n) for n, step in enumerate(steps)]
-    assert [bool(each.finished_sending) for each in told].index(True) == expected - 1
+    results = [aggregator.aggregate(step, output_rank=n) for n, step in enumerate(steps)]
+    assert [bool(each.finished_sending) for each in results].index(True) == expected - 1
 
 
 def test_incomplete_events_are_dropped_oldest_first(monkeypatch):
@@ -30,8 +30,8 @@ def test_incomplete_events_are_dropped_oldest_first(monkeypatch):
     aggregator = KVOutputAggregator(2)
     for name in "abc":
         aggregator.aggregate((WorkerOutput(kv_cache_events=(name,)), NOTHING))
-    told = aggregator.aggregate((NOTHING, WorkerOutput(kv_cache_events=("c", "b", "a"))))
-    assert told.kv_cache_events == ("c", "b")
+    result = aggregator.aggregate((NOTHING, WorkerOutput(kv_cache_events=("c", "b", "a"))))
+    assert result.kv_cache_events == ("c", "b")
 
 
 def test_complete_events_do_not_count_against_the_limit(monkeypatch):
@@ -50,7 +50,7 @@ def test_impossible_worker_counts_are_refused():
     wrong = WorkerOutput(expected_finished_count=-1)
     with pytest.raises(LocalError, match="negative"):
         aggregator.aggregate((output("r"), wrong))
-    assert aggregator.aggregate((NOTHING, output("r"))) == NOTHING  # nothing of it was taken
+    assert aggregator.aggregate((NOTHING, output("r"))) == NOTHING  # none of it was counted
     with pytest.raises(LocalError, match="at least one"):
         KVOutputAggregator(0)
     aggregator = KVOutputAggregator(1)

@@ -58,7 +58,7 @@ REFUSED = [
             ("control", "max_message_bytes", 100),
             ("ucx", "library", 1, ""),
             ("ucx", "tls", 3),
-            # as an environment of other bytes than UTF-8 has them
+            # as variables with bytes that are not UTF-8 are read
             ("peer", "timeout_s", "\udcff"),
             ("control", "secret_key_file", "\udcff", "\0"),
             ("ucx", "library", "\udcff", "\0"),
@@ -66,12 +66,12 @@ REFUSED = [
         )
         for value in values
     ),
-    # longer than what a greeting can state
+    # more than a greeting can state
     (
         {"staging": {"chunk_bytes": 1 << 31, "budget_bytes": 1 << 33}},
         r"chunk_bytes: expected `int` <=",
     ),
-    # settings that contradict each other are both named
+    # of two settings that contradict each other, both are named
     ({"peer": {"timeout_s": 5.0}}, "timeout_s=.*heartbeat_interval_s="),
     ({"peer": {"idle_timeout_s": 15.0}}, "idle_timeout_s=.*timeout_s="),
     ({"lease": {"duration_s": 4}}, "duration_s=.*heartbeat_interval_s="),
@@ -103,7 +103,7 @@ def test_wrong_settings_are_refused_by_name(number):
     ],
 )
 def test_constructors_check_their_values(wrong, complaint):
-    """Those of msgspec structs alone do not. A section is named as one of a mapping."""
+    """Constructors of msgspec structs alone do not. Errors name sections as those of a mapping do."""
     with pytest.raises(ConfigError, match=complaint):
         ConnectorConfig(**{"engine_id": "e", "control": ControlConfig(insecure=True)} | wrong)
 

@@ -1,4 +1,4 @@
-"""What a user reads of each error: which engine and rank, what was expected and what came, and what to do."""
+"""The text of each error: the engine and rank, the expected and the actual values, and what to do."""
 
 import copy
 import dataclasses
@@ -56,9 +56,11 @@ class Pair:
         self.world.run(lambda: False, max_turns=50, seconds_per_turn=seconds / 50)
 
 
-def a_load(first=bool, before=bool, after=bool, verify=("none", "none"), **changes):
-    """Why a load of an offer that a router may have changed fails, as the consumer's engine is told. What happens first
-    of all, `before` the load is asked for, or `after`.
+def failed_load(first=bool, before=bool, after=bool, verify=("none", "none"), **changes):
+    """Returns what makes a load fail, and gives the error text of the consumer's engine.
+
+    `first`, `before` and `after` run at the start, before the load order and after it. `changes` are made to the offer,
+    as a router might.
     """
 
     def trigger():
@@ -92,15 +94,15 @@ def restart(pair):
     producer._reply = replace(producer._reply, incarnation="another")
 
 
-def lose_the_way_back(pair):
+def cut_the_route_back(pair):
     def connect(address):
         raise e.TransportError("no route to the consumer")
 
     pair.p.workers[0].transport.connect = connect
 
 
-def calling(call, *args, **kwargs):
-    """What a call raises."""
+def raised_by(call, *args, **kwargs):
+    """The error of a call."""
 
     def trigger():
         with pytest.raises(e.KVConnectorError) as found:
@@ -110,16 +112,16 @@ def calling(call, *args, **kwargs):
     return trigger
 
 
-def asking(method, **arguments):
-    """What a consumer's scheduler raises."""
-    return calling(lambda: getattr(consumer_scheduler(), method)("r", **arguments))
+def raised_by_scheduler(method, **arguments):
+    """The error of a call of a consumer's scheduler."""
+    return raised_by(lambda: getattr(consumer_scheduler(), method)("r", **arguments))
 
 
 def engine(name, role):
     return closing(Engine(name, role))
 
 
-def a_failed_driver():
+def failed_driver():
     def turn(*_):
         raise ValueError("a bug")
 
@@ -140,93 +142,102 @@ def memory_in_use():
     with engine("p", "producer") as p, pytest.MonkeyPatch.context() as patch:
         p.offer("r", [1, 2], 8)
         patch.setattr(DataPath, "close", fails)
-        return calling(p.workers.pop().close)()
+        return raised_by(p.workers.pop().close)()
 
 
-def blocks_that_no_pool_has():
+def blocks_outside_the_pool():
     with engine("p", "producer") as p:
-        return calling(p.offer, "r", [100, 101], 8)()
+        return raised_by(p.offer, "r", [100, 101], 8)()
 
 
-def a_cancelled_receive():
+def cancelled_receive():
     with closing(LoopbackNetwork().transport()) as transport:
         transport.cancel(transport.recv(1, HostMemory(8).buffer))
         (completion,) = transport.progress()
         return f"{type(completion.error).__name__}: {completion.error}"
 
 
-def an_event_out_of_order():
+def event_out_of_order():
     side = harness.producer()
     harness.welcome(side)
-    return calling(side.handle, ev.EndpointOpened(-1))()
+    return raised_by(side.handle, ev.EndpointOpened(-1))()
 
 
 PEER = ["engine='p'", "rank='pp0tp0'"]
-"""What names the producer's rank."""
+"""Words that name the producer's rank."""
 TABLE = {
-    e.KVConnectorError: (a_failed_driver, ["driver failed", "a bug", "restart this engine"]),
+    e.KVConnectorError: (failed_driver, ["driver failed", "a bug", "restart this engine"]),
     e.LocalError: (
-        asking("offer", blocks=[[1]], num_tokens=1),
+        raised_by_scheduler("offer", blocks=[[1]], num_tokens=1),
         ["a consumer holds no requests", "request='r'"],
     ),
     e.ConfigError: (
-        calling(kvc.Config.from_mapping, {"engine_id": "d", "lease": {"duration": 5}}),
+        raised_by(kvc.Config.from_mapping, {"engine_id": "d", "lease": {"duration": 5}}),
         ["unknown setting lease.duration", "did you mean 'duration_s'"],
     ),
     e.GeometryError: (
-        calling(kvc.view_of, torch.zeros(2, 3, 4)),
+        raised_by(kvc.view_of, torch.zeros(2, 3, 4)),
         ["four axes: block, head, token, dim", "shape=(2, 3, 4)"],
     ),
     e.BlockIdError: (
-        blocks_that_no_pool_has,
+        blocks_outside_the_pool,
         ["request r", "outside the pool", "highest=101", "num_blocks=64"],
     ),
-    e.CacheSpecError: (calling(merge_specs, []), ["no spec to merge"]),
-    e.UnknownRequestError: (asking("load", blocks=[[1]], num_tokens=1), ["request='r'"]),
+    e.CacheSpecError: (raised_by(merge_specs, []), ["no spec to merge"]),
+    e.UnknownRequestError: (
+        raised_by_scheduler("load", blocks=[[1]], num_tokens=1),
+        ["request='r'"],
+    ),
     e.LocalProtocolError: (
-        an_event_out_of_order,
+        event_out_of_order,
         ["EndpointOpened is not possible for a peer that is ready", "link -1", "story="],
     ),
-    e.TransportError: (calling(SharedMemory(0).share, [(4097, 4098)]), ["share pages", "address="]),
+    e.TransportError: (
+        raised_by(SharedMemory(0).share, [(4097, 4098)]),
+        ["share pages", "address="],
+    ),
     e.CorruptionError: (
-        a_load(before=damage, verify=("checksum", "checksum")),
+        failed_load(before=damage, verify=("checksum", "checksum")),
         ["not what its producer sent", "chunk=0", *PEER],
     ),
-    e.OperationCancelledError: (a_cancelled_receive, ["cancelled"]),
+    e.OperationCancelledError: (cancelled_receive, ["cancelled"]),
     e.MemoryInUseError: (memory_in_use, ["keep their memory", "a copy does not end"]),
-    e.RemoteError: (a_load(lose_the_way_back), ["no route to the consumer", *PEER]),
+    e.RemoteError: (failed_load(cut_the_route_back), ["no route to the consumer", *PEER]),
     e.RemoteProtocolError: (
-        asking("on_new_request", kv_transfer_params={**PARAMS, "remote_port": 70000}),
+        raised_by_scheduler("on_new_request", kv_transfer_params={**PARAMS, "remote_port": 70000}),
         ["kv_transfer_params", "<= 65535", "70000", "remote_engine_id='p'"],
     ),
     e.IncompatiblePeerError: (
-        a_load(verify=("checksum", "none")),
+        failed_load(verify=("checksum", "none")),
         ["verify={'d': 'none', 'p': 'checksum'}", "engine='p'"],
     ),
     e.AuthenticationError: (
-        calling(check_server, new_keys(), "tcp://192.0.2.1:5600", new_keys().public_key),
+        raised_by(check_server, new_keys(), "tcp://192.0.2.1:5600", new_keys().public_key),
         ["tcp://192.0.2.1:5600", "public_key="],
     ),
     e.PeerUnreachableError: (
-        a_load(freeze, before=lambda pair: pair.pass_time(2.0)),
+        failed_load(freeze, before=lambda pair: pair.pass_time(2.0)),
         ["did not complete the handshake in time", "address='tcp://", "waited_s=3", "engine='p'"],
     ),
-    e.PeerLostError: (a_load(before=freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
+    e.PeerLostError: (failed_load(before=freeze, after=lambda pair: pair.world.kill(pair.p)), PEER),
     e.TransferTimeoutError: (
-        a_load(before=freeze),
+        failed_load(before=freeze),
         ["engine='p'", "waiting_for=['pp0tp0']", "peer.transfer_timeout_s"],
     ),
     e.ReadRefusedError: (
-        a_load(blocks=(GroupBlocks.of([3, 4, 5]),)),
+        failed_load(blocks=(GroupBlocks.of([3, 4, 5]),)),
         ["the read's block ids are not", *PEER],
     ),
-    e.UnknownTransferError: (a_load(secret=new_secret()), ["no such transfer", *PEER]),
-    e.LeaseExpiredError: (a_load(lambda pair: pair.pass_time(10.0)), [*PEER, "lease.duration_s"]),
+    e.UnknownTransferError: (failed_load(secret=new_secret()), ["no such transfer", *PEER]),
+    e.LeaseExpiredError: (
+        failed_load(lambda pair: pair.pass_time(10.0)),
+        [*PEER, "lease.duration_s"],
+    ),
     e.TransferAbortedError: (
-        a_load(before=lambda pair: pair.p.withdraw("r")),
+        failed_load(before=lambda pair: pair.p.withdraw("r")),
         ["the request was aborted", *PEER],
     ),
-    e.StaleIncarnationError: (a_load(before=restart), ["this engine was restarted", *PEER]),
+    e.StaleIncarnationError: (failed_load(before=restart), ["this engine was restarted", *PEER]),
 }
 
 

@@ -1,4 +1,4 @@
-"""Refusals are counted, each peer's are logged once a minute, and many peers cost no memory."""
+"""Refusals are counted and logged once a minute a peer, and the memory for peers is bounded."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The mistakes that the author of an engine makes most: each is refused at the call, in words, and nothing is lost."""
+"""Common mistakes of an engine's author: the call refuses each one with a clear error and changes nothing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Small engines of one cache group, and one of their ranks, for tests that ask a topology something."""
+"""Small engines with one cache group, for tests of topologies."""
 
 import msgspec
 
@@ -34,6 +34,6 @@ def relisted(base, ranks, **changes):
 
 
 def topology(whole, rank=(0, 0)):
-    """A rank that reads the replica of its own number."""
+    """The topology of a rank that reads the replica of its own number."""
     rank = Rank(*rank)
     return TpKVTopology(whole, rank, replica_index=rank.global_rank(whole.tp_size))

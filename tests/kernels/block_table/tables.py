@@ -1,4 +1,4 @@
-"""Small device block tables, and what they gather and map, as lists."""
+"""Small device block tables, and their rows and slots as lists."""
 
 import torch
 
@@ -23,7 +23,7 @@ def make_tables(place, **changes):
 
 
 def make_host_tables(**changes):
-    """What the tables on a device are to be equal to."""
+    """Host tables, which device tables must equal."""
     return MultiGroupBlockTable(**(SIZES | CPU | changes))
 
 
@@ -37,7 +37,7 @@ def gather(tables, requests):
 
 
 def slots(tables, starts, positions):
-    """Of the tokens; everything after them is padding."""
+    """The slots of the tokens. All slots after them must be padding."""
     mapped = tables.compute_slot_mappings(
         vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)
     )

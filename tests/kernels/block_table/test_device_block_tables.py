@@ -27,8 +27,8 @@ PLACES = ["naive", "cpu", "triton"]
 
 @pytest.fixture(scope="module", params=PLACES)
 def place(request):
-    """Device and kernels: Triton natively on a GPU, else in its interpreter. Writes run in any order, here the last one
-    first.
+    """A device and its kernels: Triton runs natively on a GPU, else in its interpreter. Writes may run in any order, so
+    the last one runs first here.
     """
     device = "cuda" if request.param == "triton" and HAS_GPU else "cpu"
     kernels = implementation(request.param)
@@ -47,7 +47,7 @@ class TestSteps:
         tables.apply_staged_writes()
         gather(tables, [1, 1, 1])
         assert gather(tables, [1, -1, MAX_REQS])[0] == [[3, 0, 0, 0, 0, 0], [0] * 6, [0] * 6]
-        # The row has one block of 4 in group 0 and one of 8 in group 1.
+        # the row has one block of 4 tokens in group 0 and one of 8 in group 1
         expected = [[12, 15, -1, -1, -1], [16, 19, 20, -1, -1]]
         assert slots(tables, [0, 4, 5, 5], [0, 3, 4, 8, 0]) == expected
 
@@ -64,7 +64,7 @@ class TestSteps:
         assert dummy_slots.data_ptr() == mapped.data_ptr()
         assert not any(table.any() for table in dummy_rows)
         assert (dummy_slots == PAD_SLOT_ID).all()
-        # They are empty, not only zero: a token finds no block.
+        # the rows are empty, not only zero: a token finds no block
         assert slots(tables, [0, 1], [0]) == [[-1], [-1]]
         assert gather(tables, [0])[0] == [[5, 0, 0, 0, 0, 0]]
 
@@ -83,7 +83,7 @@ def test_a_step_may_append_to_a_row_and_replace_it(place):
 
 @st.composite
 def steps(draw):
-    """Per step: row changes, the batch's requests, and their token counts."""
+    """For each step: the changes of rows, the requests of the batch, and their tokens."""
     ids = st.lists(st.integers(0, 500), max_size=3)
     rows = st.integers(0, MAX_REQS - 1)
     # up to more changes than are staged at once
@@ -94,7 +94,7 @@ def steps(draw):
 
 @st.composite
 def geometries(draw):
-    """Of two groups of one rank, which shares tokens with others or not: any divisors as kernel blocks."""
+    """Geometries of two groups of one rank, with or without context parallelism, with any kernel block sizes."""
     world_size, interleave = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
     rank = draw(st.integers(0, world_size - 1))
     parallel = ContextParallel(world_size=world_size, rank=rank, interleave_tokens=interleave)
@@ -209,7 +209,7 @@ def test_a_full_staging_buffer_is_flushed(place):
 
 
 def test_rows_longer_than_a_tile(place):
-    """3000 ids a row and 2500 tokens a request: several tiles, the last one partial."""
+    """Rows of 3000 ids and requests of 2500 tokens fill several tiles and a part of one."""
     sizes = {"max_model_len": 12_000, "max_num_batched_tokens": 7000}
     tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
     random = np.random.default_rng(0)

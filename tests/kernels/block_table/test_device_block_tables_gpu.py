@@ -1,4 +1,4 @@
-"""Device block tables on a GPU: graph capture and replay, no waiting, no allocation in a step."""
+"""Device block tables on a GPU: graph capture and replay, and steps that run ahead of the GPU."""
 
 import numpy as np
 import pytest
@@ -78,7 +78,7 @@ class TestGpu:
         assert gather(tables, [0])[0] == [[1, 2, 0, 0, 0, 0]]
 
     def test_staged_ids_are_not_overwritten_before_they_are_read(self):
-        """The host runs ahead of the GPU: a staging buffer must not be filled again before it is read."""
+        """The host runs ahead of the GPU, and must not refill a staging buffer before it is read."""
         tables = make_tables(GPU)
         requests = vector(tables, [0], torch.int32)
         tables.gather_block_tables(requests)

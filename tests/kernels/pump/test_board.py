@@ -1,4 +1,4 @@
-"""The order in which a lease board's words are stored and loaded: what x86 grants to all, others only if asked."""
+"""The order of a lease board's loads and stores, also on processors that reorder them."""
 
 import re
 from itertools import product
@@ -15,7 +15,7 @@ LOADS, STORES, FENCE = ("ldar", "ldapr"), ("stlr",), "dmb"
 
 
 def on_aarch64(function):
-    """What a function's machine code does with shared memory on a processor that reorders, in order."""
+    """The ordered loads, stores and fences in a function's machine code for aarch64."""
     compiled = njit(function.py_func)
     compiled.compile(function.signatures[0])
     (ir,) = compiled.inspect_llvm().values()
@@ -58,5 +58,5 @@ def test_only_ready_entries_with_the_whole_key_are_found(place):
     board.write(entries["ready"][place:].ctypes.data, 7)
     board.clear(bucket + place * board.ENTRY_BYTES)
     assert board.look_up(bucket, KEY) == (-1, 0)
-    # what is left of an entry makes none of the key of an empty one
+    # a cleared entry is not found by the key of an empty one
     assert board.look_up(bucket, (0, 0, 0, 0)) == (-1, 0)

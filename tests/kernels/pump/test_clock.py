@@ -1,4 +1,4 @@
-"""Reading the clock in compiled code."""
+"""The clock in compiled code."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ def test_threads_read_the_clock_independently():
     def clock(kind, timespec):
         timespec.contents[:] = [next(times), 0]
         if not found:
-            found.append(0)  # the other one reads it before this one has looked
+            found.append(0)  # another read comes between the call and the read of its result
             found[0] = read(state.ctypes.data)
         return 0
 

@@ -1,4 +1,4 @@
-"""Digests of chunks as the loop states and checks them, in host memory and of a device's memory, against xxhash."""
+"""Digests that the loop appends and checks, in host memory and in a device's memory, compared with xxhash."""
 
 import ctypes
 from functools import cache
@@ -13,7 +13,7 @@ from kvconnector_kernels.pump import digests
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.native import record_at
 
-# each way in which XXH3 takes bytes
+# XXH3 treats each of these lengths differently
 LENGTHS = [1, 3, 8, 16, 128, 240, 241, 1024, 4096 + 17]
 DEVICE_ERROR = 700
 _copier = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
@@ -28,7 +28,7 @@ def compiled(name):
 
 
 class Loop:
-    """A state with digests; with a `device`, whose memory is other memory of the host, through a room on the host."""
+    """A loop state with digests. With `device`, other host memory stands for a device's, and is staged in a room."""
 
     def __init__(self, device, status=0):
         self.state = np.zeros((), r.STATE)

@@ -1,4 +1,4 @@
-"""Reading pools that are mapped here, piece by piece: jobs are those of `relayout_cpu`, which has the windows."""
+"""Direct reads on the CPU, piece by piece. Jobs are those of `relayout_cpu`, whose tests cover the windows."""
 
 import ctypes
 from itertools import chain
@@ -14,7 +14,7 @@ from tests.kernels.relayout.pools import Pool, Window, check_copy_equals_naive, 
 
 
 class Reader:
-    """Calls the compiled function as the pump does."""
+    """Calls the compiled function as the loop does."""
 
     def __init__(self):
         self._compiled = copy_cpu.compile_read()
@@ -28,7 +28,7 @@ class Reader:
         return self._read(0, read.ctypes.data, self._fence.ctypes.data, self.num_calls)
 
     def finish(self, read):
-        """Calls until nothing is left; the last status. The fence is set then, and not before."""
+        """Call until nothing is left, and return the last status. The fence must be set then, and not before."""
         status = MORE
         while status == MORE:
             assert self._fence[0] != self.num_calls or not self.num_calls
@@ -49,7 +49,7 @@ def read_of(*jobs, piece_bytes=copy_cpu.CALL_BYTES):
 
 
 def test_a_call_copies_one_piece():
-    """Three MiB of two parts, in pieces of one: the middle one has the end of one part and the start of the other."""
+    """Three MiB of two parts take three calls; the second copies the end of one part and the start of the other."""
     src, dst = (Pool("NHD", 16, 48, 16, 64, 2) for _ in range(2))
     reader = Reader()
     windows = Window(src.fill_random()), Window(dst)
@@ -61,7 +61,7 @@ def test_a_call_copies_one_piece():
     "piece_bytes, num_calls", [(4 << 20, 1), (copy_cpu.CALL_BYTES, 2), (1 << 14, 2), (1, 2)]
 )
 def test_a_call_copies_whole_jobs_up_to_a_piece(piece_bytes, num_calls):
-    """Three jobs of 512 KiB, whose units, of 1 KiB, may be longer than a piece."""
+    """Three jobs of 512 KiB. Their units of 1 KiB may be longer than a piece."""
     sides = [[Window(Pool("NHD", 16, 32, 8, 64, 2, num_parts=1)) for _ in range(2)] for _ in "abc"]
     counts = {"num_heads": 8, "num_tokens": 512}
     for seed, (src, _) in enumerate(sides):
@@ -81,7 +81,7 @@ def test_a_call_copies_whole_jobs_up_to_a_piece(piece_bytes, num_calls):
 
 
 def test_a_token_longer_than_a_piece_is_copied_alone():
-    """Three tokens of a mebibyte: control waits for one."""
+    """Three tokens of a mebibyte take three calls."""
     src, dst = (Pool("NHD", 1, 3, 8, 1 << 16, 2, num_parts=1) for _ in range(2))
     reader = Reader()
     windows = Window(src.fill_random()), Window(dst)
@@ -90,7 +90,7 @@ def test_a_token_longer_than_a_piece_is_copied_alone():
 
 
 def test_a_jobs_last_piece_ends_with_the_job():
-    """Two jobs of five tokens of 48 bytes, of the first of two parts, in pieces of two tokens."""
+    """Two jobs of five tokens of 48 bytes each, in the first of two parts, in pieces of two tokens."""
     sides = [[Window(Pool("NHD", 4, num_heads=4)) for _ in range(2)] for _ in "ab"]
     counts = {"num_heads": 4, "num_tokens": 5}
     for seed, (src, _) in enumerate(sides):

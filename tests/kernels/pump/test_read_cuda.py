@@ -1,4 +1,4 @@
-"""What a direct read asks of the CUDA driver, and in which order: here of a driver that only writes down."""
+"""The order of a direct read's calls of the CUDA driver, recorded by a fake driver."""
 
 import ctypes
 from functools import partial
@@ -13,7 +13,7 @@ INT = ctypes.c_int64
 
 
 class Driver:
-    """Takes the calls of one read; `failing` names the call that fails, by its place among all."""
+    """Records the calls of one read; `failing` is the number of the call that fails."""
 
     def __init__(self, failing=None):
         self.calls = []
@@ -26,7 +26,7 @@ class Driver:
             self.context[name] = ctypes.cast(function, ctypes.c_void_p).value
 
     def _take(self, name, *arguments):
-        # a status is 32 bits: what is above them means nothing
+        # a status has 32 bits; the upper ones are garbage
         status = (7 << 32) + (700 if len(self.calls) == self._failing else 0)
         if name == "launch_kernel":
             *sizes, pointers, extra = arguments

@@ -1,4 +1,4 @@
-"""Processes that compile at once: one at a time, and each finds what the others have compiled."""
+"""Processes that compile at the same time: they take turns and share the cache."""
 
 import multiprocessing
 import os
@@ -29,7 +29,7 @@ def _enter_often(marker, start):
             os.unlink(marker)
 
 
-def _enter_for_good(entered):
+def _enter_and_stay(entered):
     with compiling_alone():
         entered.set()
         time.sleep(DEADLINE_S)
@@ -50,7 +50,7 @@ def test_one_process_compiles_at_a_time(tmp_path):
 def test_a_killed_process_releases_the_compile_lock():
     context = multiprocessing.get_context("fork")
     entered = context.Event()
-    process = context.Process(target=_enter_for_good, args=(entered,))
+    process = context.Process(target=_enter_and_stay, args=(entered,))
     process.start()
     assert entered.wait(DEADLINE_S)
     process.kill()

@@ -55,7 +55,7 @@ def accesses(src, dst):
     source = ASTSource(kernels.relayout_kernel, signature, constants, {})
     target = GPUTarget("cuda", 90, 32)
     code = triton.compile(source, target=target, options={"num_warps": kernels.NUM_WARPS})
-    # Scalars read the tables; the tile's words come as vectors.
+    # scalar loads read the tables, vector loads the words of the tile
     found = re.findall(r"((?:ld|st)\.global)\S*?\.(v\d)\.b(\d+)", code.asm["ptx"])
     return sorted(
         {f"{name} {int(count[1:]) * int(width) // 8} bytes" for name, count, width in found}

@@ -1,4 +1,4 @@
-"""Paged pools and dense chunks among sentinel bytes, and the check that a copy did exactly what the oracle does."""
+"""Paged pools and dense chunks among sentinel bytes, and the check that a copy equals the naive one."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ SENTINEL_BYTE = 0xA5
 
 
 def inner_strides(order, heads, tokens, dims):
-    """From one head, token and dim of a block to the next, in elements."""
+    """The strides of heads, tokens and dims in a block, in elements."""
     return {
         "HND": (tokens * dims, dims, 1),
         "NHD": (dims, heads * dims, 1),
@@ -34,7 +34,7 @@ def inner_strides(order, heads, tokens, dims):
 
 
 def part_table(rows, sizes, device="cpu"):
-    """`sizes`: blocks, tokens a block, heads, elements of a head's token, bytes an element."""
+    """A part table; `sizes` are blocks, tokens a block, heads, elements of a head's token, and bytes an element."""
     names = ("num_blocks", "block_size", "num_heads", "head_dim", "item_size_bytes")
     return PartTable(
         np.array(rows, np.int64), **dict(zip(names, sizes, strict=True)), device=device
@@ -75,7 +75,7 @@ class Pool:
         return (self.block_items, *inner)
 
     def views(self, buffer):
-        """The parts of a buffer like this pool's as logical `[block, head, token, dim]`."""
+        """The parts of a buffer of this pool's shape, as logical `[block, head, token, dim]`."""
         shape = (self.num_blocks, self.num_heads, self.block_size, self.head_dim)
         starts = [GUARD_ITEMS + part * self.part_items for part in range(self.num_parts)]
         return [buffer.as_strided(shape, self.strides, start) for start in starts]
@@ -103,7 +103,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Window:
-    """A pool's window, as `PagedSide` takes it and as the oracle takes it."""
+    """A window of a pool, for `PagedSide` and for the naive copy."""
 
     pool: Pool
     head_start: int = 0
@@ -180,12 +180,12 @@ class Chunk:
 
 
 TILED_BLOCK_SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 96, 128, 256])
-"""Tiles of 8 tokens and more fit into these. Where a copy begins within one, its first tile begins before it."""
+"""Block sizes that hold tiles of 8 tokens or more. The first tile of a copy may begin before the copy."""
 
 
 @st.composite
 def token_runs(draw):
-    """Adjacent tokens, single ones with gaps between them, or longer runs, which the copy may begin inside of."""
+    """Adjacent tokens, or runs of one or more tokens with gaps between them; the copy may begin inside a run."""
     run = draw(st.none() | st.sampled_from([1, 2, 3, 8, 16]))
     if run is None:
         return ADJACENT
@@ -195,7 +195,7 @@ def token_runs(draw):
 
 @st.composite
 def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **pool):
-    """Windows of this size in pools of any sizes but those in `pool`, or in pools as dense as that of `like`."""
+    """Windows of this size in pools of any shape except for the sizes in `pool`, or of the shape of `like`'s."""
     token_start = draw(st.just(0) | st.integers(0, 40) | st.integers(1, 40).map(lambda n: 8 * n))
     runs = runs or draw(token_runs())
     if like is None:
@@ -215,7 +215,7 @@ def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **p
 
 
 def expected_buffer(src, dst, *, num_heads, num_tokens):
-    """What the whole destination buffer, guards and gaps included, must hold after the copy."""
+    """The whole destination buffer after the copy, with guards and gaps."""
     want = dst.buffer.clone()
     relayout_naive(
         src.parts(src.buffer),
@@ -250,5 +250,5 @@ def check_copy_equals_naive(copy, src, dst, *, num_parts, num_heads, num_tokens,
         torch.cuda.synchronize()
     assert torch.equal(dst.buffer, want)
     assert torch.equal(src.buffer, source_before)
-    # a copy that wrote nothing would leave nothing but sentinels
+    # a copy that writes nothing would leave only sentinels
     assert num_tokens == 0 or (dst.buffer.view(torch.uint8) != SENTINEL_BYTE).any()

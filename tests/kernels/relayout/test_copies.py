@@ -1,4 +1,4 @@
-"""Both implementations against the oracle: layouts, block sizes, head slices, runs of tokens, item sizes."""
+"""Both implementations against the naive copy: layouts, block sizes, head slices, runs of tokens, item sizes."""
 
 import pytest
 import torch
@@ -44,8 +44,8 @@ def test_empty_copies_change_nothing(copy, device, empty):
 @pytest.mark.parametrize("orders", [("HND", "NHD"), ("HDN", "HDN"), ("HDN", "HND")], ids="-".join)
 @pytest.mark.parametrize("starts", [(11, 18), (11, 19), (8, 18), (16, 24)], ids=str)
 def test_first_tiles_may_begin_before_the_copy(copy, device, orders, starts):
-    """Tiles of 8 tokens fit into the blocks of both sides. They begin where the destination's blocks do, and so within
-    the source's, or before the first token.
+    """Tiles of 8 tokens fit into the blocks of both sides. They begin with the destination's blocks, and so inside the
+    source's blocks or before the first token.
     """
     pools = (Pool(order, size, device=device) for order, size in zip(orders, (32, 24), strict=True))
     src, dst = (Window(pool, 0, start) for pool, start in zip(pools, starts, strict=True))
@@ -56,7 +56,7 @@ def test_first_tiles_may_begin_before_the_copy(copy, device, orders, starts):
 @implementations
 @pytest.mark.parametrize("run, step, block_size", [(8, 24, 8), (16, 32, 16), (16, 48, 32)])
 def test_runs_that_fill_tiles(copy, device, run, step, block_size):
-    """No tile leaves a run or a block, so its tokens are found from its first one."""
+    """No tile crosses a run or a block, so its first token gives the place of the others."""
     runs = TokenRuns(run, step, 0)
     pool = Pool("HND", block_size, num_blocks=runs.offset(40) // block_size + 1, device=device)
     src = Window(pool.fill_random(), runs=runs)
@@ -71,15 +71,15 @@ def test_runs_that_fill_tiles(copy, device, run, step, block_size):
     kind=st.sampled_from(["relayout", "tiled", "alike", "pack", "unpack", "repack"]),
     num_heads=st.integers(1, 5),
     num_tokens=st.integers(1, 70) | st.sampled_from([16, 32, 64]),
-    # with a latent's width, and that of an opaque state
+    # also the widths of a latent and of an opaque state
     head_dim=st.integers(1, 40) | st.sampled_from([72, 300]),
     item=st.sampled_from([1, 2, 4, 8]),
 )
 def test_any_geometry_is_copied_like_the_naive_one(
     *, copy, device, data, kind, num_heads, num_tokens, head_dim, item
 ):
-    """From a pool to another one, or to or from a chunk. Two pools may be alike but for where the tokens begin, and
-    have no gaps: consecutive blocks may be one run then. Or tiles fit into the blocks of both, wherever tokens begin.
+    """Copies from pool to pool, and to and from chunks. Two pools may differ only in the first token and have no gaps,
+    so that consecutive blocks may be one run. Or tiles fit into the blocks of both, wherever the tokens begin.
     """
     sizes = {"head_dim": head_dim, "item": item, "device": device}
     counts = {"num_parts": 2, "num_heads": num_heads, "num_tokens": num_tokens}
@@ -107,6 +107,6 @@ def test_any_geometry_is_copied_like_the_naive_one(
     if copy is relayout_triton:
         asked["max_programs"] = data.draw(st.sampled_from([None, 1, 3, 10_000]))
     with pytest.MonkeyPatch.context() as patch:
-        # as copies too large for the caches go, too: whole lines past them, unaligned ends as ever
+        # also stream past the caches, as copies too large for them do
         patch.setattr(cpu, "MIN_STREAMED_COPY_BYTES", data.draw(st.sampled_from([1, 2 << 20])))
         check_copy_equals_naive(copy, src, dst, **counts, **asked)

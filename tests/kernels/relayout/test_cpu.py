@@ -1,4 +1,4 @@
-"""What only the CPU copy promises: threads, forks, far addresses, light imports."""
+"""The CPU copy: threads, forks, distant addresses, light imports."""
 
 import mmap
 import threading
@@ -77,16 +77,13 @@ assert os.waitstatus_to_exitcode(status) == 7
 @pytest.mark.parametrize("block_size,far_axes", [(2, 3), (8, 1), (8, 2)])
 @pytest.mark.parametrize("copy", [relayout_cpu, relayout_triton])
 def test_strides_beyond_32_bits(copy, block_size, far_axes):
-    """Blocks (and heads, and tokens) lie more than 2 GiB apart: offsets must not wrap, not even when halved.
-
-    The strides are odd, so that the kernels count them in single bytes.
-    """
+    """Blocks (and heads, and tokens) lie more than 4 GiB apart. The strides are odd, so that kernels count in bytes."""
     far = (1 << 32) + 13
     num_tokens = 2 * block_size
     strides = {1: (far, 8 * block_size, 8), 2: (2 * far, far, 8), 3: (4 * far, 2 * far, far)}[
         far_axes
     ]
-    # Linux's number, for the Pythons that do not name it: only the touched pages count.
+    # Linux's number, for Pythons without the name. Only touched pages take memory.
     no_reserve = getattr(mmap, "MAP_NORESERVE", 0x4000)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve
     with mmap.mmap(-1, 8 * far, flags=flags) as memory:

@@ -1,6 +1,6 @@
-"""Prepared launches: the numbers that a launch by Triton itself would give to the kernel, whatever was prepared before.
+"""Prepared launches give a kernel the numbers that a launch by Triton would, whatever was prepared before.
 
-There need be no GPU: tables and block ids are addresses, and the compiler is one that only says what it was asked for.
+No GPU is needed: tables and block ids are addresses, and a fake compiler records its arguments.
 """
 
 from contextlib import nullcontext
@@ -43,7 +43,7 @@ HEADS, DIM, ITEM = 4, 64, 2
 
 
 class Vector:
-    """A vector in a GPU's memory, as far as Python sees it."""
+    """A fake vector in a GPU's memory."""
 
     dtype, shape, device = torch.int32, (NUM_IDS,), GPU
 
@@ -57,8 +57,8 @@ class Vector:
         return True
 
 
-def compile_nothing(*arguments, grid, num_warps, **constants):
-    """A kernel that Triton would have compiled for these; its function is a number of its own."""
+def fake_compile(*arguments, grid, num_warps, **constants):
+    """A fake kernel for these arguments; its function is a number that depends on them."""
     names = relayout_kernel.arg_names
     given = dict(zip(names, arguments, strict=False))
     signature = {
@@ -79,10 +79,10 @@ def compile_nothing(*arguments, grid, num_warps, **constants):
 @pytest.fixture(autouse=True, scope="module")
 def no_gpu():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "relayout_kernel", SimpleNamespace(warmup=compile_nothing))
+        patch.setattr(launch, "relayout_kernel", SimpleNamespace(warmup=fake_compile))
         patch.setattr(launch, "on_device", lambda device: nullcontext())
         patch.setattr(sides, "_upload_and_wait", lambda rows, device: Vector(1 << 21))
-        # what stands for ids at an address
+        # stands for ids at an address
         patch.setattr("torch.empty", lambda *shape, dtype, device: Vector(1 << 19))
         patch.setattr(launch, "_kernels", {})
         yield
@@ -144,7 +144,7 @@ def test_prepared_launches_equal_tritons_own(src, dst, swapped, sizes):
     expected = {name: value for name, value in named.items() if value is not None}
     assert dict(zip(prepared.kernel.names, prepared.values, strict=True)) == expected
     assert prepared.tiles_per_part == per_part
-    # and they go to the kernel that is compiled for them
+    # and the kernel is the one compiled for them
     alignment = [None if address is None else address % 16 for address in pointers]
     constants = kernel_constants(tiling).values()
     assert prepared.kernel.function == hash((*alignment, *map(str, constants)))
@@ -198,7 +198,7 @@ def span_of(ends, firsts, num_tokens, rows, *, num_heads=HEADS, ids=(0, 0)):
 
 @st.composite
 def spans(draw):
-    """Of chunks that are packed or unpacked, or of a read from other pools."""
+    """Spans of packed or unpacked chunks, or of reads from other pools."""
     heads = draw(st.sampled_from([(0, HEADS), (0, 2), (2, 2), (1, 1)]))
     windows = st.builds(
         window_of,
@@ -288,7 +288,7 @@ def test_windows_refuse_missing_parts_and_blocks():
             window.tokens(first, num_tokens, 1, GroupBlocks.of([5, 6, 7], 1), 64)
     with pytest.raises(RelayoutError, match="row 4 of 3"):
         window.tokens(0, 1, 4, BLOCKS, 64)
-    # of a stripe the tokens before its first run count, which are not copied
+    # a stripe also counts the tokens before its first run, which are not copied
     stripe = window_of(one_table(), (0, HEADS), Stripe(8, 4, 32))
     assert stripe.tokens(6, 2, 1, GroupBlocks.of([5, 6], 2), 64) == (64, 2, 8, 2)
     with pytest.raises(BlockIdsError, match="tokens 10 to 41"):
@@ -312,7 +312,7 @@ def test_warm_up_windows_compile_every_kernel(pair, starts, num_tokens):
 
 def test_a_kernel_with_other_parameters_is_refused(monkeypatch):
     def compile_otherwise(*arguments, **options):
-        kernel = compile_nothing(*arguments, **options)
+        kernel = fake_compile(*arguments, **options)
         kernel.src.signature["num_heads"] = "constexpr"
         return kernel
 

@@ -1,4 +1,4 @@
-"""The three named transforms: both directions, out of place and in place, and what each refuses."""
+"""The three receive transforms, out of place and in place, and their refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_receive_transforms_equal_the_naive_copy(transform, received, local, dev
 
 @devices
 def test_receive_works_in_place(device):
-    """As a remote with blocks of 4 tokens in HND leaves its bytes in local blocks of 16 tokens in NHD."""
+    """A remote with blocks of 4 tokens in HND has written into local blocks of 16 tokens in NHD."""
     local = Pool("NHD", 16, 3, gap_items=0, device=device)
     as_sent = Pool("HND", 4, 12, gap_items=0, device=device).fill_random()
     sent = [view.clone() for view in as_sent.views(as_sent.buffer)]

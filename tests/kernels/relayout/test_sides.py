@@ -1,4 +1,4 @@
-"""What a re-layout refuses, and that it says why."""
+"""The errors of wrong re-layouts."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""The GPU plan: tiles that hide latency, and 16-byte accesses where alignment allows them."""
+"""Tiles on GPUs: large enough to hide latency, with 16-byte accesses where alignment allows them."""
 
 import json
 

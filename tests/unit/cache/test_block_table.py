@@ -24,7 +24,7 @@ def make_groups(**changes):
     return make_tables(**({"block_sizes": [16, 32]} | changes))
 
 
-# Of two groups of blocks of 16 and 32 tokens, with 4 rows of 6 and 3 blocks, of which row 0 is full.
+# Two groups with blocks of 16 and 32 tokens have 4 rows of 6 and 3 blocks; row 0 is full.
 FULL = [[7, 1, 2, 3, 4, 5], [2, 0, 1]]
 REFUSED = [
     *(
@@ -155,7 +155,7 @@ CHANGES = st.one_of(
 
 
 def changed(rows, change, *arguments):
-    """What a change leaves of lists of ids, by row and group."""
+    """Lists of ids by row and group, after a change."""
     rows = [[list(ids) for ids in row] for row in rows]
     match change, arguments:
         case "append_row", (ids, row):
@@ -208,7 +208,7 @@ def test_host_and_device_rows_are_equal():
 
 
 def committed_slots(table):
-    """Of the first tokens in blocks 3 and 4, of which some, all or more than there are are committed."""
+    """Commits fewer, as many or more slots than there are. Yields the device's slots and the expected ones."""
     for count, num_tokens in ((20, 20), (20, 12), (5, None), (20, 0), (7, 32), (20, None)):
         slots = table.compute_slot_mapping(np.ones(count, int), np.arange(count)).tolist()
         table.commit_slot_mapping(num_tokens)

@@ -1,4 +1,4 @@
-"""What a block manager of layers that forget promises: windows, chunks and states."""
+"""The block manager for layers that keep a part of the tokens: windows, chunks and states."""
 
 import pytest
 
@@ -37,7 +37,7 @@ def test_a_window_prefills_a_long_prompt_in_few_blocks():
     manager = window_manager(MOST_BLOCKS)
     group = start(manager, 1, range(400))
     (seq,) = group.seqs()
-    for _ in range(50):  # more blocks there are not
+    for _ in range(50):  # the pool has no more blocks
         manager.mark_blocks_as_computed(group, 8)
         manager.drop_left_behind(seq)
         manager.append_slots(seq)
@@ -56,7 +56,7 @@ def test_a_window_of_one_token_needs_no_earlier_block():
     manager.mark_blocks_as_computed(group, 8)
     probe = Sequence(2, range(30))
     assert manager.find_cached_tokens(probe) == 20
-    assert manager.find_cached_tokens(probe, 19) == 0, "token 12 was neither brought nor computed"
+    assert manager.find_cached_tokens(probe, 19) == 0, "token 12 was neither loaded nor computed"
 
 
 def test_a_recurrent_request_reserves_a_copy_target():
@@ -98,13 +98,11 @@ def test_loaded_chunks_are_hit_where_they_are_whole():
     group = group_of(range(26), 1)
     manager.allocate(group, resume_at=18)
     (seq,) = group.seqs()
-    assert manager.get_first_block(seq) == 2, "tokens 10 to 17 are brought"
+    assert manager.get_first_block(seq) == 2, "tokens 10 to 17 are loaded"
     manager.mark_blocks_as_computed(group, 18)
     manager.free(seq)
     probe = Sequence(2, range(30))
-    assert manager.find_cached_tokens(probe) == 0, (
-        "of the block before token 16, tokens 8 and 9 never came"
-    )
+    assert manager.find_cached_tokens(probe) == 0, "the block before token 16 lacks tokens 8 and 9"
     group = start(manager, 3, range(24))
     for _ in range(3):
         manager.mark_blocks_as_computed(group, 8)

@@ -1,4 +1,4 @@
-"""Copies between pools: every token arrives, nothing else changes, wrong calls are refused by name."""
+"""Copies between pools: every token arrives, nothing else changes, and wrong calls are refused."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_a_pool_has_as_many_blocks_as_its_smallest_part():
 
 @pytest.mark.gpu
 def test_copies_within_a_gpu():
-    """Those from and to a host's memory are made where requests are swapped."""
+    """Minillm's swaps test copies from and to host memory."""
     import torch
 
     from kvconnector.runtime import view_of

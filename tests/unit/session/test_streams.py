@@ -191,20 +191,6 @@ def test_a_read_of_a_whole_prompt_waits_for_its_complete_lease():
     assert [started.send.read.read_id for started in harness.of(complete, "start_send")] == [1]
 
 
-def test_three_thousand_early_followers_are_all_served():
-    side = harness.producer()
-    harness.welcome(side)
-    keys = [m.TransferKey(transfer_id=f"t{i}", secret=harness.SECRET) for i in range(3000)]
-    assert _progress(side.handle(*[harness.follow(-1, key) for key in keys])) == []
-    for _ in range(8):  # the prompts wait in the producer's queue for longer than a lease lasts
-        side.session.keep_alive(side.links[-1], side.now)
-        side.tick(harness.PEER_S - 1)
-    for key in keys:
-        names = f"r{key.transfer_id}", key.transfer_id, harness.SECRET
-        granted = GrowRequest(*names, harness.BLOCKS, Watermark(12))
-        assert _progress(side.handle(granted)) == [(12, False)]
-
-
 def test_followers_beyond_the_limit_are_refused():
     side = harness.producer()
     harness.welcome(side)
