@@ -17,7 +17,7 @@ def _load(folder):
     )
 
 
-def test_list_of_clients_may_have_comments(tmp_path):
+def test_the_list_of_clients_may_have_comments(tmp_path):
     keys = generate_keys(tmp_path)
     other = _pair()[0]
     listing = f"# engines of this cluster\n\n{keys.public_key}  prefill\n{other}\n#{'-' * 39}\n"
@@ -26,7 +26,7 @@ def test_list_of_clients_may_have_comments(tmp_path):
     assert loaded.authorized_clients == {keys.public_key, other}
 
 
-def test_missing_file_is_named(tmp_path):
+def test_a_missing_key_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"curve\.secret"):
         _load(tmp_path)
     generate_keys(tmp_path)
@@ -35,7 +35,7 @@ def test_missing_file_is_named(tmp_path):
         _load(tmp_path)
 
 
-def test_secret_is_never_shown():
+def test_the_secret_key_is_never_printed():
     public, secret = _pair()
     keys = CurveKeys.from_values(secret_key=f" {secret}\n", authorized_clients=[public])
     assert keys.public_key == public
@@ -46,7 +46,7 @@ def test_secret_is_never_shown():
 
 
 @pytest.mark.parametrize("client", ["", "short", "~" * 40, "#" * 40, "é" * 40, None])
-def test_malformed_client_keys_and_none_at_all_are_refused(client):
+def test_malformed_and_missing_client_keys_are_refused(client):
     clients, text = ([], "nobody could connect") if client is None else ([client], "client key")
     with pytest.raises(ConfigError, match=text):
         CurveKeys.from_values(secret_key=_pair()[1], authorized_clients=clients)

@@ -55,7 +55,7 @@ def junk(rng):
     )
 
 
-def test_many_connections_with_junk_cost_nothing_that_lasts():
+def test_junk_connections_leave_nothing_behind():
     rng = random.Random(1)
     keys = new_keys()
     with opened(keys) as near, opened(keys) as far:

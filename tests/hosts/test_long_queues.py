@@ -54,7 +54,7 @@ def test_ten_thousand_requests_in_both_queues_are_all_served(engines):
     assert p.answer() == []
 
 
-def test_ten_thousand_requests_given_up_in_one_step_keep_no_blocks(engines):
+def test_ten_thousand_requests_aborted_in_one_step_hold_no_blocks(engines):
     p, d = engines
     names = _asked_for(p, d, "g", lead_s=1.0)
     d.begin("run_for", 6.0)  # a heartbeat of each

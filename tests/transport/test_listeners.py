@@ -1,4 +1,4 @@
-"""Strangers at UCX's ports: they take no more descriptors than are to spare, and peers connect when they are gone."""
+"""Foreign connections to UCX's ports: they take only spare descriptors, and peers connect after they have closed."""
 
 import logging
 import resource
@@ -24,7 +24,7 @@ OPTIONS = {"TLS": "tcp", "NET_DEVICES": "lo"}
 FILES = 192
 
 
-def test_a_listener_outlives_strangers_that_take_every_descriptor(capfd):
+def test_a_listener_survives_a_flood_of_foreign_connections(capfd):
     if load_library().version[:2] == (1, 20):
         pytest.skip("UCX 1.20 reaches nobody over lo (openucx/ucx#11202)")
     limited = RemoteTransport(
@@ -50,7 +50,7 @@ def test_a_listener_outlives_strangers_that_take_every_descriptor(capfd):
     limited.release()
 
 
-def test_what_strangers_send_is_logged_a_few_times_without_its_bytes(caplog, capfd):
+def test_foreign_messages_are_logged_briefly_without_their_bytes(caplog, capfd):
     before = set(listening_ports("self"))
     transport = open_ucx_transport(options=OPTIONS)
     (port,) = set(listening_ports("self")) - before
@@ -77,7 +77,7 @@ def limits():
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_the_limit_on_open_files_is_raised_as_far_as_it_may_be(limits):
+def test_the_open_file_limit_is_raised_up_to_the_hard_limit(limits):
     hard = limits[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     assert raise_descriptor_limit() == min(hard, WANTED_DESCRIPTORS)

@@ -57,11 +57,7 @@ class Pair:
 
 
 def failed_load(first=bool, before=bool, after=bool, verify=("none", "none"), **changes):
-    """Returns what makes a load fail, and gives the error text of the consumer's engine.
-
-    `first`, `before` and `after` run at the start, before the load order and after it. `changes` are made to the offer,
-    as a router might.
-    """
+    """Makes a load of a changed offer fail, and gives the error text. Callbacks run before and after its orders."""
 
     def trigger():
         pair = Pair(verify)

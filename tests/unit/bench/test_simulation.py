@@ -1,4 +1,4 @@
-"""A simulated cluster: the one case that can be worked out by hand, and what holds in every other."""
+"""A simulated cluster: one case that is computed by hand, and properties of others."""
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
@@ -23,7 +23,7 @@ def run(
     return Simulation(cluster, requests).run()
 
 
-def test_the_first_request_of_two_ranks_takes_what_its_steps_take():
+def test_the_first_request_takes_the_sum_of_its_steps():
     turn, latency, endpoint, read = 2**-10, 2**-12, 2**-6, 2**-4
     costs = Costs(
         turn_s=turn, latency_s=latency, endpoint_s=endpoint, bytes_per_s=MODEL.token_bytes * 2**4
@@ -38,7 +38,7 @@ def test_the_first_request_of_two_ranks_takes_what_its_steps_take():
     assert outcome.messages == dict.fromkeys((*kinds, "Heartbeat", "HeartbeatReply"), 1)
 
 
-def test_ranks_of_a_large_engine_are_asked_for_by_name(monkeypatch):
+def test_a_large_engines_ranks_are_requested_by_number(monkeypatch):
     size = directory.MAX_UNASKED + 1
     requests = [Request(at_s=0.0, num_tokens=9, producer=0, consumer=0)]
     shapes = {"prefill": f"tp={size}", "decode": f"tp={size}"}
@@ -51,14 +51,14 @@ def test_ranks_of_a_large_engine_are_asked_for_by_name(monkeypatch):
     assert named.message_bytes < whole.message_bytes
 
 
-def test_ranks_that_read_nothing_from_each_other_do_not_greet():
+def test_ranks_without_reads_between_them_do_not_greet():
     requests = [Request(at_s=0.0, num_tokens=100, producer=0, consumer=0)]
     mla = run(requests, prefill="tp=16", decode="tp=16", model=MODELS["deepseek-r1"])
     assert mla.messages["Hello"] == 16
     assert mla.messages["Done"] == 16
 
 
-def test_engines_that_were_idle_for_long_greet_again():
+def test_idle_engines_greet_again():
     requests = [
         Request(at_s=at_s, num_tokens=100, producer=0, consumer=0) for at_s in (0.0, 10.0, 60.0)
     ]

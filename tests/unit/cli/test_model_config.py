@@ -1,4 +1,4 @@
-"""What `kvconnector plan` makes of models whose layers are of several kinds, from their published configurations."""
+"""`kvconnector plan` for models with several kinds of layers, from their published configurations."""
 
 import json
 
@@ -219,7 +219,7 @@ def planned(capsys, tmp_path, config, *arguments):
 @pytest.mark.parametrize(
     "cut", [(), ("--prefill", "tp=4,block=32", "--decode", "tp=2,pp=2,layout=HND")]
 )
-def test_each_kind_of_layer_is_planned_by_what_it_keeps(capsys, tmp_path, config, expected, cut):
+def test_each_kind_of_layer_is_planned_by_its_retention(capsys, tmp_path, config, expected, cut):
     report = json.loads(planned(capsys, tmp_path, config, *cut, "--json"))
     found = {}
     for row in report["reads"]:
@@ -240,7 +240,7 @@ def test_the_table_names_the_kinds_and_their_layers(capsys, tmp_path):
     assert "18976-20000" not in text
 
 
-def test_a_latent_has_no_heads_and_draft_layers_are_named(capsys, tmp_path):
+def test_latents_have_no_heads_and_draft_layers_are_named(capsys, tmp_path):
     report = json.loads(planned(capsys, tmp_path, DEEPSEEK_V32, "--json"))
     nbytes = {row["kind"]: row["bytes"] for row in report["reads"]}
     # of the indexer 128 elements of one byte and a scale of four
@@ -250,7 +250,7 @@ def test_a_latent_has_no_heads_and_draft_layers_are_named(capsys, tmp_path):
     assert "1 MTP, not counted" in text
 
 
-def test_a_model_of_several_kinds_is_planned_as_it_is_or_not_at_all(capsys, tmp_path):
+def test_a_model_of_several_kinds_is_planned_whole_or_refused(capsys, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(JAMBA))
     assert main(["plan", "--model", str(path), "--layers", "4"]) == 2

@@ -1,4 +1,4 @@
-"""`kvconnector simulate`: reports, pictures, traces, and what it refuses."""
+"""`kvconnector simulate`: reports, pictures, traces and refusals."""
 
 import json
 
@@ -14,21 +14,21 @@ def simulated(capsys, *arguments):
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_seed_gives_the_same_report_again_and_another_one_another(capsys):
+def test_equal_seeds_give_equal_reports(capsys):
     first = simulated(capsys, "--engines", "2,4")
     assert [row["engines"] for row in first["rows"]] == [2, 4]
     assert simulated(capsys, "--engines", "2,4") == first
     assert simulated(capsys, "--engines", "2,4", "--seed", "1") != first
 
 
-def test_a_trace_says_when_requests_come(capsys, tmp_path):
+def test_a_trace_gives_the_arrival_times(capsys, tmp_path):
     trace = tmp_path / "trace.txt"
     trace.write_text("0.5 100\n0.75 2000\n")
     (row,) = simulated(capsys, "--engines", "2", "--trace", str(trace))["rows"]
     assert (row["requests"], row["succeeded"], row["released"]) == (2, 2, 2)
 
 
-def test_the_table_and_the_picture(capsys, tmp_path):
+def test_a_table_and_a_picture_are_written(capsys, tmp_path):
     picture = tmp_path / "simulated.svg"
     assert main(["simulate", *QUICK, "--engines", "2", "--svg", str(picture)]) == 0
     assert "greetings" in capsys.readouterr().out
@@ -44,6 +44,6 @@ def test_the_table_and_the_picture(capsys, tmp_path):
         (("--engines", "4,2", "--seconds", "0.01"), "no request arrives"),
     ],
 )
-def test_what_cannot_be_is_said(capsys, arguments, words):
+def test_impossible_simulations_are_refused(capsys, arguments, words):
     assert main(["simulate", *QUICK, *arguments]) == 2
     assert words in capsys.readouterr().err

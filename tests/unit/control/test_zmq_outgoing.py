@@ -1,4 +1,4 @@
-"""What a closed connection means, where asking the peer again is not possible."""
+"""The loss of a connection whose peer cannot be probed."""
 
 import errno
 import socket
@@ -11,7 +11,7 @@ from kvconnector.errors import PeerLostError
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "fe80::1%no-such-interface"])
-def test_a_peer_that_cannot_be_asked_is_lost(monkeypatch, host):
+def test_a_peer_that_cannot_be_probed_is_lost(monkeypatch, host):
     def fail(*_):
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -1,4 +1,4 @@
-"""The lease board on a GPU: `ready` comes after the stream's kernels."""
+"""The lease board on a GPU: `ready` is written after the stream's kernels."""
 
 from contextlib import closing
 
@@ -30,7 +30,7 @@ def board(stream):
     return LeaseBoard(writer_on("cuda:0", stream))
 
 
-def test_a_lease_is_ready_once_the_kernels_before_it_are_through(stream, board):
+def test_a_lease_is_ready_after_the_kernels_before_it(stream, board):
     with closing(board), held_back(stream) as release:
         board.publish(KEY, Watermark(5))
         assert not is_found(board, KEY, 5)
@@ -39,7 +39,7 @@ def test_a_lease_is_ready_once_the_kernels_before_it_are_through(stream, board):
         assert is_found(board, KEY, 5)
 
 
-def test_a_lease_that_ends_before_its_kernels_do_never_becomes_ready(stream, board):
+def test_a_lease_retracted_before_its_kernels_end_is_never_ready(stream, board):
     with closing(board), held_back(stream) as release:
         board.publish(KEY, Watermark(5))
         board.retract(KEY)
@@ -48,9 +48,7 @@ def test_a_lease_that_ends_before_its_kernels_do_never_becomes_ready(stream, boa
         assert not is_found(board, KEY, 5)
 
 
-def test_a_board_that_closes_before_its_kernels_end_can_still_be_written(
-    stream, board, monkeypatch
-):
+def test_kernels_may_write_to_a_closed_board(stream, board, monkeypatch):
     monkeypatch.setattr(device_memory, "RELEASE_S", 1e-3)
     with held_back(stream):
         board.publish(KEY, Watermark(5))

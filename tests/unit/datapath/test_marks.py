@@ -1,4 +1,4 @@
-"""Which stream a copy runs on, against a list of all marks and what each stands for."""
+"""The stream of a copy, compared with a list of all marks."""
 
 import numpy as np
 from hypothesis import given
@@ -25,7 +25,7 @@ def is_in(some, whole):
         max_size=40,
     )
 )
-def test_copies_wait_for_the_last_mark_of_their_request_and_for_no_other(steps):
+def test_copies_wait_only_for_their_requests_last_mark(steps):
     passed = np.zeros(NUM_STREAMS, np.int32)
     marks = Marks(passed)
     pending = []

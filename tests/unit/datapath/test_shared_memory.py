@@ -1,4 +1,4 @@
-"""Caches that become shared in place: same addresses, same bytes, and no page that belongs to somebody else."""
+"""Caches that become shared in place: same addresses, same bytes, and no page with other data."""
 
 import mmap
 import os
@@ -36,7 +36,7 @@ def as_peers_see(memory, place):
 
 
 @pytest.mark.parametrize("kind", ["pages", "a mapping", "private pages", "a large allocation"])
-def test_what_is_shared_stays_where_it_is_and_peers_see_each_change(kind):
+def test_shared_memory_keeps_its_address_and_shows_changes(kind):
     array = {
         "pages": lambda: in_pages(3 * PAGE),
         "a mapping": lambda: in_pages(2 * PAGE + 100),
@@ -61,7 +61,7 @@ def test_what_is_shared_stays_where_it_is_and_peers_see_each_change(kind):
 
 
 @pytest.mark.parametrize("start, stop", [(1, 0), (0, -1), (100, 2 * PAGE)])
-def test_pages_that_others_may_use_are_not_touched(start, stop):
+def test_pages_with_other_data_are_not_shared(start, stop):
     array = in_pages(4 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = array.ctypes.data
     memory = SharedMemory(1)
@@ -70,8 +70,8 @@ def test_pages_that_others_may_use_are_not_touched(start, stop):
     assert os.fstat(memory.fd).st_size == 2 * PAGE
 
 
-def test_caches_are_shared_by_one_open_worker_at_a_time():
-    """Consumers of the first one would read what the engine does not write any more."""
+def test_caches_belong_to_one_open_worker():
+    """Consumers of the first worker would read memory that the engine no longer writes."""
     array, first = in_pages(PAGE), SharedMemory(1)
     (place,) = first.share([bounds(array)])
     with pytest.raises(TransportError, match="another worker"):
@@ -80,7 +80,7 @@ def test_caches_are_shared_by_one_open_worker_at_a_time():
     assert as_peers_see(first, place)[0] == array[0]
 
 
-def test_memory_of_several_programs_is_not_taken_from_them(tmp_path):
+def test_memory_of_several_programs_is_refused(tmp_path):
     (tmp_path / "caches").write_bytes(bytes(PAGE))
     with open(tmp_path / "caches", "r+b") as opened:
         ours, theirs = (mmap.mmap(opened.fileno(), PAGE) for _ in range(2))
@@ -91,7 +91,7 @@ def test_memory_of_several_programs_is_not_taken_from_them(tmp_path):
     assert array[0] == 7
 
 
-def test_caches_of_which_a_part_cannot_be_moved_keep_their_content(monkeypatch):
+def test_a_failed_move_keeps_the_content_of_the_caches(monkeypatch):
     array = in_pages(3 * PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     before, calls, move = array.copy(), [], shared_memory._map()
 
@@ -110,7 +110,7 @@ def test_caches_of_which_a_part_cannot_be_moved_keep_their_content(monkeypatch):
 
 
 @pytest.mark.parametrize("sign", ["num_pinned", "is_known_to_cuda"])
-def test_memory_that_a_device_knows_is_not_moved(monkeypatch, sign):
+def test_memory_registered_with_a_device_is_not_moved(monkeypatch, sign):
     monkeypatch.setattr(shared_memory, sign, lambda *address: 4)
     with pytest.raises(TransportError, match="registered with a device"):
         SharedMemory(1).share([bounds(in_pages(PAGE))])
@@ -123,7 +123,7 @@ def test_joined_ranges_hold_the_same_bytes(ranges):
     assert all(first[1] < second[0] for first, second in pairwise(found))
 
 
-def test_other_processes_cannot_write_it():
+def test_other_processes_cannot_write_shared_memory():
     memory = SharedMemory(1)
     memory.seal()
     opened = os.open(f"/proc/{os.getpid()}/fd/{memory.fd}", os.O_RDWR)
@@ -135,7 +135,7 @@ def test_other_processes_cannot_write_it():
 
 
 @pytest.mark.gpu
-def test_pinned_memory_is_known():
+def test_pinned_memory_is_recognised():
     import torch
 
     pinned = torch.zeros(MIN_OWN_PAGES_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -1,4 +1,4 @@
-"""Staging memory within its budget and when there is no more of it; caches that are not what they should be."""
+"""Staging memory within its budget and when it runs out; caches that do not fit their geometry."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ SLOT_BYTES = 4096
 
 @pytest.fixture
 def pool(monkeypatch):
-    """Three slots, after which the device is full."""
+    """Three slots, which fill the device."""
     pool = SlotPool(3, SLOT_BYTES, "cpu")
 
     def refuse(nbytes, device):
@@ -24,7 +24,7 @@ def pool(monkeypatch):
     return pool
 
 
-def test_rows_of_slots_wait_for_memory(pool):
+def test_quarantined_slots_are_reused_if_no_memory_is_left(pool):
     over = []
     addresses = set(pool.rows["address"].tolist())
     pool.rows["state"][:2] = r.POSTED
@@ -39,7 +39,7 @@ def test_rows_of_slots_wait_for_memory(pool):
     assert set(pool.rows["address"].tolist()) == addresses
 
 
-def test_staging_within_its_budget():
+def test_staging_stays_within_its_budget():
     assert slots_within(1000, 100, 1) == 9
     assert slots_within(1000, 100, 2) == 4
     assert slots_within(1, 100, 2) == 1

@@ -7,7 +7,7 @@ from kvconnector.runtime.channels import control_limits, open_control
 
 
 @pytest.mark.parametrize("setting", ["insecure", "insecure_network"])
-def test_an_open_network_is_warned_of(setting, caplog):
+def test_an_insecure_network_logs_a_warning(setting, caplog):
     everywhere = "0.0.0.0"  # noqa: S104  the point of the setting
     host = "127.0.0.1" if setting == "insecure" else everywhere
     control = {"host": host, "advertise_host": "127.0.0.1", setting: True}
@@ -22,8 +22,8 @@ def test_an_open_network_is_warned_of(setting, caplog):
 
 
 @pytest.mark.parametrize("timeout_s", [0.5, 2.0, 15.0, 600.0])
-def test_a_host_that_does_not_answer_is_given_up_within_the_peer_s_timeout(timeout_s):
-    """Also while it is greeted, which may otherwise take `hello_timeout_s`, the first time three of these."""
+def test_control_timeouts_stay_within_the_peers_timeout(timeout_s):
+    """Also during the greeting, which may otherwise take `hello_timeout_s`, and three times as long at first."""
     peer = {"timeout_s": timeout_s, "heartbeat_interval_s": 0.9 * timeout_s, "hello_timeout_s": 10}
     limits = control_limits(
         ConnectorConfig.from_mapping(

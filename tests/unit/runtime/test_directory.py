@@ -1,4 +1,4 @@
-"""Which workers a directory service names, and the wire version that it picks."""
+"""The workers that a directory service names, and the wire version that it picks."""
 
 from fractions import Fraction
 
@@ -23,7 +23,7 @@ def directory_of(size):
 
 
 @given(size=SIZES, theirs=SIZES, ranks=st.lists(st.integers(0, 4 * MAX_UNASKED)))
-def test_workers_that_share_a_place_with_the_ranks_asked_for(size, theirs, ranks):
+def test_a_large_directory_names_the_workers_that_overlap(size, theirs, ranks):
     request = m.DirectoryRequest(engine_id="p", ranks=tuple(ranks), world_size=theirs)
     found = {worker.tp_rank for worker in answer_to(request, directory_of(size)).workers}
     overlapping = {
@@ -38,13 +38,13 @@ def test_workers_that_share_a_place_with_the_ranks_asked_for(size, theirs, ranks
 
 
 @given(size=SIZES)
-def test_who_names_no_ranks_hears_of_all(size):
+def test_a_request_without_ranks_gets_all_workers(size):
     directory = directory_of(size)
     assert answer_to(m.DirectoryRequest(engine_id="p"), directory) == directory
 
 
 def asked(service_speaks, asking_speaks, monkeypatch):
-    """The bytes that a service answers with, whose releases speak these versions."""
+    """The bytes of a service's answer, between releases that speak these versions."""
     hub = ControlHub(seed=0)
     asking, serving = hub.open(), hub.open()
     service = DirectoryService(serving, harness.directory())
@@ -69,7 +69,7 @@ def asked(service_speaks, asking_speaks, monkeypatch):
         ((3, 4), (4, 6), 4),
     ],
 )
-def test_a_service_answers_in_the_newest_version_of_both(
+def test_a_directory_answers_in_the_newest_common_version(
     service_speaks, asking_speaks, agreed, monkeypatch
 ):
     payload = asked(service_speaks, asking_speaks, monkeypatch)
@@ -78,7 +78,7 @@ def test_a_service_answers_in_the_newest_version_of_both(
 
 
 @pytest.mark.parametrize("ours,theirs", [((3, 3), (4, 5)), ((5, 6), (3, 4))])
-def test_releases_without_a_common_version_refuse_each_other_by_name(ours, theirs, monkeypatch):
+def test_releases_without_a_common_version_are_refused_by_name(ours, theirs, monkeypatch):
     refused = decode(asked(ours, theirs, monkeypatch))
     assert refused.refusal is m.Refusal.INCOMPATIBLE
     assert "no wire version in common" in refused.text

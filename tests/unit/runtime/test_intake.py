@@ -49,7 +49,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("order, text", REFUSED)
-def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
+def test_a_wrong_order_is_refused_alone(pools, order, text):
     orders = (order, _load("good", GroupBlocks.of([9, 0])), _hold("held", GroupBlocks.of([1, 2])))
     bad, asked, held = checked_orders(StepMetadata(orders=orders), pools, "both")
     assert (bad.request_id, type(bad.error)) == ("bad", BlockIdError)
@@ -60,13 +60,13 @@ def test_an_order_that_cannot_be_is_refused_alone(pools, order, text):
     assert [[*each.block_ids] for each in blocks] == [[9, 0], [NUM_BLOCKS + 9, 1], [1, 2]]
 
 
-def test_a_block_beside_the_tokens_of_a_load_may_be_named_again(pools):
+def test_blocks_outside_a_loads_tokens_may_repeat(pools):
     window = _load("window", GroupBlocks.of([0, 0, 0, 5, 6]), tokens=(9, 20))
     step = StepMetadata(orders=(window,))
     assert checked_orders(step, pools, "both")[0].error is None
 
 
-def test_only_the_blocks_of_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
+def test_only_loads_and_leases_are_compared_with_the_pools(pools, monkeypatch):
     seen = []
     monkeypatch.setattr(type(pools), "check_blocks", lambda _, blocks, what: seen.append(what))
     place = EngineAddress("p", "tcp://")

@@ -1,4 +1,4 @@
-"""Traces of transfers: what the parts of each took, in the log and as OpenTelemetry spans."""
+"""Traces of transfers: the times of their phases, in the log and as OpenTelemetry spans."""
 
 import logging
 from contextlib import closing
@@ -33,7 +33,7 @@ def engine(name, role):
 
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_engines_trace_what_a_request_waited_for(caplog):
+def test_engines_trace_the_phases_of_a_request(caplog):
     with (
         closing(engine("p", "producer")) as p,
         closing(engine("d", "consumer")) as d,
@@ -75,7 +75,7 @@ def world(request):
     world.close()
 
 
-def test_how_far_a_load_is(world):
+def test_in_flight_loads_report_their_progress(world):
     driver = world.engines[1].workers[0].driver
     world.network.faults = LoopbackFaults(max_delay_calls=30)
     assert world.run(lambda: any(load.nbytes for load in driver.in_flight()))
@@ -95,7 +95,7 @@ def test_reads_from_several_ranks_are_one_phase(world):
     assert read.start_s <= wire.start_s == unpack.start_s <= wire.end_s <= unpack.end_s
 
 
-def test_what_comes_by_tcp_although_there_is_rdma_says_so_in_its_path(world, monkeypatch):
+def test_a_fallback_from_rdma_to_tcp_is_named_in_the_path(world, monkeypatch):
     monkeypatch.setattr(LoopbackTransport, "falls_back_to_tcp", lambda *_: True)
     assert world.run(world.is_quiet)
     (transfer,) = world.engines[1].workers[0].poll().stats.transfers
@@ -107,7 +107,7 @@ def spans(monkeypatch):
     return record_spans(monkeypatch)
 
 
-def test_a_transfer_is_a_span_below_the_requests_own_with_its_phases_below_it(spans):
+def test_a_transfers_span_is_a_child_of_its_requests_span(spans):
     engine = RequestSpans("d")
     engine.on_new_request("r", HEADERS)
     engine.export([LOAD])
@@ -125,7 +125,7 @@ def test_a_transfer_is_a_span_below_the_requests_own_with_its_phases_below_it(sp
     assert [span.end_time for span in phases] == [11_000_000_000, 11_500_000_000, 14_000_000_000]
 
 
-def test_a_failed_load_is_an_error_and_the_oldest_requests_are_forgotten(spans, monkeypatch):
+def test_a_forgotten_requests_failed_load_is_an_error_span(spans, monkeypatch):
     monkeypatch.setattr(tracing, "MAX_REQUESTS", 1)
     engine = RequestSpans("d")
     for name in ("r", "newer"):

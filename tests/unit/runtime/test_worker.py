@@ -1,4 +1,4 @@
-"""What a worker holds, and until when."""
+"""The lifetime of a worker, its caches, leases and thread."""
 
 import gc
 import subprocess
@@ -50,7 +50,7 @@ def _worker():
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("as_group", [False, True], ids=["tensors", "cache group"])
-def test_the_caches_are_held_until_the_worker_is_closed(as_group):
+def test_a_worker_keeps_its_caches_until_it_is_closed(as_group):
     caches = _caches()
     tensors = [weakref.ref(tensor) for parts in caches.values() for tensor in parts]
     worker = _worker()
@@ -65,7 +65,7 @@ def test_the_caches_are_held_until_the_worker_is_closed(as_group):
 
 @pytest.mark.ucx
 @pytest.mark.parametrize("is_loaded", [False, True], ids=["aborted", "loaded"])
-def test_a_request_that_ends_while_the_engine_sleeps_keeps_no_lease(is_loaded):
+def test_requests_that_end_while_the_worker_sleeps_are_dropped(is_loaded):
     with _worker() as worker:
         worker.register(_caches())
         with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
@@ -86,7 +86,7 @@ def test_a_request_that_ends_while_the_engine_sleeps_keeps_no_lease(is_loaded):
 
 
 @pytest.mark.ucx
-def test_the_caches_of_a_collected_worker_are_held_until_its_driver_has_ended():
+def test_a_collected_workers_caches_live_as_long_as_its_driver():
     caches = _caches()
     tensor = weakref.ref(caches[0][0])
     worker = _worker()
@@ -110,14 +110,14 @@ def test_the_caches_of_a_collected_worker_are_held_until_its_driver_has_ended():
 @pytest.mark.integration
 @pytest.mark.parametrize("drives", ["", DRIVES], ids=["idle", "driving"])
 @pytest.mark.parametrize("ending", ["", COLLECTED], ids=["at exit", "collected"])
-def test_a_process_that_forgets_to_close_ends(drives, ending):
+def test_a_process_without_close_ends(drives, ending):
     command = [sys.executable, "-W", "always", "-c", LEFT + drives + ending]
     ended = subprocess.run(command, timeout=DEADLINE_S, check=True, capture_output=True, text=True)
     assert ("ResourceWarning: a kvconnector worker" in ended.stderr) == bool(ending)
 
 
 @pytest.mark.ucx
-def test_a_with_statement_closes(monkeypatch):
+def test_a_with_statement_closes_the_worker(monkeypatch):
     with _worker() as worker:
         worker.register(_caches())
         assert "open" in repr(worker)
@@ -129,7 +129,7 @@ def test_a_with_statement_closes(monkeypatch):
 
 
 @pytest.mark.ucx
-def test_a_worker_whose_thread_could_not_start_begins_with_the_next_step(monkeypatch):
+def test_a_worker_retries_to_start_its_thread_in_the_next_step(monkeypatch):
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
