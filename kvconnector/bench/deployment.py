@@ -10,9 +10,9 @@ import numpy as np
 
 from kvconnector.bench.options import SEED, BenchOptions
 from kvconnector.bench.pools import choose_blocks
-from kvconnector.bench.rank_process import EngineSpec
-from kvconnector.bench.shapes import EngineShape, engine_geometry
+from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.sizes import format_bytes
+from kvconnector.errors import ConfigError
 
 SPARE_FACTOR = 2
 """Blocks of a pool for each block of the longest request."""
@@ -87,18 +87,27 @@ class Deployment:
             blocks.append(chosen)
         return Transfer(num_tokens, *blocks)
 
-    def spec(self, engine_id: str) -> EngineSpec:
-        """The engine "prefill" or "decode"; consumers get the GPUs after the producers'."""
-        is_prefill, shape = engine_id == "prefill", self.shapes[engine_id]
-        return EngineSpec(
-            engine_id=engine_id,
-            geometry=engine_geometry(self.options.model, shape, engine_id),
-            shape=shape,
-            num_blocks=self.num_blocks(shape),
-            device=self.options.device,
-            gpus=self.options.gpus[0 if is_prefill else 1],
-            first_gpu=0 if is_prefill else len(self.options.prefill.ranks),
-        )
+    def devices(self, side: str) -> list[str]:
+        """Return the device of every rank of the engine "prefill" or "decode": they take turns on the GPUs that the
+        options name, or on all of their host, consumers from the one after the producers' on.
+
+        Raises:
+            ConfigError: a GPU is named that is not there.
+        """
+        options, num_ranks = self.options, len(self.shapes[side].ranks)
+        if options.device == "cpu":
+            return ["cpu"] * num_ranks
+        import torch
+
+        count = torch.cuda.device_count()
+        if not count:
+            raise ConfigError("torch can use no GPU here", engine=side)
+        is_prefill = side == "prefill"
+        first = 0 if is_prefill else len(options.prefill.ranks)
+        gpus = options.gpus[0 if is_prefill else 1] or [(first + i) % count for i in range(count)]
+        if max(gpus) >= count:
+            raise ConfigError("no such GPU", engine=side, gpus=gpus, num_gpus=count)
+        return [f"cuda:{gpus[index % len(gpus)]}" for index in range(num_ranks)]
 
     def num_blocks(self, shape: EngineShape) -> tuple[int, ...]:
         """Blocks of the pools of an engine of this shape, by cache group."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
@@ -15,137 +16,299 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from kvconnector.bench.between_hosts import serve_stream
 from kvconnector.bench.deployment import Blocks, Deployment
-from kvconnector.bench.engines import ROLES, Engine
-from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.peers import peer_variables
-from kvconnector.bench.processes import Child, EngineProcesses
-from kvconnector.bench.rank_process import (
-    RankProcess,
+from kvconnector.bench.options import TIMEOUT_S, control_settings
+from kvconnector.bench.processes import (
+    ANSWER_TIMEOUT_S,
+    Child,
     Usage,
     decode_answer,
     encode_call,
     process_usage,
     serve_calls,
 )
+from kvconnector.bench.rank_process import RankProcess
+from kvconnector.errors import KVConnectorError, TransferTimeoutError
+from kvconnector.runtime import Scheduler, StepMetadata, WorkerOutput
+from kvconnector.session import KVOutputAggregator
+
+TURN_S = 5e-3
+"""Longest pause of an idle engine's loop."""
+ROUTER_HOP_S = 2e-3
+"""From a producer's answer to a consumer's request for its blocks; only `handover` counts it."""
 
 Result = TypeVar("Result")
 
 
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine, "prefill" or "decode", of a deployment; `settings` have the last word."""
-
-    engine_id: str
-    bench: BenchOptions
-    in_flight: int
-    settings: dict[str, dict[str, Any]]
-
-
 class Turned(msgspec.Struct, frozen=True):
-    """What ended in a turn of an engine's loop: requests sent, and loads, each with its error or an empty text."""
+    """Requests that ended in a turn of an engine's loop: those sent, and each load's error, empty if there is none."""
 
     sent: set[str]
     loads: dict[str, str]
 
 
-class EngineProcess:
-    """What the process of an engine answers. One call at a time, as an engine's loop makes them."""
+class Computed(msgspec.Struct, frozen=True):
+    """The `kv_transfer_params` of prompts that were computed, the seconds of all steps, when the last one ended, and
+    when the prompts were offered, both in seconds of the host's monotonic clock.
+    """
 
-    def __init__(self, options: EngineOptions) -> None:
-        bench, engine_id = options.bench, options.engine_id
-        spec = Deployment(bench, bench.tokens, options.in_flight).spec(engine_id)
-        config = bench.config(engine_id, ROLES[engine_id], options.settings)
-        ranks = EngineProcesses(spec, peer_variables(None, bench.tls))
-        self._engine = Engine(ranks, bench.model)
-        self._wanted: set[str] = set()
+    params: list[dict[str, Any]]
+    steps_s: float
+    ended_s: float
+    offered_s: float
+
+
+class Engine(ExitStack):
+    """The engine "prefill" or "decode" of a deployment. One call at a time, as an engine's loop makes them.
+
+    Its ranks start when it is made; the first call says whether they did. Each method raises CallFailedError: a rank
+    failed, or its process is gone.
+    """
+
+    def __init__(self, deployment: Deployment, side: str) -> None:
+        super().__init__()
+        self._deployment = deployment
+        self._model, self._shape = deployment.options.model, deployment.shapes[side]
+        self._names = [f"{side} {rank}" for rank in self._shape.ranks]
+        self._aggregator = KVOutputAggregator(len(self._names))
+        self._children: list[Child] = []
+        self._scheduler: Scheduler
         try:
-            self._engine.start(config)()
+            for index in range(len(self._names)):
+                child = Child("rank_process", (deployment, side, index), {})
+                self.callback(child.stop)
+                self._children.append(child)
         except BaseException:
-            self._engine.close()
+            self.close()
             raise
 
-    def close(self) -> None:
-        self._engine.close()
+    # -- its ranks --
+
+    def exchange(self, call: bytes) -> list[bytes]:
+        """Call a method in every rank at once. Returns their answers, in rank order."""
+        for child in self._children:
+            child.send(call)
+        return [child.receive() for child in self._children]
+
+    def pause(self) -> None:
+        """Keep all ranks from running, until `resume`; the parent stops this process afterwards."""
+        for child in self._children:
+            child.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let all ranks run; returns when they do."""
+        for child in self._children:
+            child.signal(signal.SIGCONT)
+        self._call(RankProcess.ready)
+
+    def usage(self) -> list[Usage]:
+        """Return what the scheduler's process uses, and each rank."""
+        return [process_usage(), *self._call(RankProcess.usage)]
+
+    def _call(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
+        """Call a method of `RankProcess` in every rank. Raises CallFailedError: one of them failed."""
+        answers = self.exchange(encode_call(method, arguments))
+        pairs = zip(self._names, answers, strict=True)
+        return [decode_answer(name, method, each) for name, each in pairs]
+
+    # -- its loop --
+
+    def start(self, engine_id: str, role: str, settings: dict[str, dict[str, Any]]) -> list[str]:
+        """Start a worker in every rank, and the scheduler, with the environment's settings of this process; `settings`
+        have the last word. Returns what the workers warned of.
+        """
+        options = self._deployment.options
+        if options.connect:
+            # the port is that of a `bench serve` on this host
+            control = {**msgspec.to_builtins(control_settings()), "port": 0}
+            settings = {"control": control, **settings}
+        config = options.config(engine_id, role, settings)
+        started = self._call(RankProcess.start_worker, config)
+        retentions = [group.retention for group in self._model.groups] or None
+        workers = [metadata for metadata, _ in started]
+        self._scheduler = self.enter_context(Scheduler(config, workers, retentions=retentions))
+        return list(dict.fromkeys(text for _, warnings in started for text in warnings))
 
     def offer(self, requests: list[tuple[str, Blocks, int]]) -> list[dict[str, Any]]:
         """Hold requests (id, blocks, tokens) with the next step. Returns the `kv_transfer_params` of each."""
-        return [self._engine.offer(*each) for each in requests]
+        return [
+            self._scheduler.offer(
+                request_id, blocks=blocks, num_tokens=tokens, first_blocks=self._firsts(tokens)
+            )
+            for request_id, blocks, tokens in requests
+        ]
+
+    def announce(self, params: dict[str, dict[str, Any]]) -> None:
+        """Queue requests with these `kv_transfer_params`."""
+        for request_id, each in params.items():
+            self._scheduler.on_new_request(request_id, each)
 
     def want(self, requests: list[tuple[str, dict[str, Any], Blocks, int]]) -> None:
-        """Load requests with the next step."""
-        for each in requests:
-            self._engine.want(*each)
-            self._wanted.add(each[0])
+        """Queue requests, and load them with the next step."""
+        for request_id, params, blocks, num_tokens in requests:
+            self._scheduler.on_new_request(request_id, params)
+            self._ask(request_id, blocks, num_tokens)
+
+    def _ask(self, request_id: str, blocks: Blocks, num_tokens: int) -> None:
+        """Load a queued request with the next step."""
+        external, _ = self._scheduler.matched_tokens(request_id, num_tokens + 1, 0)
+        firsts = self._firsts(num_tokens)
+        self._scheduler.load(request_id, blocks=blocks, num_tokens=external, first_blocks=firsts)
+
+    def _firsts(self, num_tokens: int) -> list[int]:
+        return [first for first, _ in self._shape.first_blocks(self._model, num_tokens)]
 
     def abort(self, request_id: str) -> bool:
-        """Give up a wanted request. Returns True if its blocks may still be written, until a turn reports its end."""
-        self._wanted.discard(request_id)
-        self._engine.scheduler.finish(request_id)
-        return self._engine.scheduler.is_loading(request_id)
+        """Give up a request, and take its offer back. Returns True if its blocks may still be written, until a turn
+        reports its end.
+        """
+        self._scheduler.abort(request_id)
+        return self._scheduler.is_loading(request_id)
+
+    def step(self) -> StepMetadata:
+        """Return the scheduler's next step, for the ranks. `update` takes its result."""
+        return self._scheduler.build_step()
+
+    def update(self, output: WorkerOutput) -> None:
+        """Report to the scheduler what the ranks did, and finish the requests that were received."""
+        self._scheduler.update(output)
+        for request_id in output.finished_recving:
+            self._scheduler.finish(request_id)
 
     def turn(self, wait_s: float) -> Turned:
-        """A turn of an idle engine's loop, which waits for at most `wait_s`."""
-        output = self._engine.turn(wait_s)
-        for request_id in output.finished_recving & self._wanted:
-            self._wanted.discard(request_id)
-            self._engine.scheduler.finish(request_id)
+        """Take a turn of an idle engine's loop, and wait for at most `wait_s`."""
+        output = self._turn(wait_s)
         loads = dict.fromkeys(output.finished_recving, "") | output.failed_recving
         return Turned(output.finished_sending, loads)
 
-    def usage(self) -> list[Usage]:
-        """What the scheduler's process uses, and that of each rank."""
-        return [process_usage(), *self._engine.ranks.call(RankProcess.usage)]
+    def _turn(self, wait_s: float) -> WorkerOutput:
+        outputs = self._call(RankProcess.turn, self.step(), wait_s)
+        output = self._aggregator.aggregate(outputs) or WorkerOutput()
+        self.update(output)
+        return output
 
-    def exchange(self, call: bytes) -> list[bytes]:
-        """Call a method in every rank: their answers."""
-        return self._engine.ranks.exchange(call)
+    def await_sent(self, request_ids: list[str]) -> None:
+        """Turn the loop until the consumer has confirmed. Raises TransferTimeoutError: it did not in time."""
+        deadline_s = time.monotonic() + TIMEOUT_S
+        while held := self._scheduler.held.intersection(request_ids):
+            if time.monotonic() > deadline_s:
+                raise TransferTimeoutError("blocks are still held", requests=sorted(held))
+            self._turn(TURN_S)
 
-    def pause(self) -> None:
-        """Stop the ranks; the parent stops this process afterwards."""
-        self._engine.ranks.pause()
+    def load(self, request_ids: list[str]) -> tuple[float, set[str]]:
+        """Load wanted requests with one step. Returns the seconds from asking the first rank until the last has
+        reported the last end, and the paths that they came by.
+        """
+        driven = self._call(RankProcess.drive, "idle", [(request_ids, self.step())], True, 0.0)
+        self.update(WorkerOutput(finished_recving=set(request_ids)))
+        spans = [span for each in driven for span in each.spans_s]
+        seconds = max(end for _, end in spans) - min(start for start, _ in spans)
+        return seconds, set[str]().union(*(each.paths for each in driven))
 
-    def resume(self) -> None:
-        """Let the ranks run; returns when they do."""
-        self._engine.ranks.resume()
+    def receive(self, requests: dict[str, tuple[Blocks, int]]) -> tuple[list[float], set[str]]:
+        """Turn the loop until announced or wanted requests (blocks, tokens) are loaded, the announced ones when they
+        may be asked for. Returns when each load was over, in seconds of the host's monotonic clock, and their paths.
+
+        Raises:
+            KVConnectorError: a load failed.
+            TransferTimeoutError: one did not end in time.
+        """
+        ended_s, paths = list[float](), set[str]()
+        deadline_s = time.perf_counter() + ANSWER_TIMEOUT_S
+        while len(ended_s) < len(requests):
+            output, now_s = self._turn(TURN_S), time.perf_counter()
+            if output.failed_recving:
+                raise KVConnectorError("loads failed", reasons=output.failed_recving)
+            paths |= {each.path for each in output.stats.transfers}
+            for request_id in output.begun:
+                self._ask(request_id, *requests[request_id])
+            ended_s += [now_s] * len(output.finished_recving)
+            if now_s > deadline_s:
+                raise TransferTimeoutError("a prompt did not arrive in time")
+        return ended_s, paths
+
+    def compute(
+        self, blocks: dict[str, Blocks], num_tokens: int, share: int, rate: float
+    ) -> Computed:
+        """Compute requests of `num_tokens`, `share` tokens of each in a step and `rate` of all in a second, and offer
+        them.
+        """
+        steps = []
+        for start in range(0, num_tokens, share):
+            for request_id, ids in blocks.items():
+                stop = min(num_tokens, start + share)
+                self._scheduler.grow(request_id, blocks=ids, num_tokens=start, ahead_tokens=stop)
+            seconds = min(share, num_tokens - start) * len(blocks) / rate
+            steps.append((self.step(), seconds))
+        steps_s, ended_s = max(self._call(RankProcess.compute, steps)), time.perf_counter()
+        params = self.offer([(request_id, ids, num_tokens) for request_id, ids in blocks.items()])
+        self._turn(ROUTER_HOP_S)
+        return Computed(params, steps_s, ended_s, time.perf_counter())
 
 
-class WholeEngine(ExitStack):
-    """The parent's end of an engine, which starts when it is made. `close` ends it in order.
+class EngineProcess(ExitStack):
+    """The parent's end of an engine, whose processes start when it is made. `close` ends them in order.
 
-    Each method raises CallFailedError: the engine did not start, a rank failed, or a process is gone.
+    Each call raises CallFailedError: the engine did not start, a rank failed, or a process is gone.
     """
 
+    host = "127.0.0.1"
+
     def __init__(
-        self, options: EngineOptions, environment: Mapping[str, str] = MappingProxyType({})
+        self,
+        deployment: Deployment,
+        side: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__()
-        self._name = options.engine_id
-        self._child = Child("engine_process", options, environment)
+        self._side, self._ranks = side, deployment.shapes[side].ranks
+        self._child = Child("engine_process", (deployment, side), environment)
         self.callback(self._child.stop)
 
     def begin(self, method: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
-        """Call a method of `EngineProcess`. The function that comes back waits for the result."""
-        self._child.send(encode_call(method, arguments))
-        return lambda: decode_answer(self._name, method, self._child.receive())
+        """Call a method of `Engine`. The function that comes back waits for the result."""
+        receive = self.forward(encode_call(method, arguments))
+        return lambda: decode_answer(self._side, method, receive())
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> Result:
         """`begin`, and wait."""
         return self.begin(method, *arguments)()
 
+    def begin_ranks(
+        self, method: Callable[..., Result], *arguments: Any
+    ) -> Callable[[], list[Result]]:
+        """Call a method of `RankProcess` in every rank at once. The function that comes back waits for their results,
+        in rank order.
+        """
+        answers = self.begin(Engine.exchange, encode_call(method, arguments))
+        return lambda: [
+            decode_answer(f"{self._side} {rank}", method, each)
+            for rank, each in zip(self._ranks, answers(), strict=True)
+        ]
+
     def call_ranks(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
-        """Call a method of `RankProcess` in every rank: the results, in rank order."""
-        answers = self.call(EngineProcess.exchange, encode_call(method, arguments))
-        return [decode_answer(f"a rank of {self._name}", method, each) for each in answers]
+        """`begin_ranks`, and wait."""
+        return self.begin_ranks(method, *arguments)()
+
+    def forward(self, call: bytes) -> Callable[[], bytes]:
+        """Send an encoded call. The function that comes back waits for the answer."""
+        self._child.send(call)
+        return self._child.receive
+
+    def serve_stream(self, nbytes: int) -> int:
+        """Answer one client of a raw socket with up to `nbytes`. Returns the port on `host`."""
+        return serve_stream(self.host, nbytes)
 
     def pause(self) -> None:
-        """Keep all of the engine's processes from running, until `resume`."""
-        self.call(EngineProcess.pause)
+        """Keep all of the engine's processes from running, until `resume`: idle threads may use the processor, too."""
+        self.call(Engine.pause)
         self._child.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let all of them run; returns when they do."""
         self._child.signal(signal.SIGCONT)
-        self.call(EngineProcess.resume)
+        self.call(Engine.resume)
 
     def kill(self) -> None:
         """End all processes at once, without a word to anybody: ranks die with their parent."""
@@ -154,8 +317,8 @@ class WholeEngine(ExitStack):
 
 
 def _main(descriptor: str, options: str) -> None:
-    decoded = msgspec.json.decode(options, type=EngineOptions)
-    serve_calls(int(descriptor), lambda: EngineProcess(decoded))
+    deployment, side = msgspec.json.decode(options, type=tuple[Deployment, str])
+    serve_calls(int(descriptor), lambda: Engine(deployment, side))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engine_process import Engine
 from kvconnector.bench.engines import EnginePair, request_seconds
 from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
@@ -120,11 +121,11 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
     """
     request_ids, holds, asked = list[str](), Steps(), Steps()
     for each in transfers:
-        request_id = pair.offer_and_want(each)
+        (request_id,) = pair.offer_and_want(each)
         # at pace nobody waits for P: its consumer asks in the next turn
         request_ids.append(request_id)
-        holds.append(([] if at_pace else [request_id], pair.prefill.scheduler.build_step()))
-        asked.append(([request_id], pair.decode.scheduler.build_step()))
+        holds.append(([] if at_pace else [request_id], pair.prefill.call(Engine.step)))
+        asked.append(([request_id], pair.decode.call(Engine.step)))
     if not transfers:
         steps = [(holds, asked)] * ALONE_TURNS
     elif at_pace:
@@ -136,11 +137,11 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
     min_s = TURN_S if at_pace or not transfers else 0.0
     turns = []
     for held, loaded in steps:
-        prefill = pair.prefill.ranks.begin(RankProcess.drive, loads[0], held, False, min_s)
-        decode = pair.decode.ranks.call(RankProcess.drive, loads[1], loaded, True, min_s)
+        prefill = pair.prefill.begin_ranks(RankProcess.drive, loads[0], held, False, min_s)
+        decode = pair.decode.call_ranks(RankProcess.drive, loads[1], loaded, True, min_s)
         turns.append((prefill(), decode))
-    pair.decode.loaded(*request_ids)
-    pair.prefill.scheduler.update(WorkerOutput(finished_sending=set(request_ids)))
+    pair.decode.call(Engine.update, WorkerOutput(finished_recving=set(request_ids)))
+    pair.prefill.call(Engine.update, WorkerOutput(finished_sending=set(request_ids)))
     return turns
 
 

@@ -1,38 +1,36 @@
-"""`handover`: what a user waits for between two engines, from a prompt's last step to its cache at the consumer.
+"""`handover`: how long a user waits between two engines, from a prompt's last step to its cache at the consumer.
 
-The producer's model takes a given number of tokens a second and in a step, dealt out evenly to the prompts that are
-computed at once: matrix products, on CPUs a pause. Prompts are handed over in two ways, in turns: streamed, where the
-consumer reads while the producer computes, and one after the other, where it begins with the producer's answer. In both
-the time ends when all of the consumer's ranks have reported the load.
+The producer's model computes a given number of tokens a second and in a step, by matrix products, or by pauses on CPUs.
+Prompts that are computed at once share these tokens evenly. Prompts are handed over in two ways, in turns: streamed, so
+that the consumer reads while the producer computes, and one after the other, so that it begins with the producer's
+answer. Both times end when all of the consumer's ranks have reported the load.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import ROUTER_HOP_S, EnginePair
+from kvconnector.bench.engine_process import Engine
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import WARMUP, BenchOptions, Compute
-from kvconnector.bench.processes import ANSWER_TIMEOUT_S
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
-from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.ids import new_secret
 
 MAX_TURNS = 4
-"""Prompts of one case have at most this many sets of blocks, lest short ones are read from a processor's cache."""
+"""Most sets of blocks of a case; with a single one, short prompts would be read from a processor's cache."""
 SEQUENCE_EVERY = 3
-"""In one of how many turns the way is timed that streaming is compared with."""
+"""One turn of this many also times the way that streaming is compared with."""
 STREAMED, IN_SEQUENCE = "streamed", "one after the other"
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Prompts of every length, both ways in turns; what arrives is checked before the first and after the last. Of
-    several numbers of prompts at once, those are left out that are more than the longest with the smallest number.
+    """Yield a case for every length and number of prompts, except for those with more tokens than the longest prompts
+    with the smallest number. Both ways take turns; the bytes are checked before the first turn and after the last.
     """
     deployment, compute = Deployment(options, options.tokens), options.compute
     unit = deployment.common_block_tokens
@@ -45,8 +43,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     most = max(count * each for count, each in sizes if count == min(compute.prompts))
     pools = replace(deployment, tokens=(most,))
     progress(f"starting {deployment}")
-    with EnginePair(pools) as pair, ThreadPoolExecutor(1) as thread:
-        handover = _Handover(pair, thread, compute)
+    with EnginePair(pools) as pair:
+        handover = _Handover(pair, compute)
         pair.prepare(pools.transfer(most))  # shorter prompts begin with the same
         for _ in range(WARMUP):  # which also tells where the producer is
             handover.measure([pools.transfer(min(deployment.tokens))], compute.step, IN_SEQUENCE)
@@ -58,7 +56,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 
 def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transfer]]:
-    """Prompts that are computed at once, in turns that have blocks of their own as far as there are some."""
+    """Return the prompts of each turn, which are computed at once. Turns have their own blocks if pools allow it."""
     whole, fill = pools.transfer(max(pools.tokens)), not num_tokens % pools.common_block_tokens
     num_turns = min(pools.options.iterations, MAX_TURNS, whole.num_tokens // (count * num_tokens))
     theirs, ours = (shape.num_blocks(num_tokens) for shape in pools.shapes.values())
@@ -74,7 +72,7 @@ def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transf
 
 
 def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -> CaseResult:
-    """Both ways, the streamed one as ours."""
+    """Measure both ways, the streamed one as ours."""
     pair, compute = handover.pair, handover.compute
     pools, model = pair.deployment, pair.deployment.options.model
     count, num_tokens = len(turns[0]), turns[0][0].num_tokens
@@ -82,7 +80,7 @@ def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -
     samples: dict[str, list[float]] = {STREAMED: [], IN_SEQUENCE: []}
     steps_s = dict.fromkeys(samples, 0.0)
     for way, warmed in ((IN_SEQUENCE, turns[:1]), (STREAMED, turns)):
-        pair.decode.ranks.call(RankProcess.poison)
+        pair.decode.call_ranks(RankProcess.poison)
         for prompts in warmed:
             handover.measure(prompts, share, way)
         pair.check(pools.transfer(len(warmed) * count * num_tokens))
@@ -113,72 +111,50 @@ def _case(name: str, handover: _Handover, turns: Sequence[Sequence[Transfer]]) -
 
 
 class _Handover:
-    """A router, and the engines' loops: the producer's in `thread`, the consumer's in this one."""
+    """A router between the two engines."""
 
-    def __init__(self, pair: EnginePair, thread: ThreadPoolExecutor, compute: Compute) -> None:
+    def __init__(self, pair: EnginePair, compute: Compute) -> None:
         self.pair = pair
         self.compute = compute
-        self._thread = thread
         self._address: dict[str, Any] = {}
 
     def measure(
         self, prompts: Sequence[Transfer], share: int, way: str
     ) -> tuple[list[float], float]:
-        """Seconds from the end of the last step to the end of each load, and seconds of all steps, of `share` tokens of
-        each prompt. Raises KVConnectorError: a load failed, or the producer. TransferTimeoutError: it takes too long.
+        """Hand over prompts at once, computed in steps of `share` tokens of each. Returns the seconds from the last
+        step to the end of each load, and the seconds of all steps.
+
+        Raises:
+            CallFailedError: a load or the producer failed, or took too long.
         """
-        prefill, decode = self.pair.prefill, self.pair.decode
-        requests = {self.pair.new_request_id(): prompt for prompt in prompts}
-        for request_id in requests if way == STREAMED else ():
-            names = {"transfer_id": request_id, "transfer_secret": new_secret()}
-            prefill.scheduler.on_new_request(request_id, {"do_remote_decode": True, **names})
-            params = {"do_remote_prefill": True, **self._address, **names}
-            decode.scheduler.on_new_request(request_id, params)
-        computed = self._thread.submit(self._compute_and_offer, requests, share)
+        prefill, decode, num_tokens = self.pair.prefill, self.pair.decode, prompts[0].num_tokens
+        named = {self.pair.new_request_id(): prompt for prompt in prompts}
+        asked = {name: (prompt.decode_blocks, num_tokens) for name, prompt in named.items()}
+        if way == STREAMED:
+            secrets = {
+                name: {"transfer_id": name, "transfer_secret": new_secret()} for name in named
+            }
+            theirs = {name: {"do_remote_decode": True, **each} for name, each in secrets.items()}
+            prefill.call(Engine.announce, theirs)
+            where = {"do_remote_prefill": True, **self._address}
+            decode.call(Engine.announce, {name: where | each for name, each in secrets.items()})
+            receiving = decode.begin(Engine.receive, asked)
+        blocks = {name: prompt.prefill_blocks for name, prompt in named.items()}
+        computed = prefill.call(Engine.compute, blocks, num_tokens, share, self.compute.rate)
+        computed_s = computed.ended_s
+        if self.pair.deployment.options.connect:  # by another clock
+            computed_s += time.perf_counter() - computed.offered_s
         if way == IN_SEQUENCE:
-            for request_id, params in computed.result()[2].items():
-                prompt = requests[request_id]
-                decode.want(request_id, params, prompt.decode_blocks, prompt.num_tokens)
-        ended_s = self._await(requests, computed)
-        computed_s, steps_s, answers = computed.result()
-        prefill.await_sent(list(requests))
-        params = answers.popitem()[1]
+            offered = zip(asked.items(), computed.params, strict=True)
+            wanted = [(name, params, *each) for (name, each), params in offered]
+            want = decode.begin(Engine.want, wanted)
+            receiving = decode.begin(Engine.receive, asked)
+            want()
+        ended_s, paths = receiving()
+        self.pair.paths |= paths
+        prefill.call(Engine.await_sent, list(named))
+        params = computed.params[-1]
         folded = str(params["remote_request_id"]).split("|")
         keys = ("remote_engine_id", "remote_host", "remote_port")
         self._address = {key: params[key] for key in keys} | {"remote_public_key": folded[2]}
-        return [each - computed_s for each in ended_s], steps_s
-
-    def _compute_and_offer(
-        self, requests: Mapping[str, Transfer], share: int
-    ) -> tuple[float, float, dict[str, dict[str, Any]]]:
-        """When the last step was over, the seconds of all steps, and the producer's answers."""
-        prefill = self.pair.prefill
-        blocks = {request_id: prompt.prefill_blocks for request_id, prompt in requests.items()}
-        num_tokens = next(iter(requests.values())).num_tokens
-        steps_s = prefill.compute(blocks, num_tokens, share, self.compute.rate)
-        computed_s = time.perf_counter()
-        answers = {each: prefill.offer(each, ids, num_tokens) for each, ids in blocks.items()}
-        prefill.turn(ROUTER_HOP_S)
-        return computed_s, steps_s, answers
-
-    def _await(self, requests: Mapping[str, Transfer], computed: Future[Any]) -> list[float]:
-        """Turn the consumer's loop until all is loaded: when each load was over."""
-        decode = self.pair.decode
-        ended_s: list[float] = []
-        deadline = time.perf_counter() + ANSWER_TIMEOUT_S
-        while len(ended_s) < len(requests):
-            output, now_s = decode.turn(), time.perf_counter()
-            if output.failed_recving:
-                raise KVConnectorError("loads failed", reasons=output.failed_recving)
-            self.pair.paths |= {each.path for each in output.stats.transfers}
-            for request_id in output.begun:
-                prompt = requests[request_id]
-                decode.ask(request_id, prompt.decode_blocks, prompt.num_tokens)
-            for request_id in output.finished_recving:
-                decode.scheduler.finish(request_id)
-                ended_s.append(now_s)
-            if computed.done():
-                computed.result()
-            if now_s > deadline:
-                raise TransferTimeoutError("a prompt did not arrive in time")
-        return ended_s
+        return [each - computed_s for each in ended_s], computed.steps_s

@@ -15,7 +15,7 @@ from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engines import EnginePair, Runner
 from kvconnector.bench.options import WARMUP
 from kvconnector.bench.results import ContenderKind
-from kvconnector.bench.shapes import ModelShape
+from kvconnector.bench.shapes import ModelShape, engine_geometry
 from kvconnector.planning import plan_transfer
 from kvconnector.topology import TpKVTopology
 
@@ -92,8 +92,8 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
         name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
         yield [Limit(name, "limit", model, device_copies(copies))]
         return
-    ranks = pair.prefill.ranks
-    with open_stream((ranks.host, ranks.serve_stream(nbytes)), nbytes) as move:
+    engine = pair.prefill
+    with open_stream((engine.host, engine.serve_stream(nbytes)), nbytes) as move:
         limits = [Limit("raw TCP socket", "limit", model, move)]
         if not options.connect:
             kind: ContenderKind = "limit" if options.share_memory else "variant"
@@ -103,12 +103,13 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:
     """Bytes that a transfer moves from device to device."""
-    producer, consumer = (deployment.spec(name) for name in deployment.shapes)
-    device_of = dict(zip(producer.shape.ranks, producer.devices(), strict=True))
+    model, shapes = deployment.options.model, deployment.shapes
+    producer, consumer = (engine_geometry(model, each, side) for side, each in shapes.items())
+    device_of = dict(zip(shapes["prefill"].ranks, deployment.devices("prefill"), strict=True))
     copies: Counter[tuple[str, str]] = Counter()
-    ranges = deployment.options.model.ranges(range(num_tokens))
-    for rank, target in zip(consumer.shape.ranks, consumer.devices(), strict=True):
-        topology = TpKVTopology(consumer.geometry, rank)
-        for read in plan_transfer(topology, producer.geometry, ranges, chunk_bytes=1 << 30):
+    ranges = model.ranges(range(num_tokens))
+    for rank, target in zip(shapes["decode"].ranks, deployment.devices("decode"), strict=True):
+        topology = TpKVTopology(consumer, rank)
+        for read in plan_transfer(topology, producer, ranges, chunk_bytes=1 << 30):
             copies[device_of[read.source], target] += read.total_bytes * deployment.in_flight
     return copies

@@ -18,10 +18,10 @@ from rich.table import Table
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
-from kvconnector.bench.engines import Engine
+from kvconnector.bench.engine_process import TURN_S, Engine, EngineProcess
 from kvconnector.bench.environment import Environment
 from kvconnector.bench.options import WARMUP, BenchOptions, control_settings
-from kvconnector.bench.processes import ANSWER_TIMEOUT_S, EngineProcesses
+from kvconnector.bench.processes import ANSWER_TIMEOUT_S
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import ShowProgress
 from kvconnector.errors import ConfigError, KVConnectorError
@@ -68,19 +68,15 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     """The matrix, in each rank. Raises ConfigError: no torchrun, or no torch. ResultMismatchError: wrong bytes."""
     store, rank, size = _join()
+    gpu = int(os.environ.get("LOCAL_RANK", "0"))
+    options = msgspec.structs.replace(options, gpus=((), (gpu,)))
     num_tokens = options.tokens[0]
     deployment = Deployment(options, (num_tokens,))
-    spec = msgspec.structs.replace(
-        deployment.spec("decode"),
-        engine_id=f"rank{rank}",
-        gpus=(int(os.environ.get("LOCAL_RANK", "0")),),
-    )
     # ranks of one host share its environment, and not its ports
     control = {**msgspec.to_builtins(control_settings()), "port": 0}
-    config = options.config(spec.engine_id, "both", {"control": control, "peer": PEER})
     requests = [deployment.transfer(num_tokens)] * (WARMUP + options.iterations)
-    with Engine(EngineProcesses(spec), options.model) as engine:
-        engine.start(config)()
+    with EngineProcess(deployment, "decode") as engine:
+        engine.call(Engine.start, f"rank{rank}", "both", {"control": control, "peer": PEER})
         store.set(f"host/{rank}", socket.gethostname())
         pairs = []
         for producer, consumer in permutations(range(size), 2):
@@ -107,39 +103,43 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     return Matrix(nbytes=nbytes, hosts=hosts, pairs=pairs, gigabytes_per_s=speeds)
 
 
-def _offer(store: Any, key: str, engine: Engine, requests: list[Transfer]) -> None:
+def _offer(store: Any, key: str, engine: EngineProcess, requests: list[Transfer]) -> None:
     """The producer's side: each request is offered, and taken back where the consumer failed."""
-    engine.ranks.call(RankProcess.poison)
-    engine.ranks.call(RankProcess.write, requests[0].prefill_blocks, requests[0].num_tokens)
+    engine.call_ranks(RankProcess.poison)
+    engine.call_ranks(RankProcess.write, requests[0].prefill_blocks, requests[0].num_tokens)
     for index, request in enumerate(requests):
         name = f"{key}/{index}"
-        params = engine.offer(name, request.prefill_blocks, request.num_tokens)
-        engine.turn()
+        offer = (name, request.prefill_blocks, request.num_tokens)
+        (params,) = engine.call(Engine.offer, [offer])
+        engine.call(Engine.turn, TURN_S)
         store.set(name, msgspec.json.encode(params))
-        if store.get(f"{name}/ended") != b"well":
-            engine.scheduler.abort(name)
-            engine.await_sent([name])
+        has_failed = store.get(f"{name}/ended") != b"well"
+        if has_failed:
+            engine.call(Engine.abort, name)
+        engine.call(Engine.await_sent, [name])
+        if has_failed:
             return
-        engine.await_sent([name])
 
 
-def _load(store: Any, key: str, engine: Engine, requests: list[Transfer], pair: Pair) -> Pair:
+def _load(
+    store: Any, key: str, engine: EngineProcess, requests: list[Transfer], pair: Pair
+) -> Pair:
     """The consumer's side: the first requests warm up, and the last one's bytes are compared."""
     samples, paths = [], set[str]()
-    engine.ranks.call(RankProcess.poison)
+    engine.call_ranks(RankProcess.poison)
     for index, request in enumerate(requests):
         name, blocks = f"{key}/{index}", request.decode_blocks
         params = msgspec.json.decode(store.get(name))
-        engine.want(name, params, blocks, request.num_tokens)
+        engine.call(Engine.want, [(name, params, blocks, request.num_tokens)])
         try:
-            seconds, found = engine.load(name)
+            seconds, found = engine.call(Engine.load, [name])
         except KVConnectorError as error:
             store.set(f"{name}/ended", "failed")
             return msgspec.structs.replace(pair, error=" ".join(str(error).split()))
         store.set(f"{name}/ended", "well")
         samples.append(seconds)
         paths |= found
-    (wrong,) = engine.ranks.call(RankProcess.mismatch, blocks, request.num_tokens)
+    (wrong,) = engine.call_ranks(RankProcess.mismatch, blocks, request.num_tokens)
     if wrong:
         return msgspec.structs.replace(pair, error=f"{ResultMismatchError.__name__}: {wrong}")
     return msgspec.structs.replace(pair, samples_s=samples[WARMUP:], path="+".join(sorted(paths)))

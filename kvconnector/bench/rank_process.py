@@ -1,144 +1,28 @@
 """One rank of one engine in a process of its own: `python -m kvconnector.bench.rank_process FD OPTIONS`.
 
-The parent plays the engine's scheduler, and calls the public methods of `RankProcess` through a pipe: msgpack both
-ways, and the method's annotations say what the bytes are. Nothing is unpickled.
+The engine's process calls the public methods of `RankProcess`, for itself or for its own parent.
 """
 
 from __future__ import annotations
 
-import ctypes
-import inspect
 import logging
-import os
-import re
-import signal
 import sys
 import time
-import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any, TypeAlias, get_type_hints
 
 import msgspec
 
+from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.loads import LoadName, make_model, make_step
 from kvconnector.bench.options import SEED, TIMEOUT_S
 from kvconnector.bench.peers import PEERS, AgentOpened, PeerAgent
 from kvconnector.bench.pools import RankPools
-from kvconnector.bench.shapes import EngineShape
-from kvconnector.config import ConnectorConfig, ControlConfig
-from kvconnector.errors import ConfigError, KVConnectorError, TransferTimeoutError
-from kvconnector.ids import Rank
+from kvconnector.bench.processes import Usage, process_usage, serve_calls
+from kvconnector.bench.shapes import rank_geometry
+from kvconnector.config import ConnectorConfig
+from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutput
-from kvconnector.topology import EngineGeometry
-
-_PR_SET_PDEATHSIG = 1
-
-
-class CallFailedError(KVConnectorError):
-    """A call raised in the other process, or that process is gone; the text is its own or the end of its log."""
-
-
-Usage: TypeAlias = tuple[float, float, int, int]
-"""Resident MiB of a process's own and shared with others (pools that a peer reads are), open descriptors, threads."""
-
-
-class Failed(msgspec.Struct, frozen=True, tag=True):
-    """What happened instead of a return."""
-
-    text: str
-
-
-def encode_call(method: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """The call as bytes for `answer`."""
-    return msgspec.msgpack.encode((method.__name__, arguments))
-
-
-def answer(target: object, request: bytes, methods: Sequence[str]) -> bytes:
-    """Call one of these methods; what it returned or raised, as bytes for `decode_answer`."""
-    try:
-        name, arguments = msgspec.msgpack.decode(request, type=tuple[str, list[msgspec.Raw]])
-        if name not in methods:
-            raise CallFailedError("there is no such method", method=name)
-        method = getattr(target, name)
-        hints = get_type_hints(method)
-        parameters = inspect.signature(method).parameters
-        pairs = zip(parameters, arguments, strict=True)
-        result = (
-            method(*(msgspec.msgpack.decode(each, type=hints[name]) for name, each in pairs)),
-        )
-    except KVConnectorError as error:
-        return failure(f"failed: {type(error).__name__}: {error}")
-    except Exception as error:
-        # Whatever it was, the caller must hear of it rather than wait.
-        return failure("failed: " + "".join(traceback.format_exception(error)))
-    return msgspec.msgpack.encode(result)
-
-
-def failure(text: str) -> bytes:
-    """The answer that what was called did this instead of returning."""
-    return msgspec.msgpack.encode(Failed(text.strip()))
-
-
-def decode_answer(name: str, method: Callable[..., Any], answered: bytes) -> Any:
-    """What the method returned. Raises CallFailedError: it raised; `name` says where."""
-    result: Any = get_type_hints(method)["return"]
-    decoded = msgspec.msgpack.decode(answered, type=Failed | tuple[result])
-    if isinstance(decoded, Failed):
-        raise CallFailedError(f"{name} {decoded.text}")
-    return decoded[0]
-
-
-def process_usage() -> Usage:
-    """Return what this process uses."""
-    status = dict(
-        re.findall(r"(Rss\w+):\s+(\d+) kB", Path("/proc/self/status").read_text("ascii", "replace"))
-    )
-    own_mib, shared_mib = (int(status[name]) / 1024 for name in ("RssAnon", "RssShmem"))
-    descriptors, threads = (len(os.listdir(f"/proc/self/{name}")) for name in ("fd", "task"))
-    return own_mib, shared_mib, descriptors, threads
-
-
-class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine's cut and pools, with `num_blocks` in each cache group.
-
-    Its ranks take turns on `gpus`; without these on all of its host from `first_gpu` on, in a circle. `control`, where
-    their host has control settings of its own, is used in the place of any other.
-    """
-
-    engine_id: str
-    geometry: EngineGeometry
-    shape: EngineShape
-    num_blocks: tuple[int, ...]
-    device: str
-    gpus: tuple[int, ...] = ()
-    first_gpu: int = 0
-    control: ControlConfig | None = None
-
-    def devices(self) -> list[str]:
-        """A device for every rank. Raises ConfigError: a GPU is named that is not there."""
-        num_ranks = len(self.shape.ranks)
-        if self.device == "cpu":
-            return ["cpu"] * num_ranks
-        import torch
-
-        count = torch.cuda.device_count()
-        if not count:
-            raise ConfigError("torch can use no GPU here", engine=self.engine_id)
-        gpus = self.gpus or [(self.first_gpu + index) % count for index in range(count)]
-        if max(gpus) >= count:
-            raise ConfigError("no such GPU", engine=self.engine_id, gpus=gpus, num_gpus=count)
-        return [f"cuda:{gpus[index % len(gpus)]}" for index in range(num_ranks)]
-
-
-class Started(msgspec.Struct, frozen=True):
-    """A worker's metadata, and what it warned of when it started."""
-
-    metadata: WorkerMetadata
-    warnings: list[str]
 
 
 class Driven(msgspec.Struct, kw_only=True):
@@ -155,16 +39,15 @@ class Driven(msgspec.Struct, kw_only=True):
 class RankProcess:
     """A rank's pools, and a worker or a peer's agent over them. One call at a time, as from an engine's thread."""
 
-    def __init__(self, spec: EngineSpec, rank: Rank) -> None:
-        self._model, self._rank = spec.geometry.model, rank
-        self._index = spec.shape.ranks.index(rank)
-        self._device = spec.devices()[self._index]
-        groups = spec.geometry.ranks[self._index].groups
+    def __init__(self, deployment: Deployment, side: str, index: int) -> None:
+        shape, self._model = deployment.shapes[side], deployment.options.model
+        self._rank, self._index = shape.ranks[index], index
+        self._device = deployment.devices(side)[index]
+        groups = rank_geometry(self._model, shape, self._rank).groups
         self._pools = [
-            RankPools(group, spec.shape.layout, num_blocks=count, device=self._device)
-            for group, count in zip(groups, spec.num_blocks, strict=True)
+            RankPools(group, shape.layout, num_blocks=count, device=self._device)
+            for group, count in zip(groups, deployment.num_blocks(shape), strict=True)
         ]
-        self._control = spec.control
         self._worker: Worker
         self._agent: PeerAgent
         self._exits = ExitStack()
@@ -180,18 +63,16 @@ class RankProcess:
     def close(self) -> None:
         self._exits.close()
 
-    def start_worker(self, config: ConnectorConfig) -> Started:
-        """Register the pools with a worker of this configuration."""
+    def start_worker(self, config: ConnectorConfig) -> tuple[WorkerMetadata, list[str]]:
+        """Register the pools with a worker of this configuration. Returns its metadata, and what it warned of."""
         logger = logging.getLogger("kvconnector")
         logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
-        if self._control is not None:
-            config = msgspec.structs.replace(config, control=self._control)
-        self._worker = Worker(config, rank=self._rank, model=self._model)
+        self._worker = Worker(config, rank=self._rank, model=self._model.description())
         self._exits.callback(self._worker.close)
         self._worker.register([pools.cache_group() for pools in self._pools])
         warnings = [text for text, level in self._log.texts.items() if level >= logging.WARNING]
-        return Started(self._worker.handshake(), warnings)
+        return self._worker.handshake(), warnings
 
     def write(self, blocks: list[list[int]], num_tokens: int) -> None:
         for pools, block_ids in zip(self._pools, blocks, strict=True):
@@ -303,30 +184,9 @@ class _Log(logging.Handler):
         self.texts[record.getMessage()] = record.levelno
 
 
-def serve_calls(descriptor: int, make: Callable[[], Any]) -> None:
-    """Answer calls of the public methods of what `make` returns, through a pipe, until the parent closes that or is
-    gone; then close it. The process ends with the error's text where it cannot be made.
-    """
-    # while it is stopped, as between its turns, it cannot see that the connection is closed
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    try:
-        target = make()
-    except KVConnectorError as error:
-        sys.exit(f"{type(error).__name__}: {error}")
-    methods = [name for name in vars(type(target)) if not name.startswith("_")]
-    with Connection(descriptor) as connection:
-        try:
-            while True:
-                connection.send_bytes(answer(target, connection.recv_bytes(), methods))
-        except (EOFError, OSError):
-            return
-        finally:
-            target.close()
-
-
 def _main(descriptor: str, options: str) -> None:
-    spec, rank_index = msgspec.json.decode(options, type=tuple[EngineSpec, int])
-    serve_calls(int(descriptor), lambda: RankProcess(spec, spec.shape.ranks[rank_index]))
+    arguments = msgspec.json.decode(options, type=tuple[Deployment, str, int])
+    serve_calls(int(descriptor), lambda: RankProcess(*arguments))
 
 
 if __name__ == "__main__":

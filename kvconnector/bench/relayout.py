@@ -33,7 +33,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Sequence[CaseResult]:
 def _measure(
     options: BenchOptions, shapes: Sequence[EngineShape], tokens: int, progress: ShowProgress
 ) -> CaseResult:
-    device, *_ = Deployment(options, (tokens,)).spec("prefill").devices()
+    device, *_ = Deployment(options, (tokens,)).devices("prefill")
     nbytes = options.model.token_bytes * tokens
     cuts = " to ".join(f"{shape.layout}{shape.block}" for shape in shapes)
     case = f"{tokens} tokens, {format_bytes(nbytes)}, {cuts}"

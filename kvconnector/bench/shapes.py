@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,7 +13,14 @@ from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.layout.watermark import MAX_LAYERS
-from kvconnector.planning import KeepsAll, KeepsEncoder, KeepsState, KeepsWindow, Retention
+from kvconnector.planning import (
+    KeepsAll,
+    KeepsChunk,
+    KeepsEncoder,
+    KeepsState,
+    KeepsWindow,
+    Retention,
+)
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -26,25 +33,41 @@ from kvconnector.wire.packed_geometry import MAX_RANKS
 
 Layout = Literal["HND", "NHD"]
 Count = Annotated[int, Meta(ge=1)]
+Keeps = Literal["all", "window", "chunk", "encoder", "state"]
+RETENTIONS: dict[Keeps, Callable[..., Retention]] = {
+    "all": KeepsAll,
+    "window": KeepsWindow,
+    "chunk": KeepsChunk,
+    "encoder": KeepsEncoder,
+    "state": KeepsState,
+}
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """Layers of a model that cache alike: what one of them keeps of a token, or as a state, on all ranks together.
 
     Each of `parts` is a name, heads (of a state what tensor parallelism cuts), elements of a head and bytes of one. A
-    block has `block_size` tokens at least. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has.
+    block has `block_size` tokens at least. `extent_tokens` are those of a window or a chunk. Cross-attention keeps
+    `encoder_tokens`; 0: as many as the prompt has.
     """
 
     kind: str
     layers: tuple[int, ...]
     parts: tuple[tuple[str, int, int, int], ...]
-    retention: Retention = KeepsAll()
+    keeps: Keeps = "all"
+    extent_tokens: int = 0
     block_size: int = 1
     encoder_tokens: int = 0
 
+    @property
+    def retention(self) -> Retention:
+        """What these layers keep of a sequence."""
+        sizes = [self.extent_tokens] if self.extent_tokens else []
+        return RETENTIONS[self.keeps](*sizes)
+
     def missing(self, tokens: range) -> range:
         """What these layers lack of a prompt's tokens before the next one can be computed."""
-        if isinstance(self.retention, KeepsEncoder):
+        if self.keeps == "encoder":
             return range(self.encoder_tokens or tokens.stop)
         return self.retention.missing(tokens.start, tokens.stop)
 
@@ -160,7 +183,7 @@ DEEPSEEK_V4_PRO = ModelShape(
         _entries("compressed sparse", range(0, 60, 2), 576),
         _entries("indexer", range(0, 60, 2), 132),
         _entries("heavily compressed", [*range(1, 60, 2), 60], 18, block_size=32),
-        _entries("window", range(61), 4 * 576, retention=KeepsWindow(33)),
+        _entries("window", range(61), 4 * 576, keeps="window", extent_tokens=33),
     ),
 )
 
@@ -249,11 +272,9 @@ def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeom
 def _group_geometry(
     shape: EngineShape, rank: Rank, stage: range, group: LayerGroup
 ) -> GroupGeometry:
-    block_size = (
-        1 if isinstance(group.retention, KeepsState) else max(shape.block, group.block_size)
-    )
+    block_size = 1 if group.keeps == "state" else max(shape.block, group.block_size)
     # ranks share the tokens only of layers that keep all of them
-    dcp_size = shape.dcp if isinstance(group.retention, KeepsAll) else 1
+    dcp_size = shape.dcp if group.keeps == "all" else 1
 
     def part(name: str, total_heads: int, head_dim: int, item_size_bytes: int) -> PartGeometry:
         heads = TpKVTopology.heads_of(

@@ -14,15 +14,15 @@ releases meet, and equally often.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Blocks, Deployment
-from kvconnector.bench.engine_process import EngineOptions, EngineProcess, Turned, WholeEngine
-from kvconnector.bench.engines import TURN_S
+from kvconnector.bench.engine_process import TURN_S, Engine, EngineProcess, Turned
+from kvconnector.bench.engines import ROLES
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.releases import Release, open_release
@@ -58,7 +58,7 @@ class _Side:
     its starts.
     """
 
-    engine: WholeEngine
+    engine: EngineProcess
     shape: EngineShape
     free: list[int]
     lives: int
@@ -110,17 +110,15 @@ class Soak:
         self._sides: dict[str, _Side] = {}
         for name, shape in deployment.shapes.items():
             free, lives = list(range(deployment.num_blocks(shape)[0])), 1 + 1000 * state.num_begun
-            self._sides[name] = _Side(self._start(name, RELEASES[0]), shape, free, lives)
+            self._sides[name] = _Side(self._open(name, RELEASES[0]), shape, free, lives)
 
-    def _start(self, name: str, release: str) -> WholeEngine:
-        options = EngineOptions(
-            engine_id=name,
-            bench=self._deployment.options,
-            in_flight=self._deployment.in_flight,
-            settings=SETTINGS,
-        )
+    def _open(self, name: str, release: str) -> EngineProcess:
         is_other = release != RELEASES[0]
-        return WholeEngine(options, self._other.environment if self._other and is_other else {})
+        environment = self._other.environment if self._other and is_other else {}
+        return EngineProcess(self._deployment, name, environment)
+
+    def _begin_start(self, name: str) -> Callable[[], object]:
+        return self._sides[name].engine.begin(Engine.start, name, ROLES[name], SETTINGS)
 
     def close(self) -> None:
         for side in self._sides.values():
@@ -141,6 +139,8 @@ class Soak:
         Raises:
             ResultMismatchError: blocks leaked, or bytes are wrong.
         """
+        for is_started in [self._begin_start(name) for name in self._sides]:
+            is_started()
         state, began_s = self._state, time.monotonic() - self._state.elapsed_s
         fault_s = min(FAULT_S, total_s / 2 / (len(FAULTS) + 1))
         check_s = min(CHECK_S, total_s / 8)
@@ -183,7 +183,7 @@ class Soak:
         self._state.count("checks")
         self._pair.checks += 1
         for name, side in self._sides.items():
-            usages = side.engine.call(EngineProcess.usage)
+            usages = side.engine.call(Engine.usage)
             values = tuple(float(sum(each)) for each in zip(*usages, strict=True))
             self._state.note_usage(name, side.lives, values)
 
@@ -246,10 +246,10 @@ class Soak:
         """Offer requests of these numbers of tokens and load them, with both engines' next steps."""
         prefill, decode = self._sides.values()
         offered = [(name, [prefill.held[name]], count) for name, count in asked.items()]
-        params = prefill.engine.call(EngineProcess.offer, offered)
+        params = prefill.engine.call(Engine.offer, offered)
         pairs = zip(asked.items(), params, strict=True)
         wanted = [(name, offer, [decode.held[name]], count) for (name, count), offer in pairs]
-        decode.engine.call(EngineProcess.want, wanted)
+        decode.engine.call(Engine.want, wanted)
         for name, count in asked.items():
             now_s, is_first = time.perf_counter(), not self._have_met
             self._loading[name] = _Loading(now_s, count, is_first, self._pair)
@@ -262,12 +262,12 @@ class Soak:
             self._state.count("aborts")
             del self._loading[name]
             self._aborted.add(name)
-            if not self._sides["decode"].engine.call(EngineProcess.abort, name):
+            if not self._sides["decode"].engine.call(Engine.abort, name):
                 self._sides["decode"].give_back(name)
 
     def _step(self) -> None:
         running = [side.engine for name, side in self._sides.items() if name != self._paused[0]]
-        for end in [each.begin(EngineProcess.turn, TURN_S) for each in running]:
+        for end in [each.begin(Engine.turn, TURN_S) for each in running]:
             self._record(end())
 
     def _record(self, turned: Turned) -> None:
@@ -349,7 +349,8 @@ class Soak:
         if self._other is not None:
             side.release = self._state.least_met(self._releases, fault.engine)
             self._progress(f"{fault.engine} starts again: {pair_of(self._releases)} release")
-        side.engine = self._start(fault.engine, side.release)
+        side.engine = self._open(fault.engine, side.release)
+        self._begin_start(fault.engine)()
         side.lives += 1
         for request in list(side.held):
             side.give_back(request)

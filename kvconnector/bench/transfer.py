@@ -14,19 +14,20 @@ from kvconnector.bench.engines import EnginePair, PeerPair, Runner
 from kvconnector.bench.limits import limits_of
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.peers import PEERS
-from kvconnector.bench.rank_process import CallFailedError
+from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
+from kvconnector.bench.server import ServedEngine
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
 from kvconnector.session.events import DIRECT_PATH
 
 BACK_TO_BACK = 2
-"""Bursts of a contender's turn that follow its first one at once."""
+"""Bursts of a contender's turn that follow the first one at once."""
 Bursts: TypeAlias = Sequence[Sequence[Transfer]]
-"""Requests of one length that are asked for at once, by burst."""
+"""Bursts of requests, each of requests of one length that are asked for at once."""
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Every request size between our engines, and with a peer between its own."""
+    """Yield the cases of every request size between our engines, and between a peer's if there is one."""
     deployment = Deployment(options, options.tokens)
     if options.peer:
         _refuse_what_peers_cannot(deployment)
@@ -50,10 +51,10 @@ def compare(
 ) -> Iterator[CaseResult]:
     """Move the bursts of each case with our engines, those of the peers, and the limits.
 
-    The contenders and the limits take turns, so that a machine that is busy for a while is so for all of them, and none
-    finds its memory in a cache that the others do not. The processes of all but one are stopped: idle threads differ.
-    A turn's first burst is one case, the `num_following` that follow it at once another. Peers that do not run are
-    noted unless they `must_run`; `figures` belong to every measurement.
+    The contenders and the limits take turns, so that other work on the machine slows down all of them, and none has a
+    processor's cache to itself. The processes of all but one are stopped, since idle threads differ. The first bursts
+    of turns are one case, and the `num_following` that follow each at once another. Peers that do not run are noted
+    unless they `must_run`. Every measurement has `figures`.
     """
     model = deployment.options.model
     with ExitStack() as exits:
@@ -88,7 +89,7 @@ def _start_peers(
     *,
     must_run: bool,
 ) -> list[PeerPair]:
-    """The peers' engines in each of their settings, stopped; those that do not run here are in `notes`.
+    """Return the peers' engines in each of their settings, stopped. Those that do not run here are in `notes`.
 
     Raises:
         KVConnectorError: a library that `must_run` does not run with its default settings.
@@ -114,19 +115,19 @@ def _start_peers(
 
 
 def _ucx_alone(pair: EnginePair, num_tokens: int) -> list[float]:
-    """Bytes a second of `ucx_perftest` between two hosts, with the UCX and settings of the connector; nothing on one
-    host, or where either UCX brings no such program.
+    """Return the bytes a second of `ucx_perftest` between two hosts, with the UCX and the settings of the connector;
+    nothing on one host, or if either UCX has no such program.
     """
-    options, ranks = pair.deployment.options, pair.prefill.ranks
-    if options.connect:
+    options, engine = pair.deployment.options, pair.prefill
+    if isinstance(engine, ServedEngine):
         config, nbytes = (
             options.config("bench", "consumer"),
             options.model.request_bytes(num_tokens),
         )
         with suppress(TransportError, CallFailedError):
             command = find_perftest(config.ucx.library)
-            port = ranks.serve_perftest(config.ucx.library, ucx_variables(config))
-            return [bandwidth(command, (ranks.host, port), config, nbytes)]
+            port = engine.serve_perftest(config.ucx.library, ucx_variables(config))
+            return [bandwidth(command, (engine.host, port), config, nbytes)]
     return []
 
 
@@ -141,8 +142,8 @@ def _share_of(alone: list[float], ours: Measurement, paths: Collection[str]) -> 
 def _take_turns(
     runners: Sequence[Runner], bursts: Bursts, progress: Callable[[float], None], num_following: int
 ) -> dict[str, list[list[float]]]:
-    """Each runner's seconds, for bursts of requests that are asked for at once: in turns of one burst, and of the next
-    ones that follow at once. What one request brings is checked before the first and after the last.
+    """Return each runner's seconds for bursts: the first of each turn, and those that follow it at once. Each runner's
+    bytes are checked before the first turn and after the last.
     """
     longest = max(bursts, key=lambda burst: burst[0].num_tokens)
     taken: dict[str, list[list[float]]] = {
@@ -166,7 +167,7 @@ def _take_turns(
 
 
 def _refuse_what_peers_cannot(deployment: Deployment) -> None:
-    """Raises ConfigError: the engines are cut differently, or a request does not fill its blocks."""
+    """Raises ConfigError: the engines have different shapes, or a request does not fill its blocks."""
     unit = deployment.options.prefill.virtual_block_tokens
     if deployment.options.prefill != deployment.options.decode:
         raise ConfigError(

@@ -314,7 +314,7 @@ def _draw_bursts(report: BenchReport, target: StringIO) -> None:
 
 
 def _serve() -> None:
-    from kvconnector.bench.processes import serve
+    from kvconnector.bench.server import serve
 
     with progress_bar("serve") as progress:
         serve(progress)

@@ -314,9 +314,9 @@ def _self_test(device: str, tls: str) -> Iterator[Finding]:
 
 def packed_findings(pair: EnginePair, tls: str) -> Iterator[Finding]:
     """Which way a request went, and by what UCX sent it."""
-    verdict: Verdict = "warn" if (warnings := _warnings(pair)) else "ok"
+    verdict: Verdict = "warn" if pair.warnings else "ok"
     taken = f"a request went by: {'+'.join(sorted(pair.paths))}"
-    yield Finding("data path", verdict, "; ".join([taken, *warnings]))
+    yield Finding("data path", verdict, "; ".join([taken, *pair.warnings]))
     lanes = "+".join(text.rpartition(" ")[2] for text in pair.lanes)
     if not tls and {lane.partition("/")[0] for lane in lanes.split("+")} <= {"tcp"}:
         text = f"{lanes}: processes of this host share no memory; see UCX_TLS, and that /dev/shm can be written"
@@ -330,9 +330,4 @@ def direct_finding(pair: EnginePair) -> Finding:
     if pair.paths == {DIRECT_PATH}:
         return Finding("direct reads", "ok", "engines of this host can read each other's pools")
     text = f"none: a request between two processes went by: {'+'.join(sorted(pair.paths))}"
-    return Finding("direct reads", "note", "; ".join([text, *_warnings(pair)]))
-
-
-def _warnings(pair: EnginePair) -> list[str]:
-    started = [*pair.prefill.started, *pair.decode.started]
-    return list(dict.fromkeys(text for each in started for text in each.warnings))
+    return Finding("direct reads", "note", "; ".join([text, *pair.warnings]))

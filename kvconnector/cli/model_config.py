@@ -8,7 +8,6 @@ window and something else than a state. So what is not known here is refused by 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -16,17 +15,9 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from kvconnector.bench import file_errors
-from kvconnector.bench.shapes import LayerGroup, ModelShape, parts_of_token
+from kvconnector.bench.shapes import Keeps, LayerGroup, ModelShape, parts_of_token
 from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
-from kvconnector.planning import (
-    KeepsAll,
-    KeepsChunk,
-    KeepsEncoder,
-    KeepsState,
-    KeepsWindow,
-    Retention,
-)
 
 Parts: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """Of `LayerGroup`."""
@@ -38,10 +29,10 @@ DEFAULTS = {
     "t5": {"num_layers": 6, "num_heads": 8, "d_kv": 64},
 }
 """What transformers takes for fields that a configuration of this `model_type` leaves out."""
-ATTENTION: dict[str, tuple[str, Callable[..., Retention], tuple[str, ...]]] = {
-    "full": ("full attention", KeepsAll, ()),
-    "window": ("window of {}", KeepsWindow, ("sliding_window",)),
-    "chunk": ("chunk of {}", KeepsChunk, ("attention_chunk_size",)),
+ATTENTION: dict[str, tuple[str, Keeps, tuple[str, ...]]] = {
+    "full": ("full attention", "all", ()),
+    "window": ("window of {}", "window", ("sliding_window",)),
+    "chunk": ("chunk of {}", "chunk", ("attention_chunk_size",)),
 }
 """Layers that keep tokens: what they are called, what they keep, and the fields that say how much."""
 KINDS = {
@@ -173,7 +164,7 @@ class _Config:
                     kind="cross attention",
                     layers=every,
                     parts=token,
-                    retention=KeepsEncoder(),
+                    keeps="encoder",
                     encoder_tokens=self.optional("max_source_positions", 0),
                 )
             )
@@ -183,10 +174,12 @@ class _Config:
 
     def _group(self, kind: str, layers: tuple[int, ...], token: Parts, dtype: str) -> LayerGroup:
         if kind in ATTENTION:
-            name, retention, names = ATTENTION[kind]
-            sizes = [self.number(each) for each in names]
-            kept = retention(*sizes)
-            return LayerGroup(kind=name.format(*sizes), layers=layers, parts=token, retention=kept)
+            name, keeps, names = ATTENTION[kind]
+            size = self.number(*names) if names else 0
+            name = name.format(size)
+            return LayerGroup(
+                kind=name, layers=layers, parts=token, keeps=keeps, extent_tokens=size
+            )
         name, *shapes = self._delta_net() if kind == "delta" else self._mamba()
         own = self.fields.get("mamba_ssm_dtype") or self.fields.get("mamba_ssm_cache_dtype")
         dtypes = dtype, str(own or dtype)
@@ -194,7 +187,7 @@ class _Config:
             (f"state{number}", *shape, DType(each).item_size_bytes)
             for number, (shape, each) in enumerate(zip(shapes, dtypes, strict=True))
         )
-        return LayerGroup(kind=f"{name} state", layers=layers, parts=parts, retention=KeepsState())
+        return LayerGroup(kind=f"{name} state", layers=layers, parts=parts, keeps="state")
 
     def _delta_net(self) -> tuple[str, tuple[int, int], tuple[int, int]]:
         """Convolution `[channels of Q, K and V, width - 1]` and state `[value heads, value dim x key dim]`."""

@@ -56,9 +56,10 @@ class Process(ForkServerProcess):
         # a connection sent to another process has a new descriptor there
         fds = {fd: Connection(os.dup(fd)) for fd in (*outputs, *pass_fds)}
         environ = dict(os.environ if env is None else env)
-        super().__init__(target=_become, args=(command[1:], environ, outputs, fds))
         with mock.patch.dict(os.environ, environment()):
             forkserver.ensure_running()
+        server = forkserver._forkserver._forkserver_address
+        super().__init__(target=_become, args=(command[1:], environ, outputs, fds, server))
         self.start()
 
     @property
@@ -87,9 +88,11 @@ POPEN = SimpleNamespace(
 """The part of `subprocess` that `kvconnector.bench.processes` uses."""
 
 
-def _become(command, environ, outputs, fds):
-    """Run `python command...` in this process."""
+def _become(command, environ, outputs, fds, server):
+    """Run `python command...` in this process. Its own processes are forked from the same `server`."""
     os.setsid()
+    forkserver._forkserver._forkserver_address = server
+    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for target, fd in enumerate(outputs, 1):
         os.dup2(fds[fd].fileno(), target)
@@ -100,10 +103,8 @@ def _become(command, environ, outputs, fds):
     processes.Child.start = ForkedChild.start
     bench_processes.subprocess = POPEN
     numbers = {str(number): str(os.dup(fd.fileno())) for number, fd in fds.items()}
-    sys.argv = [numbers.get(argument, argument) for argument in command]
+    sys.argv = [numbers.get(argument, argument) for argument in command if argument != "-P"]
     try:
-        if sys.argv[0] == "-P":
-            del sys.argv[0]
         if sys.argv[0] == "-m":
             del sys.argv[0]
             sys.modules.pop(sys.argv[0], None)

@@ -1,14 +1,16 @@
 """Every benchmark with tiny sizes: it runs, reports every contender, and reports nothing for a wrong result."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kvconnector.bench import ResultMismatchError, engines, gil, sessions
+from kvconnector.bench import ResultMismatchError, gil, sessions
 from kvconnector.bench.between_hosts import open_stream, serve_stream
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import BenchOptions, Compute
-from kvconnector.bench.rank_process import CallFailedError
+from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
 from kvconnector.cli.bench import BENCHMARKS
 from kvconnector.errors import ConfigError, PeerLostError
@@ -123,12 +125,14 @@ def test_gil(monkeypatch):
 @pytest.mark.integration
 @pytest.mark.parametrize("name", ["transfer", "gil"])
 def test_a_transfer_of_other_blocks_reports_no_time(monkeypatch, name):
-    want = engines.Engine.want
+    offer_and_want = EnginePair.offer_and_want
 
-    def with_swapped_blocks(self, request_id, params, blocks, num_tokens):
-        want(self, request_id, params, [ids[::-1] for ids in blocks], num_tokens)
+    def with_swapped_blocks(self, *transfers):
+        swapped = [[ids[::-1] for ids in each.decode_blocks] for each in transfers]
+        pairs = zip(transfers, swapped, strict=True)
+        return offer_and_want(self, *(replace(each, decode_blocks=ids) for each, ids in pairs))
 
-    monkeypatch.setattr(engines.Engine, "want", with_swapped_blocks)
+    monkeypatch.setattr(EnginePair, "offer_and_want", with_swapped_blocks)
     with pytest.raises(ResultMismatchError, match="tokens differ"):
         _run(name)
 

@@ -3,11 +3,13 @@
 import json
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 
-from kvconnector.bench import processes, transfer
+from kvconnector.bench import server, transfer
+from kvconnector.bench.deployment import Deployment
+from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import Measurement
 from kvconnector.cli import main
 from tests.hosts.network import Network, missing
@@ -81,6 +83,14 @@ def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
             assert "GB/s; kvconnector reaches" in limit
 
 
+def test_a_client_sets_no_variables_of_a_server_but_those_for_tuning(monkeypatch):
+    monkeypatch.setattr(server, "EngineProcess", lambda *arguments: nullcontext(arguments))
+    client = server._Client("127.0.0.1", {})
+    asked = {"LD_PRELOAD": "x", "KVCONNECTOR_STAGING_WINDOW": "7"}
+    client.open(server.__version__, "s", Deployment(BenchOptions(), (16,)), None, asked)
+    assert client._engine[2] == {"KVCONNECTOR_STAGING_WINDOW": "7"}
+
+
 @pytest.mark.parametrize("path, has_share", [("packed", True), ("direct", False)])
 def test_only_what_goes_by_ucx_is_held_against_it(path, has_share):
     ours = Measurement("kvconnector", "ours", (0.5,), 10**9)
@@ -107,7 +117,7 @@ def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
     status, _, err = bench(f"transfer --connect {address.partition(',')[0]} {SIZE}")
     assert status == 2
     assert "is `kvconnector bench serve` running there" in err
-    monkeypatch.setattr(processes, "__version__", "0.0.1")
+    monkeypatch.setattr(server, "__version__", "0.0.1")
     with _serving() as address:
         status, _, err = bench(f"transfer --connect {address} {SIZE}")
     assert status == 2

@@ -46,8 +46,7 @@ def test_a_machine_that_can_run_it_has_no_faults(capsys):
 
 
 def _pair(path, warnings=(), lanes=("packed reads travel over tcp/lo",)):
-    sides = [SimpleNamespace(started=[SimpleNamespace(warnings=list(warnings))]) for _ in range(2)]
-    return SimpleNamespace(paths={path}, lanes=list(lanes), prefill=sides[0], decode=sides[1])
+    return SimpleNamespace(paths={path}, lanes=list(lanes), warnings=list(warnings))
 
 
 def test_what_a_worker_warns_of_is_a_warning_of_its_data_path():
