@@ -1,4 +1,4 @@
-"""What a transfer between hosts is held against: a raw TCP socket, and `ucx_perftest` of the UCX that carries it."""
+"""Limits of a transfer between hosts: a raw TCP socket, and `ucx_perftest` of the UCX that carries the transfer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvconnector.transport.ucx import load_library
 _REQUEST = struct.Struct("<Q")
 _SOCKET_BUFFER_BYTES = 4 << 20
 MIN_BYTES = 64 << 20
-"""That a run moves at least: UCX's first messages are slower than the others."""
+"""Least bytes of a run: UCX's first messages are slower than the others."""
 LIMIT_S = 120.0
 START_S = 10.0
 POLL_S = 0.05
@@ -37,8 +37,9 @@ _SLEEPING = ["-E", "sleep"]
 
 @contextmanager
 def open_stream(address: tuple[str, int], nbytes: int) -> Iterator[Callable[[int], None]]:
-    """A function that asks `serve_stream` for at most `nbytes` bytes over TCP, and waits for them in plain memory that
-    is touched in this limit's turns only, as a transfer's is. Raises PeerLostError: the other side does not answer.
+    """Connect to `serve_stream`. Yields a function that asks for at most `nbytes` bytes and waits for them, in plain
+    memory that only this limit's turns touch, as only a transfer's turns touch its pools. Raises PeerLostError: the
+    other side does not answer.
     """
     target = np.full(nbytes, 2, dtype=np.uint8).data
     try:
@@ -64,7 +65,7 @@ def _move(client: socket.socket, target: memoryview, nbytes: int) -> None:
 
 
 def serve_stream(host: str, nbytes: int) -> int:
-    """Answer one client with up to `nbytes` until it leaves, in a thread: the port. An error closes the connection."""
+    """Answer one client with up to `nbytes` until it leaves, in a thread. Returns the port. An error ends it."""
     listener = socket.create_server((host, 0))
     threading.Thread(target=_serve, args=(listener, nbytes), daemon=True).start()
     return int(listener.getsockname()[1])
@@ -76,7 +77,7 @@ def _serve(listener: socket.socket, nbytes: int) -> None:
         listener.settimeout(TIMEOUT_S)
         connection, _ = listener.accept()
         with connection:
-            # of the other contenders' turns, too
+            # it also waits for the turns of the other contenders
             connection.settimeout(10 * TIMEOUT_S)
             _tune(connection)
             while request := connection.recv(_REQUEST.size, socket.MSG_WAITALL):
@@ -90,8 +91,8 @@ def _tune(connection: socket.socket) -> None:
 
 
 def find_perftest(library: str) -> list[str]:
-    """The command of the `ucx_perftest` that belongs to the UCX of `ucx.library`. Raises TransportError: there is none,
-    as in NIXL's wheel.
+    """Return the command of the `ucx_perftest` that belongs to the UCX of `ucx.library`. Raises TransportError: that
+    UCX has none, as in NIXL's wheel.
     """
     ucx = load_library(library)
     beside = ucx.path.parent.parent / "bin/ucx_perftest"
@@ -103,7 +104,7 @@ def find_perftest(library: str) -> list[str]:
 
 
 def ucx_variables(config: ConnectorConfig) -> dict[str, str]:
-    """UCX's environment that stands for the settings of a worker's transport."""
+    """Return the settings of a worker's transport as UCX's environment variables."""
     segment = dict.fromkeys(("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE"), config.ucx.tcp_segment_bytes)
     options = {**ucx_options(config), **segment}
     return {f"UCX_{name}": str(each) for name, each in options.items() if each not in (0, "auto")}
@@ -111,7 +112,7 @@ def ucx_variables(config: ConnectorConfig) -> dict[str, str]:
 
 @contextmanager
 def perftest_server(library: str, variables: Mapping[str, str]) -> Iterator[int]:
-    """`ucx_perftest` that waits for one client: its port. Raises TransportError: there is none."""
+    """Start a `ucx_perftest` that waits for one client. Yields its port. Raises TransportError: this UCX has none."""
     command = find_perftest(library)
     with socket.create_server(("", 0)) as free:
         port = int(free.getsockname()[1])
@@ -127,7 +128,7 @@ def perftest_server(library: str, variables: Mapping[str, str]) -> Iterator[int]
 def bandwidth(
     command: list[str], address: tuple[str, int], config: ConnectorConfig, nbytes: int
 ) -> float:
-    """Bytes a second of tagged messages of our chunks' size, up to 32 at once, to the server at `address`.
+    """Return bytes a second of tagged messages of our chunks' size, up to 32 at once, to the server at `address`.
 
     Raises:
         TransportError: the program did not run to its end.

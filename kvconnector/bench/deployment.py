@@ -15,16 +15,16 @@ from kvconnector.bench.sizes import format_bytes
 from kvconnector.errors import ConfigError
 
 SPARE_FACTOR = 2
-"""Blocks of a pool for each block of the longest request."""
+"""Blocks of a pool, as a multiple of those of the longest request."""
 Blocks: TypeAlias = list[list[int]]
 """Block ids by cache group."""
 LENGTH_SPREAD = 16
-"""Requests of one case are longer or shorter than its name says by up to this part: no two of a service are alike."""
+"""Requests of a case differ from its nominal length by up to one in this many tokens, as in a service."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One request's blocks on both sides, by cache group: what the group keeps of it."""
+    """One request's blocks on both sides, by cache group."""
 
     num_tokens: int
     prefill_blocks: Blocks
@@ -33,8 +33,8 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The two engines as the options cut them, and the sizes of requests that their pools have room for: `in_flight` of
-    the longest at once, and as many more.
+    """Two engines with the shapes of the options. Their pools have room for `SPARE_FACTOR` times `in_flight` of the
+    longest requests.
     """
 
     options: BenchOptions
@@ -55,14 +55,14 @@ class Deployment:
         return math.lcm(*(shape.virtual_block_tokens for shape in self.shapes.values()))
 
     def case_name(self, num_tokens: int) -> str:
-        """What moves, from where to where."""
+        """Return a case's name: what moves, from which engine to which."""
         options = self.options
         size = format_bytes(options.model.request_bytes(num_tokens))
         order = "scattered" if options.scattered else "contiguous"
         return f"{options.model.name}, {num_tokens} tokens, {size} {order}, {self}"
 
     def transfers(self, num_tokens: int, count: int) -> list[Transfer]:
-        """`count` requests of lengths around `num_tokens`, which is their median; with a peer of whole blocks."""
+        """Return `count` requests of lengths around `num_tokens`, the median; of whole blocks if there is a peer."""
         unit = self.common_block_tokens if self.options.peer else 1
         spread = num_tokens // LENGTH_SPREAD // unit
         steps = np.linspace(-spread, spread, count) if count > 1 else np.zeros(count)
@@ -70,8 +70,8 @@ class Deployment:
         return [self.transfer(num_tokens + unit * int(step)) for step in shuffled]
 
     def transfer(self, num_tokens: int, index: int = 0) -> Transfer:
-        """Request number `index` of those that are in flight at once, which share no blocks; one of another length has
-        the first of the same blocks.
+        """Return request number `index` of those in flight at once, which share no blocks. A shorter request with the
+        same number has the first of its blocks.
         """
         options, blocks = self.options, []
         for shape in self.shapes.values():
@@ -110,7 +110,7 @@ class Deployment:
         return [f"cuda:{gpus[index % len(gpus)]}" for index in range(num_ranks)]
 
     def num_blocks(self, shape: EngineShape) -> tuple[int, ...]:
-        """Blocks of the pools of an engine of this shape, by cache group."""
+        """Return the number of blocks of an engine of this shape, by cache group."""
         longest = shape.first_blocks(self.options.model, self._longest)
         return tuple(SPARE_FACTOR * self.in_flight * count for _, count in longest)
 

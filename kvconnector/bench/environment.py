@@ -1,4 +1,4 @@
-"""Where a number was measured: hardware, versions, commit."""
+"""The surroundings of a measurement: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def commit(checkout: Path = CHECKOUT) -> str:
-    """The checkout's commit, with "+" where files differ from it; empty without git, and for files that are in no
-    checkout of their own: a repository around them has another history.
+    """Return the checkout's commit, with "+" if files differ from it. It is empty without git, and for files that have
+    no checkout of their own: a repository around them has another history.
     """
     command = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=40"]
     try:
@@ -52,12 +52,12 @@ def commit(checkout: Path = CHECKOUT) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     return _found_in("/proc/cpuinfo", r"(?m)^model name\s*:\s*(.+)$") or platform.machine()
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """The GPUs that torch can use; none where torch, or the driver, is missing."""
+    """Return the GPUs that torch can use; none if torch or the driver is missing."""
     try:
         ctypes.CDLL("libcuda.so.1")  # importing torch takes seconds
     except OSError:
@@ -84,7 +84,7 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def installed_version(name: str) -> str:
-    """A distribution's version, empty if it is not there."""
+    """Return a distribution's version; empty if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -92,7 +92,7 @@ def installed_version(name: str) -> str:
 
 
 def _found_in(path: str, pattern: str) -> str:
-    """The pattern's group in a file; empty where either is missing."""
+    """Return the pattern's group in a file; empty if either is missing."""
     try:
         found = re.search(pattern, Path(path).read_text())
     except OSError:
@@ -112,8 +112,8 @@ def _variables() -> dict[str, str]:
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What belongs to every number: by default this process's surroundings. `load_average` is the minute's before: on a
-    busy machine all times are long.
+    """The surroundings of a measurement, by default those of this process. `load_average` is that of the last minute:
+    on a busy machine all times are long.
     """
 
     commit: str = field(default_factory=commit)

@@ -25,11 +25,11 @@ from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.runtime import StepMetadata, WorkerOutput
 
 TURN_S = 0.9 * PREFILL_STEP_S
-"""A turn of P at its pace, which ends with the step that is under way then."""
+"""Least seconds of a turn at P's pace, which ends with the step under way."""
 ALONE_TURNS = 20
-"""In which engines work without transfers, to count their steps."""
+"""Turns in which engines work without transfers, to count their steps."""
 MAX_OVER_IDLE = 1.3
-"""A load beside busy engines may take this many times an idle one and a step of D, after which D sees its end."""
+"""A load beside busy engines may take this many times as long as an idle load and a step of D together."""
 Loads: TypeAlias = tuple[LoadName, LoadName]
 IDLE: Loads = ("idle", "idle")
 BESIDE: dict[Loads, str] = {
@@ -44,13 +44,13 @@ BESIDE: dict[Loads, str] = {
 RHYTHMS = {"back to back": False, "one in each step of 50 ms": True}
 """True if requests come at the producer's pace."""
 Turns: TypeAlias = list[tuple[list[Driven], list[Driven]]]
-"""What the ranks of both engines did, in turns of both at once."""
+"""Results of the ranks of both engines, by turn of both at once."""
 Steps: TypeAlias = list[tuple[list[str], StepMetadata]]
-"""As `RankProcess.drive` takes them."""
+"""The steps that `RankProcess.drive` takes."""
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """A case for each request size, rhythm and load of the engines."""
+    """Yield a case for each request size, rhythm and load of the engines."""
     deployment = Deployment(options, options.tokens, in_flight=2)
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
@@ -74,7 +74,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 def _measure(
     pair: EnginePair, at_pace: bool, transfers: Sequence[Transfer], loads: Loads
 ) -> tuple[Measurement, Turns, Turns]:
-    """Seconds until the engine's thread saw each end; what the engines did without requests, and beside them."""
+    """Return the seconds of each request, and the engines' turns without requests and beside them."""
     longest = max(transfers, key=lambda each: each.num_tokens)
     apart = [_held_apart(pair.deployment, each, index) for index, each in enumerate(transfers)]
     for index in (1, 0):
@@ -93,13 +93,13 @@ def _measure(
 
 
 def _held_apart(deployment: Deployment, transfer: Transfer, index: int) -> Transfer:
-    """Return request number `index` in other blocks than its neighbours: it waits for the steps that use its own."""
+    """Return request number `index` in other blocks than its neighbours: it waits for steps that use its own blocks."""
     other = deployment.transfer(transfer.num_tokens, index % 2)
     return replace(transfer, prefill_blocks=other.prefill_blocks)
 
 
 def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
-    """With figures of how loads beside busy engines compare with those of idle ones."""
+    """Return `busy` with figures that compare loads beside busy engines with those beside idle ones."""
     idle_s, step_s = idle.percentile_s(90), _step_s(alone, 1)
     bound_s = MAX_OVER_IDLE * (idle_s + step_s)
     figures = {
@@ -116,13 +116,13 @@ def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> 
 
 
 def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Transfer]) -> Turns:
-    """Requests back to back in one turn, or at P's pace: in each turn one is held, and the one before is asked for,
-    whose step is over. Without any, `ALONE_TURNS` of the loads.
+    """Drive both engines with requests back to back in one turn, or at P's pace: each turn holds one, and asks for the
+    one before, whose step is over. Without requests, drive `ALONE_TURNS` of the loads.
     """
     request_ids, holds, asked = list[str](), Steps(), Steps()
     for each in transfers:
         (request_id,) = pair.offer_and_want(each)
-        # at pace nobody waits for P: its consumer asks in the next turn
+        # at P's pace D asks in the next turn, so no turn waits for P
         request_ids.append(request_id)
         holds.append(([] if at_pace else [request_id], pair.prefill.call(Engine.step)))
         asked.append(([request_id], pair.decode.call(Engine.step)))
@@ -146,7 +146,7 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
 
 
 def _step_s(turns: Turns, side: int) -> float:
-    """Seconds of a step of the producer's load (0) or the consumer's (1), transfers' share included; 0: none."""
+    """Return the seconds of a step of the producer's load (0) or the consumer's (1), with transfers; 0: no steps."""
     ranks = [each for turn in turns for each in turn[side]]
     num_steps = sum(each.num_steps for each in ranks)
     return sum(each.loop_s for each in ranks) / num_steps if num_steps else 0.0

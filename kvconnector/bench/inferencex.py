@@ -1,8 +1,8 @@
 """`inferencex`: bursts of requests with the caches of DeepSeek-V4-Pro, after the suite `kv-transfer` of InferenceX.
 
-A decode engine admits several requests in one step, so all of a burst are asked for before the first is waited for.
-Their blocks are disjoint parts of one random permutation. Pages have 16 or 64 tokens. The limit moves as many bytes in
-one piece. What the suite calls pull is measured: the consumer reads.
+A decode engine admits several requests in one step, so a burst is asked for before its first request is waited for. The
+requests' blocks are disjoint parts of one random permutation. Pages have 16 or 64 tokens. The limit moves as many bytes
+in one piece. The consumer reads, which the suite calls pull.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvconnector.bench.transfer import compare
 from kvconnector.errors import ConfigError
 
 SHARE_OF_MEMORY = 0.5
-"""Of what is free, that the pools of all contenders may take together; larger bursts are left out."""
+"""Share of the free memory for the pools of all contenders together; larger bursts are left out."""
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """A case for each length, page size and burst. The contenders take turns, as in `transfer`.
+    """Yield a case for each length, page size and burst. The contenders take turns, as in `transfer`.
 
     Raises:
         ConfigError: a length is no whole number of the largest pages, or not even one request fits the memory.

@@ -1,4 +1,4 @@
-"""What the machine can do at all, measured beside each benchmark: memcpy, a raw socket, copies between GPUs."""
+"""The limits of the machine, measured beside each benchmark: memcpy, a raw socket, copies between GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvconnector.topology import TpKVTopology
 def repeat(
     operation: Callable[[], object], iterations: int, warmup: int = WARMUP
 ) -> tuple[float, ...]:
-    """Seconds of each of `iterations` calls, after `warmup` untimed ones."""
+    """Return the seconds of each of `iterations` calls, after `warmup` untimed ones."""
     samples = []
     for _ in range(warmup + iterations):
         started = time.perf_counter()
@@ -33,13 +33,15 @@ def repeat(
 
 
 def host_copy(nbytes: int) -> Callable[[int], None]:
-    """Copies of at most that many bytes in host memory, by one thread."""
+    """Return a function that copies up to `nbytes` bytes in host memory, in one thread."""
     source, target = np.full(nbytes, 1, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
     return lambda count: np.copyto(target[:count], source[:count])
 
 
 def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None]:
-    """Plain copies of that many bytes by (source, target), or of a part of all, at once, until all GPUs are idle."""
+    """Return a function that makes plain copies between GPUs at once, and waits until all GPUs are idle. `nbytes` are
+    by (source, target); the function takes the bytes of all copies together, which may be fewer.
+    """
     import torch
 
     copies = [
@@ -67,7 +69,7 @@ def device_copies(nbytes: Mapping[tuple[str, str], int]) -> Callable[[int], None
 
 @dataclass(slots=True)
 class Limit(Runner):
-    """One limit, taking its turn among the contenders: `move` moves the given number of bytes."""
+    """One limit, which takes its turn among the contenders: `move` moves a given number of bytes."""
 
     name: str
     kind: ContenderKind
@@ -81,8 +83,8 @@ class Limit(Runner):
 
 @contextmanager
 def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
-    """The limits that apply to the pair's devices and transports, for as many requests of at most that many tokens as
-    are in flight at once.
+    """Yield the limits of the pair's devices and transports, for the deployment's number of requests in flight, each of
+    at most `num_tokens` tokens.
     """
     deployment = pair.deployment
     options, model = deployment.options, deployment.options.model
@@ -102,7 +104,7 @@ def limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[Limit]]:
 
 
 def copies_of(deployment: Deployment, num_tokens: int) -> Counter[tuple[str, str]]:
-    """Bytes that a transfer moves from device to device."""
+    """Return the bytes that a transfer moves, by source and target device."""
     model, shapes = deployment.options.model, deployment.shapes
     producer, consumer = (engine_geometry(model, each, side) for side, each in shapes.items())
     device_of = dict(zip(shapes["prefill"].ranks, deployment.devices("prefill"), strict=True))

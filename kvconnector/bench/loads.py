@@ -1,4 +1,4 @@
-"""What an engine's main thread and GPU do beside transfers, step by step."""
+"""The work of an engine's main thread and GPU beside transfers, step by step."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BATCH = 8
 
 @cache
 def make_step(name: LoadName, device: str) -> Callable[[], None]:
-    """What runs one step and returns when it is over; of "prefill", as with asynchronous scheduling, when the one
-    before it is. Raises ConfigError: the load does not run on this device.
+    """Return a function that runs one step and returns when it is over; with "prefill", when the step before it is, as
+    with asynchronous scheduling. Raises ConfigError: the load does not run on this device.
     """
     if name == "torch":
         return _torch_step(device)
@@ -37,14 +37,14 @@ def make_step(name: LoadName, device: str) -> Callable[[], None]:
 
 
 def _python_step() -> None:
-    """About a millisecond of interpreted code, which gives the GIL up only when it is made to."""
+    """Run interpreted code for about a millisecond, which gives up the GIL only when it has to."""
     total = 0
     for value in range(PYTHON_ITERATIONS):
         total += value & 7
 
 
 def _torch_step(device: str) -> Callable[[], None]:
-    """Many small operations, as a decode step without CUDA graphs launches them, and a wait for their result."""
+    """Make a step of many small operations, as a decode step without CUDA graphs launches them, and a wait for them."""
     import torch
 
     hidden = torch.ones((BATCH, 256), device=device)
@@ -67,7 +67,7 @@ def _filled(device: str, *shape: int) -> Any:
 
 
 def _decode_step(device: str) -> Callable[[], None]:
-    """Memory-bound kernels in one CUDA graph: reading weights for a small batch, and attention over long caches."""
+    """Make a step of memory-bound kernels in one CUDA graph, for the weights of a small batch and long caches."""
     import torch
 
     weights = [_filled(device, *WEIGHTS[1:]) for _ in range(WEIGHTS[0])]
@@ -101,8 +101,8 @@ def _decode_step(device: str) -> Callable[[], None]:
 
 
 def _products(device: str, rows: int) -> tuple[Callable[[int], Any], float]:
-    """What queues matrix products on a stream, which becomes the current one, and returns an event after them;
-    and the seconds of each.
+    """Return a function that queues matrix products on a stream and returns an event after them, and the seconds of
+    one product. The stream becomes the current one.
     """
     import torch
 
@@ -124,7 +124,7 @@ def _products(device: str, rows: int) -> tuple[Callable[[int], Any], float]:
 
 
 def _prefill_step(device: str) -> Callable[[], None]:
-    """As many large matrix products as take `PREFILL_STEP_S` here."""
+    """Make a step of the number of large matrix products that take `PREFILL_STEP_S` here."""
     products, product_s = _products(device, 8192)
     count = round(PREFILL_STEP_S / product_s) or 1
     newest = products(count)
@@ -139,8 +139,8 @@ def _prefill_step(device: str) -> Callable[[], None]:
 
 @cache
 def make_model(device: str) -> Callable[[float, int], Iterator[None]]:
-    """What computes a step of the given seconds and layers: matrix products on the current stream, or pauses without a
-    GPU. It yields where a layer's are queued, or over, and ends when all are over.
+    """Return a function that computes a step of the given seconds and layers, by matrix products on the current stream,
+    or by pauses without a GPU. It yields when a layer is queued, or over, and ends when all layers are over.
     """
     if device == "cpu":
         return _pauses

@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do."""
+"""Options of benchmarks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from kvconnector.config import ConnectorConfig, ControlConfig
 from kvconnector.errors import ConfigError
 
 SEED = 1
-"""Of contents, block ids and request lengths."""
+"""Seed of contents, block ids and request lengths."""
 WARMUP = 3
 """Untimed repetitions before the timed ones."""
 TIMEOUT_S = 120.0
 """For one transfer, and for a peer that is stopped while others are timed."""
 TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
-"""Environment variables that a benchmark heeds, as an engine does."""
+"""Prefixes of environment variables that count for a benchmark's engines."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 Settings: TypeAlias = Mapping[str, Mapping[str, object]]
-"""Of `ConnectorConfig`, by section."""
+"""Settings of `ConnectorConfig`, by section."""
 
 
 class Compute(NamedTuple):
-    """A producer that computes: tokens a second, tokens in a step, and how many prompts at once share these."""
+    """A producer's tokens a second, tokens in a step, and the numbers of prompts that share them at once."""
 
     rate: int = 8000
     step: int = 2048
@@ -46,7 +46,7 @@ class Compute(NamedTuple):
 
 
 class SoakOptions(NamedTuple):
-    """How long a soak runs, the file from which it goes on after an interruption, and a wheel or a folder."""
+    """A soak's length, the file from which it goes on after an interruption, and another release's wheel or folder."""
 
     minutes: float = 1.0
     state: str = ""
@@ -88,19 +88,19 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> list[str]:
-        """The libraries that ours is compared with."""
+        """Libraries to compare with."""
         return [name for name in self.peer.split(",") if name]
 
     @property
     def share_memory(self) -> bool:
-        """Returns True if host memory may go from process to process without a socket."""
+        """Returns True if processes may exchange host memory without a socket."""
         return not self.tls or not set(self.tls.split(",")) <= {"tcp", "self"}
 
     def config(
         self, engine_id: str, role: str, settings: Settings = MappingProxyType({})
     ) -> ConnectorConfig:
-        """The connector's configuration for one engine on this host: the environment's tuning, over it that of the
-        options. `settings` have the last word. Raises ConfigError: settings that do not exist or do not fit together.
+        """Return the connector's configuration for one engine: the environment's tuning, overridden by the options, and
+        both by `settings`. Raises ConfigError: settings do not exist, or do not fit together.
         """
         tuning = {name: value for name, value in os.environ.items() if name.startswith(TUNING)}
         base = {
@@ -112,7 +112,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         }
         tuned = msgspec.to_builtins(ConnectorConfig.from_env(tuning, base))
         tuned["ucx"].update({"tls": self.tls} if self.tls else {})
-        # Who asks for sockets alone wants no reads of another process's memory either.
+        # with sockets alone, an engine must not read another process's memory either
         tuned["paths"].update({} if self.share_memory else {"direct": "never"})
         for section, changes in settings.items():
             tuned[section].update(changes)
@@ -120,8 +120,9 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_settings() -> ControlConfig:
-    """The control channel's settings for measurements between hosts: the environment's `KVCONNECTOR_CONTROL_*`, as in
-    an engine; without any, loopback without keys. Raises ConfigError: they do not exist or do not fit together.
+    """Return the control channel's settings for measurements between hosts: the environment's `KVCONNECTOR_CONTROL_*`,
+    as in an engine; without any, loopback without keys. Raises ConfigError: settings do not exist, or do not fit
+    together.
     """
     named = {
         name: value for name, value in os.environ.items() if name.startswith("KVCONNECTOR_CONTROL_")

@@ -31,7 +31,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
-    """What a consumer found with one producer: seconds of each request, or what went wrong."""
+    """The result of one producer and one consumer: the seconds of each request, or the error."""
 
     producer: int
     consumer: int
@@ -41,8 +41,8 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Matrix(msgspec.Struct, frozen=True, kw_only=True):
-    """All pairs of the job. `hosts` are by rank, `gigabytes_per_s` by producer and consumer: None on the diagonal and
-    where a pair failed.
+    """All pairs of the job. `hosts` are by rank, `gigabytes_per_s` by producer and consumer, with None on the diagonal
+    and for a pair that failed.
     """
 
     nbytes: int
@@ -52,7 +52,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
     environment: Environment = msgspec.field(default_factory=Environment)
 
     def print_to(self, console: Console) -> None:
-        """A row for each producer, a column for each consumer."""
+        """Print a row for each producer and a column for each consumer."""
         table = Table("GB/s from")
         for rank in range(len(self.hosts)):
             table.add_column(f"to {rank}", justify="right")
@@ -66,7 +66,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
-    """The matrix, in each rank. Raises ConfigError: no torchrun, or no torch. ResultMismatchError: wrong bytes."""
+    """Return the matrix, in each rank. Raises ConfigError: no torchrun or torch. ResultMismatchError: wrong bytes."""
     store, rank, size = _join()
     gpu = int(os.environ.get("LOCAL_RANK", "0"))
     options = msgspec.structs.replace(options, gpus=((), (gpu,)))
@@ -104,7 +104,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
 
 
 def _offer(store: Any, key: str, engine: EngineProcess, requests: list[Transfer]) -> None:
-    """The producer's side: each request is offered, and taken back where the consumer failed."""
+    """Be the producer: offer each request, and take it back if the consumer failed."""
     engine.call_ranks(RankProcess.poison)
     engine.call_ranks(RankProcess.write, requests[0].prefill_blocks, requests[0].num_tokens)
     for index, request in enumerate(requests):
@@ -124,7 +124,7 @@ def _offer(store: Any, key: str, engine: EngineProcess, requests: list[Transfer]
 def _load(
     store: Any, key: str, engine: EngineProcess, requests: list[Transfer], pair: Pair
 ) -> Pair:
-    """The consumer's side: the first requests warm up, and the last one's bytes are compared."""
+    """Be the consumer: load requests, of which the first warm up, and compare the bytes of the last."""
     samples, paths = [], set[str]()
     engine.call_ranks(RankProcess.poison)
     for index, request in enumerate(requests):
@@ -146,7 +146,7 @@ def _load(
 
 
 def _join() -> tuple[Any, int, int]:
-    """The job's store, this process's rank, and the number of ranks."""
+    """Return the job's store, this process's rank, and the number of ranks."""
     missing = [name for name in ENVIRONMENT if name not in os.environ]
     if missing:
         raise ConfigError(

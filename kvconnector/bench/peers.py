@@ -28,7 +28,7 @@ Bursts: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 
 class AgentOpened(msgspec.Struct, frozen=True):
-    """How an agent is reached, and the pools' addresses in the order of their groups and parts."""
+    """The address of an agent, and those of its pools in the order of their groups and parts."""
 
     metadata: bytes
     addresses: list[int]
@@ -36,8 +36,8 @@ class AgentOpened(msgspec.Struct, frozen=True):
 
 
 class PeerAgent(ExitStack):
-    """One rank's agent over its pools; `close` gives back what it has. Raises ConfigError: no such library here.
-    TransportError: it refuses.
+    """One rank's agent over its pools; `close` releases its resources. Raises ConfigError: the library is not installed
+    here. TransportError: it refuses.
     """
 
     def __init__(self, pools: Sequence[RankPools]) -> None:
@@ -48,16 +48,20 @@ class PeerAgent(ExitStack):
 
     @abstractmethod
     def opened(self) -> AgentOpened:
-        """How others reach this agent."""
+        """Return the address of this agent and its pools."""
 
     @abstractmethod
     def join(self, peer: AgentOpened) -> None:
-        """Connect, and prepare what can be prepared. Raises TransportError: it is refused."""
+        """Connect, and prepare transfers. Raises TransportError: the library refuses."""
 
     @abstractmethod
     def read(self, remote: Bursts, local: Bursts) -> float:
-        """Read requests into these blocks and wait for them as an engine would, by polling: seconds with making the
-        requests. Raises TransportError: a transfer failed. TransferTimeoutError: it did not end in time.
+        """Read requests into these blocks, and wait for them by polling, as an engine would. Returns the seconds,
+        including those for making the requests.
+
+        Raises:
+            TransportError: a transfer failed.
+            TransferTimeoutError: a transfer did not end in time.
         """
 
     def _addresses(self) -> list[int]:
@@ -71,7 +75,7 @@ class PeerAgent(ExitStack):
         ]
 
     def _blocks(self, addresses: Sequence[int]) -> npt.NDArray[np.uint64]:
-        """`(address, bytes)` of every block of every part, part by part, in pools of our shape at `addresses`."""
+        """Return `(address, bytes)` of every block, part by part, in pools of our shape at `addresses`."""
         tables, left = [], iter(addresses)
         for pools in self._pools:
             offsets = np.arange(pools.num_blocks, dtype=np.uint64) * np.uint64(pools.block_bytes)
@@ -81,7 +85,7 @@ class PeerAgent(ExitStack):
         return np.concatenate(tables)
 
     def _indices(self, blocks: Sequence[Sequence[int]]) -> npt.NDArray[np.int32]:
-        """Rows of `_blocks` that a request has."""
+        """Return the rows of `_blocks` that belong to a request."""
         found, first = [], 0
         for pools, block_ids in zip(self._pools, blocks, strict=True):
             parts = np.arange(len(pools.storage), dtype=np.int32)[:, None] * pools.num_blocks
@@ -105,7 +109,7 @@ def _await(deadline_s: float, library: str) -> None:
 
 
 class NixlAgent(PeerAgent):
-    """READ of NIXL over UCX; descriptors of all blocks are prepared once."""
+    """NIXL's READ over UCX. The descriptors of all blocks are prepared once."""
 
     def __init__(self, pools: Sequence[RankPools], num_threads: int = 0) -> None:
         super().__init__(pools)
@@ -156,7 +160,7 @@ class NixlAgent(PeerAgent):
         return ended_s - began_s
 
     def _prepared(self, agent: str, addresses: Sequence[int], device_index: int) -> Any:
-        """A list of `(address, bytes, device)` of every block of an agent."""
+        """Return NIXL's list of `(address, bytes, device)` of every block of an agent."""
         blocks = self._blocks(addresses)
         devices = np.full(len(blocks), device_index, dtype=np.uint64)
         table = np.column_stack([blocks, devices])
@@ -166,11 +170,11 @@ class NixlAgent(PeerAgent):
 
 
 TCP_DESCRIPTORS = 1000
-"""That are given to Mooncake's TCP transport at once; it refuses 5,000, and ends the connection."""
+"""Most descriptors that Mooncake's TCP transport gets at once; it refuses 5,000, and ends the connection."""
 
 
 class MooncakeAgent(PeerAgent):
-    """READ of Mooncake's transfer engine over TCP, found by its own handshake; one batch after the other."""
+    """Mooncake's READ over TCP, with Mooncake's own handshake, one batch after the other."""
 
     def __init__(self, pools: Sequence[RankPools]) -> None:
         super().__init__(pools)
@@ -210,7 +214,7 @@ class MooncakeAgent(PeerAgent):
 
 
 class PeerSetting(NamedTuple):
-    """How a library is run: with these variables, and `agent` over its pools."""
+    """One setting of a library: its environment variables, and its agent."""
 
     name: str
     library: str
@@ -224,11 +228,11 @@ PEERS = (
     PeerSetting("nixl, 4 threads", "nixl", partial(NixlAgent, num_threads=4)),
     PeerSetting("mooncake, TCP", "mooncake", MooncakeAgent, {"MC_LOG_LEVEL": "ERROR"}),
 )
-"""A library's default first. NIXL's scatter-gather lists are off by default; threads share long descriptor lists."""
+"""Each library's default comes first. NIXL has scatter-gather lists off by default; threads share long lists."""
 
 
 def peer_variables(peer: int | None, tls: str) -> dict[str, str]:
-    """Variables of the processes of `PEERS[peer]`, with this UCX_TLS unless it is empty; of ours there are none."""
+    """Return the environment variables of `PEERS[peer]`, with `tls` as UCX_TLS unless it is empty; ours has none."""
     if peer is None:
         return {}
     return {**PEERS[peer].environment, **({"UCX_TLS": tls} if tls else {})}

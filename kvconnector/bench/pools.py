@@ -1,8 +1,8 @@
-"""A rank's caches with content that can be made again elsewhere, so that two processes agree on it without talking.
+"""A rank's caches, with contents that another process can make again and compare.
 
-Element (layer, part, token, head, dim) of the sequence depends on the seed alone: what one engine writes into
-its blocks another can check in its own, whatever the two's cuts, layouts and block sizes. Both happen where the
-caches are.
+Element (layer, part, token, head, dim) of a sequence depends on the seed alone. So one engine can write a sequence into
+its blocks, and another can check its own blocks, whatever the shapes, layouts and block sizes of the two. Contents are
+made and compared where the caches are.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POISON = 0xA5
 
 
 def random_values(part: PartGeometry, seed: Sequence[int], rows: int) -> npt.NDArray[Any]:
-    """Random elements `[rows, total_heads, head_dim]`, integers of the item's size; more rows begin with the same."""
+    """Return random integers `[rows, total_heads, head_dim]` of the item's size; more rows begin with the same ones."""
     shape = (rows, part.total_heads, part.head_dim)
     nbytes = math.prod(shape) * part.item_size_bytes
     raw = np.random.SFC64(seed).random_raw(-(-nbytes // 8)).view(np.uint8)[:nbytes]
@@ -52,7 +52,7 @@ class RankPools:
         }
 
     def cache_group(self) -> CacheGroup:
-        """As a worker registers it."""
+        """Return the group that a worker registers."""
         parts = range(len(self.geometry.parts))
         views = {
             layer: tuple(self._view(self.storage[layer, part]) for part in parts)
@@ -66,7 +66,7 @@ class RankPools:
         return self.geometry.block_size * self._part.token_bytes
 
     def addresses(self) -> list[int]:
-        """Address of every part, layer by layer."""
+        """Return the address of every part, layer by layer."""
         return [_address(storage) for storage in self.storage.values()]
 
     def poison(self) -> None:
@@ -74,7 +74,7 @@ class RankPools:
             storage[...] = POISON
 
     def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Put what the rank holds of a sequence into these blocks, its last ones; the room after that is zero."""
+        """Write the rank's part of a sequence into its last blocks, `block_ids`, with zeros after the last token."""
         for _, elements, values in self._contents(seed, len(block_ids), num_tokens):
             ids = _beside(values, np.asarray(block_ids))
             blocks = elements[ids]
@@ -83,7 +83,7 @@ class RankPools:
             elements[ids] = rows.reshape(blocks.shape)
 
     def mismatch(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> str:
-        """Where these blocks do not hold exactly that sequence, or others are not poisoned; empty if all is well."""
+        """Return where these blocks differ from the sequence, or the others from poison; empty if nowhere."""
         item = self._part.item_size_bytes
         poison = int.from_bytes(bytes([POISON] * item), "little", signed=True)
         unused = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
@@ -103,10 +103,9 @@ class RankPools:
     def _contents(
         self, seed: int, num_blocks: int, num_tokens: int
     ) -> Iterator[tuple[str, Any, Any]]:
-        """Of each part, its name, its elements `[block, token, head, head_dim]` whatever the layout, and in the same
-        memory what the last `num_blocks` blocks of a sequence hold, `[tokens, heads, head_dim]`: the rank's heads of
-        every token that is its turn. A part's elements are those of the sequence with a key for each head and
-        dimension.
+        """Yield, for each part, its name, its elements `[block, token, head, head_dim]` in any layout, and in the same
+        memory the contents of the last `num_blocks` blocks of a sequence, `[tokens, heads, head_dim]`: the rank's heads
+        of its own tokens. Each part has the elements of the sequence, changed by a key for each head and dimension.
         """
         group, part = self.geometry, self._part
         heads, tokens, dim = part.num_heads, group.block_size, part.head_dim
@@ -140,7 +139,7 @@ class RankPools:
 def choose_blocks(
     num_needed: int, num_blocks: int, *, scattered: bool, rng: np.random.Generator
 ) -> list[int]:
-    """Block ids of one request: a random choice in random order, or one run at a random place."""
+    """Return block ids of one request: a random choice in random order, or one run at a random place."""
     if scattered:
         return [int(block) for block in rng.permutation(num_blocks)[:num_needed]]
     start = int(rng.integers(num_blocks - num_needed + 1))
@@ -148,7 +147,7 @@ def choose_blocks(
 
 
 def _allocate(nbytes: int, device: str) -> Any:
-    """That many bytes, each page touched."""
+    """Return `nbytes` bytes, with each page touched."""
     if device == "cpu":
         try:
             # in pages of its own, so that the worker can share it
@@ -163,7 +162,7 @@ def _allocate(nbytes: int, device: str) -> Any:
 
 
 def _beside(storage: Any, host: npt.NDArray[Any]) -> Any:
-    """These elements in the same memory as `storage`."""
+    """Return these elements in the same memory as `storage`."""
     if isinstance(storage, np.ndarray):
         return host
     import torch

@@ -26,8 +26,8 @@ from kvconnector.runtime import StepMetadata, Worker, WorkerMetadata, WorkerOutp
 
 
 class Driven(msgspec.Struct, kw_only=True):
-    """What an engine's loop did: of each request when it was asked for and when the engine's thread saw its end, in
-    seconds of the host's monotonic clock, and the paths that they came by; the steps of its load, and seconds of all.
+    """Result of `drive`: when each request was asked for and when the engine's thread saw its end, in seconds of the
+    host's monotonic clock, and the paths that requests took; the steps of the load, and the seconds of the loop.
     """
 
     spans_s: list[tuple[float, float]] = []
@@ -54,7 +54,7 @@ class RankProcess:
         self._log = _Log()
 
     def ready(self) -> None:
-        """Answers once the pools are there, and what this process wrote there is complete."""
+        """Return once the pools exist, and all writes of this process to them are complete."""
         if self._device != "cpu":
             import torch
 
@@ -64,7 +64,7 @@ class RankProcess:
         self._exits.close()
 
     def start_worker(self, config: ConnectorConfig) -> tuple[WorkerMetadata, list[str]]:
-        """Register the pools with a worker of this configuration. Returns its metadata, and what it warned of."""
+        """Register the pools with a worker of this configuration. Returns its metadata and its warnings."""
         logger = logging.getLogger("kvconnector")
         logger.setLevel(logging.INFO)
         logger.addHandler(self._log)
@@ -85,7 +85,7 @@ class RankProcess:
         self.ready()
 
     def mismatch(self, blocks: list[list[int]], num_tokens: int) -> str:
-        """Compare these blocks with the sequence and all others with poison; empty if all is well."""
+        """Compare these blocks with the sequence, and all others with poison. Returns the difference, if any."""
         self.ready()
         found = (
             pools.mismatch(SEED, block_ids, num_tokens)
@@ -94,19 +94,19 @@ class RankProcess:
         return next(filter(None, found), "")
 
     def turn(self, step: StepMetadata, wait_s: float) -> WorkerOutput:
-        """One turn of an idle engine's loop, which waits for at most so long."""
+        """Take one turn of an idle engine's loop, and wait for at most `wait_s`."""
         self._worker.start_step(step)
         self._worker.wait(wait_s)
         return self._worker.poll()
 
     def compute(self, steps: list[tuple[StepMetadata, float]]) -> float:
-        """Return what the steps of a model took that runs for this many seconds, layer after layer."""
+        """Run steps of a model, each for the given seconds, layer after layer. Returns the seconds that all took."""
         model = make_model(self._device)
         layers = self._pools[0].geometry.layers
         began_s = time.perf_counter()
         for step, seconds in steps:
             self._worker.start_step(step)
-            # the model comes first: it waits for its kernels once the layers are through
+            # the model comes first in `zip`: after the last layer it waits for its kernels
             for _, layer in zip(model(seconds, len(layers)), layers, strict=True):
                 self._worker.layer_written(layer)
             self._worker.poll()
@@ -122,9 +122,17 @@ class RankProcess:
         one_by_one: bool,
         min_s: float,
     ) -> Driven:
-        """Run an engine's main loop beside steps and the requests that it waits for, until all are over and `min_s` has
-        passed: each step when those before are over if `one_by_one`, else one in each turn. Raises
-        KVConnectorError: a load failed. TransferTimeoutError: no request ended within the timeout.
+        """Run an engine's main loop until all requests have ended and `min_s` has passed.
+
+        Args:
+            load: The work of each turn.
+            steps: The scheduler's steps, each with the requests whose ends are awaited.
+            one_by_one: Whether a step waits until all requests before it have ended; else each turn takes one step.
+            min_s: The least time to run for, in seconds.
+
+        Raises:
+            KVConnectorError: a load failed.
+            TransferTimeoutError: no request ended within the timeout.
         """
         worker, run = self._worker, make_step(load, self._device)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()
@@ -156,7 +164,7 @@ class RankProcess:
         return driven
 
     def lanes(self) -> list[str]:
-        """What the worker has said of the lanes of its packed reads."""
+        """Return the worker's log lines about the lanes of its packed reads."""
         return [text for text in self._log.texts if "travel over" in text]
 
     def open_agent(self, peer: int) -> AgentOpened:
@@ -165,16 +173,16 @@ class RankProcess:
         return self._agent.opened()
 
     def join_agent(self, peers: list[AgentOpened]) -> None:
-        """Connect to the agent of the other engine's rank of equal number, and prepare what can be prepared."""
+        """Connect to the agent of the other engine's rank with the same number, and prepare transfers."""
         self._agent.join(peers[self._index])
 
     def read_blocks(self, remote: list[list[list[int]]], local: list[list[list[int]]]) -> float:
-        """Read requests at once, each in blocks by cache group: seconds until the last is here."""
+        """Read requests at once, each in blocks by cache group. Returns the seconds until the last has arrived."""
         return self._agent.read(remote, local)
 
 
 class _Log(logging.Handler):
-    """Keeps what the worker says, once, with its level."""
+    """Keeps each text that the worker logs once, with its level."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

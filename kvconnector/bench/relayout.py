@@ -1,4 +1,4 @@
-"""`relayout`: blocks of one engine into the other's block size and layout, on one device."""
+"""`relayout`: a copy of blocks of one engine to the other's block size and layout, on one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvconnector_kernels.relayout import PagedSide, relayout, upload_block_ids
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Sequence[CaseResult]:
-    """Every request size in turn, as if each engine had one rank."""
+    """Return a case for every request size, as if each engine had one rank."""
     engines = options.prefill, options.decode
     unit = math.lcm(*(each.block for each in engines))
     sizes = [-(-tokens // unit) * unit for tokens in options.tokens]
@@ -84,9 +84,9 @@ def _plain_copy(nbytes: int, device: str) -> Callable[[], object]:
 
 
 def _gpu_times(device: str, operation: Callable[[], object], iterations: int) -> tuple[float, ...]:
-    """GPU seconds of each call by events on the current stream.
+    """Return the GPU seconds of each call, by events on the current stream.
 
-    The calls are queued without waiting in between, so that the host's part shows only where it is the longer one.
+    The calls are queued without waiting in between, so that the host's part shows only if it is the longer one.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Another release of kvconnector, on which this one's benchmarks run an engine.
 
-A folder is put together of links: to all that the other release has, but for `kvconnector.bench`, which is this one's.
-Processes that import from it are of the other release in all that two engines exchange, and answer this one's calls.
+A folder of links has all of the other release, but for `kvconnector.bench`, which is this one's. Processes that import
+from it run the other release in all that two engines exchange, and answer this one's calls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ sys.stdout.buffer.write(msgspec.json.encode((kvconnector.__version__, SPOKEN)))
 
 
 class Release(msgspec.Struct, frozen=True):
-    """The other release. `environment` is that of processes which run it, beside this process's own."""
+    """The other release. `environment` are the variables of processes that run it, besides those of this process."""
 
     path: str
     version: str

@@ -1,4 +1,4 @@
-"""What a benchmark found: samples, their statistics, and how they are shown as tables and as JSON."""
+"""Results of benchmarks: samples and their statistics, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class ShowProgress(Protocol):
-    """Takes what a benchmark does next in a few words, and the share of all that is done, if that is known."""
+    """Shows in a few words what a benchmark does next, and the share of all work that is done, if it is known."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
@@ -26,8 +26,8 @@ class ShowProgress(Protocol):
 class Measurement(msgspec.Struct, frozen=True):
     """Times of one contender for one case, in seconds.
 
-    `nbytes` is the payload of one time, the mean where lengths differ, 0 where bytes are no matter. `figures` are what
-    else was found: seconds where a name ends in `_s`, else plain numbers and ratios.
+    `nbytes` is the payload that each time is for, the mean if lengths differ, or 0 if bytes do not count. `figures` are
+    further results: seconds if a name ends in `_s`, else plain numbers and ratios.
     """
 
     contender: str
@@ -37,7 +37,7 @@ class Measurement(msgspec.Struct, frozen=True):
     figures: dict[str, float] = {}
 
     def percentile_s(self, percent: int) -> float:
-        """Interpolated where there are few samples; without any it is no number."""
+        """Return a percentile, interpolated between samples; NaN without any."""
         return float(np.percentile(self.samples_s, percent)) if self.samples_s else math.nan
 
     @property
@@ -68,7 +68,7 @@ class CaseResult(msgspec.Struct, frozen=True):
             console.print(f"  {note}", soft_wrap=True)
 
     def time_over_ours(self, contender: Measurement) -> float:
-        """How many times as long as ours its median is: for a limit, the part of its speed that we reach."""
+        """Return its median divided by ours. Of a limit, this is the part of its speed that we reach."""
         return contender.percentile_s(50) / self.ours.percentile_s(50)
 
 
@@ -82,7 +82,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     cases: tuple[CaseResult, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """With percentiles, throughputs and ratios beside the samples they come from."""
+        """Return the report with percentiles, throughputs and ratios beside their samples."""
         found: dict[str, Any] = msgspec.to_builtins(self)
         for case, stated in zip(self.cases, found["cases"], strict=True):
             for each, measured in zip(case.measurements, stated["measurements"], strict=True):
@@ -110,7 +110,7 @@ def _times(case: CaseResult) -> Table:
 
 
 def _figures(case: CaseResult) -> Table:
-    """What a contender's figures say, one a row; those of several that are alike belong to the case."""
+    """Return a row for each figure, except for those that are the same for several contenders."""
     with_figures = [each for each in case.measurements if each.figures]
     table = Table("figure")
     for each in with_figures:
@@ -130,7 +130,7 @@ def _figure(name: str, value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and a unit; nothing where it is no number."""
+    """Return three digits and a unit; nothing for NaN."""
     if math.isnan(seconds):
         return ""
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):

@@ -1,8 +1,8 @@
-"""`sessions`: what one event costs a worker while very many requests are queued, and the longest one.
+"""`sessions`: how long a worker takes for one event, in the median and at most, while very many requests are queued.
 
-A producer's and a consumer's session talk to each other in this process; nothing is sent and no byte is moved. A router
+A producer's and a consumer's session talk to each other in this process; nothing is sent and no byte moves. A router
 asks for all requests at once. A few are served, an interval of heartbeats passes, and the consumer gives up the rest.
-What Python's garbage collector takes to go through what the requests are made of is a figure of its own.
+The time that Python's garbage collector takes to go through the requests' objects is a figure of its own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NUM_TOKENS = 256
 SHAPE = EngineShape(block=16)
 FREE = Costs(turn_s=0.0, endpoint_s=0.0, latency_s=0.0, bytes_per_s=inf)
 PRODUCER = EngineAddress(EngineId("p0"), "p0")
-"""As `Simulation` names the first."""
+"""`Simulation` gives the first producer this name."""
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Every number of requests, offered one after the other and streamed."""
+    """Yield a case for each number of requests, computed before they are wanted, and streamed."""
     for is_streamed in (False, True):
         for count in COUNTS:
             how = (
@@ -55,7 +55,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 
 class _Queue(Simulation):
-    """Two ranks in a world where nothing costs time, and how long each event took of this thread's time."""
+    """Two ranks in a world where nothing costs virtual time. It measures how long this thread works for each event."""
 
     def __init__(self, model: ModelShape, count: int, *, is_streamed: bool) -> None:
         cluster = Cluster(
@@ -87,13 +87,13 @@ class _Queue(Simulation):
         self._released.add(request_id)
 
     def measure(self, num_served: int) -> Measurement:
-        """The times of the events in which a few requests are served, and what else there is.
+        """Return the times of the events in which a few requests are served, and the other figures.
 
         Raises:
             ResultMismatchError: a request was not served, or not given back.
         """
         gc.collect()
-        gc.freeze()  # as engines do: the rest of the process is no matter
+        gc.freeze()  # as engines do: the rest of the process does not count
         gc.callbacks.append(self._collected)
         try:
             return self._measure(num_served)
@@ -140,7 +140,7 @@ class _Queue(Simulation):
         return Measurement("kvconnector", "ours", tuple(serving), figures=figures)
 
     def _ask_for_all(self) -> None:
-        """Both engines are asked for all requests, before they have met."""
+        """Ask both engines for all requests, before they have met."""
         for name in self._names:
             self._order(
                 self._consumer, WantRequest(name, name, SECRET, PRODUCER, self._is_streamed)

@@ -1,4 +1,4 @@
-"""What is benchmarked: the cache shapes of public models, and how an engine cuts them."""
+"""The cache shapes of public models, and the shapes of engines that hold them."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def retention(self) -> Retention:
-        """What these layers keep of a sequence."""
+        """The tokens of a sequence that these layers keep."""
         sizes = [self.extent_tokens] if self.extent_tokens else []
         return RETENTIONS[self.keeps](*sizes)
 
     def missing(self, tokens: range) -> range:
-        """What these layers lack of a prompt's tokens before the next one can be computed."""
+        """Return the tokens of a prompt that these layers lack before the next one can be computed."""
         if self.keeps == "encoder":
             return range(self.encoder_tokens or tokens.stop)
         return self.retention.missing(tokens.start, tokens.stop)
@@ -128,15 +128,15 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token over all layers, of which each keeps all tokens."""
+        """Bytes of one token over all layers, if each keeps all tokens."""
         return self.request_bytes(1)
 
     def ranges(self, tokens: range) -> list[range]:
-        """Of each cache group, what it lacks of a prompt's tokens."""
+        """Return the tokens of a prompt that each cache group lacks."""
         return [group.missing(tokens) for group in self.layer_groups]
 
     def request_bytes(self, num_tokens: int) -> int:
-        """Bytes that a request of that many tokens moves, on all ranks together."""
+        """Return the bytes that a request of `num_tokens` moves, on all ranks together."""
         return sum(
             len(group.missing(range(num_tokens))) * len(group.layers) * heads * size * item
             for group in self.layer_groups
@@ -144,7 +144,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def description(self) -> ModelDescription:
-        """What two engines agree on at hello."""
+        """Return what two engines must agree on."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
 
 
@@ -189,7 +189,7 @@ DEEPSEEK_V4_PRO = ModelShape(
 
 
 class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How one engine cuts and stores the cache.
+    """One engine's parallelism, block size and layout.
 
     `dcp` neighbouring tensor ranks hold the same heads and share a request's tokens, `interleave` at a time.
     """
@@ -245,15 +245,15 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def virtual_block_tokens(self) -> int:
-        """Tokens of a request that have one block id, on all ranks that share them."""
+        """Tokens of a request that share one block id, on all ranks of a context parallel group."""
         return self.block * self.dcp
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of each rank that hold a request of `num_tokens`."""
+        """Return the blocks of each rank that hold a request of `num_tokens`."""
         return -(-num_tokens // self.virtual_block_tokens)
 
     def first_blocks(self, model: ModelShape, num_tokens: int) -> list[tuple[int, int]]:
-        """Of each cache group: the first block that a request of `num_tokens` needs, and how many."""
+        """Return the first block that a request of `num_tokens` needs in each cache group, and their number."""
         groups = rank_geometry(model, self, self.ranks[0]).groups
         found = []
         for group, tokens in zip(groups, model.ranges(range(num_tokens)), strict=True):
@@ -263,7 +263,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def rank_geometry(model: ModelShape, shape: EngineShape, rank: Rank) -> RankGeometry:
-    """What one rank of such an engine holds. Raises GeometryError: fewer layers than pipeline stages."""
+    """Return the caches of one rank of such an engine. Raises GeometryError: fewer layers than pipeline stages."""
     stage = TpKVTopology.layers_of(model.num_layers, pp_rank=rank.pp_rank, pp_size=shape.pp)
     groups = tuple(_group_geometry(shape, rank, stage, group) for group in model.layer_groups)
     return RankGeometry(pp_rank=rank.pp_rank, tp_rank=rank.tp_rank, groups=groups)
@@ -303,7 +303,7 @@ def _group_geometry(
 
 
 def engine_geometry(model: ModelShape, shape: EngineShape, engine_id: str) -> EngineGeometry:
-    """All ranks of such an engine. Raises as `rank_geometry`."""
+    """Return the caches of all ranks of such an engine. Raises as `rank_geometry`."""
     return EngineGeometry(
         engine_id=engine_id,
         tp_size=shape.tp,

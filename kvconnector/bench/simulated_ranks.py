@@ -1,4 +1,4 @@
-"""Threads, links and data paths of a simulated cluster: what stands around its sessions. See `simulation`."""
+"""The threads, links and data paths around the sessions of a simulated cluster. See `simulation`."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ CHUNK_BYTES = CONFIG.chunk_bytes("cuda")
 NUM_SLOTS = slots_within(CONFIG.staging.budget_bytes, CHUNK_BYTES, directions=1)
 INCARNATION = Incarnation("simulated")
 UCX_ADDRESS = bytes(256)
-"""Of the length of a UCX address with a few lanes."""
+"""It has the length of a UCX address with a few lanes."""
 
 
 class Thread(ABC):
-    """What takes messages, one after the other. Links that others open have negative numbers."""
+    """A thread that takes one message after the other. Links that others open have negative numbers."""
 
     def __init__(self, world: Simulation) -> None:
         self.world = world
         self.free_at = 0.0
         self.busy_s = 0.0
         self.links: dict[Link, tuple[Thread, Link, float]] = {}
-        """The other side, its end of the link, and when the link is up."""
+        """By our end of each link: the other thread, its end, and when the link is up."""
         self.peak_links = 0
         self._incoming = count(1)
 
     def spend(self, seconds: float) -> None:
-        """Work, now or when what came before is done."""
+        """Work for `seconds`, now or after what the thread does already."""
         self.free_at = max(self.free_at, self.world.now) + seconds
         self.busy_s += seconds
 
@@ -67,7 +67,7 @@ class Thread(ABC):
             thread.peak_links = max(thread.peak_links, len(thread.links))
 
     def close_link(self, link: Link) -> None:
-        """End a link; the other side is notified."""
+        """End a link, and notify the other side."""
         if link in self.links:
             peer, theirs, _ = self.links.pop(link)
             world = self.world
@@ -91,11 +91,11 @@ class Thread(ABC):
 
     @abstractmethod
     def arrived(self, link: Link, message: m.Message) -> None:
-        """A message is here."""
+        """Take a message."""
 
 
 class SessionThread(Thread, Port):
-    """A rank's thread: it runs `session`, and is what stands for its data path."""
+    """A rank's thread. It runs `session`, and stands in for its data path."""
 
     session: ProducerSession | ConsumerSession
 
@@ -115,7 +115,7 @@ class SessionThread(Thread, Port):
         self._plan_tick()
 
     def take_soon(self, event: object, at_s: float | None = None) -> None:
-        """The same, after what the thread does now."""
+        """Have the session handle an event after what the thread does now, or at `at_s`."""
         self.world.at(at_s or max(self.free_at, self.world.now), partial(self.take, event))
 
     def arrived(self, link: Link, message: m.Message) -> None:
@@ -174,11 +174,11 @@ class ProducerRank(SessionThread):
 
     def _consumer(self, link: Link) -> tuple[ConsumerRank, Link]:
         consumer, theirs, _ = self.links[link]
-        assert isinstance(consumer, ConsumerRank)  # nobody else greets, or reads
+        assert isinstance(consumer, ConsumerRank)  # only these greet, and read
         return consumer, theirs
 
     def start_send(self, send: Send) -> None:
-        """Both interfaces carry the read, once they have carried those before it."""
+        """Have both interfaces carry the read, after those before it."""
         costs, read_id = self.world.costs, send.read.read_id
         consumer, _ = self._consumer(send.link)
         start = max(self.free_at, self.interface_free_at, consumer.interface_free_at)
@@ -217,7 +217,7 @@ class ConsumerRank(SessionThread):
         self.peak_slots = 0
 
     def nbytes_of(self, read_id: int) -> int:
-        """Of a read that has slots; a stopped one may have lost them."""
+        """Return the bytes of a read that has slots; a stopped read may have lost them."""
         return self._with_slots[read_id].source.total_bytes if read_id in self._with_slots else 0
 
     def received(self, read_id: int) -> None:
@@ -240,7 +240,7 @@ class ConsumerRank(SessionThread):
         self._admit()
 
     def _admit(self) -> None:
-        """Give slots to reads in their order, each as many as its window wants and are left, and one at least."""
+        """Give slots to reads in their order: at least one to each, at most its window, and no more than are free."""
         while self._waiting and self._num_free_slots:
             read = self._waiting.popleft()
             read.window = min(CONFIG.staging.window, read.source.num_chunks, self._num_free_slots)
@@ -314,6 +314,6 @@ class SimulatedDirectory(Thread):
         self._directory = m.Directory(geometry=packed, workers=entries)
 
     def arrived(self, link: Link, message: m.Message) -> None:
-        assert isinstance(message, m.DirectoryRequest)  # nobody says anything else here
+        assert isinstance(message, m.DirectoryRequest)  # only these are sent here
         self.spend(self.world.costs.turn_s)
         self.send(link, answer_to(message, self._directory))

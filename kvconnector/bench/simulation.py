@@ -1,7 +1,7 @@
 """A cluster in virtual time: the real sessions of every rank, with models in place of threads, links and copies.
 
-A rank's thread handles one thing after the other, a link has a latency, and a rank's network interface carries one read
-after the other. What is said, to whom and when is what the sessions decide; nothing is sent.
+A rank's thread handles one event after the other, a link has a latency, and a rank's network interface carries one read
+after the other. The sessions decide which messages go where and when; nothing is sent.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SECRET = "5" * 32
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """What things take. BENCHMARKS.md is the source of the defaults but the link's, which are assumptions.
+    """Costs of what a cluster does. The defaults come from BENCHMARKS.md, but for a link's, which are assumptions.
 
-    `turn_s` of a driver's thread for each event that it handles and each message that it sends: 2 MiB between two GPUs
-    take 0.29 ms more than their plain copy, in about six such steps. `endpoint_s` for each endpoint that it opens: the
-    first request of two vLLM engines takes 20 to 24 ms more than the next, with an endpoint on either side.
+    A driver's thread takes `turn_s` for each event that it handles and each message that it sends: 2 MiB between two
+    GPUs take 0.29 ms more than a plain copy, in about six such steps. It takes `endpoint_s` for each endpoint that it
+    opens: the first request of two vLLM engines takes 20 to 24 ms more than the next, with an endpoint on either side.
     """
 
     turn_s: float = 50e-6
@@ -43,7 +43,7 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt that producer engine `producer` has computed at `at_s`, and consumer engine `consumer` asks for then."""
+    """A prompt that engine `producer` has computed at `at_s`, when engine `consumer` asks for it."""
 
     at_s: float
     num_tokens: int
@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """What is simulated."""
+    """The engines of a simulation."""
 
     model: ModelShape
     prefill: EngineShape
@@ -64,11 +64,11 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What happened until the last request and lease ended, after `elapsed_s`.
+    """The result of a simulation, whose last request and lease ended after `elapsed_s`.
 
-    `failures` counts requests by error, `messages` control messages by kind. `peak_links` are the most connections that
-    a thread had, `peak_slots` the most staging slots in use on a consumer rank; the busiest thread worked `busiest_s`.
-    There are no times to completion where no request succeeded.
+    `failures` counts requests by error, `messages` control messages by kind. `peak_links` is the largest number of
+    connections of a thread, `peak_slots` that of staging slots in use on a consumer rank, and `busiest_s` the time that
+    the busiest thread worked. The times to completion are None if no request succeeded.
     """
 
     engines: int
@@ -87,12 +87,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def messages_per_request(self) -> float:
-        """Control messages of all kinds, heartbeats and greetings included."""
+        """Control messages of all kinds, including heartbeats and greetings."""
         return sum(self.messages.values()) / self.requests
 
     @property
     def messages_per_s(self) -> float:
-        """The same for each second of the run."""
+        """Control messages of all kinds in each second of the run."""
         return sum(self.messages.values()) / self.elapsed_s
 
 
@@ -131,11 +131,11 @@ class Simulation:
             self.at(request.at_s, partial(self._ask, f"r{i}", request))
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
-        """Have something happen."""
+        """Schedule `action`."""
         heapq.heappush(self._agenda, (time_s, next(self._numbers), action))
 
     def advance(self, until_s: float) -> None:
-        """Let everything happen that is due by this time."""
+        """Run all actions that are due until `until_s`."""
         while self._agenda and self._agenda[0][0] <= until_s:
             self.now, _, action = heapq.heappop(self._agenda)
             action()
@@ -146,7 +146,7 @@ class Simulation:
         session.handle(event, now)
 
     def run(self) -> Outcome:
-        """The outcome; the same for the same requests."""
+        """Simulate to the end. The same requests have the same outcome."""
         while (self._open or self._held) and self._agenda:
             self.advance(self._agenda[0][0])
         consumers = [rank for engine in self.consumers for rank in engine]
@@ -169,7 +169,7 @@ class Simulation:
         )
 
     def loaded(self, request_id: str, error: KVConnectorError | None, at_s: float) -> None:
-        """A consumer rank ended its part of a request."""
+        """Note that a consumer rank ended its part of a request."""
         if error is not None:
             self._errors.setdefault(request_id, error)
         self._open[request_id] -= 1
@@ -180,7 +180,7 @@ class Simulation:
                 self._completion_s[request_id] = at_s - asked_s
 
     def released(self, request_id: str) -> None:
-        """A producer rank gave a request's blocks back."""
+        """Note that a producer rank gave a request's blocks back."""
         self._held[request_id] -= 1
         if not self._held[request_id]:
             del self._held[request_id]

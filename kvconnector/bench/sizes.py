@@ -1,4 +1,4 @@
-"""Numbers, token counts and bytes as people write them."""
+"""Numbers, token counts and bytes as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from kvconnector.errors import ConfigError
 
 MAX_TOKENS = 10_000_000
-"""Of a request."""
+"""Most tokens of a request."""
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:

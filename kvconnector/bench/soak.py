@@ -1,20 +1,21 @@
-"""`soak`: two engines under mixed load with aborts and faults, for minutes or days, and what remains of that.
+"""`soak`: two engines under mixed load with aborts and faults, for minutes or days.
 
 The first half of a run has faults of every kind. In the second half no engine is killed or restarted, so that its
-processes live long enough for what grows to show. Requests that fail are explained by what this process did to them:
-to an engine while they were loaded, or to themselves. All others count as `unexplained`.
+processes live long enough to show what grows. A failed request is explained if this process aborted it, or caused a
+fault of an engine while it was loaded. All others count as `unexplained`.
 
-From time to time the load is drained, both engines' pools are filled with known bytes, and one more request is compared
-with what was sent, and all other blocks with what lay there: wrong bytes and late writes end the run.
+From time to time the soak drains the load, fills both engines' pools with known bytes, and moves one more request. It
+compares that request with what was sent, and all other blocks with what was there: wrong bytes and late writes end the
+run.
 
-With another release at hand, an engine that is started again is of this one or of that one, so that all four pairs of
-releases meet, and equally often.
+If another release is given, an engine that starts again is of this release or of the other one, so that all four pairs
+of releases meet equally often.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,21 +43,19 @@ from kvconnector.bench.soak_state import (
 
 IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
-"""In each step, of one request."""
+"""Probability that a step aborts one request."""
 FAULT_S = 45.0
-"""Between two faults; in short runs fewer seconds, so that each kind has its turn in the first half."""
+"""Seconds between two faults; fewer in short runs, so that each kind has its turn in the first half."""
 CHECK_S = 60.0
-"""Between two comparisons of bytes, and between two savings of the state; in short runs less."""
+"""Seconds between two comparisons of bytes, after which the state is saved; fewer in short runs."""
 DRAIN_S = 60.0
 MAX_TOLD = 10
-"""Errors without a cause that are reported in full."""
+"""Unexplained errors that are reported in full."""
 
 
 @dataclass(slots=True)
 class _Side:
-    """One engine, the release that it is of, and its blocks: the free ones, and those of each request. `lives` counts
-    its starts.
-    """
+    """One engine, its release, its free blocks, and the blocks that each request holds. `lives` counts its starts."""
 
     engine: EngineProcess
     shape: EngineShape
@@ -77,8 +76,8 @@ class _Side:
 
 @dataclass(slots=True)
 class _Loading:
-    """A request that the consumer loads, and what is counted of its engines' releases. `is_first`: it was asked for
-    before the engines had met.
+    """A request that the consumer loads, and the counts of its engines' releases. `is_first`: it was asked for before
+    the engines had met.
     """
 
     started_s: float
@@ -88,7 +87,7 @@ class _Loading:
 
 
 class Soak:
-    """One run, or what is left of it. The block managers and the router are this process. `close` ends the engines."""
+    """One run, or the rest of it. This process is the block managers and the router. `close` ends the engines."""
 
     def __init__(
         self,
@@ -102,9 +101,9 @@ class Soak:
         self._loading: dict[str, _Loading] = {}
         self._aborted: set[str] = set()
         self._troubled: dict[str, str] = {}
-        """The fault that each request met which was loaded at that time."""
+        """By request: the fault that happened while it was loaded."""
         self._trouble = ("", 0.0)
-        """The last fault that loses a peer, and until when it may still fail new requests."""
+        """The last fault by which an engine lost its peer, and until when new requests may fail because of it."""
         self._paused = ("", 0.0)
         self._have_met = False
         self._sides: dict[str, _Side] = {}
@@ -117,8 +116,8 @@ class Soak:
         environment = self._other.environment if self._other and is_other else {}
         return EngineProcess(self._deployment, name, environment)
 
-    def _begin_start(self, name: str) -> Callable[[], object]:
-        return self._sides[name].engine.begin(Engine.start, name, ROLES[name], SETTINGS)
+    def _start(self, name: str) -> None:
+        self._sides[name].engine.call(Engine.start, name, ROLES[name], SETTINGS)
 
     def close(self) -> None:
         for side in self._sides.values():
@@ -130,17 +129,17 @@ class Soak:
 
     @property
     def _pair(self) -> PairCounts:
-        """What is counted of the two releases that meet now."""
+        """The counts of the two engines' releases."""
         return self._state.pair(pair_of(self._releases))
 
     def run(self, total_s: float, path: Path | None) -> None:
-        """Go on until `total_s` of the run are over.
+        """Start the engines, and go on until `total_s` of the run are over.
 
         Raises:
             ResultMismatchError: blocks leaked, or bytes are wrong.
         """
-        for is_started in [self._begin_start(name) for name in self._sides]:
-            is_started()
+        for name in self._sides:
+            self._start(name)
         state, began_s = self._state, time.monotonic() - self._state.elapsed_s
         fault_s = min(FAULT_S, total_s / 2 / (len(FAULTS) + 1))
         check_s = min(CHECK_S, total_s / 8)
@@ -169,7 +168,7 @@ class Soak:
         save_state(path, state)
 
     def _check(self) -> None:
-        """Drain the load, compare bytes, and note what both engines use.
+        """Drain the load, compare bytes, and note the memory, descriptors and threads of both engines.
 
         Raises:
             ResultMismatchError: see `run`.
@@ -188,8 +187,8 @@ class Soak:
             self._state.note_usage(name, side.lives, values)
 
     def _compare(self, num_tokens: int) -> bool:
-        """Move one request alone, and compare all of the consumer's blocks. Returns False if the load failed, as it may
-        after a fault.
+        """Move one request alone, and compare all of the consumer's blocks. Returns False if the load failed, which it
+        may after a fault.
 
         Raises:
             ResultMismatchError: see `run`.
@@ -214,7 +213,7 @@ class Soak:
         decode.engine.call_ranks(RankProcess.poison)
 
     def _drain(self) -> None:
-        """Raises ResultMismatchError: blocks are still held in the end."""
+        """Wait for all requests. Raises ResultMismatchError: some still hold blocks after `DRAIN_S`."""
         deadline = time.monotonic() + DRAIN_S
         while any(side.held for side in self._sides.values()) and time.monotonic() < deadline:
             self._step()
@@ -229,7 +228,7 @@ class Soak:
         for _ in range(IN_FLIGHT - len(self._loading)):
             num_tokens = self._random.randint(1, self._random.choice(sizes))
             if not all(side.has_room(num_tokens) for side in self._sides.values()):
-                break  # the engines would queue it
+                break  # the engines would queue this request
             asked[self._take(num_tokens)] = num_tokens
         if asked:
             self._ask(asked)
@@ -243,7 +242,7 @@ class Soak:
         return name
 
     def _ask(self, asked: dict[str, int]) -> None:
-        """Offer requests of these numbers of tokens and load them, with both engines' next steps."""
+        """Offer requests, given by name and number of tokens, and load them, with both engines' next steps."""
         prefill, decode = self._sides.values()
         offered = [(name, [prefill.held[name]], count) for name, count in asked.items()]
         params = prefill.engine.call(Engine.offer, offered)
@@ -288,14 +287,14 @@ class Soak:
             self._have_met = True
             loading.pair.met += 1
         if name in self._troubled:
-            return  # it may have arrived before the fault, and nobody looked
+            return  # it may have arrived before the fault, unnoticed
         seconds = time.perf_counter() - loading.started_s
         loading.pair.samples.add(seconds, self._random)
         samples = self._state.first_samples if loading.is_first else self._state.samples
         samples.add(seconds, self._random)
 
     def _record_failure(self, name: str, failed: str, loading: _Loading | None) -> None:
-        """Count it by what this process did to the request, or to an engine while it was loaded."""
+        """Count a failure by its cause: what this process did to the request, or to an engine while it was loaded."""
         cause = self._troubled.get(name) or ("aborted" if name in self._aborted else "unexplained")
         self._state.count(f"{failed.partition(':')[0]}, {cause}")
         pair = loading.pair if loading else self._pair
@@ -312,8 +311,8 @@ class Soak:
     # -- faults --
 
     def _strike(self, fault: Fault, total_s: float) -> bool:
-        """Do it; in the second half nothing that ends a process, once each kind had its turn. Returns True if it was
-        done.
+        """Cause a fault. In the second half, once each kind had its turn, leave out faults that end a process. Returns
+        True if the fault was caused.
         """
         state = self._state
         state.count("fault_turns")
@@ -324,7 +323,7 @@ class Soak:
         self._progress(f"{fault.engine} is {fault.kind}", state.elapsed_s / total_s)
         if fault.loses_peer:
             self._troubled |= dict.fromkeys(self._loading, str(fault))
-            # a peer that was given up for a time greets anew once it notices
+            # an engine that its peer gave up greets again when it notices
             self._trouble = str(fault), time.monotonic() + fault.pause_s + 2 * PEER_TIMEOUT_S
         if fault.is_restart:
             self._restart(fault)
@@ -340,7 +339,7 @@ class Soak:
             self._paused = "", 0.0
 
     def _restart(self, fault: Fault) -> None:
-        """End an engine and start it again under the same id. What it loaded or held is gone with it."""
+        """End an engine and start it again under the same id. Its loads and leases are gone."""
         side = self._sides[fault.engine]
         self._have_met = False
         if fault.kind == "killed":
@@ -350,18 +349,18 @@ class Soak:
             side.release = self._state.least_met(self._releases, fault.engine)
             self._progress(f"{fault.engine} starts again: {pair_of(self._releases)} release")
         side.engine = self._open(fault.engine, side.release)
-        self._begin_start(fault.engine)()
+        self._start(fault.engine)
         side.lives += 1
         for request in list(side.held):
             side.give_back(request)
         if fault.engine == "decode":
             self._loading.clear()
         for loading in self._loading.values():
-            loading.is_first = False  # of an engine that is gone
+            loading.is_first = False  # its producer is gone
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Yield what `cases_of` returns, of what was done until then where the run is interrupted.
+    """Yield the `cases_of` the run, also if it is interrupted.
 
     Raises:
         ResultMismatchError: blocks leaked, or bytes are wrong.

@@ -1,4 +1,4 @@
-"""What a `soak` does to engines, in turn, and the timeouts by which they notice."""
+"""The faults that a `soak` causes, in turn, and the timeouts by which engines notice them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SETTINGS = {
 
 
 class Fault(NamedTuple):
-    """What is done to an engine. `pause_s`: it is stopped for this time; a silent one is given up by its peer then."""
+    """One fault of an engine. It stops for `pause_s`; a silent one stops for so long that its peer gives it up."""
 
     kind: str
     engine: str

@@ -1,4 +1,4 @@
-"""What a `soak` has found so far, kept in a file, so that a run of days goes on after an interruption."""
+"""The findings of a `soak`, kept in a file, so that a run of days goes on after an interruption."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvconnector.bench.results import CaseResult, ContenderKind, Measurement
 from kvconnector.errors import ConfigError
 
 MAX_SAMPLES = 20_000
-"""Times that are kept, drawn evenly from all of them."""
+"""Times that are kept, each drawn with equal probability."""
 KEPT_POINTS = 1000
-"""Of each engine's use of memory, descriptors and threads; of more every second one is dropped."""
+"""Points of an engine's use of memory, descriptors and threads; beyond these every second one is dropped."""
 SETTLE_SHARE = 0.25
-"""Of an engine's life, in which pools are mapped and allocators fill."""
+"""The part of an engine's life in which pools are mapped and allocators fill."""
 MEASURES = ("own_mib", "shared_mib", "descriptors", "threads")
 """Shared memory is that of pools: a consumer's grows until it has read all of its producer's."""
 
@@ -51,7 +51,7 @@ class Samples(msgspec.Struct):
 
 
 class UsagePoint(msgspec.Struct, frozen=True):
-    """What all ranks of an engine use together, `at_s` into the run; `life` counts the engine's starts."""
+    """The `MEASURES` of all processes of an engine together, `at_s` into the run; `life` counts the engine's starts."""
 
     at_s: float
     life: int
@@ -59,8 +59,8 @@ class UsagePoint(msgspec.Struct, frozen=True):
 
 
 class PairCounts(msgspec.Struct):
-    """What became of requests between engines of two releases, which have `met` when a first one arrives after a start.
-    Requests that failed are explained by a fault or not; in each of `checks` bytes were compared.
+    """Counts of requests between engines of two releases, which have `met` when the first one after a start arrives.
+    A fault explains a failed request, or none does. Each of `checks` compared bytes.
     """
 
     met: int = 0
@@ -72,8 +72,8 @@ class PairCounts(msgspec.Struct):
 
 
 class SoakState(msgspec.Struct):
-    """One run, over all its interruptions. `of` names what it runs; `elapsed_s` leaves out the time between them.
-    `pairs` are by the releases of both engines, see `pair_of`.
+    """One run, over all its interruptions. `of` names what it runs; `elapsed_s` leaves out these. `pairs` are by the
+    releases of both engines, see `pair_of`.
     """
 
     of: str
@@ -86,12 +86,12 @@ class SoakState(msgspec.Struct):
     pairs: dict[str, PairCounts] = {}
 
     def pair(self, name: str) -> PairCounts:
-        """What was counted of a pair of releases so far, to count on."""
+        """Return the counts of a pair of releases, to be increased."""
         return self.pairs.setdefault(name, PairCounts())
 
     def least_met(self, releases: Mapping[str, str], engine: str) -> str:
-        """Return the release to start an engine in: of the two pairs with the other engine the one that met less often,
-        and the same as before where both met equally often. `releases` are those of both engines now.
+        """Return the release in which to start an engine again: the one that has met the other engine's release less
+        often, or the same as before if both have met it equally often. `releases` are those of both engines now.
         """
         choices = sorted(RELEASES, key=lambda release: release != releases[engine])
         return min(choices, key=lambda each: self.pair(pair_of({**releases, engine: each})).met)
@@ -107,8 +107,8 @@ class SoakState(msgspec.Struct):
             del points[1::2]
 
     def growth(self) -> dict[str, float]:
-        """Return what the longest life of each engine shows after it settled: how long that was, what was used at its
-        beginning and its end (medians of the first and the last quarter), and how many MiB of its own memory an hour.
+        """Return figures of the longest life of each engine, after it settled: its length, its use at the beginning and
+        at the end (medians of the first and the last quarter), and the growth of its own memory, in MiB an hour.
         """
         found: dict[str, float] = {}
         for engine, points in self.usage.items():
@@ -168,7 +168,7 @@ def rng_of(state: SoakState) -> random.Random:
 
 
 def cases_of(name: str, state: SoakState) -> list[CaseResult]:
-    """Return what a run has found so far: of all requests, and where releases met, of those between each two."""
+    """Return the cases of a run: one of all requests, and one by pairs of releases if several have met."""
     figures = {
         "unexplained": 0.0,
         **{each: float(number) for each, number in sorted(state.counts.items())},
