@@ -3,7 +3,7 @@
 Released peers send these bytes: never change them.
 
 A field that is appended to a message changes what `encode` writes, not what `decode` takes: add a file of the new bytes
-beside the old one, under another name, and say of the old one that it is `sent_by_earlier_releases`.
+beside the old one, under another name, and mark the old one with `sent_by_earlier_releases`.
 """
 
 import json
@@ -17,7 +17,7 @@ from kvconnector.wire.codec import KINDS
 
 VERSION = 3
 FOLDER = Path(__file__).parent / f"wire_{VERSION}"
-SAID = json.loads(FOLDER.with_suffix(".json").read_text())
+LISTED = json.loads(FOLDER.with_suffix(".json").read_text())
 
 
 def golden(name):
@@ -26,29 +26,29 @@ def golden(name):
 
 def messages():
     """One or more of every kind, by name."""
-    return {name: decode(golden(name)) for name in SAID}
+    return {name: decode(golden(name)) for name in LISTED}
 
 
 def named(value):
     """A message as JSON has it: its fields by name but those left at their defaults, and bytes in hex."""
     if isinstance(value, msgspec.Struct):
         defaults = {field.name: field.default for field in msgspec.structs.fields(value)}
-        said = {name: getattr(value, name) for name in defaults}
-        return {name: named(each) for name, each in said.items() if each != defaults[name]}
+        fields = {name: getattr(value, name) for name in defaults}
+        return {name: named(each) for name, each in fields.items() if each != defaults[name]}
     if isinstance(value, tuple):
         return [named(each) for each in value]
     return value.hex() if isinstance(value, bytes) else value
 
 
-@pytest.mark.parametrize("name", SAID)
+@pytest.mark.parametrize("name", LISTED)
 def test_bytes_of_a_released_peer_are_still_the_same_message(name):
-    message, said = decode(golden(name)), SAID[name]
-    assert type(message).__name__ == said["kind"]
-    assert named(message) == said["fields"]
-    if not said.get("sent_by_earlier_releases"):
+    message, listed = decode(golden(name)), LISTED[name]
+    assert type(message).__name__ == listed["kind"]
+    assert named(message) == listed["fields"]
+    if not listed.get("sent_by_earlier_releases"):
         assert encode(message, VERSION).hex() == golden(name).hex()
 
 
-def test_every_kind_and_every_file_is_covered():
+def test_every_message_kind_has_golden_bytes():
     assert {type(message) for message in messages().values()} == set(KINDS.values())
-    assert {path.stem for path in FOLDER.iterdir()} == set(SAID)
+    assert {path.stem for path in FOLDER.iterdir()} == set(LISTED)

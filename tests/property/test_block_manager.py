@@ -233,7 +233,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
             self.swap(request, GPU)
             assert self.manager.can_append_slots(request.group, lookahead)
         elif not self.on(GPU):
-            assert status is AllocStatus.NEVER, "nothing else runs, so waiting would be for ever"
+            assert status is AllocStatus.NEVER, "nothing else runs, so the wait would never end"
 
     @invariant()
     def nothing_leaks(self):

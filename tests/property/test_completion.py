@@ -103,7 +103,7 @@ class Model:
                 ended[request] = reason or ended.get(request)
 
     def check(self, engine):
-        """Compare with the engine's output since the last check, and start anew."""
+        """Compare with the engine's output since the last check, and forget it."""
         assert engine.finished_sending == set(self.sent)
         assert engine.finished_recving == set(self.received)
         assert engine.failed_sending == {r: why for r, why in self.sent.items() if why}

@@ -70,7 +70,7 @@ class FakeModel:
     dtype: str = "bfloat16"
 
     def description(self):
-        """As engines exchange it."""
+        """The description that engines exchange."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
 
 
@@ -218,7 +218,7 @@ class FakeCaches:
                         _fill(array, rng)
 
     def groups(self):
-        """As a worker registers them."""
+        """The groups that a worker registers."""
         return [
             CacheGroup(
                 group,

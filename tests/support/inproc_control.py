@@ -18,7 +18,7 @@ from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlFaults:
-    """What a hub does to messages. One is lost or comes twice with these probabilities, and is held back for 0 to
+    """Faults of a hub. A message is lost or comes twice with these probabilities, and is held back for 0 to
     `max_delay_polls` polls of its receiver, and later ones of its connection after it.
     """
 
@@ -75,7 +75,7 @@ class ControlHub:
 
 
 class InprocControlChannel:
-    """As much of a `ControlChannel` as workers in one thread need; the contract is in `kvconnector.control.zmq`."""
+    """The part of a `ControlChannel` that workers in one thread need; the contract is in `kvconnector.control.zmq`."""
 
     server_key, security = "", None
     fd = -1
@@ -138,7 +138,7 @@ class InprocControlChannel:
         return not any(end.inbox or end.error is not None for end in self._ends)
 
     def wake(self):
-        """Nobody sleeps."""
+        """No thread sleeps in `poll`."""
 
     def close(self):
         if self._hub.channels.pop(self.address, None) is not None:

@@ -16,7 +16,7 @@ def _git(*arguments):
 
 def last_release():
     """The tree of the newest tag before this commit; without tags, the last commit before wire versions. Its compiled
-    kernels are kept beside it.
+    kernels are kept with it.
     """
     commit = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^").decode().strip()
     if not commit:

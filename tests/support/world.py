@@ -88,7 +88,7 @@ class WorldWorker:
         )
 
     def start_step(self, step):
-        """As `Worker.start_step`; the driver takes it in its next turn."""
+        """Take a step as `Worker.start_step` does. The driver takes the orders in its next turn."""
         orders = checked_orders(step, self.pools, self.config.role)
         names = (order.request_id for order in step.orders)
         self._layers.update(dict.fromkeys(names, StepLayers(orders, self.pools)))
@@ -97,7 +97,7 @@ class WorldWorker:
             self.driver.put([order])
 
     def layer_written(self, request_id, layer):
-        """As `Worker.layer_written`, in the last step that had an order for the request."""
+        """Report a layer as `Worker.layer_written` does, for the last step that had an order for the request."""
         for event in self._layers[request_id].written(layer):
             self.driver.put([event])
 

@@ -66,18 +66,12 @@ def logical_tensor(backend, dtype=np.int32):
 
 def parts_of(tensor, axes):
     """The tensor as `[layers][part][block, head, token, dim]`, split by the names of its axes."""
-    named = dict(enumerate(axes))
     if "l" not in axes:
-        tensor, named = tensor[None], {0: "l", **{i + 1: axis for i, axis in named.items()}}
-    order = [next(i for i, axis in named.items() if axis == wanted) for wanted in "lb"]
-    heads = [i for i, axis in named.items() if axis == "h"]
-    token = next(i for i, axis in named.items() if axis == "t")
-    dim = next(i for i, axis in named.items() if axis in "dp")
-    part = [i for i, axis in named.items() if axis == "2"]
-    tensor = tensor.transpose([order[0], *part, order[1], *heads, token, dim])
-    if not heads:
+        tensor, axes = tensor[None], "l" + axes
+    tensor = tensor.transpose([axes.index(axis) for axis in "l2bhtdp" if axis in axes])
+    if "h" not in axes:
         tensor = tensor[..., None, :, :]
-    if part:
+    if "2" in axes:
         return [[layer[0], layer[1]] for layer in tensor]
     if "p" in axes:
         return [[layer[..., :DIM], layer[..., DIM:]] for layer in tensor]

@@ -76,7 +76,7 @@ ORDERS = [
     (lambda w, s: s.update([]), LocalError, "aggregator"),
     (lambda w, s: s.on_new_request("q", "{}"), RemoteProtocolError, "must be a mapping"),
     (lambda w, s: s.on_new_request("q", {"do_remote_prefill": True}), RemoteProtocolError, "field"),
-    (lambda w, s: s.load("nobody", blocks=[[1]], num_tokens=4), UnknownRequestError, "nobody"),
+    (lambda w, s: s.load("unknown", blocks=[[1]], num_tokens=4), UnknownRequestError, "unknown"),
     (lambda w, s: s.load("wanted", blocks=[1], num_tokens=10), BlockIdError, "a list of block ids"),
     (
         lambda w, s: s.offer(None, blocks=[[1]], num_tokens=4),

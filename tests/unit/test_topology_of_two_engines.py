@@ -1,4 +1,4 @@
-"""What a topology says about another engine: source ranks, ratios, replicas and layouts."""
+"""A topology's view of another engine: source ranks, ratios, replicas and layouts."""
 
 from fractions import Fraction
 

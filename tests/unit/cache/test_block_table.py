@@ -207,21 +207,17 @@ def test_host_and_device_rows_are_equal():
     assert table.numpy(2)[1].tolist() == [6, 0, 0, 0, 0, 0]
 
 
-def committed_slots(table):
-    """Commits fewer, as many or more slots than there are. Yields the device's slots and the expected ones."""
-    for count, num_tokens in ((20, 20), (20, 12), (5, None), (20, 0), (7, 32), (20, None)):
-        slots = table.compute_slot_mapping(np.ones(count, int), np.arange(count)).tolist()
-        table.commit_slot_mapping(num_tokens)
-        kept = count if num_tokens is None else min(num_tokens, count)
-        yield table.device_slot_mapping().tolist(), slots[:kept] + [PAD_SLOT_ID] * (32 - kept)
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_some_of_the_slots_can_be_committed(device):
     tables = make_tables(device=device)
     tables.add_row([[3, 4]], 1)
-    for found, expected in committed_slots(tables[0]):
-        assert found == expected
+    (table,) = tables
+    for count, num_tokens in ((20, 20), (20, 12), (5, None), (20, 0), (7, 32), (20, None)):
+        slots = table.compute_slot_mapping(np.ones(count, int), np.arange(count)).tolist()
+        table.commit_slot_mapping(num_tokens)
+        kept = slots[:num_tokens]
+        padding = [PAD_SLOT_ID] * (32 - len(kept))
+        assert table.device_slot_mapping().tolist() == kept + padding
 
 
 @pytest.mark.gpu

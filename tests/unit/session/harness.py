@@ -121,6 +121,11 @@ def messages(calls, kind):
     return [each.message for each in of(calls, "send") if isinstance(each.message, kind)]
 
 
+def refusals(calls):
+    """The refusals of the reads that are refused."""
+    return [each.refusal for each in messages(calls, m.ReadRefused)]
+
+
 def of(calls, *names):
     """The calls of methods of these names."""
     assert all(hasattr(Port, name) for name in names)

@@ -201,7 +201,7 @@ def test_a_wrong_address_does_not_affect_the_right_one(side):
     (opened,) = harness.of(
         side.handle(harness.want("v", elsewhere), harness.load_request("v")), "open_link"
     )
-    lost = side.handle(ev.LinkLost(opened.link, PeerUnreachableError("nobody")))
+    lost = side.handle(ev.LinkLost(opened.link, PeerUnreachableError("no answer")))
     assert harness.finished(lost) == [("v", PeerUnreachableError)]
     assert harness.finished(side.handle(ev.ReceiveFinished(read))) == harness.OK
 

@@ -45,16 +45,14 @@ def test_an_ending_lease_waits_for_its_send(ending):
         calls = side.handle(harness.abort() if ending == "consumer" else WithdrawRequest("r"))
     assert harness.of(calls, "stop_send") == [harness.call("stop_send", send)]
     assert harness.released(calls) == []
-    refused = harness.messages(side.receive(-1, harness.read(2)), m.ReadRefused)
     expected = Refusal.LEASE_EXPIRED if ending == "time" else Refusal.ABORTED
-    assert [reply.refusal for reply in refused] == [expected]
+    assert harness.refusals(side.receive(-1, harness.read(2))) == [expected]
     late = harness.heartbeat(), harness.done(), harness.abort(), WithdrawRequest("r")
     assert harness.released(side.handle(*late)) == []
     stopped = side.handle(ev.SendOver(send, 1))
     assert harness.released(stopped) == [("r", "expired" if ending == "time" else "aborted")]
     assert [reply.sent_chunks for reply in harness.messages(stopped, m.ReadEnded)] == [1]
-    refused = harness.messages(side.receive(-1, harness.read(3)), m.ReadRefused)
-    assert [reply.refusal for reply in refused] == [expected]
+    assert harness.refusals(side.receive(-1, harness.read(3))) == [expected]
 
 
 @pytest.mark.parametrize("secret", [harness.OTHER_SECRET, "\u00e9" * 32])
@@ -62,8 +60,7 @@ def test_every_message_about_a_lease_needs_its_secret(side, secret):
     side.handle(harness.hold())
     harness.welcome(side)
     key = m.TransferKey(transfer_id="t", secret=secret)
-    (refused,) = harness.messages(side.receive(-1, harness.read(key=key)), m.ReadRefused)
-    assert refused.refusal is Refusal.UNKNOWN_TRANSFER
+    assert harness.refusals(side.receive(-1, harness.read(key=key))) == [Refusal.UNKNOWN_TRANSFER]
     side.now = 20.0
     side.handle(harness.heartbeat(-1, key), harness.done(key=key), harness.abort(key=key))
     assert side.num_leases == 1
@@ -80,11 +77,10 @@ def test_a_reused_name_may_be_read_early(side):
 
 def test_reads_need_a_greeting_and_the_current_incarnation(side):
     side.handle(harness.hold())
-    (early,) = harness.messages(side.receive(-1, harness.read()), m.ReadRefused)
+    assert harness.refusals(side.receive(-1, harness.read())) == [Refusal.NOT_GREETED]
     harness.welcome(side)
-    refused = harness.messages(side.receive(-1, harness.read(incarnation="zero")), m.ReadRefused)
-    assert early.refusal is Refusal.NOT_GREETED
-    assert [each.refusal for each in refused] == [Refusal.STALE_INCARNATION]
+    stale = side.receive(-1, harness.read(incarnation="zero"))
+    assert harness.refusals(stale) == [Refusal.STALE_INCARNATION]
 
 
 def test_a_cancelled_read_does_not_end_its_lease():

@@ -107,9 +107,7 @@ def test_reads_above_the_watermark_are_refused():
     side.handle(_granted(8))
     assert harness.of(side.receive(-1, harness.read(1, tokens=range(8), blocks=())), "start_send")
     beyond = side.receive(-1, harness.read(2, tokens=range(9), blocks=()))
-    assert [each.refusal for each in harness.messages(beyond, m.ReadRefused)] == [
-        Refusal.INVALID_READ
-    ]
+    assert harness.refusals(beyond) == [Refusal.INVALID_READ]
 
 
 def test_a_leases_duration_starts_with_its_complete_prompt():
