@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.integration.runtime_pair import Engine, keyed_controls, same, until
+from tests.integration.runtime_pair import Engine, same, until
+from tests.support.keys import keyed_controls
 from tests.support.remote import RemoteObject
 
 MANIFEST = Path(__file__).parents[2] / "docs/kubernetes.md"

@@ -10,12 +10,7 @@ from kvconnector.errors import ConfigError
 from tests.hosts.network import descendants
 from tests.hosts.pods import Pods, load
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.ucx,
-    pytest.mark.slow,
-    pytest.mark.timeout(170),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.slow, pytest.mark.timeout(170)]
 
 
 @pytest.fixture

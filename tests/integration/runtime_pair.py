@@ -5,7 +5,6 @@ from types import MappingProxyType
 import numpy as np
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FILE, generate_keys
 from kvconnector.runtime import Scheduler, Worker
 from kvconnector.session import KVOutputAggregator
 from tests.support import waiting
@@ -101,18 +100,6 @@ class Engine:
             worker.close()
         if self.scheduler is not None:
             self.scheduler.close()
-
-
-def keyed_controls(folder, **trusts):
-    """Make keys of engines, and control settings with which each trusts those that are named for it."""
-    keys = {name: generate_keys(folder / name) for name in trusts}
-    controls = {}
-    for name, trusted in trusts.items():
-        listed = folder / name / AUTHORIZED_CLIENTS_FILE
-        listed.write_text("".join(f"{keys[other].public_key}\n" for other in trusted))
-        secret = folder / name / SECRET_KEY_FILE
-        controls[name] = {"secret_key_file": str(secret), "authorized_clients_file": str(listed)}
-    return keys, controls
 
 
 def until(condition, *engines):

@@ -8,7 +8,8 @@ import pytest
 
 from kvconnector.cli import main
 from kvconnector.control.security import generate_keys
-from tests.integration.runtime_pair import Engine, keyed_controls, same, until
+from tests.integration.runtime_pair import Engine, same, until
+from tests.support.keys import keyed_controls
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.integration.runtime_pair import Engine, arrives, keyed_controls, same, until
+from tests.integration.runtime_pair import Engine, arrives, same, until
+from tests.support.keys import keyed_controls
 from tests.support.ports import free_ports
 
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]

@@ -4,11 +4,7 @@ import statistics
 import time
 
 from kvconnector import errors
-from kvconnector.control.security import (
-    AUTHORIZED_CLIENTS_FILE,
-    SECRET_KEY_FILE,
-    generate_keys,
-)
+from tests.support.keys import keyed_controls
 from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 16, 64, 79, 130, 500)
@@ -157,21 +153,19 @@ def lost_router(pair, outcome):
 
 def keys(pair, outcome):
     """Engines with keys move caches; a decode engine whose key is not authorised gets an error and no bytes."""
-    folder = pair.dumps.parent / "keys"
-    own = {side: generate_keys(folder / side).public_key for side in ("prefill", "decode", "other")}
-    (folder / "prefill" / AUTHORIZED_CLIENTS_FILE).write_text(own["decode"] + "\n")
-    for side in ("decode", "other"):
-        (folder / side / AUTHORIZED_CLIENTS_FILE).write_text(own["prefill"] + "\n")
-    pair.restart("prefill", **_settings(folder / "prefill"))
-    pair.restart("decode", **_settings(folder / "decode"))
+    trusts = {"prefill": ["decode"], "decode": ["prefill"], "other": ["prefill"]}
+    _, controls = keyed_controls(pair.dumps.parent / "keys", **trusts)
+    settings = {name: _variables(control) for name, control in controls.items()}
+    pair.restart("prefill", **settings["prefill"])
+    pair.restart("decode", **settings["decode"])
     prompt = prompt_of(150, seed=12)
     pair.ask(outcome, "authorised", prompt)
-    pair.restart("decode", **_settings(folder / "other"))
+    pair.restart("decode", **settings["other"])
     asked = pair.submit(prompt)
     answers = asked.decode.answer(), asked.prefill.answer()
     _check_failed(outcome, "not authorised", answers[0], pair.decode.log_text(), *REFUSALS)
     pair.check_idle(outcome)
-    pair.restart("decode", **_settings(folder / "decode"))
+    pair.restart("decode", **settings["decode"])
     pair.ask(outcome, "authorised again", prompt)
 
 
@@ -184,11 +178,8 @@ def _check_failed(outcome, what, answer, log, *errors):
         outcome.complaints.append(f"{what}: no {names} in the log")
 
 
-def _settings(folder):
-    return {
-        "KVCONNECTOR_CONTROL_SECRET_KEY_FILE": str(folder / SECRET_KEY_FILE),
-        "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE": str(folder / AUTHORIZED_CLIENTS_FILE),
-    }
+def _variables(control):
+    return {f"KVCONNECTOR_CONTROL_{name.upper()}": value for name, value in control.items()}
 
 
 REFUSALS = (errors.AuthenticationError, errors.PeerUnreachableError)

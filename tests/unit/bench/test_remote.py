@@ -13,8 +13,8 @@ from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import Measurement
 from kvconnector.cli import main
 from tests.hosts.network import Network, missing
-from tests.integration.runtime_pair import keyed_controls
 from tests.support.forked import environment
+from tests.support.keys import keyed_controls
 
 SIZE = "--model llama-3.1-8b,layers=1 --tokens 64 --iterations 2 --json"
 BENCH = [sys.executable, "-m", "kvconnector.cli", "bench"]
