@@ -35,7 +35,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector": Size(762, target=560),
     "kvconnector/bench": Size(5095),
     "kvconnector/cache": Size(3015, target=3280),
-    "kvconnector/cli": Size(2929),
+    "kvconnector/cli": Size(2928),
     "kvconnector/control": Size(1290, target=1330),
     "kvconnector/datapath": Size(4481, target=4050),
     "kvconnector/integrations": Size(3381, target=3510),

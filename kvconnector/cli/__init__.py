@@ -10,12 +10,11 @@ EXIT_FAULT, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status. 0: well; 1: a benchmark's result was wrong, or a fault was found; 2: wrong usage,
+    """Run a command. Returns 0: well; 1: a benchmark's result was wrong, or a fault was found; 2: wrong usage,
     or an error that the text names; 130: interrupted.
     """
-    if (
-        arguments is None
-    ):  # a service manager ends what runs for hours by SIGTERM: reports are kept as after Ctrl-C
+    if arguments is None:
+        # a service manager ends a benchmark by SIGTERM, which keeps its report as Ctrl-C does
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from kvconnector.cli.app import run

@@ -29,7 +29,7 @@ STATUSES = (
 
 
 class _Commands(click.Group):
-    """Knows every command's name, and imports the one that is called: `top` needs no numpy, and help nothing."""
+    """Knows every command's name, and imports the one that is called: `top` needs no numpy, and help needs nothing."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*COMMANDS]
@@ -69,7 +69,7 @@ def completion(shell: str) -> None:
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status, see `STATUSES`."""
+    """Run a command. Returns the exit status, see `STATUSES`."""
     try:
         status = app.main(arguments, "kvconnector", standalone_mode=False)
     except KVConnectorError as error:

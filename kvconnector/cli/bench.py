@@ -1,4 +1,4 @@
-"""`kvconnector bench`: a command for each benchmark, with the options that it takes."""
+"""`kvconnector bench`: a command for each benchmark, with its options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def _parse_device(text: str) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """From "cpu", "cuda" or "cuda:0,1:2,3": the kind, and both engines' GPUs."""
+    """Return the kind and both engines' GPUs of "cpu", "cuda" or "cuda:0,1:2,3"."""
     kind, _, gpus = text.partition(":")
     producers, _, consumers = gpus.partition(":")
     return kind, (parse_numbers(producers), parse_numbers(consumers))
@@ -102,14 +102,14 @@ _OPTIONS = (
     click.Option(["--output"], type=OUTPUT, help="Write the report here, as JSON."),
     click.Option(["--json"], is_flag=True, help="Print JSON."),
 )
-"""Of all benchmarks; each has some of them, by name, and defaults of its own."""
+"""Options of all benchmarks. Each benchmark names those that it has, and may have other defaults."""
 _CUTS = ("prefill", "decode", "device", "tls")
 _PAIR = ("model", "tokens", "iterations", "scattered", *_CUTS)
 _REPORT = ("output", "json")
 
 
 class Benchmark(NamedTuple):
-    """What runs in `kvconnector.bench`, and the names of its options; `defaults` are those that differ."""
+    """A benchmark: its module in `kvconnector.bench`, the names of its options, and their `defaults` if they differ."""
 
     module: str
     text: str
@@ -118,7 +118,7 @@ class Benchmark(NamedTuple):
     defaults: dict[str, object]
 
     def run(self, options: BenchOptions, progress: ShowProgress) -> Iterable[CaseResult]:
-        """Each case when it is known."""
+        """Yield each case as soon as it is measured."""
         found: Iterable[CaseResult] = import_module(f"kvconnector.bench.{self.module}").run(
             options, progress
         )
@@ -194,7 +194,7 @@ def _run(
     html: Path | None = None,
     **given: Any,
 ) -> int:
-    """Print each case when it is known; libraries' pools have a single thread. Returns the exit status."""
+    """Print each case as soon as it is measured, with one thread in libraries' pools. Returns the exit status."""
     from kvconnector.bench.environment import Environment
     from kvconnector.bench.results import BenchReport, CaseResult
 
@@ -252,7 +252,7 @@ def _publish(report: object, output: Path | None, *, as_json: bool) -> None:
 
 
 def draw_handover(report: BenchReport, path: Path, what: str = "last step to loaded") -> None:
-    """Draw a handover's times by the prompt's length: each a dot, and their medians a line. Raises as `picture`."""
+    """Draw a handover's times by the prompt's length: a dot for each, and a line of medians. Raises as `picture`."""
     lines: dict[str, dict[int, Measurement]] = {}
     for each in (each for case in report.cases for each in case.measurements):
         prompts, tokens = (int(each.figures[name]) for name in ("prompts", "prompt_tokens"))
@@ -273,7 +273,7 @@ def draw_handover(report: BenchReport, path: Path, what: str = "last step to loa
 
 
 def write_page(report: BenchReport, path: Path) -> None:
-    """Write the throughput of bursts as pictures, all tables, and where it was measured. Raises as `picture`."""
+    """Write pictures of the bursts' throughput, all tables, and the environment as a page. Raises as `picture`."""
     from rich.console import Console
 
     console = Console(record=True, width=MIN_WIDTH, file=StringIO(), highlight=False)
@@ -298,7 +298,7 @@ def write_page(report: BenchReport, path: Path) -> None:
 
 
 def _draw_bursts(report: BenchReport, target: StringIO) -> None:
-    """A panel for each prompt's length and page size: each contender's GB/s by requests at once."""
+    """Draw each contender's GB/s by requests at once, in a panel for each prompt length and page size."""
     panels: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
     for each in (each for case in report.cases for each in case.measurements):
         tokens, page = (int(each.figures[name]) for name in ("prompt_tokens", "page_tokens"))
@@ -321,7 +321,7 @@ def _serve() -> None:
 
 
 def _pairs(*, output: Path | None, json: bool, **given: Any) -> int:
-    """Rank 0 of the job reports for all. Returns the exit status."""
+    """Measure all pairs; rank 0 of the job reports. Returns the exit status."""
     from kvconnector.bench import pairs
 
     is_first = os.environ.get("RANK") == "0"

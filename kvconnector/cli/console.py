@@ -32,7 +32,7 @@ json_flag = click.option("--json", is_flag=True, help="Print JSON.")
 
 
 class OutputPath(click.Path):
-    """A file that is written at the end: a wrong name is known at the start, not after hours."""
+    """A file that is written at the end. A wrong name is refused at the start, not after hours."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
@@ -49,7 +49,7 @@ picture_option = click.option("--svg", type=OUTPUT, help="Draw it into this file
 
 
 class FiniteRange(click.FloatRange):
-    """A number in a range, and neither nan nor inf."""
+    """A finite number in a range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -59,7 +59,7 @@ class FiniteRange(click.FloatRange):
 
 
 def host_and_port(text: str) -> str:
-    """HOST:PORT or HOST:PORT,KEY as they are. Raises ConfigError: something else."""
+    """Return HOST:PORT or HOST:PORT,KEY unchanged. Raises ConfigError: it is something else."""
     host, _, port = text.partition(",")[0].rpartition(":")
     if not host or not port:
         raise ConfigError(
@@ -69,7 +69,7 @@ def host_and_port(text: str) -> str:
 
 
 def terminal() -> Console:
-    """A console for tables; wide enough for them where the output is no terminal. What others named is no markup."""
+    """Return a console for tables, which is wide enough for them without a terminal. It takes no text as markup."""
     from rich.console import Console
 
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed by the shell
@@ -79,7 +79,7 @@ def terminal() -> Console:
 
 @contextmanager
 def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
-    """Show what is done on stderr: a bar with the time since its start on a terminal, elsewhere a line for each text.
+    """Show progress on stderr: on a terminal a bar with the time since its start, elsewhere a line for each text.
 
     The bar is drawn at most every `REFRESH_S`, within the call: nothing disturbs what is measured between two calls.
     """
@@ -111,14 +111,14 @@ def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
 
 
 def right_aligned(*names: str) -> list[Column]:
-    """Columns of figures."""
+    """Return columns of figures."""
     from rich.table import Column
 
     return [Column(name, justify="right") for name in names]
 
 
 def print_json(value: Any) -> None:
-    """A value of builtins and structs as indented JSON."""
+    """Print a value of builtins and structs as indented JSON."""
     click.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
 
 
@@ -135,7 +135,7 @@ class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """A check whose failure is a finding."""
+    """Run a check, and report its failure as a finding."""
     try:
         yield from check()
     except KVConnectorError as error:
@@ -146,7 +146,7 @@ def attempt(subject: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Fi
 
 @contextmanager
 def picture(path: Path | StringIO, width_inches: float, height_inches: float) -> Iterator[Any]:
-    """An empty figure that is written to `path`, in the format of its ending; SVG where it is no file.
+    """Yield an empty figure, and write it to `path` afterwards, in the format of its ending; as SVG if it is no file.
 
     Raises:
         ConfigError: the file cannot be written.

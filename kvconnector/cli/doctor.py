@@ -1,4 +1,4 @@
-"""`kvconnector doctor`: checks that this machine can run the connector, one verdict a line."""
+"""`kvconnector doctor`: checks whether this machine can run the connector, with one verdict on each line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def doctor(
 
 
 def _print(found: Iterator[Finding], *, as_json: bool) -> int:
-    """Print each finding when it is known. Returns the exit status: 1 if there is a fault."""
+    """Print each finding as soon as it is known. Returns the exit status: 1 if there is a fault."""
     findings = []
     for finding in found:
         findings.append(finding)
@@ -135,7 +135,7 @@ def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeome
 
 
 def _config(keys: Path | None, tls: str) -> ConnectorConfig:
-    """The environment's settings, as an engine here would have them, under a name of this process's own."""
+    """Return the environment's settings, as an engine here would have them, with a name of this process's own."""
     control: dict[str, object] = {"insecure": True}
     if files := _key_files(keys):
         control = dict(zip(("secret_key_file", "authorized_clients_file"), files, strict=True))
@@ -147,7 +147,7 @@ def _config(keys: Path | None, tls: str) -> ConnectorConfig:
 
 
 def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
-    """Every finding, as soon as it is known."""
+    """Yield every finding as soon as it is known."""
     yield from _versions()
     yield from _gpus()
     yield from _settings()
@@ -204,7 +204,7 @@ def _settings() -> Iterator[Finding]:
 
 
 def _key_files(directory: Path | None) -> list[str]:
-    """The files in a directory, or those that the environment names; none if it names neither."""
+    """Return the key files in a directory, or those that the environment names; none if it names neither."""
     if directory is not None:
         return [str(directory / name) for name in (SECRET_KEY_FILE, AUTHORIZED_CLIENTS_FILE)]
     variables = ("SECRET_KEY_FILE", "AUTHORIZED_CLIENTS_FILE")
@@ -275,8 +275,8 @@ STAGING = {"staging": {"chunk_bytes": 1 << 18, "budget_bytes": 1 << 23}}
 
 
 def _self_test(device: str, tls: str) -> Iterator[Finding]:
-    """A request between two processes of other block sizes and layouts, with the environment's settings: packed, and
-    then read directly. Raises KVConnectorError: it failed.
+    """Move a request between two processes with different blocks, by the environment's settings: packed, then directly.
+    Raises KVConnectorError: it failed.
     """
     from kvconnector.bench.deployment import Deployment
     from kvconnector.bench.engines import EnginePair
@@ -313,7 +313,7 @@ def _self_test(device: str, tls: str) -> Iterator[Finding]:
 
 
 def packed_findings(pair: EnginePair, tls: str) -> Iterator[Finding]:
-    """Which way a request went, and by what UCX sent it."""
+    """Report the path of a request, and the lanes by which UCX sent it."""
     verdict: Verdict = "warn" if pair.warnings else "ok"
     taken = f"a request went by: {'+'.join(sorted(pair.paths))}"
     yield Finding("data path", verdict, "; ".join([taken, *pair.warnings]))

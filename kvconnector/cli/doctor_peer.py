@@ -59,7 +59,7 @@ def examine_peer(
 
 def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator[Finding]:
     """Find out why one request's `kv_transfer_params`, in a file, cannot be used here: what they say, and whether the
-    engine that they name answers. Raises KVConnectorError: they cannot be read, or say what no producer says.
+    engine that they name answers. Raises KVConnectorError: they cannot be read, or are not a producer's.
     """
     with file_errors("cannot read kv_transfer_params", path):
         found = msgspec.json.decode(path.read_bytes())
@@ -88,7 +88,7 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
 
 
 def _why_no_answer(error: KVConnectorError, address: str) -> str:
-    """What keeps the directory service from answering, and what to do about just that."""
+    """Return the reason why the directory service does not answer, and its remedy."""
     if isinstance(error, AuthenticationError):
         return f"not authorised: {error}, or give its key, as in --peer {address},KEY"
     if isinstance(error, PeerUnreachableError):

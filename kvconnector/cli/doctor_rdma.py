@@ -1,4 +1,4 @@
-"""What `kvconnector doctor` says about RDMA: what moves caches to other hosts, its ports, locked memory, and fork."""
+"""Findings of `kvconnector doctor` about RDMA: the network to other hosts, ports, locked memory, and fork."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _DEFAULT_RAILS = 2
 _COPIES_ON_FORK = (5, 12)
 """The first kernel that copies memory which a device has pinned when its process forks, instead of sharing it."""
 _FORK_UNNEEDED = 2
-"""What `ibv_is_fork_initialized` returns where the kernel does so, a distribution's older one among them."""
+"""`ibv_is_fork_initialized` returns this if the kernel copies, as some older kernels of distributions do."""
 
 
 def network(library: UcxLibrary, device: str) -> Finding:
-    """What moves KV caches to other hosts under the environment's settings."""
+    """Find the network that moves KV caches to other hosts with the environment's settings."""
     choice = RdmaChoice(library, device, staging_bytes=_staging_bytes())
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
@@ -60,7 +60,7 @@ def network(library: UcxLibrary, device: str) -> Finding:
 
 
 def _staging_bytes() -> int:
-    """The environment's, or the default: what is malformed is a finding of its own."""
+    """Return the environment's staging budget, or the default if it is malformed, which is another finding."""
     found = os.environ.get("KVCONNECTOR_STAGING_BUDGET_BYTES")
     named = {} if found is None else {"budget_bytes": found}
     try:
@@ -70,7 +70,7 @@ def _staging_bytes() -> int:
 
 
 def rdma_places() -> Iterator[Finding]:
-    """Each RDMA port, and how far it is from each GPU, or from the CPUs of a host without."""
+    """Report each RDMA port and its distance from each GPU, or from the CPUs if there is no GPU."""
     devices = [f"cuda:{index}" for index in range(len(gpus()))] or ["cpu"]
     for port, (state, place) in rdma_ports().items():
         far = "; ".join(f"{device}: {distance(place, place_of(device))}" for device in devices)
@@ -89,7 +89,7 @@ def rdma_places() -> Iterator[Finding]:
 
 
 def _fork_safety() -> Finding:
-    """What a fork of this process does to memory that UCX has registered."""
+    """Find out what a fork of this process does to memory that UCX has registered."""
     release = platform.release()
     version = tuple(map(int, re.findall(r"\d+", release)[:2]))
     if version >= _COPIES_ON_FORK or _is_fork_init_unneeded():

@@ -1,4 +1,4 @@
-"""The cache shape of a model from its Hugging Face `config.json`: which of its layers cache what.
+"""The cache shape of a model from its Hugging Face `config.json`: what each of its layers caches.
 
 A configuration names the kinds of its layers in one of a few ways: a list (`layer_types`), a pattern, a period, or not
 at all because the architecture is one of them. Whoever reads it as if all layers kept every token plans too much for a
@@ -20,7 +20,7 @@ from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
 
 Parts: TypeAlias = tuple[tuple[str, int, int, int], ...]
-"""Of `LayerGroup`."""
+"""`LayerGroup.parts`."""
 
 ValueT = TypeVar("ValueT")
 
@@ -28,7 +28,7 @@ DEFAULTS = {
     "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
     "t5": {"num_layers": 6, "num_heads": 8, "d_kv": 64},
 }
-"""What transformers takes for fields that a configuration of this `model_type` leaves out."""
+"""Defaults of transformers for fields that a configuration of this `model_type` leaves out."""
 ATTENTION: dict[str, tuple[str, Keeps, tuple[str, ...]]] = {
     "full": ("full attention", "all", ()),
     "window": ("window of {}", "window", ("sliding_window",)),
@@ -43,7 +43,7 @@ KINDS = {
     **dict.fromkeys(("mamba", "mamba1", "mamba2", "M"), "mamba"),
     **dict.fromkeys(("-", "mlp", "E", "moe"), "none"),
 }
-"""What a configuration calls a layer, and what that layer caches."""
+"""What a layer caches, by its name in a configuration."""
 UNKNOWN_CACHES = re.compile(r"kv_shared")
 """Fields of layers that share another one's cache."""
 UNKNOWN_FIELDS = re.compile(
@@ -52,17 +52,17 @@ UNKNOWN_FIELDS = re.compile(
 )
 """Fields of architectures whose layers differ."""
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4}
-"""Every how many layers one keeps every token, where a configuration does not say it."""
+"""One layer of this many keeps every token, if a configuration does not say so."""
 
 
 def named_model(name: str) -> ModelShape:
-    """A known model, or that of a `config.json`. Raises ConfigError: there is none."""
+    """Return a known model, or that of a `config.json`. Raises ConfigError: there is no such model."""
     is_path = name.endswith(".json") or "/" in name or Path(name).is_dir()
     return read_model_config(Path(name)) if is_path else ModelShape.parse(name)
 
 
 def read_model_config(path: Path) -> ModelShape:
-    """The model that a `config.json`, or a directory with one, describes.
+    """Return the model that a `config.json`, or a directory with one, describes.
 
     Keys are those of Hugging Face transformers; a multimodal model's are in its `text_config`. A `kv_lora_rank` means
     MLA: one latent of that many elements and `qk_rope_head_dim` more. Raises ConfigError: the file cannot be read,
@@ -117,7 +117,7 @@ class _Config:
     path: str
 
     def number(self, *names: str) -> int:
-        """The positive number that the first of these fields has. Raises ConfigError: none is there, or it is none."""
+        """Return the first of these fields, a positive number. Raises ConfigError: it is missing, or something else."""
         found = {name: self.fields[name] for name in names if self.fields.get(name) is not None}
         value = next(iter(found.values()), None)
         if isinstance(value, int) and value > 0:
@@ -130,7 +130,7 @@ class _Config:
         )
 
     def optional(self, name: str, default: ValueT, *, least: int = 0) -> ValueT:
-        """A field, or `default` if it is missing or null. Raises ConfigError: it has another type, or is too low."""
+        """Return a field, or `default` if it is missing or null. Raises ConfigError: wrong type, or too low."""
         value = self.fields.get(name)
         if value is None:
             return default
@@ -141,8 +141,8 @@ class _Config:
         )
 
     def groups(self, num_layers: int, token: Parts, dtype: str) -> tuple[LayerGroup, ...]:
-        """The groups of its decoder's layers; none if all keep every token. Raises ConfigError: a kind of layer that
-        is not known, or a field that is missing.
+        """Return the groups of the decoder's layers; none if all keep every token. Raises ConfigError: a kind of layer
+        is not known, or a field is missing.
         """
         fields, every = self.fields, tuple(range(num_layers))
         found: dict[str, list[int]] = {}
@@ -214,7 +214,7 @@ class _Config:
         return "Mamba", (channels, width), (heads, dim * state)
 
     def _kinds(self, num_layers: int) -> list[str]:
-        """What each layer caches, in the words of `KINDS`' values."""
+        """Return what each layer caches, as values of `KINDS`."""
         self._refuse_fields(UNKNOWN_CACHES)
         names = ("layer_types", "layers_block_type", "hybrid_override_pattern", "layer_pattern")
         named = next(filter(None, map(self.fields.get, names)), None)
@@ -233,7 +233,7 @@ class _Config:
         return [KINDS[kind] for kind in named[:num_layers]]
 
     def _unnamed_kinds(self, layers: range) -> list[str]:
-        """Those of architectures whose configurations have a period, or nothing, instead of a list."""
+        """Return the kinds of layers of architectures whose configurations have a period, or nothing, not a list."""
         get, optional = self.fields.get, self.optional
         architecture = str(get("model_type", "")).removesuffix("_text")
         if architecture == "jamba":

@@ -1,9 +1,9 @@
-"""Greeting a running engine as a consumer that wants nothing of it: what `kvconnector doctor --peer` finds out.
+"""The greeting of `kvconnector doctor --peer`: a consumer meets a running engine, and reads nothing.
 
-The driver, its links and its data path are a worker's, without caches; its session notes what the producer's ranks
-answer. The request that it wants has no tokens, so nothing is read, and no lease is touched; bandwidth is measured by
-`Probe`s, which a producer answers from staging memory. All runs in the caller's thread, which never sleeps once the
-directory has answered: waking up would count.
+The driver, its links and its data path are a worker's, without caches; its session keeps the answers of the producer's
+ranks. It wants a request without tokens, so it reads nothing and touches no lease. It measures bandwidth by `Probe`s,
+which a producer answers from staging memory. Everything runs in the caller's thread, which never sleeps after the
+directory has answered: the time to wake up would count.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ PROBE_MESSAGES, PROBES = 32, 3
 """Messages of `WARM_UP_BYTES` in one probe, and how many a rank is asked for; the quickest counts."""
 ROUND_TRIPS = 20
 RESOLVE_S, ASK_S, CONNECT_S = 1.5, 2.5, 0.5
-"""How long a name may take to resolve, the directory to answer, and one that does not to accept a plain connection."""
+"""Seconds for a name to resolve, for the directory to answer, and for a silent one to accept a plain connection."""
 TURN_S, MEASURE_S = 1e-4, 5.0
-"""How long one turn takes at most, and how long the heartbeats, and one probe, may take."""
+"""Most seconds of one turn, and of the heartbeats or one probe."""
 RANK = Rank(0, 0)
 
 
 def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
-    """An engine of one rank that holds all that the ranks of another hold, so that it greets each of them."""
+    """Return an engine of one rank that holds all that the ranks of another hold, so that it greets each of them."""
     groups = []
     for index, group in enumerate(like.ranks[0].groups):
         layers = {layer for rank in like.ranks for layer in rank.groups[index].layers}
@@ -76,7 +76,7 @@ def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
 
 
 def why_silent(address: str) -> str:
-    """Ask why nobody answers at an address, by a plain connection: what is wrong, and what to do about it.
+    """Find out by a plain connection why an address does not answer. Returns the reason and its remedy.
 
     Args:
         address: `tcp://host:port`.
@@ -118,7 +118,7 @@ def resolve(host: str) -> str:
 
 
 class _Session(ConsumerSession):
-    """Meets the engine `name`, and notes what its ranks answer; `error` if it was lost."""
+    """Meets the engine `name`, and keeps its ranks' answers; `error` is set if the engine was lost."""
 
     def __init__(
         self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig, port: Port
@@ -132,7 +132,7 @@ class _Session(ConsumerSession):
 
     @property
     def error(self) -> KVConnectorError | None:
-        """Why the engine was lost, if it was."""
+        """The reason why the engine was lost; None if it was not."""
         return None if self.engine.loss is None else self.engine.loss.error
 
     def handle(self, event: object, now: float) -> None:
@@ -146,7 +146,7 @@ class _Session(ConsumerSession):
 
 
 class PeerGreeting(ExitStack):
-    """A consumer worker without caches at an engine's `address`. First `ask`, then `greet`; leaving it disconnects.
+    """A consumer worker without caches at an engine's `address`. First `ask`, then `greet`; the end of it disconnects.
 
     Raises:
         ConfigError: the address or the keys cannot be used.
@@ -169,7 +169,7 @@ class PeerGreeting(ExitStack):
         self._key = public_key or self._control.server_key
 
     def ask(self) -> m.Directory:
-        """The engine's directory. Raises KVConnectorError: it cannot be reached, or does not let us in."""
+        """Return the engine's directory. Raises KVConnectorError: it cannot be reached, or refuses our keys."""
         check_server(self._control.security, self._address, self._key)
         handle = self._control.connect(self._address, self._key)
         spoken = versions.SPOKEN
@@ -194,7 +194,7 @@ class PeerGreeting(ExitStack):
         raise PeerUnreachableError("no directory came in time", waited_s=ASK_S)
 
     def greet(self, directory: m.Directory) -> Iterator[Finding]:
-        """Meet every rank, as a consumer does that needs them all: what is found of each.
+        """Meet every rank, as a consumer that needs all of them does. Yields the findings of each.
 
         Raises:
             KVConnectorError: UCX cannot start, or a rank cannot be reached, or refuses.
@@ -258,7 +258,7 @@ class PeerGreeting(ExitStack):
         yield Finding("  bandwidth", "ok", text, {"bytes_per_second": rate})
 
     def _why_packed(self, worker: RemoteWorker) -> str:
-        """Why the rank's pools cannot be read from here; empty if they can."""
+        """Return why the rank's pools cannot be read from here; empty if they can."""
         if self._config.paths.direct == "never":
             return "paths.direct=never here"
         if self._config.verify == "checksum":
@@ -290,7 +290,7 @@ class PeerGreeting(ExitStack):
         return Finding("  lanes", verdict, f"{lanes}, no RDMA: {why}")
 
     def _probe(self, link: Link) -> float:
-        """Bytes a second, 0 if they did not come. All of the time counts, that of the request for it, too."""
+        """Measure bytes a second, from sending the request to the last byte; 0 if they did not arrive in time."""
         nbytes = self._session.engine.chunk_bytes
         machine, warm_ups = self._datapath.machine, self._datapath.receives.warm_ups
         machine.is_handshaking = True  # so each turn looks for these messages
@@ -303,7 +303,7 @@ class PeerGreeting(ExitStack):
         return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0
 
     def _run(self, limit_s: float, is_enough: Callable[[], bool]) -> None:
-        """Take turns until it is enough, or `limit_s` is over. Raises KVConnectorError: the engine is lost."""
+        """Take turns until `is_enough`, or until `limit_s` has passed. Raises KVConnectorError: the engine is lost."""
         deadline_s = time.monotonic() + limit_s
         while not is_enough() and time.monotonic() < deadline_s:
             self._driver.turn(TURN_S)

@@ -1,4 +1,4 @@
-"""`kvconnector plan`: what each consumer rank would read from which producer rank. Needs no GPU and no peer."""
+"""`kvconnector plan`: the reads of each consumer rank from each producer rank. Needs no GPU and no peer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvconnector.topology import EngineGeometry, PartGeometry, TpKVTopology
 
 
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one consumer rank reads from one producer rank, or of layers of one `kind` where a model has several.
+    """The reads of one consumer rank from one producer rank, of layers of one `kind` if a model has several.
 
     Intervals are half open, layers and heads global; the heads of a state are what tensor parallelism cuts; a latent
     counts as one. A stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
@@ -53,8 +53,8 @@ class RankRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Decode beside prefill: `ratios` of sizes as exact fractions, the engines in which several ranks hold the same,
-    and whether a block of one is none of the other. `connections` are pairs of ranks of which one reads from the other.
+    """Decode compared with prefill: `ratios` of sizes as exact fractions, the engines in which several ranks hold the
+    same, and whether blocks are laid out anew. `connections` counts pairs of ranks of which one reads from the other.
     """
 
     ratios: dict[str, str]
@@ -93,7 +93,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
         return f"at least {self.predicted_ms:.3g} ms with {self.link_gbits:g} Gbit/s a rank"
 
     def bytes_by_kind(self) -> Counter[str]:
-        """Bytes that all ranks together read of layers of each kind."""
+        """Return the bytes that all ranks together read of layers of each kind."""
         nbytes = Counter[str]()
         for row in self.reads:
             nbytes[row.kind] += row.bytes
@@ -101,7 +101,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 MAX_RUNS = 3
-"""Of layers, that a line of the table names one by one."""
+"""Most runs of layers that a line of the table names one by one."""
 SHAPE: dict[str, Any] = {"type": EngineShape.parse, "metavar": "SHAPE"}
 
 
@@ -274,7 +274,7 @@ def _is_state(part: PartGeometry) -> bool:
 def _rows(
     consumer: str, read: SourceRead, ranges: Sequence[range], kinds: Sequence[str]
 ) -> Iterator[ReadRow]:
-    """One row for each cache group of which something is read."""
+    """Yield a row for each cache group that is read."""
     group_of = np.array([segment.group for segment in read.segments])
     of_chunk, nbytes = group_of[read.chunks["segment"]], read.chunk_nbytes
     for index, (tokens, kind) in enumerate(zip(ranges, kinds, strict=True)):
@@ -299,7 +299,7 @@ def _rows(
 
 
 def _runs(values: Sequence[int]) -> list[tuple[int, int]]:
-    """Half open intervals of ascending numbers."""
+    """Return ascending numbers as half open intervals."""
     edges = [0, *(at for at in range(1, len(values)) if values[at] != values[at - 1] + 1)]
     return [(values[a], values[b - 1] + 1) for a, b in pairwise([*edges, len(values)]) if a < b]
 
@@ -352,7 +352,7 @@ def _tokens(row: ReadRow) -> str:
 
 
 def _layers(runs: list[tuple[int, int]]) -> str:
-    """Their intervals, or where kinds of layers alternate how many there are from the first to the last."""
+    """Return intervals of layers; if kinds alternate, the number of layers from the first to the last."""
     if len(runs) <= MAX_RUNS:
         return _intervals(runs)
     return f"{sum(stop - start for start, stop in runs)} within {runs[0][0]}-{runs[-1][1] - 1}"

@@ -39,7 +39,7 @@ class Box(NamedTuple):
 
 
 def draw_plan(report: PlanReport, path: Path) -> None:
-    """Write the picture of a plan to `path`; its ending (.svg, .png, .pdf) says the format.
+    """Write the picture of a plan to `path`, in the format of its ending (.svg, .png, .pdf).
 
     A rank's height is the larger of a line and its bytes; a ribbon is as thick as the bytes of its read and has the
     colour of the prefill rank's pipeline stage, or of its layers' kind where a model has several. A hatched rank holds
@@ -76,7 +76,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
 
 
 def _stack(ranks: Sequence[RankRow], scale: float) -> list[Box]:
-    """The ranks below each other; `scale` is inches a byte."""
+    """Place the ranks below each other; `scale` is in inches a byte."""
     boxes: list[Box] = []
     top = 0.0
     for rank in ranks:
@@ -92,7 +92,7 @@ def _stack(ranks: Sequence[RankRow], scale: float) -> list[Box]:
 def _draw_ribbons(
     axes: Any, reads: Sequence[ReadRow], producers: list[Box], consumers: list[Box], colors: Any
 ) -> None:
-    """`colors` are of kinds by name, or of stages."""
+    """Draw a ribbon for each read. `colors` are by the name of a kind, or by stage."""
     begin, end = (
         {box.rank.rank: box.middle - box.ribbons / 2 for box in boxes}
         for boxes in (producers, consumers)

@@ -1,4 +1,4 @@
-"""`kvconnector simulate`: what clusters of many engines say, and how long requests take, in virtual time."""
+"""`kvconnector simulate`: the messages of clusters of many engines, and the times of requests, in virtual time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_ENGINES = 100_000
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was simulated, and with what."""
+    """The simulated clusters, and the settings of the simulation."""
 
     model: ModelShape
     prefill: EngineShape
@@ -163,7 +163,7 @@ def _read_trace(path: Path) -> list[tuple[float, int]]:
 def _run(
     report: Report, size: int, rng: random.Random, arrivals: list[tuple[float, int]]
 ) -> Outcome:
-    """A cluster whose router takes any two engines."""
+    """Simulate a cluster whose router takes any two engines."""
     cluster = Cluster(
         model=report.model,
         prefill=report.prefill,

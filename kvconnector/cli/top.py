@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 3.0
 MAX_METRICS_BYTES = 16 << 20
 MAX_LOADS = 20
-"""That are shown one by one."""
+"""Most loads that are shown one by one."""
 _FIELDS = {
     "kvconnector_transfer_seconds_bucket": "buckets",
     "kvconnector_transfer_seconds_count": "loads",
@@ -52,7 +52,7 @@ _FIELDS = {
     "vllm:kvconnector_num_failed_transfers_total": "failures",
     "vllm:kvconnector_num_kv_expired_reqs_total": "expired",
 }
-"""Of `Snapshot`, by the samples that ours and vLLM's exporter have."""
+"""Fields of `Snapshot`, by the names of samples of our exporter and vLLM's."""
 _LABELS = {"buckets": "le", "loads": "path", "failures": "cause", "packed": "reason"}
 
 
@@ -76,7 +76,7 @@ class Snapshot:
 
     @property
     def causes(self) -> Counter[str]:
-        """Failures by cause, and leases that nobody read."""
+        """Failures by cause, including leases that expired unread."""
         return self.failures + Counter({"leases expired": int(self.expired)})
 
 
@@ -143,7 +143,7 @@ def _fetch(url: str) -> bytes:
 
 
 def _look(url: str) -> dict[str, Snapshot] | str:
-    """Every engine of an endpoint by its label, or why none is found."""
+    """Return every engine of an endpoint by its label, or the reason why there is none."""
     try:
         engines = read_snapshots(_fetch(url).decode(), time.monotonic())
     except (OSError, HTTPException, ValueError, KeyError, OverflowError) as error:
@@ -152,7 +152,7 @@ def _look(url: str) -> dict[str, Snapshot] | str:
 
 
 def read_snapshots(text: str, at_s: float) -> dict[str, Snapshot]:
-    """The engines in a metrics page, ours or vLLM's, by their label. Raises ValueError: it is no Prometheus text;
+    """Return the engines in a metrics page, ours or vLLM's, by label. Raises ValueError: it is no Prometheus text;
     KeyError, OverflowError: it is not what we export; ConfigError: prometheus-client is missing.
     """
     try:
@@ -222,7 +222,7 @@ def _cells(engine: Snapshot, earlier: Snapshot | None) -> Iterable[str]:
 
 
 def _quantile(buckets: Mapping[float, float], share: float) -> str:
-    """The bucket that holds the quantile, by its upper bound; buckets are cumulative."""
+    """Return the upper bound of the bucket that holds the quantile; buckets are cumulative."""
     total = buckets.get(math.inf, 0)
     if not total:
         return ""
@@ -232,7 +232,7 @@ def _quantile(buckets: Mapping[float, float], share: float) -> str:
 
 
 def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
-    """The loads under way that engines tell of, the oldest first."""
+    """Yield a table of the loads under way that engines report, the oldest first."""
     found = [
         load
         for url, engines in now.items()
