@@ -341,7 +341,7 @@ class TransportSuite:
         """Receive as a driver thread does: `progress()` only when the descriptor says so."""
         with self.workers() as (sleeper, sender, _):
             if sleeper.transport.fileno() == NO_FILENO:
-                return
+                pytest.skip("this transport has no descriptor to wait for")
             inbox = Inbox(sender.transport, sleeper.transport)
             exchange(inbox, sender, sleeper, 1)
             sender.transport.send_control(sender.endpoint, TAG, b"warm")
@@ -368,7 +368,7 @@ class TransportSuite:
         pair = self.pair()
         try:
             if pair.lose_b is None:
-                return
+                pytest.skip("this pair cannot lose a worker")
             pair.a.transport.send_control(pair.a.endpoint, TAG, b"before")
             pair.lose_b()
             errors = []
