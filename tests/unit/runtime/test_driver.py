@@ -38,6 +38,7 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     driver.progress_inline(MAX_WORK_S, orders_only=True)
     assert worker.poll().failed_recving.keys() == {"unknown"}
     assert not driver.links.with_unsent
+    assert not ended
     assert driver.num_queued  # the driver's thread does not sleep on it
     world.close()
 
