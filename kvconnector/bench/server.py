@@ -80,9 +80,10 @@ class _Client(ExitStack):
         return serve_stream(self._host, nbytes)
 
     def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
-        """Start `ucx_perftest` for one client, after ending the one before. Returns its port. See `perftest_server`."""
+        """Start a `perftest_server` with the client's UCX variables, after ending the one before. Returns the port."""
         self._perftest.close()
-        return self._perftest.enter_context(perftest_server(library, variables))
+        of_ucx = {name: value for name, value in variables.items() if name.startswith("UCX_")}
+        return self._perftest.enter_context(perftest_server(library, of_ucx))
 
 
 def serve(progress: ShowProgress) -> None:

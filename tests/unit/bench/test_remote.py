@@ -84,11 +84,14 @@ def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
 
 
 def test_a_client_sets_no_variables_of_a_server_but_those_for_tuning(monkeypatch):
-    monkeypatch.setattr(server, "EngineProcess", lambda *arguments: nullcontext(arguments))
+    for name in ("EngineProcess", "perftest_server"):
+        monkeypatch.setattr(server, name, lambda *arguments: nullcontext(arguments))
     client = server._Client("127.0.0.1", {})
     asked = {"LD_PRELOAD": "x", "KVCONNECTOR_STAGING_WINDOW": "7"}
     client.open(server.__version__, "s", Deployment(BenchOptions(), (16,)), None, asked)
     assert client._engine[2] == {"KVCONNECTOR_STAGING_WINDOW": "7"}
+    passed = client.serve_perftest("auto", {"LD_PRELOAD": "x", "UCX_TLS": "tcp"})
+    assert passed == ("auto", {"UCX_TLS": "tcp"})
 
 
 @pytest.mark.parametrize("path, has_share", [("packed", True), ("direct", False)])
