@@ -43,7 +43,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(557, target=560),
     "kvconnector/runtime": Size(3677, target=2800),
-    "kvconnector/session": Size(3550, target=2900),
+    "kvconnector/session": Size(3557, target=2900),
     "kvconnector/topology": Size(899, target=980),
     "kvconnector/transport": Size(2758, target=2530),
     "kvconnector/wire": Size(628, target=500),
@@ -77,10 +77,10 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2599),
     "tests/unit/minillm": Size(1646),
     "tests/unit/runtime": Size(2211),
-    "tests/unit/session": Size(1630),
+    "tests/unit/session": Size(1644),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(6914),
+    "tests/vllm": Size(6959),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

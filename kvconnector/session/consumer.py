@@ -357,6 +357,9 @@ class ConsumerSession:
         if load.asked is None:
             self._notify_prefill_started(load)
             return
+        if not isinstance(error, PeerLostError):
+            # an engine that took its blocks back may have filled them anew before its worker ended the lease
+            load.forget_reads(load.asked)
         for read in load.reads.values():
             self._reads.stop(read, now)
         if load.reads:

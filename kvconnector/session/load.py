@@ -229,13 +229,17 @@ class Load(Tracked[LoadState]):
             Why it cannot be loaded, if that is known already.
         """
         self.asked, self.trace.asked_s = asked, now
-        self.left = tuple([range(*tokens) for tokens in asked.token_ranges])
         if asked.error is not None:
             return asked.error
-        self.note_filled()
+        self.forget_reads(asked)
         if self.error is None and any(self.left) and not (self.is_followed or asked.remote_blocks):
             return BlockIdError("a load names no blocks of its producer", request=self.request_id)
         return self.error
+
+    def forget_reads(self, asked: LoadRequest) -> None:
+        """Count none of the tokens that were asked for as read or filled."""
+        self.left, self.begun = tuple([range(*tokens) for tokens in asked.token_ranges]), None
+        self.note_filled()
 
     def note_filled(self) -> None:
         """Update `filled_tokens` when no read is open: all tokens that reads covered are in the blocks."""

@@ -1,6 +1,7 @@
 """A decode engine reads prompts while a prefill engine computes them, a part in each step."""
 
 from contextlib import closing, contextmanager
+from unittest.mock import patch
 
 import pytest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
@@ -9,7 +10,14 @@ from kvconnector.integrations.vllm.messages import WorkerReport
 from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import attention
-from tests.vllm.shared_tokens import Shape, SharedEngine, engines, prefilled, until
+from tests.vllm.shared_tokens import (
+    UNWRITTEN,
+    Shape,
+    SharedEngine,
+    engines,
+    prefilled,
+    until,
+)
 
 pytestmark = pytest.mark.vllm
 
@@ -147,6 +155,12 @@ def arrived(consumer, request):
     return next((token for token in range(LENGTH) if token not in right), LENGTH)
 
 
+def has_read(consumer, request):
+    """Returns True once something was written to the first block of a request."""
+    blocks = consumer.block_ids(request.request_id)
+    return bool(blocks) and bool((consumer.ranks[0].layers[-1][blocks[0]] != UNWRITTEN).all())
+
+
 def leave_nothing(*both):
     until(lambda: not any(engine.world.used_blocks for engine in both), *both)
     assert not any(engine.world.scheduler.requests for engine in both)
@@ -230,8 +244,8 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 @pytest.mark.parametrize("policy,direct", [("fail", "auto"), ("recompute", "never")])
 @pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close", "close before the token"])
 def test_a_prefill_engine_gives_up_a_prompt(model, end, direct, policy):
-    """The decode engine's request fails, or the engine computes what has not arrived. An engine that slept offers the
-    prompt, and the lease ends unread.
+    """The decode engine's request fails, or the engine computes it: after the loss of the prefill engine only what has
+    not arrived. An engine that slept offers the prompt, and the lease ends unread.
     """
     options = {"paths": {"direct": direct}, "lease": {"duration_s": 6}}
     with acquainted(model, policy=policy, **options) as acquaintance:
@@ -259,9 +273,40 @@ def test_a_prefill_engine_gives_up_a_prompt(model, end, direct, policy):
         until(request.is_finished, *both)
         assert (request.status.name == "FINISHED_ERROR") == (policy == "fail")
         assert request.num_output_tokens == (0 if policy == "fail" else 4)
-        if end != "close before the token":  # such a load has every token and keeps none
+        if end == "close":
             assert consumer.num_computed[request.request_id] <= LENGTH - 48 + 3
         leave_nothing(*both)
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("direct", ["auto", "never"])
+def test_blocks_that_are_filled_anew_before_they_are_withdrawn_do_not_count(model, direct):
+    """vLLM gives an aborted prompt's blocks to another request, and its workers take orders after the kernels."""
+    with acquainted(model, policy="recompute", paths={"direct": direct}) as acquaintance:
+        producer, consumer, address = acquaintance
+        producer.world.scheduler.scheduler_reserve_full_isl = False
+        producer.world.add(35 * 16, max_tokens=64)  # few blocks are left
+        for _ in range(12):
+            producer.step()
+        prompt, request = begin(producer, consumer, address)
+        producer.step()
+        blocks = producer.block_ids(prompt.request_id)
+        producer.world.abort(prompt.request_id)
+        other = producer.world.add(47, max_tokens=1)
+        take_orders = producer.ranks[0].begin_step
+
+        def after_a_read(planned):
+            assert set(producer.block_ids(other.request_id)) & set(blocks)
+            until(lambda: has_read(consumer, request), consumer)
+            for _ in range(20):  # in which the read ends
+                consumer.step()
+            take_orders(planned)
+
+        consumer.may_fail = True
+        with patch.object(producer.ranks[0], "begin_step", after_a_read):
+            producer.step()
+        until(lambda: request.num_output_tokens > 0, consumer, producer)
+        assert arrived(consumer, request) == LENGTH
 
 
 @pytest.mark.ucx

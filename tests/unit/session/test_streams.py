@@ -289,6 +289,20 @@ def test_a_loss_after_the_last_token_keeps_all_tokens():
     assert (type(ended.error), ended.load.filled_tokens) == (PeerLostError, 12)
 
 
+@pytest.mark.parametrize(
+    "end, filled_tokens", [(_report(8, refusal=Refusal.ABORTED), 0), (PeerLostError("gone"), 8)]
+)
+def test_reads_of_a_withdrawn_prompt_do_not_count_as_filled(end, filled_tokens):
+    """The producer's engine may have filled the blocks anew before its worker withdrew the lease."""
+    side, (link,) = _following()
+    (started,) = harness.of(side.receive(link, _report(8)), "start_receive")
+    assert not harness.of(side.handle(ev.ReceiveFinished(started.read)), "finish_load")
+    is_lost = isinstance(end, PeerLostError)
+    calls = side.handle(ev.LinkLost(link, end)) if is_lost else side.receive(link, end)
+    (ended,) = harness.of(calls, "finish_load")
+    assert ended.load.filled_tokens == filled_tokens
+
+
 def test_a_queued_prompt_waits_while_its_producer_answers():
     side, (link,) = _following(None)
     for _ in range(30):
