@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1644),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(6959),
+    "tests/vllm": Size(6976),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

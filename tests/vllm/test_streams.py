@@ -1,6 +1,8 @@
 """A decode engine reads prompts while a prefill engine computes them, a part in each step."""
 
 from contextlib import closing, contextmanager
+from cProfile import Profile
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -91,6 +93,21 @@ def test_a_prompt_that_is_preempted_is_given_up(world):
     assert orders[-1].holds[0].transfer_id == "t"
     engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 0
+
+
+def test_prompts_that_are_queued_cost_a_step_nothing(world):
+    counts = []
+    for num_queued in (0, 50):
+        engine = world(role="kv_producer", engine={**CHUNKS, "max_num_seqs": 1})
+        for number in range(1 + num_queued):
+            engine.add(140, {**DECODE, "transfer_id": f"t{number}"}, max_tokens=1)
+        engine.step()
+        profile, build = Profile(), engine.connector.build_connector_meta
+        profiled = partial(profile.runcall, build)
+        with patch.object(engine.connector, "build_connector_meta", profiled):
+            assert holds(engine.step()[0]) == [(96, 3, False)]
+        counts.append(sum(each.callcount for each in profile.getstats()))
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.parametrize(

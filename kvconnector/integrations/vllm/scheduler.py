@@ -234,21 +234,19 @@ class SchedulerHalf:
 
     def build_step(self, planned: SchedulerOutput) -> ConnectorStep:
         """Return the orders for all workers, which take them once the planned step's kernels are launched."""
-        for request in self._streamed.values():
-            self._grow(request, planned)
+        for request_id in self._streamed.keys() & (planned.preempted_req_ids or ()):
+            self._scheduler.withdraw(request_id)
+        # if another connector loads in the step, workers take its orders before the kernels are launched
+        if not planned.has_sync_kv_loads:
+            for request_id in self._streamed.keys() & planned.num_scheduled_tokens.keys():
+                self._grow(self._streamed[request_id], planned)
         is_idle = self._idle_steps.plan(planned.total_num_scheduled_tokens)
         return ConnectorStep.of(self._scheduler.build_step(), is_idle=is_idle)
 
     def _grow(self, request: Request, planned: SchedulerOutput) -> None:
         """Let consumers read the tokens of a prompt that the steps up to this one compute."""
         request_id = request.request_id
-        if request.num_preemptions:
-            self._scheduler.withdraw(request_id)
-            return
-        num_scheduled = planned.num_scheduled_tokens.get(request_id)
-        # if another connector loads in the step, workers take its orders before the kernels are launched
-        if num_scheduled is None or planned.has_sync_kv_loads:
-            return
+        num_scheduled = planned.num_scheduled_tokens[request_id]
         computed = request.num_computed_tokens, request.num_computed_tokens + num_scheduled
         num_tokens, step_stop = (min(each, request.num_prompt_tokens) for each in computed)
         tables = planned.kv_connector_block_state.get_block_ids(request_id)
