@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2928),
     "kvconnector/control": Size(1290, target=1330),
     "kvconnector/datapath": Size(4481, target=4050),
-    "kvconnector/integrations": Size(3381, target=3510),
+    "kvconnector/integrations": Size(3377, target=3510),
     "kvconnector/integrations/sglang": Size(1305, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(557, target=560),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1644),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(6976),
+    "tests/vllm": Size(6997),
 }
 # what the rooms in and below these folders should weigh together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

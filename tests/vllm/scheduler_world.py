@@ -208,18 +208,21 @@ class World:
         self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         self._count = 0
 
-    def add(self, num_tokens, params=None, prompt=None, trace_headers=None, **sampling):
-        """Queue a request. Requests of one `prompt` number share their tokens."""
+    def add(self, num_tokens, params=None, prompt=None, trace_headers=None, forms=None, **sampling):
+        """Queue a request. Requests of one `prompt` number share their tokens. `forms`: the prompt as vLLM's `Request`
+        takes it.
+        """
         extra = {"kv_transfer_params": params} if params else None
         sampling = {"max_tokens": 4, "ignore_eos": True, "extra_args": extra, **sampling}
         self._count += 1
+        tokens = [(500 * (prompt or self._count) + i) % 997 for i in range(num_tokens)]
         request = Request(
             request_id=f"r{self._count}",
-            prompt_token_ids=[(500 * (prompt or self._count) + i) % 997 for i in range(num_tokens)],
             sampling_params=SamplingParams(**sampling),
             pooling_params=None,
             block_hasher=self._hasher,
             trace_headers=trace_headers,
+            **(forms or {"prompt_token_ids": tokens}),
         )
         self.scheduler.add_request(request)
         return request

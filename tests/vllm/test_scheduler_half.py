@@ -1,4 +1,5 @@
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -159,6 +160,23 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
     for _ in range(2):  # a report may repeat
         engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 0
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_prompts_last_token_is_left_to_the_decode_engine_in_all_its_forms(world, is_mixed):
+    """Several requests of one process may share their prompt."""
+    window = attention(SlidingWindowSpec, sliding_window=32)
+    engine = world(role="kv_producer", specs=[attention(), window])
+    forms = {"prompt_token_ids": list(range(100))}
+    if is_mixed:
+        forms["prompt_embeds"] = torch.zeros(100, 8)
+        forms["prompt_is_token_ids"] = [token not in range(3, 9) for token in range(100)]
+    for _ in range(2):
+        request = engine.add(100, dict(w.REMOTE_DECODE), forms=forms)
+        assert request.num_prompt_tokens == request.num_tokens == 99
+        (new,) = engine.scheduler.schedule().scheduled_new_reqs
+        for name, prompt in forms.items():
+            assert len(getattr(new, name)) == len(prompt) - 1 == 99
 
 
 def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):

@@ -173,12 +173,10 @@ class SchedulerHalf:
             or request.get_skip_reading_prefix_cache()
         ):
             return
-        if request.prompt_token_ids is not None:
-            del request.prompt_token_ids[-backoff:]
-        elif request.prompt_embeds is not None:
-            request.prompt_embeds = request.prompt_embeds[:-backoff]
-        else:
-            return
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
+            whole = getattr(request, name)
+            if whole is not None:  # the caller keeps its own: several requests may share one list
+                setattr(request, name, whole[:-backoff])
         del request._all_token_ids[-backoff:]
         request.num_prompt_tokens -= backoff
         request.max_tokens = 1
