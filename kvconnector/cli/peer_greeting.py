@@ -26,7 +26,6 @@ from kvconnector.control.base import Received
 from kvconnector.control.security import check_server
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct.export_check import check_export
-from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.datapath.staging import WARM_UP_BYTES
 from kvconnector.errors import KVConnectorError, PeerUnreachableError
@@ -206,7 +205,7 @@ class PeerGreeting(ExitStack):
             CudaContext(self._device).make_current()
         self._transport = open_transport(config, self._device)
         self.callback(self._transport.close)
-        self._datapath = open_datapath(config, pools, self._transport, UcxNetwork(self._transport))
+        self._datapath = open_datapath(config, pools, self._transport)
         self.callback(self._datapath.close)
         self._driver = Driver(
             config,
@@ -292,14 +291,13 @@ class PeerGreeting(ExitStack):
     def _probe(self, link: Link) -> float:
         """Measure bytes a second, from sending the request to the last byte; 0 if they did not arrive in time."""
         nbytes = self._session.engine.chunk_bytes
-        machine, warm_ups = self._datapath.machine, self._datapath.receives.warm_ups
-        machine.is_handshaking = True  # so each turn looks for these messages
-        tag, _ = warm_ups.expect(link, machine.recv_slots.scratch(nbytes), PROBE_MESSAGES)
+        datapath = self._datapath
+        tag, _ = datapath.receives.expect_warm_up(link, nbytes, PROBE_MESSAGES)
         started_s = time.monotonic()
         probe = m.Probe(first_tag=tag, nbytes=nbytes, count=PROBE_MESSAGES)
         self._driver.links.send(link, probe)
-        self._run(MEASURE_S, lambda: not warm_ups.is_awaited)
-        is_over = not warm_ups.is_awaited
+        self._run(MEASURE_S, lambda: not datapath.warm_ups)
+        is_over = not datapath.warm_ups
         return PROBE_MESSAGES * nbytes / (time.monotonic() - started_s) if is_over else 0.0
 
     def _run(self, limit_s: float, is_enough: Callable[[], bool]) -> None:

@@ -211,7 +211,7 @@ class Driver:
         self.datapath.step()
         if not self._work(inline=inline, ticks=False):
             return
-        self.datapath.machine.clear_pending()
+        self.datapath.lock.clear_pending()
         if len(self._events) < MAX_QUEUED_EVENTS:
             for link, payload, is_proved in self.links.poll():
                 messages = self._take_messages(link, payload)

@@ -52,7 +52,6 @@ from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.pools import Pools
-from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import KVConnectorError, MemoryInUseError
 from kvconnector.ids import Incarnation, Rank
@@ -115,8 +114,7 @@ class DriverThread:
         self._context = None if pools.device == "cpu" else CudaContext(pools.device)
         transport = open_transport(config, pools.device)
         try:
-            network = UcxNetwork(transport)
-            self._datapath: DataPath = open_datapath(config, pools, transport, network)
+            self._datapath: DataPath = open_datapath(config, pools, transport)
             self.control = open_control(config, 0)
         except BaseException:
             transport.close()
@@ -152,19 +150,19 @@ class DriverThread:
         """
         assert self._driver is not None  # the worker begins with its first orders
         self._driver.put(orders)
-        if inline_s > 0.0 and not self._datapath.machine.is_handshaking:
+        if inline_s > 0.0 and not self._datapath.lock.is_handshaking:
             progress = partial(Driver.progress_inline, limit_s=inline_s, orders_only=True)
             if self._run_inline(POLL_LIMIT_S, progress):
                 return
-        if not self._datapath.machine.notify():
+        if not self._datapath.lock.notify():
             self.control.wake()
 
     def progress_inline(self) -> None:
         """Do what the driver's thread would do if it had the GIL. Takes a microsecond if there is nothing to do."""
-        if not self._datapath.machine.has_pending():
+        if not self._datapath.lock.has_pending():
             return
         progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
-        if self._run_inline(POLL_LIMIT_S, progress) and self._datapath.machine.is_starved:
+        if self._run_inline(POLL_LIMIT_S, progress) and self._datapath.lock.is_starved:
             time.sleep(YIELD_S)
 
     def wait(self, timeout_s: float) -> bool:
@@ -221,7 +219,7 @@ class DriverThread:
         if self._thread is None:
             self._release()
         else:
-            self._datapath.machine.notify()
+            self._datapath.lock.notify()
             self.control.wake()
 
     def _drive(self, until_s: float, driver: Driver) -> None:
@@ -236,12 +234,12 @@ class DriverThread:
         """Let the caller drive in place of the driver's thread. Returns False if that did not stop driving within
         `limit_s`.
         """
-        driver, machine = self._driver, self._datapath.machine
+        driver, lock = self._driver, self._datapath.lock
         if driver is None or self._is_stopping:
             return False
         try:
             try:
-                if not machine.try_acquire(limit_s):
+                if not lock.try_acquire(limit_s):
                     return False
                 # no `try` in here: an interrupt before that word would be caught by none of those around it
                 if self._context is None:
@@ -251,16 +249,14 @@ class DriverThread:
             except Exception as error:
                 self._fail(error)
             except BaseException as error:
-                if (
-                    machine.is_ours
-                ):  # what ends the engine's thread may have come in the middle of anything
+                if lock.is_ours:  # what ends the engine's thread may have come in the middle of anything
                     self._fail(error)
                 raise
             finally:
-                if machine.is_ours:
+                if lock.is_ours:
                     self._give_back(driver)
         except BaseException:
-            if machine.is_ours:  # an interrupt came just before, or within
+            if lock.is_ours:  # an interrupt came just before, or within
                 self._give_back(driver)
             raise
         return True

@@ -77,7 +77,7 @@ class Executor(Port):
 
     def close_link(self, link: Link) -> None:
         self._datapath.sends.close_endpoint(link)
-        self._datapath.receives.warm_ups.forget(link)
+        self._datapath.receives.forget_warm_ups(link)
         self._links.leave_transport(link)  # what is queued for a consumer goes by ZMQ then
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.machine import Machine
+from kvconnector.datapath.pump.driver_lock import DriverLock
 from kvconnector.runtime import layers
 from kvconnector.session import load
 from tests.integration.runtime_pair import same, until
@@ -91,7 +91,7 @@ def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_aga
     params, expected = remote_offer(p, d), p.dense([9, 3], 30)
     with monkeypatch.context() as patch:
         patch.setattr(RemotePools, "is_published", is_published)
-        patch.setattr(Machine, "try_acquire", lambda path, limit_s: False)
+        patch.setattr(DriverLock, "try_acquire", lambda lock, limit_s: False)
         d.load("w", params, [5, 6], 31)
         assert found.wait(DEADLINE_S)
         p.kill()

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from kvconnector.datapath.pump import machine
+from kvconnector.datapath.pump import driver_lock
 from kvconnector.runtime.driver import Driver
 from tests.integration.runtime_pair import arrives, same, until
 from tests.support import waiting
@@ -52,7 +52,7 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
     # drivers' own threads leave all that is pending to engines' threads, however long it takes these to come
     for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
-        monkeypatch.setattr(machine, name, round(DEADLINE_S * 1e9))
+        monkeypatch.setattr(driver_lock, name, round(DEADLINE_S * 1e9))
     p, d = engines("always")
     params = p.offer("r", [1, 2], 30)
 

@@ -1,6 +1,7 @@
 """The loopback transport as the compiled loop calls it, through Python: chunks obey a test's network and clock."""
 
 import ctypes
+from types import SimpleNamespace
 
 from kvconnector.errors import KVConnectorError, OperationCancelledError, TransportError
 from kvconnector.transport import Buffer, MessageSizeError
@@ -18,13 +19,11 @@ _FIRST_STATUS, _NUM_STATUSES = -20, 70
 
 
 class PythonNetwork:
-    """`UcxNetwork` over a `LoopbackTransport` for slots in host memory.
+    """A `LoopbackTransport` with functions of libucp's for the loop of one data path, for slots in host memory.
 
-    A request is a ticket, an endpoint's handle its id. The loop reads the test's `clock`, too. Who uses it keeps the
-    slots until the transport is closed.
+    A request is a ticket, an endpoint's handle its id. The loop reads the test's `clock`, too, once the data path is
+    attached. Who uses it keeps the slots until the transport is closed.
     """
-
-    fileno, worker = -1, 0
 
     def __init__(self, transport, clock):
         self._transport, self._clock = transport, clock
@@ -33,31 +32,41 @@ class PythonNetwork:
         self._failure = None
         self.arriving_control = ()
         functions = {
-            "clock_gettime": (2, self._read_clock),
-            "worker_progress": (1, self._progress),
-            "worker_arm": (1, lambda worker: ERR_BUSY),
-            "tag_send": (5, self._send),
-            "tag_recv": (6, self._recv),
-            "request_status": (1, self._status),
-            "recv_test": (2, self._test),
-            "request_free": (1, self._free),
-            "request_cancel": (2, lambda worker, request: self.cancel(request)),
-            "tag_probe": (5, lambda *_: self._transport.has_control()),
+            "ucp_worker_progress": (1, self._progress),
+            "ucp_worker_arm": (1, lambda worker: ERR_BUSY),
+            "ucp_tag_send_nbx": (5, self._send),
+            "ucp_tag_recv_nbx": (6, self._recv),
+            "ucp_request_check_status": (1, self._status),
+            "ucp_tag_recv_request_test": (2, self._test),
+            "ucp_request_free": (1, self._free),
+            "ucp_request_cancel": (2, lambda worker, request: self.cancel(request)),
+            "ucp_tag_probe_nb": (5, lambda *_: self._transport.has_control()),
         }
-        self._kept = {
-            name: ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(self._guarded(called))
-            for name, (count, called) in functions.items()
-        }
-        self.functions = {
-            name: ctypes.cast(function, ctypes.c_void_p).value
-            for name, function in self._kept.items()
-        }
+        called = {name: self._as_c(*each) for name, each in functions.items()}
+        self.libucp = SimpleNamespace(
+            library=SimpleNamespace(keeping=SimpleNamespace(**called)),
+            worker_handle=0,
+            request_cancel=self.cancel,
+        )
+        self._read_clock_in_c = self._as_c(2, self._read_clock)
 
-    def now_ns(self):
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def attach(self, datapath):
+        """Let a data path's loop read the test's clock."""
+        datapath.state.now_ns = self._now_ns
+        address = ctypes.cast(self._read_clock_in_c, ctypes.c_void_p).value
+        datapath.state.record["clock_gettime"] = address
+
+    def _as_c(self, count, function):
+        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(self._guarded(function))
+
+    def _now_ns(self):
         return round(self._clock() * _NS_PER_S)
 
-    def handle(self, endpoint):
-        """See `UcxNetwork`. Losses show where something is sent."""
+    def endpoint_handle(self, endpoint):
+        """See `UcxTransport`. Losses show where something is sent."""
         return endpoint
 
     def lanes(self, endpoint):
@@ -115,7 +124,7 @@ class PythonNetwork:
 
     def _read_clock(self, kind, timespec):
         words = (ctypes.c_int64 * 2).from_address(timespec)
-        words[0], words[1] = divmod(self.now_ns(), _NS_PER_S)
+        words[0], words[1] = divmod(self._now_ns(), _NS_PER_S)
 
     def _progress(self, worker):
         for completion in self._transport.progress():

@@ -13,7 +13,6 @@ import numpy as np
 
 from kvconnector.config import ConnectorConfig, PathsConfig
 from kvconnector.datapath import Pools
-from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.ids import EngineAddress, new_incarnation, new_secret
 from kvconnector.layout import GroupBlocks, Watermark
@@ -107,12 +106,12 @@ class WorldWorker:
     def is_quiet(self):
         """Returns True if it has no requests and no busy slots."""
         producer, consumer = self.driver.producer, self.driver.consumer
-        machine = self.datapath.machine
+        slots = self.datapath.sends.slots, self.datapath.receives.slots
         return (
             not self.driver.num_queued
             and (producer is None or not producer._leases)
             and (consumer is None or not consumer._loads)
-            and not (machine.send_slots.num_busy or machine.recv_slots.num_busy)
+            and not any(each.num_busy for each in slots)
         )
 
     def close(self):
@@ -213,12 +212,14 @@ class World:
     def make_datapath(self, config, pools, transport):
         """Make the data path of a worker; subclasses may override this."""
         if isinstance(transport, UcxTransport):
-            return open_datapath(config, pools, transport, UcxNetwork(transport), self.clock)
+            return open_datapath(config, pools, transport, self.clock)
         # all bytes pass the links, with their faults
         config = msgspec.structs.replace(config, paths=PathsConfig(direct="never"))
         network = PythonNetwork(transport, self.clock)
         self._networks.append(network)
-        return open_datapath(config, pools, transport, network, self.clock)
+        datapath = open_datapath(config, pools, network, self.clock)
+        network.attach(datapath)
+        return datapath
 
     def kill(self, engine, *, silently=False):
         """End an engine as SIGKILL would, or with `silently` as a power cut would: its peers get no message."""

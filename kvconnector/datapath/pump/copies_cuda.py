@@ -24,7 +24,7 @@ from kvconnector.datapath.pump.copies import (
 from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.datapath.pump.launches import Launches, shares_of, windows_of
 from kvconnector.datapath.pump.marks import FREE_STREAM, Marks, Requests
-from kvconnector.datapath.pump.network import function_address
+from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import TransportError
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.reads import RankRead

@@ -4,9 +4,8 @@
 other workers on this host. Chunks move in a compiled loop that takes no GIL; Python sees where reads begin and end.
 
 *Threads.* It has none of its own, and one owner at a time: the driver's thread, but while that sleeps in `pump` or
-waits for the GIL an engine's thread may become the owner by `machine.try_acquire`, until it calls `release`. Any thread
-may call `machine`'s `has_pending`, `notify`, `is_starved`, `is_ours` and `try_acquire`, and read its `is_handshaking`;
-all else is the owner's.
+waits for the GIL an engine's thread may become the owner by `lock.try_acquire`, until it calls `release`. See
+`DriverLock` for what any thread may call; all else is the owner's.
 
 *A turn.* The driver's thread calls `pump`, which returns when there is something to do, then clears what is pending,
 then calls `step` until that adds nothing to `events`. In between the sessions call `sends`, `receives` and `reads`,
@@ -21,7 +20,7 @@ process lives, and never handed out.
 reads the network's clock, which is the same but in tests.
 
 *What may block.* `pump` sleeps. `sends.open_endpoint`, `receives.expect_warm_up` and `reads.open` may compile kernels
-and map memory, so no engine's thread gets there: see `Machine.is_handshaking`. `close` waits for a GPU, with a
+and map memory, so no engine's thread gets there: see `DriverLock.is_handshaking`. `close` waits for a GPU, with a
 deadline. Nothing else waits.
 
 *What breaks if this is changed.* The loop reads rows by their addresses. So rows may grow and jobs may go only while
@@ -39,14 +38,16 @@ from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import kept_unless_idle
 from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies import Copies
-from kvconnector.datapath.pump.machine import MAX_READS, Machine
-from kvconnector.datapath.pump.network import UcxNetwork
-from kvconnector.datapath.pump.reads import DirectReads
+from kvconnector.datapath.pump.driver_lock import DriverLock
+from kvconnector.datapath.pump.reads import MAX_READS, DirectReads
 from kvconnector.datapath.pump.receives import Receives
 from kvconnector.datapath.pump.sends import Sends
+from kvconnector.datapath.pump.state import LOOK, NS_PER_S, LoopState
 from kvconnector.datapath.staging import SlotPool
+from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
 from kvconnector_kernels.pump import records as r
+from kvconnector_kernels.pump.loop import look, run
 
 # Seconds between two looks at descriptors, and at what is under way. A GPU's chunk takes tens of microseconds, and
 # every look at it may take the driver's locks from the engine's thread.
@@ -57,15 +58,18 @@ MAX_RUN_S = 0.1
 MAX_LEASE_RUN_S = 1e-4
 """The same while a lease is awaited, at which Python looks."""
 MAX_AWAITED_RUN_S = 1e-3
-"""The same while something is awaited that the loop does not look at: a warm-up, the rest of a long control message, a
-lease."""
+"""The same while something is awaited that the loop does not look at: a warm-up, or the rest of a long control
+message."""
+
+_ENTERING, _WANTS_SLOTS, _MOVED = (
+    r.index_of(r.STATE, name) for name in ("entering", "wants_slots", "moved_ns")
+)
 
 
 class DataPath:
-    """Sends and receives over a transport, and reads from pools on this host. `network` is the transport's, as the loop
-    calls it.
+    """Sends and receives over a transport, and reads from pools on this host.
 
-    `share` lets consumers read this worker's pools; None where that is not possible, or nobody's wish. `reads_directly`
+    `share` lets consumers read this worker's pools; None where that is not possible or not wanted. `reads_directly`
     lets it read those of others. What happens to reads and peers goes to `events`, from where the caller takes it.
     """
 
@@ -73,7 +77,6 @@ class DataPath:
         self,
         config: ConnectorConfig,
         transport: UcxTransport,
-        network: UcxNetwork,
         copies: Copies,
         *,
         share: PoolExporter | None = None,
@@ -82,69 +85,89 @@ class DataPath:
         recv_slots: SlotPool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport = transport
+        self.transport = transport
         self.copies = copies
         self.share = share
         self.events = EventQueue()
-        self._clock = clock
+        self.clock = clock
         looks_s = CUDA_LOOKS_S if copies.on_gpu else CPU_LOOKS_S
-        pace_s = config.spin_s(copies.pools.device), *looks_s
-        self.machine = Machine(network, copies, send_slots, recv_slots, pace_s)
-        shared = self.machine, self.events, clock
-        self.sends = Sends(config, transport, *shared)
-        self.receives = Receives(config, transport, *shared)
-        self.reads = DirectReads(
-            config.paths, *shared, receives=self.receives, is_enabled=reads_directly
-        )
+        self.state = LoopState(transport, copies, (config.spin_s(copies.pools.device), *looks_s))
+        look.compile("(int64,)")
+        self.lock = DriverLock(self.state)
+        self.warm_ups: dict[int, Callable[[KVConnectorError | None], None]] = {}
+        """By ticket, what takes the end of a warm-up message that the transport sends or receives."""
+        self.sends = Sends(self, config, send_slots)
+        self.receives = Receives(self, config, recv_slots)
+        self.reads = DirectReads(self, config.paths, is_enabled=reads_directly)
         self._next_check_s = 0.0
         self._closed = False
 
     def __repr__(self) -> str:
-        is_handshaking = self.machine.is_handshaking
+        is_handshaking = self.lock.is_handshaking
         state = "closed" if self._closed else "greeting" if is_handshaking else "open"
         return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
 
     def step(self) -> None:
         """Move what can move, and add what happened to `events`. Call it until nothing did."""
-        machine, num_events = self.machine, len(self.events)
-        if machine.sends.active:
+        num_events = len(self.events)
+        if self.sends.active:
             self.sends.poll()
-        if machine.receives.active:
+        if self.receives.active:
             self.receives.poll()
-        if machine.reads.active or self.reads.waiting:
+        if self.reads.active or self.reads.waiting:
             self.reads.poll()
         # last: slots are free again, and reads are to be sent that were not before
         if self.receives.waiting:
             self.receives.admit()
         if len(self.events) == num_events:
-            now_s = self._clock()
-            is_greeted = machine.is_handshaking and self._is_handshaking()
+            now_s = self.clock()
+            is_greeted = self.lock.is_handshaking and self._is_handshaking()
             if is_greeted or now_s >= self._next_check_s:
                 self._check_peers(now_s)
         if len(self.events) > num_events:
             # somebody waits for it
-            machine.stay_awake()
+            self.stay_awake()
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to add, one of `fds` is readable, a control message
         waits in the transport, or `timeout_s` is over.
+
+        Another thread may have made progress inline while this one, the driver's, waited for the GIL.
         """
         timeout_s = self._prepared(timeout_s)
-        reason = self.machine.run(timeout_s, wants_slots=bool(self.receives.waiting), fds=fds)
+        state, owner = self.state, self.lock.enter()
+        if fds != state.watched[owner]:
+            state.watch(owner, fds)
+        state.limits[owner] = round(timeout_s * NS_PER_S)
+        state.numbers[_ENTERING] = owner
+        reason = run(state.address)
+        if owner == r.DRIVER:
+            self.lock.acquire_again()
         if reason == r.TIMEOUT:
             self.copies.check_device()
 
     def poll_once(self) -> bool:
         """Begin and notice what takes microseconds. Returns True if `step` may have something to add."""
-        if self.copies.on_gpu and self.machine.is_looping:
+        if self.copies.on_gpu and self.lock.is_looping:
             return False
         self._prepared(0.0)
-        return self.machine.run(-1.0, wants_slots=bool(self.receives.waiting)) != r.TIMEOUT
+        self.state.numbers[_ENTERING] = LOOK
+        return bool(look(self.state.address) != r.TIMEOUT)
+
+    def begin(self, passes: int) -> None:
+        """Run `passes` iterations of the loop, without releasing the GIL or the lock."""
+        self.state.numbers[_ENTERING] = LOOK
+        for _ in range(passes):
+            if look(self.state.address) == r.NOTICE:
+                self.lock.notify()  # the next run would not find it again
 
     def release(self, timeout_s: float) -> None:
         """End inline progress. The driver's thread goes on in its `pump`, for `timeout_s` at most."""
-        timeout_s = self._prepared(timeout_s)
-        self.machine.release(timeout_s, wants_slots=bool(self.receives.waiting))
+        self.lock.release(self._prepared(timeout_s))
+
+    def stay_awake(self) -> None:
+        """There was something to do: soon there is more, and waking a thread costs more than the work."""
+        self.state.numbers[_MOVED] = self.state.now_ns()
 
     def close(self) -> None:
         """Release everything. Idempotent."""
@@ -153,8 +176,8 @@ class DataPath:
         self._closed = True
         # in reverse, and all of it even where a device has failed
         with ExitStack() as stack:
-            stack.callback(self.machine.close)
-            stack.callback(self._transport.close)
+            stack.callback(self.state.close)
+            stack.callback(self.transport.close)
             stack.callback(self.receives.release)
             stack.callback(self.sends.release)
             stack.callback(self.reads.release)
@@ -163,35 +186,43 @@ class DataPath:
             stack.callback(self._finish_copies)
 
     def _finish_copies(self) -> None:
-        with kept_unless_idle(self.machine, "staging memory, and flags that copies set"):
+        with kept_unless_idle(self, "staging memory, and flags that copies set"):
             self.copies.finish()
+
+    @property
+    def uses_network(self) -> bool:
+        """Returns True if chunks are sent or received, or the network still holds a slot."""
+        is_active = self.sends.active or self.receives.active
+        return bool(is_active) or self.sends.slots.num_busy > 0
 
     def _prepared(self, timeout_s: float) -> float:
         """Do what the loop takes for granted. Returns for how long at most it can do without Python."""
-        machine = self.machine
         if self.receives.promised:
             self.receives.begin()
-        if machine.sends.active:
+        if self.sends.active:
             self.sends.refresh_endpoints()
+        self.state.numbers[_WANTS_SLOTS] = bool(self.receives.waiting)
         if timeout_s <= MAX_LEASE_RUN_S:
             return timeout_s
-        if self.reads.waiting and len(machine.reads.active) < MAX_READS:
+        if self.reads.waiting and len(self.reads.active) < MAX_READS:
             return MAX_LEASE_RUN_S
-        is_greeted = machine.is_handshaking and self._is_handshaking()
-        if is_greeted or machine.network.arriving_control:
+        is_greeted = self.lock.is_handshaking and self._is_handshaking()
+        if is_greeted or self.transport.arriving_control:
             return min(timeout_s, MAX_AWAITED_RUN_S)
-        rows = machine.reads.active or machine.receives.active or machine.sends.active
+        rows = self.reads.active or self.receives.active or self.sends.active
         return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s
 
     def _is_handshaking(self) -> bool:
         """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""
-        self.machine.is_handshaking = bool(self.sends.warm_ups) or self.receives.warm_ups.is_awaited
-        return self.machine.is_handshaking
+        self.lock.is_handshaking = bool(self.warm_ups)
+        return self.lock.is_handshaking
 
     def _check_peers(self, now_s: float) -> None:
         """What the loop does not do: warm-up messages, and lost peers."""
         self._next_check_s = now_s + MAX_RUN_S
-        for completion in self.machine.network.progress(others_move=self.machine.uses_network):
-            _ = self.sends.complete(completion) or self.receives.warm_ups.complete(completion)
+        for completion in self.transport.progress(others_move=self.uses_network):
+            end = self.warm_ups.pop(completion.ticket, None)
+            if end is not None:
+                end(completion.error)
         self.sends.refresh()
         self.receives.refresh()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.direct.cuda_driver import load_libcuda
-from kvconnector.datapath.pump.network import function_address
+from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import ConfigError, TransportError
 
 ROOM_BYTES = 64

@@ -18,7 +18,6 @@ from kvconnector.datapath.pump.copies_cuda import CudaCopies
 from kvconnector.datapath.pump.copy_threads import default_threads
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
-from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
@@ -31,7 +30,6 @@ def open_datapath(
     config: ConnectorConfig,
     pools: Pools,
     transport: UcxTransport,
-    network: UcxNetwork,
     clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:
     """A worker's data path over `transport`, with as many slots as the staging budget pays for.
@@ -40,8 +38,7 @@ def open_datapath(
         config: the worker's settings.
         pools: its registered caches.
         transport: to and from other workers, which the data path closes.
-        network: the transport as the compiled loop calls it.
-        clock: the loop's, in seconds.
+        clock: in seconds, see `DataPath`.
 
     Raises:
         ConfigError: one token of one part of some layer does not fit a chunk, what checks chunks is not installed, or
@@ -66,7 +63,6 @@ def open_datapath(
     return DataPath(
         config,
         transport,
-        network,
         copies,
         share=_share(pools, copies, config.paths.shared_folder) if is_direct and sends else None,
         reads_directly=is_direct and receives and _can_read(copies),

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from kvconnector.config import PathsConfig
-from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import addresses_of
 from kvconnector.datapath.direct.remote_pools import RemotePools
-from kvconnector.datapath.pump.machine import MAX_READS, Machine, Rows
-from kvconnector.datapath.pump.network import NS_PER_S
-from kvconnector.datapath.pump.receives import Receives
+from kvconnector.datapath.pump.programs import Programs
+from kvconnector.datapath.pump.state import NS_PER_S
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
@@ -21,43 +20,32 @@ from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
+if TYPE_CHECKING:
+    from kvconnector.datapath.pump.datapath import DataPath
+
 logger = logging.getLogger(__name__)
 
+MAX_READS = 16
+"""Direct reads under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 MAX_PATIENCE_S = 20e-3
 """How long a read waits for its lease to be published, or for the producer's kernels to fill its blocks. Then the
 producer is asked to send it, and waits itself."""
 
 
-class DirectReads:
-    """All direct reads of one worker, unless it has no direct path. What becomes of them goes to `report`.
-
-    `receives` takes the reads that their producer is to send. `paths` says where pools are found, and whether the log
-    warns if they cannot be read.
+class DirectReads(Programs[RankRead]):
+    """All direct reads of one worker, unless it has no direct path. `paths` says where pools are found, and whether the
+    log warns if they cannot be read.
     """
 
-    def __init__(
-        self,
-        paths: PathsConfig,
-        machine: Machine,
-        report: EventQueue,
-        clock: Callable[[], float],
-        *,
-        receives: Receives,
-        is_enabled: bool,
-    ) -> None:
-        self._machine = machine
-        self._rows: Rows[RankRead] = machine.reads
-        self._copies = machine.copies
+    def __init__(self, path: DataPath, paths: PathsConfig, *, is_enabled: bool) -> None:
+        super().__init__(path, "reads")
         self._is_enabled = is_enabled
-        self._report = report
-        self._clock = clock
-        self._receives = receives
         self._paths = paths
         self.waiting: dict[RankRead, None] = {}
         """For their lease, or for their turn, the oldest first."""
         self._open: set[Link] = set()
         # a flag for each, that its last copy sets
-        self._fences = machine.copies.make_fences(MAX_READS)
+        self._fences = path.copies.make_fences(MAX_READS)
         self._fence_addresses = addresses_of(self._fences).tolist()
 
     def open(self, link: Link, export: PoolExport) -> str:
@@ -70,10 +58,10 @@ class DirectReads:
             raise TransportError("this worker has no direct path")
         try:
             with ExitStack() as stack:
-                device, folder = self._copies.pools.device, self._paths.shared_folder
+                device, folder = self.path.copies.pools.device, self._paths.shared_folder
                 remote = RemotePools(export, device, folder)
                 stack.callback(remote.close)
-                self._copies.prepare(remote)
+                self.path.copies.prepare(remote)
                 stack.pop_all()
         except KVConnectorError:
             if self._paths.direct == "always":
@@ -81,7 +69,7 @@ class DirectReads:
             raise
         link.pools = remote
         self._open.add(link)
-        return self._copies.means
+        return self.path.copies.means
 
     def close(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
         """Unmap the pools of a producer worker, if there are any, once no read of them is under way; then call
@@ -98,35 +86,35 @@ class DirectReads:
         `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime. Or let the
         producer send it.
         """
-        machine = self._machine
-        machine.stay_awake()
+        path = self.path
+        path.stay_awake()
         remote: RemotePools | None = read.worker.link.pools
         if remote is None or remote.then is not None:
-            self._receives.submit(read)
+            path.receives.submit(read)
             return
         try:
-            read.jobs = self._copies.make_read(read, remote)
+            read.jobs = path.copies.make_read(read, remote)
         except (RelayoutError, KVConnectorError) as error:
             # the producer knows better what is wrong, and reports it
             logger.debug("read %s is sent: %s", read.read_id, error)
-            self._receives.submit(read)
+            path.receives.submit(read)
             return
         remote.num_reads += 1
-        read.lease_key, read.until_s = lease_key, self._clock() + MAX_PATIENCE_S
-        if len(self._rows.active) >= MAX_READS or not self._begin_or_send(read):
+        read.lease_key, read.until_s = lease_key, path.clock() + MAX_PATIENCE_S
+        if len(self.active) >= MAX_READS or not self._begin_or_send(read):
             self.waiting[read] = None
-        if self._copies.on_gpu:
-            machine.begin(1)  # a GPU copies meanwhile
+        if path.copies.on_gpu:
+            path.begin(1)  # a GPU copies meanwhile
 
     def __repr__(self) -> str:
         waiting = [read.read_id for read in self.waiting]
-        active = [read.read_id for read in self._rows.active.values()]
+        active = [read.read_id for read in self.active.values()]
         return f"<DirectReads of {len(self._open)} peers, active {active}, waiting {waiting}>"
 
     def _begin_or_send(self, read: RankRead) -> bool:
         """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
         remote: RemotePools = read.worker.link.pools
-        is_late = remote.then is not None or self._clock() >= read.until_s
+        is_late = remote.then is not None or self.path.clock() >= read.until_s
         try:
             is_published = remote.then is None and remote.is_published(
                 read.lease_key, read.source.token_stop, read.source.layer_stop
@@ -135,46 +123,45 @@ class DirectReads:
             logger.debug("read %s is sent: %s", read.read_id, error)
             is_published, is_late = False, True
         if is_published:
-            row = self._rows.vacant[-1]
+            row, copies = self._vacant[-1], self.path.copies
             self._fences[row] = 0
-            self._rows.add(
+            self.run(
                 read,
-                function=self._copies.read_function,
-                context=self._copies.context,
+                function=copies.read_function,
+                context=copies.context,
                 fence=self._fence_addresses[row],
             )
         elif is_late:
             self._drop(read)
-            self._receives.submit(read)
+            self.path.receives.submit(read)
         return is_published or is_late
 
     def stop(self, read: RankRead) -> None:
         """As `Receives.stop`, of a read that may be the producer's to send."""
         if read in self.waiting:
             del self.waiting[read]
-            self._report.stopped(read)
+            self.path.events.stopped(read)
             self._drop(read)
-        elif read in self._rows:
-            self._rows.set(read, "stopped", 1)
+        elif read in self:
+            self.set(read, "stopped", 1)
         else:
-            self._receives.stop(read)
+            self.path.receives.stop(read)
 
     def poll(self) -> None:
         """See how far the reads came, and begin what may begin now, the oldest first."""
-        rows = self._rows
-        for read in list(rows.active.values()):
-            row = rows.values(read)
+        for read in list(self.active.values()):
+            row = self.values(read)
             if row["phase"] == r.OVER:
                 self._end(read, row)
-                rows.remove(read)
+                self.forget(read)
                 self._leave(read.worker.link)
                 continue
             if row["num_calls"] > read.num_moved and not row["stopped"]:
-                self._report.append(ev.ReceiveAdvanced(read))
+                self.path.events.append(ev.ReceiveAdvanced(read))
             read.num_moved = row["num_calls"]
         begun: list[RankRead] = []
         for read in self.waiting:
-            if len(rows.active) >= MAX_READS:
+            if len(self.active) >= MAX_READS:
                 break
             if self._begin_or_send(read):
                 begun.append(read)
@@ -184,7 +171,7 @@ class DirectReads:
     def release(self) -> None:
         """Begin nothing more, wait for copies that are under way, and let go of all pools."""
         if self._open:
-            self._copies.finish()
+            self.path.copies.finish()
         for link in self._open:
             link.pools.close()
             link.pools = None
@@ -197,27 +184,27 @@ class DirectReads:
                 "the GPU does not take a read of the producer's pools",
                 status=row["error_value"],
             )
-            self._report.failed(read, error)
+            self.path.events.failed(read, error)
             return
         if not row["all_begun"]:
-            self._report.stopped(read)
+            self.path.events.stopped(read)
             return
         try:
             # how far it is filled was seen before: now it may just be written again
             is_published = read.worker.link.pools.is_published(read.lease_key, 0, 0)
         except KVConnectorError as error:
-            self._report.failed(read, error)
+            self.path.events.failed(read, error)
             return
         if not is_published:
             late = LeaseExpiredError("the lease ended while its blocks were read")
-            self._report.failed(read, late)
+            self.path.events.failed(read, late)
             return
         seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
-        self._report.append(ev.ReceiveFinished(read, seconds, ev.DIRECT_PATH))
+        self.path.events.append(ev.ReceiveFinished(read, seconds, ev.DIRECT_PATH))
 
     def _drop(self, read: RankRead) -> None:
         """A read that has not begun will not."""
-        self._copies.ids.give_back(read.jobs[1])
+        self.path.copies.ids.give_back(read.jobs[1])
         self._leave(read.worker.link)
 
     def _leave(self, link: Link) -> None:

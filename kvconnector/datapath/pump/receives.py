@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from functools import partial
+from secrets import randbits
+from typing import TYPE_CHECKING
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.base import EventQueue, as_connector_error
-from kvconnector.datapath.pump.machine import Machine, Rows
-from kvconnector.datapath.pump.network import NS_PER_S, error_of
-from kvconnector.datapath.staging import WARM_UP_BYTES
-from kvconnector.datapath.warm_ups import WarmUps, new_tags
+from kvconnector.datapath.base import as_connector_error
+from kvconnector.datapath.pump.programs import Programs
+from kvconnector.datapath.pump.state import NS_PER_S, error_of
+from kvconnector.datapath.staging import WARM_UP_BYTES, SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.folded_log import Refusals
 from kvconnector.planning import MAX_CHUNKS
@@ -19,14 +21,29 @@ from kvconnector.session import Phase
 from kvconnector.session import events as ev
 from kvconnector.session.link import Link
 from kvconnector.session.reads import RankRead
-from kvconnector.transport.ucx import UcxTransport
+from kvconnector.transport import MessageSizeError
+from kvconnector.wire.messages import CHUNK_TAG_BITS, TAG_BITS
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.relayout import RelayoutError
 
+if TYPE_CHECKING:
+    from kvconnector.datapath.pump.datapath import DataPath
+
 logger = logging.getLogger(__name__)
 
+_BLOCK_BITS = TAG_BITS - CHUNK_TAG_BITS
 
-class Receives:
+
+def new_tags() -> int:
+    """Return the first of `MAX_CHUNKS` tags for one read or for warm-up messages, which no stranger can guess.
+
+    Anyone who reaches the transport's port can send to it, but the tags of receives travel in authenticated messages
+    only. A block of tags that was drawn before is as unlikely to come again.
+    """
+    return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
+
+
+class Receives(Programs[RankRead]):
     """All receives of one worker, in the order they were submitted as far as slots go.
 
     A receive gets its slots when it begins, at most `window`, and keeps them: what the producer may send is always
@@ -39,45 +56,59 @@ class Receives:
     memory for as long as it may write there, and other memory takes its place.
     """
 
-    def __init__(
-        self,
-        config: ConnectorConfig,
-        transport: UcxTransport,
-        machine: Machine,
-        report: EventQueue,
-        clock: Callable[[], float],
-    ) -> None:
-        self._transport = transport
-        self._network = machine.network
-        self._machine = machine
-        self._rows: Rows[RankRead] = machine.receives
-        self._slots = machine.recv_slots
+    def __init__(self, path: DataPath, config: ConnectorConfig, slots: SlotPool) -> None:
+        super().__init__(path, "receives")
+        self.slots = slots
+        slots.attach(path.state.record, "recv_slots", path.copies.make_fences(len(slots.rows)))
+        self._transport = path.transport
         self._quarantine_s = config.peer.timeout_s
-        self._clock = clock
-        self._report = report
         self._window = config.staging.window
-        self.warm_ups = WarmUps(transport, report)
         self.waiting: OrderedDict[RankRead, None] = OrderedDict()
         """For their first slots, the oldest first."""
         self.promised: list[RankRead] = []
-        """Those with slots that the machine does not have yet."""
+        """Those with slots that the loop does not have yet."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
         active = [read.read_id for read in self._with_slots()]
         waiting = [read.read_id for read in self.waiting]
-        return f"<Receives active {active}, waiting for slots {waiting}, {self._slots!r}>"
+        return f"<Receives active {active}, waiting for slots {waiting}, {self.slots!r}>"
 
-    def expect_warm_up(self, link: Link) -> tuple[int, int]:
-        """Post the warm-up receive for `link`; returns its tag and size for the hello. `WarmedUp` follows."""
-        self._machine.is_handshaking = True
-        return self.warm_ups.expect(link, self._slots.scratch(WARM_UP_BYTES))
+    def expect_warm_up(
+        self, link: Link, nbytes: int = WARM_UP_BYTES, count: int = 1
+    ) -> tuple[int, int]:
+        """Post receives for `count` warm-up messages by `link`, whose bytes mean nothing. `WarmedUp` follows the last.
+
+        Returns:
+            The tag of the first message, one less than that of the next; and the bytes of each, at most `nbytes`.
+        """
+        tag, buffer = new_tags(), self.slots.scratch(nbytes)
+        link.warm_ups = {self._transport.recv(tag + index, buffer) for index in range(count)}
+        for ticket in link.warm_ups:
+            self.path.warm_ups[ticket] = partial(self._warmed_up, link, ticket)
+        self.path.lock.is_handshaking = True
+        return tag, buffer.nbytes
+
+    def forget_warm_ups(self, link: Link) -> None:
+        """Stop waiting for the warm-up messages of a link. Idempotent."""
+        while link.warm_ups:
+            self._transport.cancel(link.warm_ups.pop())
+
+    def _warmed_up(self, link: Link, ticket: int, error: KVConnectorError | None) -> None:
+        if ticket not in link.warm_ups:
+            return  # it was forgotten
+        # a producer with smaller slots sends a shorter message, which warms the lanes as well
+        error = None if isinstance(error, MessageSizeError) else error
+        link.warm_ups.remove(ticket)
+        if error is not None or not link.warm_ups:
+            link.warm_ups.clear()
+            self.path.events.append(ev.WarmedUp(link, error))
 
     def submit(self, read: RankRead) -> None:
         """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
         `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
         """
-        self._machine.stay_awake()
+        self.path.stay_awake()
         read.first_tag = new_tags()
         self.waiting[read] = None
         self.admit()
@@ -88,49 +119,49 @@ class Receives:
         """
         if read in self.waiting:
             del self.waiting[read]
-            self._report.stopped(read)
-        elif read in self._rows:
-            self._rows.set(read, "stopped", 1)
+            self.path.events.stopped(read)
+        elif read in self:
+            self.set(read, "stopped", 1)
 
     def drain(self, read: RankRead, sent_chunks: int | None) -> None:
         """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
         the slots accordingly.
         """
         read.limit = min(read.limit, sent_chunks or 0)
-        if read not in self._rows:
+        if read not in self:
             return  # it is over, or has no row yet
-        row = self._rows.rows[read.row]
+        row = self.rows[read.row]
         row["limit"] = min(int(row["limit"]), read.limit)
         for slot in self._posted(read):
             if read.cancelled_s is None:
-                read.cancelled_s = self._clock()
-            self._network.cancel(int(self._slots.rows[slot]["request"]))
+                read.cancelled_s = self.path.clock()
+            self._cancel(slot)
 
     def _with_slots(self) -> Iterator[RankRead]:
         """Those that have slots or are promised some: no more than there are slots, unlike those that wait."""
-        yield from self._rows.active.values()
+        yield from self.active.values()
         yield from self.promised
 
     def admit(self) -> None:
         """Promise free slots to those that wait, in order. A receive before its first run has none yet."""
-        num_free = self._slots.num_free
+        num_free = self.slots.num_free
         for read in self._with_slots():
-            if read.row < 0 or not self._rows.rows[read.row]["started_ns"]:
+            if read.row < 0 or not self.rows[read.row]["started_ns"]:
                 num_free -= read.window
         while self.waiting and num_free:
             read, _ = self.waiting.popitem(last=False)
             read.window = min(self._window, read.source.num_chunks, num_free)
             num_free -= read.window
             self.promised.append(read)
-            self._report.append(ev.ReceivePosted(read))
+            self.path.events.append(ev.ReceivePosted(read))
 
     def begin(self) -> None:
-        """Let the machine have what was promised: to be called before each of its runs, which then takes the slots.
+        """Give the loop what was promised: to be called before each of its runs, which then takes the slots.
 
         Where a read's copies cannot be made, it receives and drops what it has promised to.
         """
         promised, self.promised = self.promised, []
-        copies, slots = self._machine.copies, self._slots
+        copies, slots = self.path.copies, self.slots
         for read in promised:
             source, is_stopped = read.source, read.is_stopped
             if not is_stopped:
@@ -140,7 +171,7 @@ class Receives:
                     read.error, is_stopped = as_connector_error(error), True
             if is_stopped:
                 read.jobs = copies.unread_jobs_of(source, slots.slot_bytes)
-            self._rows.add(
+            self.run(
                 read,
                 first_tag=read.first_tag,
                 num_chunks=source.num_chunks,
@@ -151,20 +182,20 @@ class Receives:
 
     def poll(self) -> None:
         """See how far the receives came."""
-        for read in list(self._rows.active.values()):
-            row = self._rows.values(read)
+        for read in list(self.active.values()):
+            row = self.values(read)
             unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
             if read.num_moved < unpacked < num_chunks and not row["stopped"]:
                 read.share = unpacked / num_chunks
-                self._report.append(ev.ReceiveAdvanced(read))
+                self.path.events.append(ev.ReceiveAdvanced(read))
             read.num_moved = unpacked
             if phase != r.RUNNING and not read.is_quiet:
                 read.is_quiet = True
-                self._report.append(self._ended(read, row))
+                self.path.events.append(self._ended(read, row))
             if phase == r.OVER:
                 if unpacked < num_chunks:
-                    self._report.append(ev.ReceiveDrained(read))
-                self._rows.remove(read)
+                    self.path.events.append(ev.ReceiveDrained(read))
+                self.forget(read)
 
     def refresh(self) -> None:
         """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
@@ -175,35 +206,38 @@ class Receives:
         if count:
             details = f"{count} messages of no read, or late ones of a read that was given up"
             self.refusals.note("messages over UCX", "unknown tag", details, count)
-        self._slots.end_quarantines()
-        latest_s = self._clock() - self._quarantine_s
-        for read in self._rows.active.values():
+        self.slots.end_quarantines()
+        latest_s = self.path.clock() - self._quarantine_s
+        for read in self.active.values():
             if read.cancelled_s is not None and read.cancelled_s <= latest_s:
                 for slot in self._posted(read):
-                    self._rows.rows[read.row]["num_posted"] -= 1
-                    self._slots.quarantine(slot, self._adopt(slot, read))
+                    self.rows[read.row]["num_posted"] -= 1
+                    self.slots.quarantine(slot, self._adopt(slot, read))
 
     def release(self) -> None:
         """Await nothing more, and leave what the network still holds to the transport."""
-        self.warm_ups.forget_all()
         self.promised.clear()
-        for read in self._rows.active.values():
+        for read in self.active.values():
             read.limit = 0
             for slot in self._posted(read):
-                self._network.cancel(int(self._slots.rows[slot]["request"]))
+                self._cancel(slot)
                 self._adopt(slot, read)
-                self._slots.rows[slot]["state"] = r.ARRIVED
+                self.slots.rows[slot]["state"] = r.ARRIVED
+
+    def _cancel(self, slot: int) -> None:
+        """End the receive of a slot, if its message is not arriving."""
+        self._transport.libucp.request_cancel(int(self.slots.rows[slot]["request"]))
 
     def _adopt(self, slot: int, read: RankRead) -> Callable[[], bool]:
         """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
         with it.
         """
-        request = int(self._slots.rows[slot]["request"])
-        return self._network.adopt(request, read.first_tag, self._slots.buffer(slot), None)
+        request = int(self.slots.rows[slot]["request"])
+        return self._transport.adopt(request, read.first_tag, self.slots.buffer(slot), None)
 
     def _posted(self, read: RankRead) -> list[int]:
         """The slots in which a read awaits a chunk that is not sent."""
-        slots = self._slots.rows
+        slots = self.slots.rows
         posted = (
             (slots["state"] == r.POSTED)
             & (slots["program"] == read.row)
@@ -215,7 +249,7 @@ class Receives:
     def _ended(self, read: RankRead, row: dict[str, int]) -> object:
         """What a read that writes its blocks no more has come to."""
         if row["num_unpacked"] < row["num_chunks"]:
-            error = read.error or error_of(row, self._network)
+            error = read.error or error_of(row, self._transport)
             return ev.ReceiveFailed(read, error) if error else ev.ReceiveStopped(read)
         times = ("started_ns", "arriving_ns", "arrived_ns", "ended_ns")
         started_s, arriving_s, arrived_s, ended_s = [row[each] / NS_PER_S for each in times]

@@ -31,7 +31,7 @@ from kvconnector.transport.ucx.abi import (
 from kvconnector.transport.ucx.address import WorkerAddress
 from kvconnector.transport.ucx.libucp import Libucp, Posted
 
-LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
+_LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
 """I/O error, unreachable, rejected, not connected, connection reset, endpoint timeout."""
 
 
@@ -55,11 +55,6 @@ class Endpoint:
         return f"<Endpoint {self.lanes} to process {self.peer.process_id}, {state}>"
 
     unsent_control_bytes: int = 0
-
-
-def registration_error(**context: object) -> RegistrationError:
-    """Return what an I/O error means where no peer is lost."""
-    return RegistrationError("UCX could not register the memory of a message", **context)
 
 
 End: TypeAlias = Callable[[KVConnectorError | None], None]
@@ -237,15 +232,20 @@ class RequestTable:
             return None
         if operation.endpoint is not None and operation.endpoint.lost is not None:
             return operation.endpoint.lost
-        text = self._libucp.library.status_text(status)
         if status == ERR_CANCELED and operation.cancelled:
             return OperationCancelledError("the receive was cancelled", tag=operation.tag)
-        if status == ERR_IO_ERROR and not self._may_have_lost_a_peer():
-            return registration_error(tag=operation.tag, ucx_status=text)
-        if status in LOSS_STATUSES or status == ERR_CANCELED:
-            return PeerLostError("the peer was lost", tag=operation.tag, ucx_status=text)
         what = "a receive" if receiving else "a send"
-        return TransportError(f"UCX failed {what}", tag=operation.tag, ucx_status=text)
+        return self.error_of(status, what, tag=operation.tag)
+
+    def error_of(self, status: int, what: str, **context: object) -> KVConnectorError:
+        """Return the error of `what` ("a send"), which ended with this status."""
+        context["ucx_status"] = self._libucp.library.status_text(status)
+        if status == ERR_IO_ERROR and not self._may_have_lost_a_peer():
+            text = "UCX could not register the memory of a message"
+            return RegistrationError(text, **context)
+        if status in _LOSS_STATUSES or status == ERR_CANCELED:
+            return PeerLostError("the peer was lost", **context)
+        return TransportError(f"UCX failed {what}", **context)
 
 
 def _end(operation: _Operation, error: KVConnectorError | None) -> None:

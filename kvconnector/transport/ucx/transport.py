@@ -29,6 +29,7 @@ from types import MappingProxyType
 
 from kvconnector.errors import (
     IncompatiblePeerError,
+    KVConnectorError,
     LocalError,
     OperationCancelledError,
     PeerLostError,
@@ -312,16 +313,20 @@ class UcxTransport:
             raise opened.lost
         return opened.handle
 
-    def adopt(self, request: int, tag: int, buffer: Buffer, endpoint: int | None) -> int:
-        """Take over a request that was posted on `libucp` and given up: a send by `endpoint`, or a cancelled receive.
-        Its memory stays owned. No completion will have the ticket that is returned; ask `holds`.
+    def adopt(
+        self, request: int, tag: int, buffer: Buffer, endpoint: int | None
+    ) -> Callable[[], bool]:
+        """Own a request that was posted on `libucp` and given up, and its memory: a send by `endpoint`, or a cancelled
+        receive. No completion follows. Returns a function that returns True once UCX has let go of the memory, as of
+        the last `progress`.
         """
         sender = None if endpoint is None else self._endpoints.get(endpoint)
-        return self._requests.adopt(request, tag, buffer, sender)
+        ticket = self._requests.adopt(request, tag, buffer, sender)
+        return lambda: ticket not in self._requests.operations
 
-    def holds(self, ticket: int) -> bool:
-        """Returns True if UCX may still use the memory of an operation, as of the last `progress`."""
-        return ticket in self._requests.operations
+    def error_of(self, status: int, chunk: int) -> KVConnectorError:
+        """Return why the operation of a chunk failed that was posted on `libucp`."""
+        return self._requests.error_of(status, "a chunk", chunk=chunk)
 
     def _check_open(self) -> None:
         if self._closed:

@@ -13,7 +13,6 @@ from kvconnector.datapath.direct.export import PoolExporter
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
-from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.session import events as ev
 from kvconnector.session.lease import Send
@@ -64,7 +63,6 @@ class Side(Caches):
         self.path = DataPath(
             msgspec.structs.replace(SETTINGS, paths=paths),
             self.transport,
-            UcxNetwork(self.transport),
             copies,
             share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
             reads_directly=direct,
@@ -171,6 +169,5 @@ def both_programs(pair, tokens, **cut):
 
 
 def slots_are_free(pair):
-    machines = [side.path.machine for side in (pair.p, pair.d)]
-    slots = [each for machine in machines for each in (machine.send_slots, machine.recv_slots)]
-    return all(each.num_free == len(each.rows) for each in slots)
+    halves = [half for side in (pair.p, pair.d) for half in (side.path.sends, side.path.receives)]
+    return all(half.slots.num_free == len(half.slots.rows) for half in halves)

@@ -111,7 +111,7 @@ def test_pump_that_closes_beside_copies_that_do_not_end_keeps_its_memory(is_idle
         path.copies = copies_over(lambda: is_idle)
         with nullcontext() if is_idle else pytest.raises(TransportError, match="do not end"):
             path.close()
-        kept = any(owner is path.machine for owner in device_memory._kept)
+        kept = any(owner is path for owner in device_memory._kept)
         assert kept is not is_idle
     finally:
         pair.close()

@@ -115,7 +115,7 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
 def test_a_sleeping_driver_looks_for_the_lease_of_a_read_that_was_submitted_inline(pair):
     sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S, ()), daemon=True)
     sleeper.start()
-    while not pair.d.path.machine.try_acquire(0.0):
+    while not pair.d.path.lock.try_acquire(0.0):
         sleeper.join(1e-3)
     ask(pair, 1)
     pair.d.path.release(LONG_S)

@@ -7,7 +7,6 @@ import pytest
 from msgspec.structs import replace
 
 from kvconnector.config import ConnectorConfig
-from kvconnector.datapath.pump.network import UcxNetwork
 from kvconnector.datapath.pump.opening import open_datapath
 from kvconnector.errors import PeerLostError, TransportError
 from kvconnector.planning import GroupBlocks
@@ -44,7 +43,7 @@ class Consumer(Caches):
         }
         config = ConnectorConfig.from_mapping(settings)
         transport = open_ucx_transport()
-        self.path = open_datapath(config, self.pools, transport, UcxNetwork(transport))
+        self.path = open_datapath(config, self.pools, transport)
         self.events = []
 
     def submit(self, read_id, theirs, tokens, heads=None, first_block=0):

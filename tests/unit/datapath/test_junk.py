@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvconnector.datapath.warm_ups import new_tags
+from kvconnector.datapath.pump.receives import new_tags
 from kvconnector.session import events as ev
 from kvconnector.transport import Buffer
 from kvconnector.transport.ucx import open_ucx_transport

@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvconnector.datapath.pump import machine
-from kvconnector.datapath.pump.network import UcxNetwork
-from kvconnector.datapath.warm_ups import new_tags
+from kvconnector.datapath.pump import driver_lock
+from kvconnector.datapath.pump.receives import new_tags
 from kvconnector.errors import PeerLostError
 from kvconnector.planning import MAX_CHUNKS
 from kvconnector.session import events as ev
@@ -22,7 +21,6 @@ from kvconnector.transport import MessageSizeError, RegistrationError
 from kvconnector.transport.ucx import abi
 from tests.support.examples import examples
 from tests.support.fakes import AheadClock
-from tests.unit.datapath import pump_pair
 from tests.unit.datapath.caches import BLOCKS, ORDERS, unlike_sides
 from tests.unit.datapath.direct_pair import only_consumer_steps
 from tests.unit.datapath.pump_pair import (
@@ -78,14 +76,14 @@ def test_any_geometry_arrives_byte_for_byte(data):
 
 def test_more_sends_at_once_than_there_are_rows_for_at_first(make_pair):
     pair, tokens = make_pair(num_slots=20), range(1, 21)
-    rows = pair.p.path.machine.sends.rows
+    rows = pair.p.path.sends.rows
     programs = {
         read: both_programs(pair, range(read, read + 1), chunk_tokens=1, chunk_rows=8)[2:]
         for read in tokens
     }
     for posted in [pair.ask(read, receive) for read, (_, receive) in programs.items()]:
         pair.serve(posted, programs[posted.read.read_id][0])
-    assert len(pair.p.path.machine.sends.rows) > len(rows)
+    assert len(pair.p.path.sends.rows) > len(rows)
     pair.until(lambda: all(pair.find(ev.ReceiveFinished, read) for read in tokens))
     source, destination, _, _ = both_programs(pair, tokens, chunk_tokens=1, chunk_rows=8)
     np.testing.assert_array_equal(pair.d.dense(destination, tokens), pair.p.dense(source, tokens))
@@ -96,7 +94,7 @@ def test_a_data_path_names_its_reads_and_slots(make_pair):
     _, _, _, receive = both_programs(pair, range(48), **SMALL)
     for read in (1, 2):
         pair.d.path.receives.submit(receive_of(read, receive))
-    pair.until(lambda: not pair.p.path.machine.is_handshaking)
+    pair.until(lambda: not pair.p.path.lock.is_handshaking)
     no_reads = "<DirectReads of 0 peers, active [], waiting []>"
     free = "<Slots 3 of 3 free, 0 busy>"
     assert repr(pair.p.path) == (
@@ -127,11 +125,11 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     source, destination, send, receive = both_programs(pair, range(48), **SMALL)
     pair.ask(1, receive)
     pair.step()  # posts what was promised
-    machine = pair.d.path.machine
-    addresses = set(machine.recv_slots.rows["address"].tolist())
-    cancel = machine.network.cancel
+    slots, libucp = pair.d.path.receives.slots, pair.d.transport.libucp
+    addresses = set(slots.rows["address"].tolist())
+    cancel = libucp.request_cancel
     held = []
-    monkeypatch.setattr(machine.network, "cancel", held.append)
+    monkeypatch.setattr(libucp, "request_cancel", held.append)
     pair.stop(1)
     pair.d.path.receives.drain(READS[1], None)
     pair.until(lambda: pair.find(ev.ReceiveStopped, 1))
@@ -142,7 +140,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     clock.now_s = QUARANTINE_S + 1
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
     # others receive into other memory, whatever becomes of what UCX still holds
-    assert addresses.isdisjoint(machine.recv_slots.rows["address"].tolist())
+    assert addresses.isdisjoint(slots.rows["address"].tolist())
     pair.serve(pair.ask(2, receive), send)
     pair.until(lambda: pair.find(ev.ReceiveFinished, 2))
     pair.check_arrived(source, destination, range(48), range(pair.p.shape.heads))
@@ -153,7 +151,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     def memory_is_back():
         clock.advance(1.0)
         pair.d.path.step()
-        return {address for _, address in machine.recv_slots._spare} == addresses
+        return {address for _, address in slots._spare} == addresses
 
     pair.until(memory_is_back)
 
@@ -183,14 +181,14 @@ def test_an_io_error_is_a_refused_registration_unless_ucx_reports_a_loss(
     make_pair, monkeypatch, is_lost, expected
 ):
     transport = make_pair().p.transport
-    monkeypatch.setattr(transport, "may_have_lost_a_peer", lambda: is_lost)
-    assert type(UcxNetwork(transport).error_of(abi.ERR_IO_ERROR, 0)) is expected
+    monkeypatch.setattr(transport._requests, "_may_have_lost_a_peer", lambda: is_lost)
+    assert type(transport.error_of(abi.ERR_IO_ERROR, 0)) is expected
 
 
 def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
     path = make_pair().d.path
     path.release(0.0)
-    assert path.machine.try_acquire(1.0)
+    assert path.lock.try_acquire(1.0)
     may_run = threading.Lock()
     ran = []
 
@@ -215,32 +213,27 @@ def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
 
 
 def test_a_driver_that_has_worked_for_long_leaves_gil_and_lock_to_others(monkeypatch):
-    monkeypatch.setattr(machine, "_TENURE_NS", LONG_NS)
+    monkeypatch.setattr(driver_lock, "_TENURE_NS", LONG_NS)
     left = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
     def leave(microseconds):
         # a callback needs the GIL, as a thread does that waits for it
-        left.append((microseconds, path.machine.try_acquire(0.0)))
+        left.append((microseconds, path.lock.try_acquire(0.0)))
         path.release(0.0)
         return 0
 
-    def network_of(transport):
-        network = UcxNetwork(transport)
-        network.functions["usleep"] = ctypes.cast(leave, ctypes.c_void_p).value
-        return network
-
-    monkeypatch.setattr(pump_pair, "UcxNetwork", network_of)
     pair = Pair.connect()
     path = pair.d.path
+    path.state.record["usleep"] = ctypes.cast(leave, ctypes.c_void_p).value
     try:
         path.pump(0.0, ())
         assert not left
-        monkeypatch.setattr(machine, "_TENURE_NS", 0)
-        path.machine.notify()  # there is more to do
+        monkeypatch.setattr(driver_lock, "_TENURE_NS", 0)
+        path.lock.notify()  # there is more to do
         path.pump(0.0, ())
-        assert left == [(machine._LEAVE_US, True)]
-        path.machine.clear_pending()
+        assert left == [(driver_lock._LEAVE_US, True)]
+        path.lock.clear_pending()
         path.pump(1e-3, ())  # others could have the GIL while this slept
         assert len(left) == 1
     finally:
@@ -249,13 +242,13 @@ def test_a_driver_that_has_worked_for_long_leaves_gil_and_lock_to_others(monkeyp
 
 def test_who_notifies_a_closed_data_path_writes_to_no_descriptor_of_others(make_pair):
     pair = make_pair()
-    machine = pair.d.path.machine
-    number = machine.calls.wake_fd
+    path = pair.d.path
+    number = path.state.wake_fd
     pair.close()
     others = os.eventfd(0, os.EFD_NONBLOCK)
     try:
         os.dup2(others, number)
-        machine.notify()
+        path.lock.notify()
         with pytest.raises(BlockingIOError):
             os.eventfd_read(others)
     finally:

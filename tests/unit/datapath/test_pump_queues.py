@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from kvconnector.datapath.pump.machine import MAX_READS
+from kvconnector.datapath.pump.reads import MAX_READS
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
 from tests.unit.datapath.direct_pair import KEY, DirectPair, direct_read
@@ -58,7 +58,7 @@ def test_a_send_is_stopped_beside_many(make_pair, num_sends):
     posted = pair.ask(1, receive)
     begun = [pair.serve(posted, send) for _ in range(num_sends)]
     assert lines_of(lambda: pair.p.path.sends.stop(begun[-1])) < 30
-    assert pair.p.path.machine.sends.values(begun[-1])["stopped"]
+    assert pair.p.path.sends.values(begun[-1])["stopped"]
 
 
 def _finished(pair):

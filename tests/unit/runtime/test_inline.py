@@ -5,13 +5,13 @@ from itertools import count
 
 import pytest
 
-from kvconnector.datapath.pump import datapath, machine
+from kvconnector.datapath.pump import datapath, driver_lock
 from kvconnector.runtime import driver as driver_module
 from kvconnector.runtime import driver_thread
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
 
-INTERRUPTED = [module.__file__ for module in (driver_thread, datapath, machine, driver_module)]
+INTERRUPTED = [module.__file__ for module in (driver_thread, datapath, driver_lock, driver_module)]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_co
     failures, driven = [], []
     progress = Inline(worker, failures.append)
     # the driver's thread would be asleep in the loop
-    worker.datapath.machine.release(0.0, wants_slots=False)
+    worker.datapath.lock.release(0.0)
     for at in count(1):
         interrupt = Interrupt(at)
         try:
@@ -68,7 +68,7 @@ def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_co
                 progress._run_inline(1.0, driven.append)
         except KeyboardInterrupt:
             pass
-        assert not worker.datapath.machine.is_ours, f"instruction {at}"
+        assert not worker.datapath.lock.is_ours, f"instruction {at}"
         if interrupt.left > 0:
             break  # it ended before
     assert len(driven) > 1
