@@ -39,12 +39,6 @@ def check_ids_in_pool(what: str, ids: npt.NDArray[np.integer[Any]], num_blocks: 
         )
 
 
-def check_item_size(item_size_bytes: int) -> None:
-    """Raise `RelayoutError` unless items of this size can be copied."""
-    if item_size_bytes not in ITEM_SIZES_BYTES:
-        raise RelayoutError(f"item_size_bytes must be one of {ITEM_SIZES_BYTES}: {item_size_bytes}")
-
-
 def check_device(device: str) -> None:
     """Raise `RelayoutError` unless it is `cpu` or `cuda:N`."""
     if not _DEVICE.fullmatch(device):

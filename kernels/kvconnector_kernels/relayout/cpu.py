@@ -12,12 +12,8 @@ import numpy as np
 from kvconnector_kernels.pump.copy_cpu import compile_copy, job_of
 from kvconnector_kernels.relayout.checks import RelayoutError
 from kvconnector_kernels.relayout.sides import (
-    ROW_COLUMNS,
     CopyCounts,
-    CopyGeometry,
     PackedSide,
-    PagedSide,
-    PartTable,
     Side,
     check_copy,
 )
@@ -43,9 +39,6 @@ def relayout_cpu(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
             slot = side.address
         elif not isinstance(side.block_ids, np.ndarray):
             raise RelayoutError("block ids of a copy on the CPU must be a numpy array")
-    if isinstance(src, PackedSide) and isinstance(dst, PackedSide):
-        # a job has one slot
-        src = PagedSide(_chunk_table(src, geometry), np.zeros(1, np.int32))
     is_streamed = geometry.nbytes >= MIN_STREAMED_COPY_BYTES
     # the last word is the flag that the copy sets; numpy takes longer to make arrays and to say where they are
     job = array("q", (*job_of(src, dst, geometry, is_streamed=is_streamed), 0))
@@ -58,20 +51,3 @@ def _copy() -> Any:
     """The compiled copy as a function of Python, which lets go of the GIL."""
     prototype = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
     return prototype(compile_copy().address)
-
-
-def _chunk_table(chunk: PackedSide, geometry: CopyGeometry) -> PartTable:
-    """The chunk as a pool: of each part one block, number 0, that holds every token."""
-    part_stride, *strides = chunk.strides_bytes(geometry)
-    rows = np.empty((geometry.num_parts, ROW_COLUMNS), np.int64)
-    rows[:, 0] = chunk.address + part_stride * np.arange(geometry.num_parts)
-    rows[:, 1:] = (0, *strides)
-    return PartTable(
-        rows,
-        num_blocks=1,
-        block_size=geometry.num_tokens,
-        num_heads=geometry.num_heads,
-        head_dim=geometry.head_dim,
-        item_size_bytes=geometry.item_size_bytes,
-        device="cpu",
-    )

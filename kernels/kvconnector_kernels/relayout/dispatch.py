@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Unpack
 
 from kvconnector_kernels.relayout.sides import CopyCounts, Side
 
 
-def relayout(
-    src: Side, dst: Side, *, max_programs: int | None = None, **counts: Unpack[CopyCounts]
-) -> None:
-    """Copy `[num_parts, num_heads, num_tokens, head_dim]` items from `src` to `dst`, whatever their layouts.
+def relayout(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
+    """Copy `[num_parts, num_heads, num_tokens, head_dim]` items from `src` to `dst`, whatever their layouts. At least
+    one side is paged.
 
     Writes exactly those items of `dst` and nothing between them. On `cpu` it returns when they are written (numba, no
     GIL); on `cuda:N` it is one launch on the current stream, and both sides must stay alive until that has run.
-    `max_programs` caps the programs of the launch, so that kernels beside it keep most of the GPU; the CPU ignores it.
 
     The two sides must not overlap in memory, and a block must not occur twice in the written range of the destination.
     Block ids on the CPU are checked here, those on a GPU by `upload_block_ids`.
@@ -26,7 +23,5 @@ def relayout(
     if src.device == "cpu":
         from kvconnector_kernels.relayout.cpu import relayout_cpu as copy
     else:
-        from kvconnector_kernels.relayout.triton import relayout_triton
-
-        copy = partial(relayout_triton, max_programs=max_programs)
+        from kvconnector_kernels.relayout.triton import relayout_triton as copy
     copy(src, dst, **counts)

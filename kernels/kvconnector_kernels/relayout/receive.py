@@ -29,7 +29,6 @@ class ReceiveTransform:
         src: PagedSide,
         dst: PagedSide,
         *,
-        max_programs: int | None = None,
         scratch: PackedSide | None = None,
         **counts: Unpack[CopyCounts],
     ) -> None:
@@ -38,7 +37,6 @@ class ReceiveTransform:
         Args:
             src: the received blocks.
             dst: the local ones.
-            max_programs: as for `relayout`.
             scratch: room for all of it, through which the copy goes then: `src` and `dst` may be the same memory.
             **counts: see `CopyCounts`; tokens are those from the first of the blocks on.
 
@@ -49,7 +47,7 @@ class ReceiveTransform:
         self._check(src, dst)
         hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]
         for source, destination in pairwise(hops):
-            relayout(source, destination, max_programs=max_programs, **counts)
+            relayout(source, destination, **counts)
 
     def _check(self, src: PagedSide, dst: PagedSide) -> None:
         for what, received, local, same in (

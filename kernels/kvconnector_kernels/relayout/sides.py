@@ -7,19 +7,19 @@ address and four byte strides. A *row* of a part table is `(address, block, head
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, NotRequired, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypedDict, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from kvconnector_kernels.relayout.block_ids import BlockIds, BlockIdsAt, check_block_ids
 from kvconnector_kernels.relayout.checks import (
+    ITEM_SIZES_BYTES,
     BlockIdsError,
     GeometryMismatchError,
     RelayoutError,
     check_device,
     check_ids_in_pool,
-    check_item_size,
 )
 from kvconnector_kernels.relayout.runs import ADJACENT, TokenRuns
 
@@ -65,7 +65,10 @@ class PartTable:
         for name, count in self.sizes.items():
             if count < 1:
                 raise RelayoutError(f"{name} must be at least 1, not {count}")
-        check_item_size(item_size_bytes)
+        if item_size_bytes not in ITEM_SIZES_BYTES:
+            raise RelayoutError(
+                f"item_size_bytes must be one of {ITEM_SIZES_BYTES}: {item_size_bytes}"
+            )
         check_device(device)
         self.rows = _checked_rows(rows)
         self.num_blocks = num_blocks
@@ -191,21 +194,17 @@ Side: TypeAlias = PagedSide | PackedSide
 
 
 class CopyCounts(TypedDict):
-    """What a caller says of a copy.
+    """The size of a copy.
 
     Attributes:
         num_parts: rows of both tables, or parts of a chunk.
-        num_heads: of each part.
-        num_tokens: of each head.
-        head_dim: items of a head's token; from the paged sides, so only a copy between two chunks must state it.
-        item_size_bytes: likewise.
+        num_heads: heads of each part.
+        num_tokens: tokens of each head.
     """
 
     num_parts: int
     num_heads: int
     num_tokens: int
-    head_dim: NotRequired[int | None]
-    item_size_bytes: NotRequired[int | None]
 
 
 class CopyGeometry(NamedTuple):
@@ -225,21 +224,14 @@ class CopyGeometry(NamedTuple):
 
 
 def check_copy(
-    src: Side,
-    dst: Side,
-    *,
-    num_parts: int,
-    num_heads: int,
-    num_tokens: int,
-    head_dim: int | None = None,
-    item_size_bytes: int | None = None,
+    src: Side, dst: Side, *, num_parts: int, num_heads: int, num_tokens: int
 ) -> CopyGeometry:
-    """The copy's geometry, once both sides are known to hold it. Block ids on the CPU are checked against the pool.
+    """Check that both sides hold a copy, and block ids on the CPU against the pool. Returns the copy's geometry.
 
     Raises:
-        RelayoutError: a negative count, parts or heads outside a table, a chunk that is too small.
+        RelayoutError: two chunks, a negative count, parts or heads outside a table, a chunk that is too small.
         BlockIdsError: too few block ids for the tokens, or ids outside the pool.
-        GeometryMismatchError: the sides differ in device, item size or head dim, or neither tells the latter two.
+        GeometryMismatchError: the sides differ in device, item size or head dim.
     """
     counts = {"num_parts": num_parts, "num_heads": num_heads, "num_tokens": num_tokens}
     for name, count in counts.items():
@@ -250,10 +242,14 @@ def check_copy(
             f"source is on {src.device}, destination on {dst.device}; name the device that reaches both"
         )
     tables = [side.table for side in (src, dst) if isinstance(side, PagedSide)]
-    head_dim = _agreed("head_dim", head_dim, [table.head_dim for table in tables])
-    sizes = [table.item_size_bytes for table in tables]
-    item_size_bytes = _agreed("item_size_bytes", item_size_bytes, sizes)
-    geometry = CopyGeometry(num_parts, num_heads, num_tokens, head_dim, item_size_bytes)
+    if not tables:
+        raise RelayoutError("a copy has a paged side: it is not between two chunks")
+    first, last = tables[0], tables[-1]
+    for name in ("head_dim", "item_size_bytes"):
+        if first.sizes[name] != last.sizes[name]:
+            found = [table.sizes[name] for table in tables]
+            raise GeometryMismatchError(f"{name} differs: the sides have {found}")
+    geometry = CopyGeometry(num_parts, num_heads, num_tokens, first.head_dim, first.item_size_bytes)
     for what, side in (("source", src), ("destination", dst)):
         if isinstance(side, PagedSide):
             _check_paged(what, side, geometry)
@@ -289,22 +285,6 @@ def _check_paged(what: str, side: PagedSide, geometry: CopyGeometry) -> None:
         check_ids_in_pool(
             f"the {what}'s", side.block_ids[first_block:needed_blocks], table.num_blocks
         )
-
-
-def _agreed(name: str, asked: int | None, found: list[int]) -> int:
-    values = {*found, *(() if asked is None else (asked,))}
-    if len(values) != 1:
-        raise GeometryMismatchError(
-            f"{name} must be given for a copy between two packed chunks"
-            if not values
-            else f"{name} differs: asked {asked}, the paged sides have {found}"
-        )
-    value = values.pop()
-    if value < 1:
-        raise RelayoutError(f"{name} must be at least 1, not {value}")
-    if name == "item_size_bytes":
-        check_item_size(value)
-    return value
 
 
 def _checked_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -162,7 +162,7 @@ def relayout_kernel(
 def relayout_triton(
     src: Side, dst: Side, *, max_programs: int | None = None, **counts: Unpack[CopyCounts]
 ) -> None:
-    """Copy between two sides with one launch on the current stream, see `relayout`.
+    """Copy between two sides with one launch on the current stream, see `relayout`. `max_programs` caps the programs.
 
     Sides on `cpu` run in Triton's interpreter (`TRITON_INTERPRET=1` before Triton is imported): for tests.
 

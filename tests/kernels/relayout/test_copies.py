@@ -68,7 +68,7 @@ def test_runs_that_fill_tiles(copy, device, run, step, block_size):
 @examples(60)
 @given(
     data=st.data(),
-    kind=st.sampled_from(["relayout", "tiled", "alike", "pack", "unpack", "repack"]),
+    kind=st.sampled_from(["relayout", "tiled", "alike", "pack", "unpack"]),
     num_heads=st.integers(1, 5),
     num_tokens=st.integers(1, 70) | st.sampled_from([16, 32, 64]),
     # also the widths of a latent and of an opaque state
@@ -92,18 +92,18 @@ def test_any_geometry_is_copied_like_the_naive_one(
         return {"runs": ADJACENT, "block_size": data.draw(TILED_BLOCK_SIZES)} if is_tiled else {}
 
     dense = {"gap_items": 0, "runs": ADJACENT} if kind == "alike" else tiled()
-    if kind in ("unpack", "repack"):
+    if kind == "unpack":
         src = chunk(seed=1)
     else:
         src = data.draw(windows(**counts, **sizes, **dense))
         src.pool.fill_random()
-    if kind in ("pack", "repack"):
+    if kind == "pack":
         dst = chunk()
     elif kind == "alike":
         dst = data.draw(windows(**counts, **sizes, like=src, runs=ADJACENT))
     else:
         dst = data.draw(windows(**counts, **sizes, **tiled()))
-    asked = {"head_dim": head_dim, "item_size_bytes": item} if kind == "repack" else {}
+    asked = {}
     if copy is relayout_triton:
         asked["max_programs"] = data.draw(st.sampled_from([None, 1, 3, 10_000]))
     with pytest.MonkeyPatch.context() as patch:

@@ -126,7 +126,7 @@ def chunks(draw):
 def test_prepared_launches_equal_tritons_own(src, dst, swapped, sizes):
     pair = (dst, src) if swapped else (src, dst)
     counts = dict(zip(("num_parts", "num_heads", "num_tokens"), sizes, strict=True))
-    geometry = check_copy(*pair, **counts, head_dim=None, item_size_bytes=None)
+    geometry = check_copy(*pair, **counts)
     tiling = plan_tiles(*pair, geometry)
     prepared = launch.prepare_launch(*pair, **counts)
     arguments, pointers = [], []
@@ -327,8 +327,8 @@ def test_a_kernel_with_other_parameters_is_refused(monkeypatch):
 def test_impossible_launches_are_refused():
     chunk = PackedSide(1 << 22, 1 << 30, "NHD", GPU)
     host = PackedSide(1 << 22, 1 << 30, "NHD", "cpu")
-    for pair in ((chunk, chunk), (host, host)):
-        with pytest.raises(RelayoutError, match="a paged side, and is one on a GPU"):
+    for pair, why in (((chunk, chunk), "two chunks"), ((host, host), "one on a GPU")):
+        with pytest.raises(RelayoutError, match=why):
             launch.prepare_launch(*pair, num_heads=4, num_tokens=16)
     short = PagedSide(table(), BlockIdsAt(IDS_ADDRESS, 2, GPU))
     with pytest.raises(BlockIdsError, match=r"2 block ids of 16 tokens.*needs 3"):
