@@ -53,14 +53,17 @@ def _store_key(entry: Any, key: Any) -> None:
 
 
 def _compile(sources_hash: int) -> Any:
-    """The functions for Python. A key is four unsigned words, an entry or a bucket its address."""
+    """The functions for Python. A key is four unsigned words, an entry or a board its address."""
 
-    @njit("UniTuple(int64, 2)(int64, UniTuple(int64, 4))", cache=True)
-    def look_up(bucket, key):
-        """`num_tokens` and `ahead` of the lease with this key; -1 and 0 if it may not be read now."""
+    @njit("UniTuple(int64, 2)(int64, int64, UniTuple(int64, 4))", cache=True)
+    def look_up(board, num_buckets, key):
+        """`num_tokens` and `ahead` of the lease with this key; -1 and 0 if it may not be read now. Its bucket follows
+        from the key's first word; `num_buckets` is a power of two.
+        """
         _ = sources_hash
         fence()
         found = -1, 0
+        bucket = board + (key[0] & (num_buckets - 1)) * (ENTRIES_PER_BUCKET * ENTRY_BYTES)
         for index in range(ENTRIES_PER_BUCKET):
             entry = bucket + index * ENTRY_BYTES
             if _has_key(entry, key):

@@ -1,9 +1,9 @@
 """The lease board: which blocks of a producer worker may be read right now, in memory that consumers map.
 
-*What it is.* A table of `num_buckets` buckets with 8 entries each. An entry is valid for a read if its key is the
-lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within `ahead`:
-the tokens up to `ahead / 2^10` are in the layers below `ahead % 2^10`. A lease may grow: its numbers are then written
-anew.
+*What it is.* A table of `num_buckets` buckets, a power of two, with 8 entries each. An entry is valid for a read if its
+key is the lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within
+`ahead`: the tokens up to `ahead / 2^10` are in the layers below `ahead % 2^10`. A lease may grow: its numbers are then
+written anew.
 
 *Who writes.* The producer's driver alone: `key` and `expected` at once, `ready`, `num_tokens` and `ahead` after the
 kernels that fill the blocks. On a GPU that is a write in a stream, which takes place at some later time, in order.
@@ -52,16 +52,17 @@ NUM_BUCKETS = 1024
 _MAX_EXPECTED = (1 << 31) - 1
 
 
-def bucket_offset(key: bytes, num_buckets: int) -> int:
-    """Where the bucket of a key begins, in bytes from the board's first. `num_buckets` is a power of two."""
-    return (int.from_bytes(key[:8], "little") & (num_buckets - 1)) * BUCKET_BYTES
-
-
-def is_valid(bucket: int, key: bytes, token_stop: int, layer_stop: int = ALL_LAYERS.stop) -> bool:
+def is_valid(
+    address: int,
+    num_buckets: int,
+    key: bytes,
+    token_stop: int,
+    layer_stop: int = ALL_LAYERS.stop,
+) -> bool:
     """Returns True if a lease's blocks hold its tokens up to `token_stop` in the layers below `layer_stop` right now,
-    as the bucket at this address says.
+    as the board at this address says.
     """
-    num_tokens, ahead = look_up(bucket, _KEY.unpack(key))
+    num_tokens, ahead = look_up(address, num_buckets, _KEY.unpack(key))
     if num_tokens < 0 or num_tokens >= token_stop:
         return bool(num_tokens >= 0)
     watermark = Watermark(num_tokens, *divmod(ahead, MAX_AHEAD_LAYERS))
@@ -108,7 +109,8 @@ class LeaseBoard:
             self._write("num_tokens", self._published[key], num_tokens)
             self._write("ahead", self._published[key], ahead)
             return True
-        first = bucket_offset(key, self.num_buckets) // ENTRY_BYTES
+        words = _KEY.unpack(key)
+        first = (words[0] & (self.num_buckets - 1)) * ENTRIES_PER_BUCKET
         for index in range(first, first + ENTRIES_PER_BUCKET):
             # an entry whose last `ready` is still to be written could be validated by it
             if self._is_taken[index] or int(self._entries[index]["ready"]) != self._issued[index]:
@@ -117,7 +119,7 @@ class LeaseBoard:
             expected = int(self._issued[index]) % _MAX_EXPECTED + 1
             self._issued[index] = expected
             self._published[key] = index
-            claim(self.address + index * ENTRY_BYTES, _KEY.unpack(key), expected)
+            claim(self.address + index * ENTRY_BYTES, words, expected)
             # in this order: a former lease's number may still be on its way
             self._write("num_tokens", index, num_tokens)
             self._write("ahead", index, ahead)

@@ -1,4 +1,4 @@
-"""Memory that another process on this host shares (see `shared_memory`), mapped here: to be read, not written."""
+"""Memory that another process on this host shares, mapped here: its file (see `shared_memory`), and CUDA memory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import fcntl
 import mmap
 import os
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from kvconnector.datapath.direct.cuda_driver import CudaDriver
 from kvconnector.datapath.direct.descriptor_socket import fetch_descriptors
+from kvconnector.datapath.direct.shared_memory import is_of_this_process
 from kvconnector.errors import KVConnectorError, PeerLostError, TransportError
 from kvconnector.wire.export import BOARD_OFFSET, BUCKET_BYTES, NONCE_BYTES, PoolExport
 
@@ -23,60 +25,114 @@ Place: TypeAlias = tuple[int, int, int]
 """Memory of the producer: its address there, its bytes, and what to add to an address for the one that it has here."""
 
 
-class PeerMemory:
-    """The file that `export` names, as bytes in `array`, with its ranges in `places`. It is looked for in
-    `shared_folder` alone, if one is named.
+def map_file(export: PoolExport, shared_folder: str, opened: ExitStack) -> tuple[int, int]:
+    """Map the file that an export names, to be read and not written.
+
+    Args:
+        export: a producer's, checked.
+        shared_folder: if it is not empty, the file is looked for there alone.
+        opened: gets what unmaps the file.
+
+    Returns:
+        The address of the file here, and for CUDA pools a descriptor for `check_alive`, else -1.
 
     Raises:
         TransportError: another host or container, no permission, or a file that is not what a producer shares.
         PeerLostError: there is no such process any more.
     """
+    fd, *others = _descriptors(export, shared_folder)
+    for other in others:
+        opened.callback(os.close, other)
+    try:
+        nbytes = _checked_nbytes(fd, export)
+        memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
+    except (OSError, ValueError) as error:
+        raise TransportError("a producer's memory cannot be mapped", reason=str(error)) from error
+    finally:
+        os.close(fd)
+    opened.callback(memory.close)
+    if memory[:NONCE_BYTES] != export.nonce:
+        raise TransportError(_ANOTHER, pid=export.pid)
+    return int(np.frombuffer(memory, np.uint8).ctypes.data), others[0] if others else -1
 
-    def __init__(self, export: PoolExport, shared_folder: str = "") -> None:
-        self._pid = export.pid
-        fd, *statm = _descriptors(export, shared_folder)
-        self._statm = statm[0] if statm else -1
-        with ExitStack() as undone:
-            undone.callback(self._close_statm)
-            try:
-                nbytes = _checked_nbytes(fd, export)
-                self._memory = mmap.mmap(fd, nbytes, mmap.MAP_SHARED, mmap.PROT_READ)
-            except (OSError, ValueError) as error:
+
+def check_alive(statm: int, pid: int) -> None:
+    """Check that CUDA memory of a process is still there, which is freed after its other memory. Its mapped file stays.
+
+    Raises:
+        PeerLostError: it may be gone.
+    """
+    try:
+        num_pages = os.pread(statm, 32, 0)
+    except OSError:  # the process is gone altogether
+        num_pages = b"0 "
+    if num_pages.startswith(b"0 "):
+        raise PeerLostError("the process that is read is gone", pid=pid)
+
+
+def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[Place]:
+    """Map the allocations of an export for kernels on `device`, until `opened` is closed. Those of this very process
+    are there already.
+
+    Args:
+        export: a producer's of CUDA pools, checked.
+        device: whose kernels read them, "cuda:0".
+        opened: gets what unmaps them.
+
+    Returns:
+        Where each allocation is here.
+
+    Raises:
+        TransportError: the GPUs cannot reach each other's memory, the driver refuses, or two containers' processes
+            have one process id.
+    """
+    import torch
+
+    is_own = export.pid == os.getpid()
+    if is_own and not is_of_this_process(export.nonce):
+        # the driver compares process ids, each of its own namespace, and would use the addresses as they are
+        raise TransportError(
+            "the producer's process id in its container is this one's here, by which CUDA takes its memory for this"
+            " process's own: give both containers one pid namespace (hostPID), or start one engine in a process more",
+            pid=export.pid,
+        )
+    driver, places = CudaDriver(), []
+    with torch.cuda.device(device):
+        driver.enter(torch.device(device).index)
+        if is_own:
+            _reach_own(driver, export, device, torch)
+            return [(each.address, each.nbytes, 0) for each in export.allocations]
+        for each in export.allocations:
+            here, nbytes = driver.open_ipc(each.handle)
+            opened.callback(_unmap, driver, device, here)
+            if each.nbytes > nbytes:
                 raise TransportError(
-                    "a producer's memory cannot be mapped", reason=str(error)
-                ) from error
-            finally:
-                os.close(fd)
-            self.array = np.frombuffer(self._memory, np.uint8)
-            if self.array[:NONCE_BYTES].tobytes() != export.nonce:
-                raise TransportError(_ANOTHER, pid=export.pid)
-            undone.pop_all()
-        here = self.array.ctypes.data
-        self.places: list[Place] = [
-            (r.address, r.nbytes, here + r.offset - r.address) for r in export.ranges
-        ]
+                    "an exported allocation is smaller than it says",
+                    nbytes=nbytes,
+                    stated=each.nbytes,
+                )
+            places.append((each.address, each.nbytes, here - each.address))
+    return places
 
-    def check_alive(self) -> None:
-        """Check that CUDA memory of the process is still there, which is freed after its other memory. What is mapped
-        in `array` stays. Raises PeerLostError: it may be gone.
-        """
-        try:
-            num_pages = os.pread(self._statm, 32, 0)
-        except OSError:  # the process is gone altogether
-            num_pages = b"0 "
-        if num_pages.startswith(b"0 "):
-            raise PeerLostError("the process that is read is gone", pid=self._pid)
 
-    def close(self) -> None:
-        """Unmap it. Idempotent."""
-        self.array = np.empty(0, np.uint8)
-        self._memory.close()
-        self._close_statm()
+def _unmap(driver: CudaDriver, device: str, address: int) -> None:
+    import torch
 
-    def _close_statm(self) -> None:
-        statm, self._statm = self._statm, -1
-        if statm >= 0:
-            os.close(statm)
+    with torch.cuda.device(device):
+        driver.enter(torch.device(device).index)
+        driver.close_ipc(address)
+
+
+def _reach_own(driver: CudaDriver, export: PoolExport, device: str, torch: Any) -> None:
+    """Memory of another GPU in this process needs no mapping, but peer access."""
+    ours = str(torch.cuda.get_device_properties(device).uuid)
+    if export.gpu_uuid == ours:
+        return
+    for index in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(index).uuid) == export.gpu_uuid:
+            driver.enable_peer_access(index)
+            return
+    raise TransportError("the producer's GPU is not visible here", gpu_uuid=export.gpu_uuid)
 
 
 def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:

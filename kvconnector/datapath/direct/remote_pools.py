@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvconnector.datapath.direct import board
+from kvconnector.datapath.direct.board import is_valid
 from kvconnector.datapath.direct.export_check import rows_of
-from kvconnector.datapath.direct.mappings import map_allocations
-from kvconnector.datapath.direct.peer_memory import PeerMemory, Place
+from kvconnector.datapath.direct.peer_memory import (
+    Place,
+    check_alive,
+    map_allocations,
+    map_file,
+)
 from kvconnector.errors import KVConnectorError, TransportError
 from kvconnector.planning import Route
 from kvconnector.wire.export import BOARD_OFFSET, PoolExport
@@ -24,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 class RemotePools:
     """An export, opened: part tables with the addresses that kernels on `device` read, and the lease board. `export`
-    must have passed `check_export`. `shared_folder`: see `PeerMemory`.
+    must have passed `check_export`. `shared_folder`: see `map_file`.
 
     Raises:
         TransportError: another host or container, no permission, other devices, or memory that cannot be mapped.
@@ -42,36 +46,33 @@ class RemotePools:
         """Those that are not over, for who begins them; none begins once there is a `then`."""
         self.then: Callable[[], None] | None = None
         """To be called after the pools are closed."""
-        self._num_buckets = export.num_buckets
-        self._is_cuda = export.device == "cuda"
-        self._memory = PeerMemory(export, shared_folder)
-        self._board_address = self._memory.array.ctypes.data + BOARD_OFFSET
-        self._mapped = ExitStack()
+        self._num_buckets, self._pid = export.num_buckets, export.pid
+        self._opened = ExitStack()
         try:
-            places = self._memory.places
-            if self._is_cuda:
-                places = map_allocations(export, device, self._mapped)
+            memory, self._statm = map_file(export, shared_folder, self._opened)
+            places = [(r.address, r.nbytes, memory + r.offset - r.address) for r in export.ranges]
+            if export.device == "cuda":
+                places = map_allocations(export, device, self._opened)
             self.tables = tables_of(export, device, places)
         except BaseException:
             self.close()
             raise
+        self._board = memory + BOARD_OFFSET
 
     def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
         """Returns True if blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop`
         right now. Raises PeerLostError: the producer's process is gone, and so may be its CUDA memory.
         """
-        if self._is_cuda:
-            self._memory.check_alive()
-        assert self._board_address  # it is open: another address would end this process
-        bucket = self._board_address + board.bucket_offset(key, self._num_buckets)
-        return board.is_valid(bucket, key, token_stop, layer_stop)
+        if self._statm >= 0:
+            check_alive(self._statm, self._pid)
+        assert self._board  # it is open: another address would end this process
+        return is_valid(self._board, self._num_buckets, key, token_stop, layer_stop)
 
     def close(self) -> None:
         """Unmap whatever was mapped: no copy may be under way. Idempotent."""
-        self._board_address = 0
-        self._memory.close()
+        self._board = 0
         try:
-            self._mapped.close()
+            self._opened.close()
         except KVConnectorError as error:
             logger.warning("memory of a producer stays mapped: %s", error)
 

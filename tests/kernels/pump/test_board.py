@@ -54,9 +54,9 @@ def test_only_ready_entries_with_the_whole_key_are_found(place):
     for ready, key in product((0, 6, 7, 8), (KEY, OTHER_KEY)):
         board.write(entries["ready"][place:].ctypes.data, ready)
         expected = (40, 3) if (ready, key) == (7, KEY) else (-1, 0)
-        assert board.look_up(bucket, key) == expected
+        assert board.look_up(bucket, 1, key) == expected
     board.write(entries["ready"][place:].ctypes.data, 7)
     board.clear(bucket + place * board.ENTRY_BYTES)
-    assert board.look_up(bucket, KEY) == (-1, 0)
+    assert board.look_up(bucket, 1, KEY) == (-1, 0)
     # a cleared entry is not found by the key of an empty one
-    assert board.look_up(bucket, (0, 0, 0, 0)) == (-1, 0)
+    assert board.look_up(bucket, 1, (0, 0, 0, 0)) == (-1, 0)

@@ -5,11 +5,7 @@ import ctypes
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvconnector.datapath.direct.board import (
-    LeaseBoard,
-    bucket_offset,
-    is_valid,
-)
+from kvconnector.datapath.direct.board import LeaseBoard, is_valid
 from kvconnector.layout import Watermark
 from kvconnector.wire.export import BUCKET_BYTES
 from kvconnector_kernels.pump.board import ENTRIES_PER_BUCKET, ENTRY_BYTES
@@ -27,7 +23,7 @@ def key_of(number, bucket=0, num_buckets=2):
 
 
 def is_found(board, key, *stops):
-    return is_valid(board.address + bucket_offset(key, board.num_buckets), key, *stops)
+    return is_valid(board.address, board.num_buckets, key, *stops)
 
 
 class SlowWriter:

@@ -7,8 +7,7 @@ from contextlib import ExitStack, closing
 import pytest
 from msgspec.structs import replace
 
-from kvconnector.datapath.direct.mappings import map_allocations
-from kvconnector.datapath.direct.peer_memory import PeerMemory
+from kvconnector.datapath.direct.peer_memory import check_alive, map_allocations, map_file
 from kvconnector.errors import PeerLostError, TransportError
 from tests.unit.datapath.caches import Shape
 from tests.unit.datapath.exporter import CONTAINER, Exporter
@@ -30,18 +29,19 @@ def test_it_is_seen_to_live_and_to_end(producer, tmp_path):
     """By the folder: its process id is of another namespace."""
     export = replace(producer.export, device="cuda", ranges=())
     with pytest.raises((PeerLostError, TransportError), match="both sides need paths"):
-        PeerMemory(export)
-    with closing(PeerMemory(export, str(tmp_path))) as memory:
-        memory.check_alive()
+        map_file(export, "", ExitStack())
+    with ExitStack() as opened:
+        _, statm = map_file(export, str(tmp_path), opened)
+        check_alive(statm, export.pid)
         producer.kill()
         with pytest.raises(PeerLostError, match="gone"):
-            _check_for_a_while(memory)
+            _check_for_a_while(statm, export.pid)
 
 
-def _check_for_a_while(memory):
+def _check_for_a_while(statm, pid):
     """The kernel ends the producer when `unshare` has ended."""
     for _ in range(1000):
-        memory.check_alive()
+        check_alive(statm, pid)
         time.sleep(0.01)
 
 
