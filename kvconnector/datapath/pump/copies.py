@@ -22,7 +22,7 @@ from kvconnector.datapath.direct.cuda_driver import StreamWriter
 from kvconnector.datapath.direct.remote_pools import RemotePools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.digests import Digests
-from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
+from kvconnector.datapath.pump.id_buffers import IdBuffer
 from kvconnector.datapath.pump.marks import Requests
 from kvconnector.planning import GroupBlocks, Route, SegmentWindow, SourceRead
 from kvconnector.session.reads import RankRead
@@ -45,10 +45,10 @@ from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 
 Words: TypeAlias = npt.NDArray[np.int64]
 
-Jobs: TypeAlias = tuple[int, IdBuffer | None, Words | None]
-"""Where a compiled function finds what it is to copy for a read; the buffer that was lent for it, to be given back to
-`Copies.ids` once no copy is under way or will be; and memory to keep until then: of chunks a row of words for each,
-which begins with the chunk's `nbytes`.
+Jobs: TypeAlias = tuple[int, IdBuffer | None, Any]
+"""Where a compiled function finds what it is to copy for a read; a buffer that was lent for it, to be given back once
+no copy is under way or will be; and memory to keep until then. Of chunks there is a row of words for each, which begins
+with the chunk's `nbytes`.
 """
 
 _MAX_ROUTES = 1 << 10
@@ -99,8 +99,6 @@ class Copies:
     on_gpu: ClassVar[bool] = False
     means: ClassVar[str]
     """How a peer's pools are reached, in words for the log."""
-    ids: IdBuffers
-    """The block ids of all reads."""
     open_writer: Callable[[int, int], StreamWriter] | None = None
     """What makes a lease board's writer, see `LeaseBoard`."""
     digests: Digests | None = None

@@ -19,7 +19,6 @@ from kvconnector.datapath.pump.copies import (
     packed_sides,
 )
 from kvconnector.datapath.pump.copy_threads import CopyThreads
-from kvconnector.datapath.pump.id_buffers import IdBuffer, IdBuffers
 from kvconnector.planning import GroupBlocks, SourceRead
 from kvconnector.session.reads import RankRead
 from kvconnector_kernels.pump.copy_cpu import (
@@ -74,7 +73,6 @@ class CpuCopies(Copies):
         # the alignment of a slot does not matter here
         super().__init__(pools, packed_sides(_PAGE, slot_bytes, "cpu"))
         self._min_streamed_bytes = min_streamed_bytes
-        self.ids = IdBuffers(_allocate_ids)
         self._compiled = compile_copy(), compile_read()
         self.function, self.read_function = (int(each.address) for each in self._compiled)
         self._num_threads = num_threads
@@ -92,51 +90,43 @@ class CpuCopies(Copies):
     def make_jobs(
         self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
     ) -> Jobs:
-        buffer, ids, _ = self.ids.lend(blocks)
-        try:
-            words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
-            for span in self.chunk_spans(source, blocks, ids, packing=packing):
-                words[span.chunks] = job = _job_of(span)
-                edges = np.array(span.rows, np.int64)
-                words[span.chunks, _NUM_PARTS] = num_parts = edges[1:] - edges[:-1]
-                words[span.chunks, _NBYTES] = num_parts * job[_NBYTES]
-                rows = (_SRC if packing else _DST) + _ROWS
-                words[span.chunks, rows] = edges[:-1] * ROW_BYTES + job[rows]
-        except BaseException:
-            self.ids.give_back(buffer)
-            raise
+        held = [array("i", group.wire_ids) for group in blocks]
+        ids = [each.buffer_info()[0] for each in held]
+        words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
+        for span in self.chunk_spans(source, blocks, ids, packing=packing):
+            words[span.chunks] = job = _job_of(span)
+            edges = np.array(span.rows, np.int64)
+            words[span.chunks, _NUM_PARTS] = num_parts = edges[1:] - edges[:-1]
+            words[span.chunks, _NBYTES] = num_parts * job[_NBYTES]
+            rows = (_SRC if packing else _DST) + _ROWS
+            words[span.chunks, rows] = edges[:-1] * ROW_BYTES + job[rows]
         if not packing and source.total_bytes >= self._min_streamed_bytes:
             words[:, _IS_STREAMED] = 1
         if self.digests is not None:
             words[:, _NBYTES] += DIGEST_BYTES
-        return address_of(words), buffer, words
+        return address_of(words), None, (words, held)
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        blocks = (*read.remote_blocks, *read.blocks)
-        room = READ.itemsize + len(read.source.members) * JOB.itemsize
-        buffer, ids, first = self.ids.lend(blocks, more_bytes=room)
-        try:
-            nbytes = read.source.total_bytes
-            num_helpers = self._num_helpers(nbytes)
-            piece_bytes = PIECE_BYTES if nbytes >= MIN_SHARED_BYTES else nbytes
-            numbers = [0, 0, SHARED_PIECE_BYTES if num_helpers else piece_bytes, num_helpers]
-            for span in self.read_spans(read, remote, ids):
-                (part, stop), job = span.rows, _job_of(span)
-                job[_NUM_PARTS] = stop - part
-                job[_NBYTES] *= stop - part
-                job[_SRC + _ROWS] += part * ROW_BYTES
-                job[_DST + _ROWS] += part * ROW_BYTES
-                numbers += job
-            numbers[0] = num_jobs = (len(numbers) - _READ_WORDS) // _JOB_WORDS
-            if nbytes >= self._min_streamed_bytes:
-                numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * num_jobs
-            # numpy takes several times as long to make an array, and to say where it is
-            words = array("q", numbers).tobytes()
-            buffer.here[first : first + len(words)] = words
-        except BaseException:
-            self.ids.give_back(buffer)
-            raise
-        return buffer.here_address + first, buffer, None
+        # numpy takes several times as long to make an array, and to say where it is
+        held = [array("i", group.wire_ids) for group in (*read.remote_blocks, *read.blocks)]
+        ids = [each.buffer_info()[0] for each in held]
+        nbytes, num_helpers = read.source.total_bytes, 0
+        if self._threads is not None and nbytes >= self._min_shared_bytes:
+            num_helpers = self._threads.num_idle()
+        piece_bytes = PIECE_BYTES if nbytes >= MIN_SHARED_BYTES else nbytes
+        numbers = [0, 0, SHARED_PIECE_BYTES if num_helpers else piece_bytes, num_helpers]
+        for span in self.read_spans(read, remote, ids):
+            (part, stop), job = span.rows, _job_of(span)
+            job[_NUM_PARTS] = stop - part
+            job[_NBYTES] *= stop - part
+            job[_SRC + _ROWS] += part * ROW_BYTES
+            job[_DST + _ROWS] += part * ROW_BYTES
+            numbers += job
+        numbers[0] = num_jobs = (len(numbers) - _READ_WORDS) // _JOB_WORDS
+        if nbytes >= self._min_streamed_bytes:
+            numbers[_READ_WORDS + _IS_STREAMED :: _JOB_WORDS] = [1] * num_jobs
+        words = array("q", numbers)
+        return words.buffer_info()[0], None, (words, held)
 
     def prepare(self, remote: RemotePools) -> None:
         if self._threads is not None or self._num_threads == 1:
@@ -151,17 +141,6 @@ class CpuCopies(Copies):
     def finish(self) -> None:
         if self._threads is not None:
             self._threads.close()
-
-    def _num_helpers(self, nbytes: int) -> int:
-        if self._threads is None or nbytes < self._min_shared_bytes:
-            return 0
-        return self._threads.num_idle()
-
-
-def _allocate_ids(num_ids: int, stream: int) -> IdBuffer:
-    memory = np.zeros(num_ids, np.int32)
-    address = memory.ctypes.data
-    return IdBuffer(memory.data.cast("B"), address, address, (memory,), stream)
 
 
 def _job_of(span: Span) -> list[int]:

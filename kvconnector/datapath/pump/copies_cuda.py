@@ -98,7 +98,7 @@ class CudaCopies(Copies):
             if self._cuda.cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
                 raise TransportError("no CUDA context is current", device=pools.device)
             self.streams = CopyStreams(self._cuda, self.make_fences(NUM_STREAMS))
-        self.ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
+        self._ids = IdBuffers(partial(_allocate_ids, self.streams.copies, pools.device))
         context_of_functions = np.zeros((), CONTEXT)
         for field, name in (
             ("launch_kernel", "cuLaunchKernel"),
@@ -137,7 +137,7 @@ class CudaCopies(Copies):
             for span in self.chunk_spans(source, blocks, ids, packing=packing):
                 self._launches.fill(words, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
         except BaseException:
-            self.ids.give_back(buffer)
+            buffer.give_back()
             raise
         if self.digests is not None:
             words[:, 0] += DIGEST_BYTES
@@ -147,7 +147,7 @@ class CudaCopies(Copies):
         """See `Copies`. The compiled function sends the block ids, right before its launches."""
         blocks = (*read.remote_blocks, *read.blocks)
         stream = self.streams.marks.stream_of(read.blocks)
-        buffer, ids, nbytes = self.ids.lend(blocks, stream)
+        buffer, ids, nbytes = self._ids.lend(blocks, stream)
         try:
             handle, spans = self.streams.handles[stream], list(self.read_spans(read, remote, ids))
             memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
@@ -157,7 +157,7 @@ class CudaCopies(Copies):
             for span in spans:
                 self._launches.fill(words, span, handle, MAX_UNCAPPED_READ_BYTES)
         except BaseException:
-            self.ids.give_back(buffer)
+            buffer.give_back()
             raise
         return address_of(memory), buffer, memory
 
@@ -166,8 +166,8 @@ class CudaCopies(Copies):
         Raises TransportError: no memory for block ids.
         """
         # the first read finds a buffer that is there already
-        buffer, *_ = self.ids.lend([], FREE_STREAM)
-        self.ids.give_back(buffer)
+        buffer, *_ = self._ids.lend([], FREE_STREAM)
+        buffer.give_back()
         return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self.pools.device)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
@@ -232,14 +232,14 @@ class CudaCopies(Copies):
         except (RelayoutError, TransportError):
             return  # the read meets the same error, and reports it
         if len(self._expected) > _MAX_EXPECTED:
-            self.ids.give_back(self._expected.pop(next(iter(self._expected)))[1])
+            self._expected.pop(next(iter(self._expected)))[1].give_back()
 
     def _send_ids(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int]]:
         """Block ids on their way to the GPU, before all copies that are made on this stream from now on.
 
         What a read before this one sent and never used comes before it, whatever it brings.
         """
-        buffer, places, nbytes = self.ids.lend(blocks, stream)
+        buffer, places, nbytes = self._ids.lend(blocks, stream)
         if not nbytes:
             return buffer, places
         self._cuda.cuCtxSetCurrent(self.begin[1])
@@ -247,7 +247,7 @@ class CudaCopies(Copies):
             buffer.there_address, buffer.here_address, nbytes, self.streams.handles[stream]
         )
         if status:
-            self.ids.give_back(buffer)
+            buffer.give_back()
             raise TransportError("block ids cannot be sent to the GPU", status=status)
         return buffer, places
 
@@ -315,7 +315,9 @@ def _open_stream(cuda: Any) -> Any:
     return torch.cuda.ExternalStream(handle.value)
 
 
-def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int) -> IdBuffer:
+def _allocate_ids(
+    streams: Sequence[Any], device: str, num_ids: int, stream: int, free: list[IdBuffer]
+) -> IdBuffer:
     import torch
 
     try:
@@ -326,4 +328,4 @@ def _allocate_ids(streams: Sequence[Any], device: str, num_ids: int, stream: int
     except RuntimeError as exc:
         raise TransportError(f"no memory for block ids: {exc}", device=device) from exc
     here = pinned.numpy().data.cast("B")
-    return IdBuffer(here, pinned.data_ptr(), ids.data_ptr(), (pinned, ids), stream)
+    return IdBuffer(here, pinned.data_ptr(), ids.data_ptr(), (pinned, ids), free)

@@ -125,8 +125,9 @@ class DataPath:
             if is_greeted or now_s >= self._next_check_s:
                 self._check_peers(now_s)
         if len(self.events) > num_events:
-            # somebody waits for it
-            self.stay_awake()
+            self.state.numbers[_MOVED] = (
+                self.state.now_ns()
+            )  # somebody waits for it: as `stay_awake`
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to add, one of `fds` is readable, a control message

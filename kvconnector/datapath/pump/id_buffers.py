@@ -1,4 +1,4 @@
-"""Memory for the block ids of reads, which is lent to one read after another: on a GPU, pinned and device memory."""
+"""Memory for the block ids of reads on a GPU, pinned and on the device, which is lent to one read after another."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IdBuffer:
-    """Room for as many ids on the host, in the bytes of `here`, as on the device; on the CPU it is the same memory.
-    `memory` owns both, and `stream` is the only one on which anything uses it.
+    """Room for the same number of ids on the host, in the bytes of `here`, and on the device. `memory` owns both, and
+    one stream alone uses it. `free` are the buffers like it that are not lent.
     """
 
     here: memoryview
     here_address: int
     there_address: int
     memory: tuple[Any, ...]
-    stream: int = 0
+    free: list[IdBuffer]
+
+    def give_back(self) -> None:
+        """End the loan: no kernel that reads the buffer is under way or will be."""
+        self.free.append(self)
 
 
 class IdBuffers:
     """All buffers of one worker. They are as many and as long as the reads at any one time have needed, and are kept:
     allocating pinned memory takes longer than a small read.
 
-    `allocate(num_ids, stream)` makes one, of memory that no kernel of anybody else's may still write.
+    `allocate(num_ids, stream, free)` makes one, of memory that no kernel of anyone else's may still write.
     """
 
-    def __init__(self, allocate: Callable[[int, int], IdBuffer]) -> None:
+    def __init__(self, allocate: Callable[[int, int, list[IdBuffer]], IdBuffer]) -> None:
         self._allocate = allocate
         self._free: dict[tuple[int, int], list[IdBuffer]] = {}
-        # whoever keeps these buffers keeps those that are lent as well
-        self._lent: dict[int, IdBuffer] = {}
 
-    def lend(
-        self, blocks: Sequence[GroupBlocks], stream: int = 0, *, more_bytes: int = 0
-    ) -> tuple[IdBuffer, list[int], int]:
-        """A buffer that nobody else has until it is given back, with the ids of `blocks` on the host.
+    def lend(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int], int]:
+        """Lend a buffer that nothing else uses until it is given back, with the ids of `blocks` on the host.
 
         What was sent to it before and never used comes before what is sent next.
 
         Args:
             blocks: the blocks of each group.
-            stream: what the buffer is to be used on.
-            more_bytes: room after the ids.
+            stream: the stream that will use the buffer.
 
         Returns:
             The buffer, where the ids of each group will be on the device, and the bytes that all ids take.
@@ -58,18 +57,9 @@ class IdBuffers:
         for group in blocks:
             nbytes += -(-len(group.wire_ids) // _ALIGN_BYTES) * _ALIGN_BYTES
             places.append(nbytes)
-        num_ids = max(MIN_IDS, 1 << (-(-(nbytes + more_bytes) // 4) - 1).bit_length())
-        free = self._free.get((stream, num_ids))
-        buffer = free.pop() if free else self._allocate(num_ids, stream)
-        self._lent[buffer.there_address] = buffer
+        num_ids = max(MIN_IDS, 1 << (-(-nbytes // 4) - 1).bit_length())
+        free = self._free.setdefault((stream, num_ids), [])
+        buffer = free.pop() if free else self._allocate(num_ids, stream, free)
         for at, group in zip(places, blocks, strict=False):
             buffer.here[at : at + len(group.wire_ids)] = group.wire_ids
         return buffer, [buffer.there_address + at for at in places[:-1]], nbytes
-
-    def give_back(self, buffer: IdBuffer | None) -> None:
-        """End a loan, if there was one: no kernel that reads the buffer is under way or will be."""
-        if buffer is None:
-            return
-        # our own invariant: two reads with one buffer would read each other's blocks
-        del self._lent[buffer.there_address]
-        self._free.setdefault((buffer.stream, buffer.here.nbytes // 4), []).append(buffer)

@@ -79,7 +79,7 @@ class DirectReads(Programs[RankRead]):
             then()
             return
         link.pools.then = then
-        self._close_unread(link)
+        self._close_if_unread(link)
 
     def submit(self, read: RankRead, lease_key: bytes) -> None:
         """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
@@ -87,7 +87,6 @@ class DirectReads(Programs[RankRead]):
         producer send it.
         """
         path = self.path
-        path.stay_awake()
         remote: RemotePools | None = read.worker.link.pools
         if remote is None or remote.then is not None:
             path.receives.submit(read)
@@ -154,7 +153,6 @@ class DirectReads(Programs[RankRead]):
             if row["phase"] == r.OVER:
                 self._end(read, row)
                 self.forget(read)
-                self._leave(read.worker.link)
                 continue
             if row["num_calls"] > read.num_moved and not row["stopped"]:
                 self.path.events.append(ev.ReceiveAdvanced(read))
@@ -179,42 +177,38 @@ class DirectReads(Programs[RankRead]):
 
     def _end(self, read: RankRead, row: dict[str, int]) -> None:
         """Report how a read ended. If all bytes are here, they count if the lease still holds."""
-        if row["error_kind"] != r.NO_ERROR:
-            error = TransportError(
-                "the GPU does not take a read of the producer's pools",
-                status=row["error_value"],
-            )
-            self.path.events.failed(read, error)
-            return
-        if not row["all_begun"]:
-            self.path.events.stopped(read)
-            return
+        link, error = read.worker.link, None
         try:
+            if row["error_kind"] != r.NO_ERROR:
+                what = "the GPU does not take a read of the producer's pools"
+                raise TransportError(what, status=row["error_value"])
             # how far it is filled was seen before: now it may just be written again
-            is_published = read.worker.link.pools.is_published(read.lease_key, 0, 0)
-        except KVConnectorError as error:
+            if row["all_begun"] and not link.pools.is_published(read.lease_key, 0, 0):
+                raise LeaseExpiredError("the lease ended while its blocks were read")
+        except KVConnectorError as raised:
+            error = raised
+        if error is not None:
             self.path.events.failed(read, error)
-            return
-        if not is_published:
-            late = LeaseExpiredError("the lease ended while its blocks were read")
-            self.path.events.failed(read, late)
-            return
-        seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
-        self.path.events.append(ev.ReceiveFinished(read, seconds, ev.DIRECT_PATH))
-
-    def _drop(self, read: RankRead) -> None:
-        """A read that has not begun will not."""
-        self.path.copies.ids.give_back(read.jobs[1])
-        self._leave(read.worker.link)
-
-    def _leave(self, link: Link) -> None:
+        elif not row["all_begun"]:
+            self.path.events.stopped(read)
+        else:
+            seconds = (row["ended_ns"] - row["started_ns"]) / NS_PER_S
+            self.path.events.append(ev.ReceiveFinished(read, seconds, ev.DIRECT_PATH))
         link.pools.num_reads -= 1
         if link.pools.then is not None:
-            self._close_unread(link)
+            self._close_if_unread(link)
 
-    def _close_unread(self, link: Link) -> None:
+    def _drop(self, read: RankRead) -> None:
+        """Let go of a read that has not begun, and will not."""
+        self._drop_jobs(read)
+        link = read.worker.link
+        link.pools.num_reads -= 1
+        if link.pools.then is not None:
+            self._close_if_unread(link)
+
+    def _close_if_unread(self, link: Link) -> None:
         remote: RemotePools = link.pools
-        if remote.then is not None and remote.num_reads == 0:
+        if remote.num_reads == 0 and remote.then is not None:
             self._open.remove(link)
             link.pools = None
             remote.close()

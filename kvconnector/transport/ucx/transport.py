@@ -167,7 +167,6 @@ class UcxTransport:
         """Post a message and return its ticket. It may complete before the peer has received it. One to a peer that is
         known to be lost completes with `PeerLostError`; no such endpoint (any more) is a `LocalError`.
         """
-        self._check_open()
         return self._requests.send(self._endpoints.get(endpoint), tag, buffer)
 
     def recv(self, tag: int, buffer: Buffer) -> int:
@@ -209,7 +208,6 @@ class UcxTransport:
             LocalError: no such endpoint (any more).
             PeerLostError: the peer is lost, or `MAX_UNSENT_CONTROL_BYTES` have not left yet.
         """
-        self._check_open()
         opened = self._endpoints.get(endpoint)
         if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
             self._step()
@@ -295,7 +293,6 @@ class UcxTransport:
 
     def lanes(self, endpoint: int) -> str:
         """The lanes that UCX chose, as "transport/device" joined by "+"."""
-        self._check_open()
         return self._endpoints.get(endpoint).lanes
 
     @property

@@ -69,7 +69,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
     torch.cuda.synchronize()
     (group,) = program.blocks
     assert uploaded[: len(group.block_ids)].tolist() == group.block_ids.tolist()
-    copies.ids.give_back(jobs[1])
+    jobs[1].give_back()
 
 
 @pytest.mark.gpu
@@ -113,7 +113,7 @@ def test_copies_wait_for_the_kernels_of_their_own_request_alone():
             jobs = _, _, words = copies.make_jobs(program.source, program.blocks, packing=True)
             (handle,) = set(words.view(JOB)["stream"].ravel().tolist())
             streams.append(copies.streams.copies[copies.streams.handles.index(handle)])
-            copies.ids.give_back(jobs[1])
+            jobs[1].give_back()
         waiting, free = streams
         free.synchronize()
         assert not mark.query()
@@ -161,7 +161,7 @@ def test_the_drivers_thread_spoils_no_capture_of_a_graph():
             copies.check_device()
             copies.finish()
             for jobs in kept:
-                copies.ids.give_back(jobs[1])
+                jobs[1].give_back()
         except BaseException as error:
             failures.append(error)
         finally:

@@ -10,12 +10,12 @@ from kvconnector.datapath.pump.id_buffers import MIN_IDS, IdBuffer, IdBuffers
 from kvconnector.planning import GroupBlocks
 
 
-def allocate(num_ids, stream):
+def allocate(num_ids, stream, free):
     """A buffer whose part on the GPU is aligned as there."""
     here, there = np.zeros(num_ids, np.int32), np.zeros(num_ids + 4, np.int32)
     address = there.ctypes.data + -there.ctypes.data % 16
     room = memoryview(here).cast("B")
-    return IdBuffer(room, here.ctypes.data, address, (here, there), stream)
+    return IdBuffer(room, here.ctypes.data, address, (here, there), free)
 
 
 def ids_at(address, group):
@@ -28,7 +28,7 @@ def test_reads_under_way_have_their_own_ids(data):
     lent = []
     for seed in range(data.draw(st.integers(1, 12))):
         if lent and data.draw(st.booleans()):
-            buffers.give_back(lent.pop(data.draw(st.integers(0, len(lent) - 1)))[0])
+            lent.pop(data.draw(st.integers(0, len(lent) - 1)))[0].give_back()
         counts = data.draw(st.lists(st.sampled_from([0, 1, 3, 4, 500, MIN_IDS + 1]), max_size=4))
         rng = np.random.default_rng(seed)
         blocks = [GroupBlocks.of(rng.integers(0, 1 << 30, count).tolist()) for count in counts]
@@ -45,7 +45,7 @@ def test_memory_is_used_again():
     buffers = IdBuffers(allocate)
     few, many = [GroupBlocks.of([0] * 5)], [GroupBlocks.of([0] * 2 * MIN_IDS)]
     first, *_ = buffers.lend(few, 0)
-    buffers.give_back(first)
+    first.give_back()
     assert buffers.lend(many, 0)[0] is not first
     # ids that were sent to it and never used may still be on their way on the first stream
     assert buffers.lend(few, 1)[0] is not first
