@@ -278,12 +278,8 @@ class Driver:
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.set_peer_inbox(link, message.control)
-            share = self.datapath.share
-            if (
-                isinstance(message, m.Hello)
-                and share is not None
-                and share.message.device == "cuda"
-            ):
+            export = self.datapath.export
+            if isinstance(message, m.Hello) and export is not None and export.device == "cuda":
                 rank = f"({message.pp_rank}, {message.tp_rank})"
                 link.consumer = f"{message.geometry.engine_id} rank {rank}"
 

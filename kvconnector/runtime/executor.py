@@ -83,12 +83,12 @@ class Executor(Port):
         self._datapath.reads.close(link, partial(self._links.close, link))
 
     def publish(self, key: bytes, watermark: Watermark) -> None:
-        if self._datapath.share is not None:  # else nobody reads these pools
-            self._datapath.share.board.publish(key, watermark)
+        if self._datapath.board is not None:  # else nobody reads these pools
+            self._datapath.board.publish(key, watermark)
 
     def retract(self, key: bytes) -> None:
-        if self._datapath.share is not None:
-            self._datapath.share.board.retract(key)
+        if self._datapath.board is not None:
+            self._datapath.board.retract(key)
 
     def met(self, engine_id: EngineId, summary: str) -> None:
         logger.info("engine %s is met; here over there: %s", engine_id, summary)
@@ -209,7 +209,7 @@ def hello_reply(
 
 def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
     """Return what consumers need to map the pools, unless no greeting could carry it."""
-    export = None if datapath.share is None else datapath.share.message
+    export = datapath.export
     nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
     # the other half is for the rest of the greeting
     if nbytes > config.control.max_message_bytes // 2:

@@ -21,7 +21,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
     p, d = start("p", "producer"), start("d", "consumer")
     (worker,) = p.workers
     theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
-    monkeypatch.setattr(theirs.share, "message", cuda_export(theirs.share.message))
+    monkeypatch.setattr(theirs, "export", cuda_export(theirs.export))
     monkeypatch.setattr(ours.reads, "open", lambda link, export: setattr(link, "pools", export))
     monkeypatch.setattr(ours.reads, "submit", lambda read, lease_key: ours.receives.submit(read))
     monkeypatch.setattr(ours.reads, "close", lambda link, then: None)

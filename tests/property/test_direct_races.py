@@ -47,7 +47,7 @@ class DirectRaces:
         content, next_content = 1 + number % 250, 1 + (number + 1) % 250
         for array in p.arrays.values():
             array[...] = content
-        p.path.share.board.publish(key, Watermark(MANY_TOKENS))
+        p.path.board.publish(key, Watermark(MANY_TOKENS))
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
         read = direct_read(number, theirs, program, TOKENS, lease_key=key)
         begins = threading.Event()
@@ -80,7 +80,7 @@ class DirectRaces:
         until_s = time.perf_counter() + delay_s
         while time.perf_counter() < until_s:
             time.sleep(0.0)
-        self._pair.p.path.share.board.retract(key)
+        self._pair.p.path.board.retract(key)
         for array in self._pair.p.arrays.values():
             array[...] = content
 

@@ -50,12 +50,6 @@ def test_the_systems_is_found_where_the_loader_looks(wheel, tmp_path):
         f"{LOAD}print(load('system').path)", LD_LIBRARY_PATH=f"/nowhere:{tmp_path}"
     )
     assert found == f"{tmp_path}/libucp.so.0"
-    preferred = in_a_new_process(
-        f"{LOAD}print(load().source)",
-        LD_LIBRARY_PATH=str(tmp_path),
-        RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY="true",
-    )
-    assert preferred == "system"
 
 
 @pytest.fixture
@@ -83,9 +77,7 @@ def test_a_version_that_is_not_known_is_refused_by_name_and_keeps_no_other_out(w
         "    print(error.statement)\n"
         "print(load().source)"
     )
-    refusal, taken = in_a_new_process(
-        program, LD_LIBRARY_PATH=str(too_old), RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY="true"
-    ).splitlines()
+    refusal, taken = in_a_new_process(program, LD_LIBRARY_PATH=str(too_old)).splitlines()
     assert "not supported: kvconnector calls libucp 1.18 to 1.23 [version='1.13.1'" in refusal
     assert str(too_old) in refusal
     assert taken == "wheel"
@@ -149,19 +141,11 @@ def installed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "ports, prefers, order",
-    [
-        ([], "", ["wheel", "nixl", "system"]),
-        ([], "true", ["system", "wheel", "nixl"]),
-        (["mlx5_0:1"], "", ["system", "nixl", "wheel"]),
-        (["mlx5_0:1"], "true", ["system", "nixl", "wheel"]),
-    ],
+    "ports, order",
+    [([], ["wheel", "nixl", "system"]), (["mlx5_0:1"], ["system", "nixl", "wheel"])],
 )
-def test_where_there_is_rdma_those_come_first_that_can_use_it(
-    installed, monkeypatch, ports, prefers, order
-):
+def test_where_there_is_rdma_those_come_first_that_can_use_it(installed, ports, order):
     installed(wheel=False, nixl=True, system=True)
-    monkeypatch.setenv("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", prefers or "false")
     assert library.automatic_order(ports) == order
 
 

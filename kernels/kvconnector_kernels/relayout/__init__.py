@@ -23,11 +23,10 @@ from kvconnector_kernels.relayout.sides import Order, PackedSide, PagedSide, Par
 
 if TYPE_CHECKING:
     from kvconnector_kernels.relayout.cpu import relayout_cpu
-    from kvconnector_kernels.relayout.naive import packed_parts, relayout_naive
+    from kvconnector_kernels.relayout.naive import relayout_naive
     from kvconnector_kernels.relayout.triton import relayout_triton
 
 _LAZY = {
-    "packed_parts": "naive",
     "relayout_cpu": "cpu",
     "relayout_naive": "naive",
     "relayout_triton": "triton",
@@ -44,7 +43,6 @@ __all__ = [
     "RelayoutError",
     "Side",
     "TokenRuns",
-    "packed_parts",
     "receive_block_size",
     "receive_block_size_and_layout",
     "receive_layout",

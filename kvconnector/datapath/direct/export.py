@@ -18,35 +18,39 @@ from kvconnector.wire.export import (
 )
 
 
-class PoolExporter:
-    """The description of `pools` and `board` for consumers. On the CPU it moves the pools into the memory that the
-    board is in: nobody may write them meanwhile. `message` is valid until the board is closed. Consumers in other
-    containers get the memory by `shared_folder`, if it is named.
+def export_pools(pools: Pools, board: LeaseBoard, shared_folder: str = "") -> PoolExport:
+    """Describe `pools` and `board` for consumers. On the CPU this moves the pools into the memory that the board is in:
+    nothing may write them meanwhile.
+
+    Args:
+        pools: what consumers may read.
+        board: says when.
+        shared_folder: if it is not empty, consumers in other containers get the memory by it.
+
+    Returns:
+        The description, which is valid until the board is closed.
 
     Raises:
         ConfigError: `shared_folder` is not there, or this process may not write it.
         TransportError: pools whose description is too large, that cannot be shared (see `SharedMemory.share`), or CUDA
             memory that has no IPC handle.
     """
-
-    def __init__(self, pools: Pools, board: LeaseBoard, shared_folder: str = "") -> None:
-        self.board = board
-        is_cuda = pools.device.startswith("cuda")
-        tables = _tables_of(pools)
-        self.message = PoolExport(
-            pid=os.getpid(),
-            fd=board.memory.fd,
-            nonce=board.memory.nonce,
-            num_buckets=board.num_buckets,
-            device="cuda" if is_cuda else "cpu",
-            tables=tables,
-            ranges=() if is_cuda else board.memory.share(pools.ranges()),
-            gpu_uuid=_gpu_uuid(pools.device) if is_cuda else "",
-            allocations=_allocations_of(pools) if is_cuda else (),
-        )
-        board.memory.seal()
-        if shared_folder:
-            board.memory.serve(shared_folder)
+    is_cuda, memory = pools.device.startswith("cuda"), board.memory
+    export = PoolExport(
+        pid=os.getpid(),
+        fd=memory.fd,
+        nonce=memory.nonce,
+        num_buckets=board.num_buckets,
+        device="cuda" if is_cuda else "cpu",
+        tables=_tables_of(pools),
+        ranges=() if is_cuda else memory.share(pools.ranges()),
+        gpu_uuid=_gpu_uuid(pools.device) if is_cuda else "",
+        allocations=_allocations_of(pools) if is_cuda else (),
+    )
+    memory.seal()
+    if shared_folder:
+        memory.serve(shared_folder)
+    return export
 
 
 def _tables_of(pools: Pools) -> tuple[ExportedTable, ...]:

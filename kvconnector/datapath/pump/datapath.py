@@ -36,7 +36,7 @@ from contextlib import ExitStack
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import EventQueue
 from kvconnector.datapath.device_memory import kept_unless_idle
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.pump.copies import Copies
 from kvconnector.datapath.pump.driver_lock import DriverLock
 from kvconnector.datapath.pump.reads import MAX_READS, DirectReads
@@ -46,6 +46,7 @@ from kvconnector.datapath.pump.state import LOOK, NS_PER_S, LoopState
 from kvconnector.datapath.staging import SlotPool
 from kvconnector.errors import KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
+from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.pump import records as r
 from kvconnector_kernels.pump.loop import look, run
 
@@ -69,8 +70,9 @@ _ENTERING, _WANTS_SLOTS, _MOVED = (
 class DataPath:
     """Sends and receives over a transport, and reads from pools on this host.
 
-    `share` lets consumers read this worker's pools; None where that is not possible or not wanted. `reads_directly`
-    lets it read those of others. What happens to reads and peers goes to `events`, from where the caller takes it.
+    Consumers may read the leases on `board` out of this worker's pools, which `export` describes; both are None where
+    that is not possible or not wanted. `reads_directly` lets this worker read pools of others. What happens to reads
+    and peers goes to `events`, from where the caller takes it.
     """
 
     def __init__(
@@ -79,7 +81,8 @@ class DataPath:
         transport: UcxTransport,
         copies: Copies,
         *,
-        share: PoolExporter | None = None,
+        board: LeaseBoard | None = None,
+        export: PoolExport | None = None,
         reads_directly: bool = False,
         send_slots: SlotPool,
         recv_slots: SlotPool,
@@ -87,7 +90,7 @@ class DataPath:
     ) -> None:
         self.transport = transport
         self.copies = copies
-        self.share = share
+        self.board, self.export = board, export
         self.events = EventQueue()
         self.clock = clock
         looks_s = CUDA_LOOKS_S if copies.on_gpu else CPU_LOOKS_S
@@ -182,8 +185,8 @@ class DataPath:
             stack.callback(self.receives.release)
             stack.callback(self.sends.release)
             stack.callback(self.reads.release)
-            if self.share is not None:
-                stack.callback(self.share.board.close)
+            if self.board is not None:
+                stack.callback(self.board.close)
             stack.callback(self._finish_copies)
 
     def _finish_copies(self) -> None:

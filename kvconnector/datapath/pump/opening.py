@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.base import as_connector_error
 from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export import export_pools
 from kvconnector.datapath.pools import Pools
 from kvconnector.datapath.pump.copies import Copies, program_cap
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
@@ -21,6 +21,7 @@ from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
 from kvconnector.datapath.staging import SlotPool, slots_within
 from kvconnector.errors import ConfigError, KVConnectorError
 from kvconnector.transport.ucx import UcxTransport
+from kvconnector.wire.export import PoolExport
 from kvconnector_kernels.relayout import RelayoutError
 
 logger = logging.getLogger(__name__)
@@ -60,11 +61,15 @@ def open_datapath(
         copies.digests = Digests(device, slot_bytes)
         logger.info("verify=checksum: all reads are packed, and each chunk is checked")
     is_direct = config.paths.direct != "never" and not is_checked
+    board, export = None, None
+    if is_direct and sends:
+        board, export = _share(pools, copies, config.paths.shared_folder)
     return DataPath(
         config,
         transport,
         copies,
-        share=_share(pools, copies, config.paths.shared_folder) if is_direct and sends else None,
+        board=board,
+        export=export,
         reads_directly=is_direct and receives and _can_read(copies),
         send_slots=send_slots,
         recv_slots=recv_slots,
@@ -106,20 +111,24 @@ def _open_copies(
         raise as_connector_error(error) from error
 
 
-def _share(pools: Pools, copies: Copies, shared_folder: str) -> PoolExporter | None:
-    """This worker's pools for consumers, or None; the log says why not. Raises ConfigError: see `PoolExporter`."""
+def _share(
+    pools: Pools, copies: Copies, shared_folder: str
+) -> tuple[LeaseBoard, PoolExport] | tuple[None, None]:
+    """Let consumers read this worker's pools; if they cannot, the log says why not. Raises ConfigError: see
+    `export_pools`.
+    """
     try:
         with ExitStack() as stack:
             board = LeaseBoard(copies.open_writer)
             stack.callback(board.close)
-            share = PoolExporter(pools, board, shared_folder)
+            export = export_pools(pools, board, shared_folder)
             stack.pop_all()
-            return share
+            return board, export
     except ConfigError:
         raise
     except KVConnectorError as error:
         logger.info("no consumer can read these pools directly: %s", error)
-        return None
+        return None, None
 
 
 def _can_read(copies: Copies) -> bool:

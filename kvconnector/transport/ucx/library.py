@@ -36,7 +36,6 @@ KNOWN_VERSIONS = ((1, 18), (1, 23))
 _SONAME = "libucp.so.0"
 _BINDINGS = {"ucxx": "ucxx._lib.libucxx", "ucx-py": "ucp._libs.ucx_api"}
 """Python bindings, and the modules that bring libucp in."""
-_PREFER_SYSTEM = "RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY"
 _MEMTYPE_CACHE = "UCX_MEMTYPE_CACHE"
 _WHEEL_FILES = ("libucs.so", "libuct.so", "libucp.so")
 """The names by which ucxx loads the files of the wheel, which has a copy under each of three names: loading them by
@@ -155,12 +154,10 @@ def automatic_order(ports: Collection[str]) -> list[str]:
 
     Where there are some, those come first that can use them: the system's, which fits its drivers, then NIXL's.
     """
-    prefers_system = os.environ.get(_PREFER_SYSTEM, "false").lower() != "false"
 
     def rank(source: str) -> tuple[bool, bool]:
         is_capable = bool(ports) and not _rdma_lack(source)
-        is_preferred = source == "system" and (prefers_system or is_capable)
-        return not is_capable, not is_preferred
+        return not is_capable, not (is_capable and source == "system")
 
     return sorted(SOURCES, key=rank)
 

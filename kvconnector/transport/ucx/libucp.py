@@ -124,11 +124,6 @@ class Libucp:
         self._host_send_param = abi.RequestParam(
             op_attr_mask=abi.OP_FIELD_MEMORY_TYPE, memory_type=abi.MEMORY_TYPE_HOST
         )
-        self._host_recv_param = abi.RequestParam(
-            op_attr_mask=abi.OP_FIELD_RECV_INFO | abi.OP_FIELD_MEMORY_TYPE,
-            memory_type=abi.MEMORY_TYPE_HOST,
-            recv_info=ctypes.addressof(self._info),
-        )
 
     def address(self) -> bytes:
         """The address that peers pass to `ep_create`."""
@@ -210,15 +205,13 @@ class Libucp:
     ) -> Posted:
         """Post a tagged message, of bytes or at an address. `host` spares UCX the question which device it is on."""
         param = self._host_send_param if host else self._send_param
-        return _posted(self._keeping.ucp_tag_send_nbx(endpoint, address, nbytes, tag, byref(param)))
+        raw = self._keeping.ucp_tag_send_nbx(endpoint, address, nbytes, tag, byref(param))
+        return _posted(raw) if raw else _DONE
 
-    def tag_recv(self, address: int, nbytes: int, tag: int, *, host: bool) -> Posted:
+    def tag_recv(self, address: int, nbytes: int, tag: int) -> Posted:
         """Post a receive for exactly this tag."""
-        param = self._host_recv_param if host else self._recv_param
-        raw = self._keeping.ucp_tag_recv_nbx(
-            self._worker, address, nbytes, tag, 2**64 - 1, byref(param)
-        )
-        posted = _posted(raw)
+        place = self._worker, address, nbytes, tag, 2**64 - 1
+        posted = _posted(self._keeping.ucp_tag_recv_nbx(*place, byref(self._recv_param)))
         return posted if posted.request else Posted(0, posted.status, self._info.length)
 
     def find_unexpected(

@@ -108,8 +108,7 @@ class RequestTable:
     def recv(self, tag: int, buffer: Buffer) -> int:
         """Post a receive; its ticket."""
         ticket = self._new_ticket()
-        host = buffer.device == "cpu"
-        posted = self._libucp.tag_recv(buffer.address, buffer.nbytes, tag, host=host)
+        posted = self._libucp.tag_recv(buffer.address, buffer.nbytes, tag)
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
         return ticket
 

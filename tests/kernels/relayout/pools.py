@@ -11,7 +11,6 @@ from kvconnector_kernels.relayout import (
     PagedSide,
     PartTable,
     TokenRuns,
-    packed_parts,
     relayout_naive,
     upload_block_ids,
 )
@@ -169,14 +168,13 @@ class Chunk:
         )
 
     def parts(self, buffer):
-        return packed_parts(
-            buffer[GUARD_ITEMS:-GUARD_ITEMS],
-            self.order,
-            num_parts=self.num_parts,
-            num_heads=self.num_heads,
-            num_tokens=self.num_tokens,
-            head_dim=self.head_dim,
+        """Parts of one block each, `[1, num_heads, num_tokens, head_dim]`, in the buffer's memory."""
+        sizes = {"H": self.num_heads, "N": self.num_tokens, "D": self.head_dim}
+        stored = buffer[GUARD_ITEMS:-GUARD_ITEMS].view(
+            self.num_parts, *(sizes[axis] for axis in self.order)
         )
+        axes = [1 + self.order.index(axis) for axis in "HND"]
+        return [part.unsqueeze(0) for part in stored.permute(0, *axes)]
 
 
 TILED_BLOCK_SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 96, 128, 256])

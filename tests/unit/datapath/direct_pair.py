@@ -19,7 +19,7 @@ class DirectPair(Pair):
 
     def __init__(self, p, d):
         super().__init__(p, d)
-        self.export = p.path.share.message
+        self.export = p.path.export
         assert d.path.reads.open(self.to_p, self.export)
 
 

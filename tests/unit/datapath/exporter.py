@@ -4,7 +4,7 @@ import ctypes
 
 from kvconnector.datapath.direct.board import LeaseBoard
 from kvconnector.datapath.direct.cuda_driver import StreamWriter
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export import export_pools
 from kvconnector.layout import Watermark
 from tests.support.remote import RemoteObject
 from tests.unit.datapath.caches import Caches
@@ -43,8 +43,7 @@ class Exporting:
         self._caches = Caches(shape, seed=seed, device=device)
         self._device = device
         self._board = LeaseBoard(None if device == "cpu" else writer_on(device))
-        self._share = PoolExporter(self._caches.pools, self._board, folder)
-        self.message = self._share.message
+        self.message = export_pools(self._caches.pools, self._board, folder)
 
     def publish(self, key, num_tokens):
         self._board.publish(key, Watermark(num_tokens))

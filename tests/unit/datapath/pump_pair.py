@@ -9,7 +9,7 @@ import numpy as np
 
 from kvconnector.config import ConnectorConfig, ControlConfig, PeerConfig, StagingConfig
 from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export import export_pools
 from kvconnector.datapath.pump.copies_cpu import CpuCopies
 from kvconnector.datapath.pump.datapath import DataPath
 from kvconnector.datapath.pump.digests import ROOM_BYTES, Digests
@@ -60,11 +60,13 @@ class Side(Caches):
         )
         copies.digests = Digests("cpu", slot_bytes) if is_checked else None
         room_bytes = ROOM_BYTES if is_checked else 0
+        board = LeaseBoard() if direct else None
         self.path = DataPath(
             msgspec.structs.replace(SETTINGS, paths=paths),
             self.transport,
             copies,
-            share=PoolExporter(self.pools, LeaseBoard()) if direct else None,
+            board=board,
+            export=export_pools(self.pools, board) if board else None,
             reads_directly=direct,
             send_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),
             recv_slots=SlotPool(num_slots, slot_bytes + room_bytes, "cpu"),

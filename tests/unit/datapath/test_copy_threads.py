@@ -120,7 +120,7 @@ class TestInTheDataPath:
             patch.object(copies_cpu, "SHARED_PIECE_BYTES", 64),
             closing(DirectPair.connect(num_threads=4)) as opened,
         ):
-            opened.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
+            opened.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
             yield opened
 
     def test_reads_one_after_the_other(self, pair):

@@ -79,7 +79,7 @@ def test_any_geometry_arrives_byte_for_byte(data):
         program = pair.d.program(list(destination), tokens, **cut)
         theirs = pair.p.program(list(source), tokens, **cut)
         blocks = (GroupBlocks.of(list(source)[first:], first),)
-        pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
+        pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
         pair.d.path.reads.submit(*direct_read(1, theirs, program, tokens, remote_blocks=blocks))
         only_consumer_steps(pair, 1, ev.ReceiveFinished)
         pair.check_arrived(list(source), list(destination), tokens, window)
@@ -89,15 +89,15 @@ def test_any_geometry_arrives_byte_for_byte(data):
 def test_read_without_a_valid_lease_waits_a_little_and_is_sent(pair, clock, num_tokens):
     """There is none, it is of fewer tokens, or it was retracted."""
     if num_tokens is not None:
-        pair.p.path.share.board.publish(KEY, Watermark(num_tokens))
+        pair.p.path.board.publish(KEY, Watermark(num_tokens))
     if num_tokens == MANY_TOKENS:
-        pair.p.path.share.board.retract(KEY)
+        pair.p.path.board.retract(KEY)
     ask(pair, 1)
     pump_on(pair)
     assert pair.find(ev.ReceivePosted, 1) is None
     clock.advance(MAX_PATIENCE_S)
     only_consumer_steps(pair, 1, ev.ReceivePosted)
-    pair.p.path.share.board.publish(KEY[::-1], Watermark(MANY_TOKENS))
+    pair.p.path.board.publish(KEY[::-1], Watermark(MANY_TOKENS))
     pump_on(pair)
     assert pair.find(ev.ReceiveFinished, 1) is None  # the producer has been asked
     give_up(pair, 1)
@@ -106,7 +106,7 @@ def test_read_without_a_valid_lease_waits_a_little_and_is_sent(pair, clock, num_
 def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
     source, destination = ask(pair, 1)
     pump_on(pair)
-    pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
+    pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
     only_consumer_steps(pair, 1, ev.ReceiveFinished)
     check_read(pair, source, destination)
     assert pair.find(ev.ReceiveFinished, 1).path == "direct"
@@ -126,11 +126,11 @@ def test_a_sleeping_driver_looks_for_the_lease_of_a_read_that_was_submitted_inli
 @pytest.mark.parametrize("waits", [True, False], ids=["for its lease", "for nothing"])
 def test_stopped_read_writes_nothing_more(pair, waits):
     if not waits:
-        pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
+        pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
     _, destination = ask(pair, 1)
     pair.stop(1)
     if waits:
-        pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
+        pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
     only_consumer_steps(pair, 1, ev.ReceiveDrained)
     assert pair.events[-2:] == [ev.ReceiveStopped(READS[1]), ev.ReceiveDrained(READS[1])]
     assert not pair.d.dense(destination, TOKENS).any()
@@ -142,7 +142,7 @@ def test_stopped_read_writes_nothing_more(pair, waits):
 def test_closed_export_ends_when_its_reads_do(pair, monkeypatch):
     ended = []
     monkeypatch.setattr(RemotePools, "close", lambda pools: ended.append("unmapped"))
-    pair.p.path.share.board.publish(KEY, Watermark(MANY_TOKENS))
+    pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
     source, destination = ask(pair, 1)
     pair.d.path.reads.close(pair.to_p, lambda: ended.append("then"))
     assert ended == []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export import export_pools
 from kvconnector.datapath.direct.export_check import check_export, rows_of
 from kvconnector.errors import IncompatiblePeerError, RemoteProtocolError
 from kvconnector.wire.export import IpcAllocation, SharedRange
@@ -40,8 +40,7 @@ class Exported:
         self.caches = FakeCaches(shape, self.geometry, np.random.default_rng(0))
         self.pools = Pools(self.caches.groups(), "cpu")
         self.board = LeaseBoard()
-        self.exporter = PoolExporter(self.pools, self.board)
-        self.message = self.exporter.message
+        self.message = export_pools(self.pools, self.board)
 
     def changed(self, **values):
         return msgspec.structs.replace(self.message, **values)

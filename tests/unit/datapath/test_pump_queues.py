@@ -71,7 +71,7 @@ def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
     try:
         _, _, theirs, ours = both_programs(pair, TOKENS, **SMALL)
         path = pair.d.path
-        pair.p.path.share.board.publish(KEY, Watermark(TOKENS.stop))
+        pair.p.path.board.publish(KEY, Watermark(TOKENS.stop))
         for read in range(MAX_READS + num_waiting):
             path.reads.submit(*direct_read(read, theirs, ours, TOKENS))
         one, key = direct_read(-1, theirs, ours, TOKENS)

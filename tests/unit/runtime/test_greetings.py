@@ -7,7 +7,7 @@ import pytest
 
 from kvconnector.config import ConnectorConfig
 from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export import export_pools
 from kvconnector.runtime.executor import hello_reply
 from tests.support.fakes import FakeEngine, attention_model
 from tests.support.world import World
@@ -20,9 +20,9 @@ def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
         shape = FakeEngine("p", attention_model(num_layers=500))
         (worker,) = world.start(shape, role="producer").workers
         board = LeaseBoard(num_buckets=1)
-        export = cuda_export(PoolExporter(worker.pools, board).message)
+        export = cuda_export(export_pools(worker.pools, board))
         board.close()
-        datapath = SimpleNamespace(share=SimpleNamespace(message=export))
+        datapath = SimpleNamespace(export=export)
         settings = {"insecure": True, "max_message_bytes": limit}
         config = ConnectorConfig.from_mapping({"engine_id": "p", "control": settings})
         told = hello_reply(config, worker.pools, worker.transport, datapath, "one").export

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvconnector.datapath.direct.board import LeaseBoard
-from kvconnector.datapath.direct.export import PoolExporter
+from kvconnector.datapath.direct.export import export_pools
 from kvconnector.errors import TransportError
 from kvconnector.wire.export import IPC_HANDLE_BYTES, IpcAllocation
 from tests.support.fakes import FakeEngine, attention_model
@@ -51,14 +51,14 @@ class MappingPath:
     def __init__(self, sending, pools):
         self._sending = sending
         self.reads = self.Reads(sending.receives)
-        self.share = PoolExporter(pools, LeaseBoard(num_buckets=1))
-        self.share.message = cuda_export(self.share.message)
+        self.board = LeaseBoard(num_buckets=1)
+        self.export = cuda_export(export_pools(pools, self.board))
 
     def __getattr__(self, name):
         return getattr(self._sending, name)
 
     def close(self):
-        self.share.board.close()
+        self.board.close()
         self._sending.close()
 
 
