@@ -1,4 +1,4 @@
-"""What the halves of the data path share: the events that they report, and how they word what cannot be copied."""
+"""What the halves of the data path share: the queue of their events, and the errors of reads that cannot be copied."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvconnector_kernels.relayout import RelayoutError
 
 
 class EventQueue(deque[object]):
-    """Events for the sessions, oldest first. `stopped` and `failed`: of reads that hold no slots."""
+    """Events for the sessions, oldest first. `stopped` and `failed` report reads that hold no slots."""
 
     def stopped(self, read: RankRead) -> None:
-        """A read ended because it was asked to, and writes nothing any more."""
+        """Report that a read ended because it was asked to. It writes nothing more."""
         self += (ev.ReceiveStopped(read), ev.ReceiveDrained(read))
 
     def failed(self, read: RankRead, error: KVConnectorError) -> None:
-        """A read ended by an error, and writes nothing any more."""
+        """Report that a read ended by an error. It writes nothing more."""
         self += (ev.ReceiveFailed(read, error), ev.ReceiveDrained(read))
 
 
 def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
-    """Why a read cannot be copied, as an error of ours."""
+    """Return the reason why a read cannot be copied as an error of ours."""
     return error if isinstance(error, KVConnectorError) else TransportError(str(error))

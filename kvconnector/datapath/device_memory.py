@@ -1,4 +1,4 @@
-"""Memory that a GPU works on: waiting until it is done with it, and keeping what it may yet touch."""
+"""Memory that a GPU works on: waiting until the GPU is done, and keeping what it may still touch."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvconnector.errors import TransportError
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
-"""How long a data path that closes waits for a GPU, each time: less in all than a worker that closes waits for it."""
+"""Seconds that a closing data path waits for a GPU, each time. In all it waits for less than a closing worker waits."""
 POLL_S = 1e-3
 
 _kept: list[object] = []
 
 Fences: TypeAlias = npt.NDArray[np.int32]
-"""Flags that copies set."""
+"""Flags that copies set, each on a cache line of its own."""
 FENCE_WORDS = 16
-"""From one to the next: no two share a cache line."""
+"""32-bit words from one fence to the next."""
 
 
 def addresses_of(fences: Fences) -> npt.NDArray[np.int64]:
-    """Where each flag is."""
+    """Return the address of each fence."""
     step = fences.strides[0]
     return fences.ctypes.data + np.arange(len(fences), dtype=np.int64) * step
 
 
 def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL_S) -> None:
-    """Wait until a GPU is done with something: `is_idle`, which does not wait, is called each `poll_s`. Raises
-    TransportError: it is not within `RELEASE_S`; `what` is its text.
+    """Wait until `is_idle`, which does not wait itself, returns True; call it every `poll_s` seconds. Raises
+    TransportError: a GPU is not idle within `RELEASE_S`; `what` is the text.
     """
     deadline_s = time.monotonic() + RELEASE_S
     while not is_idle():
@@ -46,8 +46,8 @@ def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL
 
 @contextmanager
 def kept_unless_idle(owner: object, what: str) -> Iterator[None]:
-    """Keep the memory of `owner` for as long as the process lives if the wait for it fails: were it given to somebody
-    else, a GPU could yet overwrite it, or read it as its own.
+    """Keep the memory of `owner` for as long as the process lives if the wait in the block fails: if it were freed, a
+    GPU could overwrite what is allocated there next, or read it.
     """
     try:
         yield

@@ -14,15 +14,15 @@ from kvconnector.topology import GroupGeometry
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
 NO_POOL = 1 << 31
-"""`num_blocks` of a group that has no layer on this rank: its ids mean nothing here, and any will do."""
+"""`num_blocks` of a group without layers on this rank: its block ids mean nothing here, and any are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """One cache group of this worker: its geometry, and for every layer one view per part, in the geometry's order.
 
-    `device` is where the views are: "cpu" or "cuda:N". `dtype` is the elements' type, where the engine states it.
-    `memory` is what owns the bytes, where that is known: whoever uses the views holds it.
+    The views are on `device`, "cpu" or "cuda:N". `dtype` is the type of the elements, where the engine states it.
+    `memory` owns the bytes, where the owner is known: code that uses the views holds it.
     """
 
     geometry: GroupGeometry
@@ -33,9 +33,9 @@ class CacheGroup:
 
 
 class Pools:
-    """Part tables by (group, family). Made once, at registration. The
-    geometries of `groups` say in which order their views lie in memory. Raises GeometryError: layers or parts are
-    missing, or a view does not have the shape that its geometry says.
+    """Part tables by (group, family), made once, at registration. The geometries of `groups` get the order in which
+    their views lie in memory. Raises GeometryError: layers or parts are missing, or a view does not have the shape that
+    its geometry says.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], device: str) -> None:
@@ -71,7 +71,7 @@ class Pools:
             )
 
     def ranges(self) -> list[tuple[int, int]]:
-        """From the first to the last byte of every part, `(start, stop)` addresses."""
+        """Return the `(start, stop)` addresses of every part."""
         found = []
         for table in self.tables.values():
             counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
@@ -81,11 +81,11 @@ class Pools:
         return found
 
     def orders(self) -> dict[tuple[int, int], str]:
-        """The element order that each table is read and written fastest in."""
+        """Return the element order in which each table is read and written fastest."""
         return {key: _order_of(table) for key, table in self.tables.items()}
 
     def check_blocks(self, blocks: Sequence[GroupBlocks], what: str) -> None:
-        """Raises BlockIdError: another number of groups, or an id outside the pool."""
+        """Raise BlockIdError if `blocks` has another number of groups, or an id outside the pool."""
         if len(blocks) != len(self.groups):
             raise BlockIdError(
                 f"{what} name another number of cache groups",
@@ -108,11 +108,11 @@ def _order_of(table: PartTable) -> str:
     try:
         return str(table.order)
     except GeometryMismatchError:
-        return "HND"  # parts differ, as with transposed K: one of them is re-laid anyway
+        return "HND"  # parts differ, as with transposed K: one of them is transposed anyway
 
 
 def _checked(index: int, group: CacheGroup) -> CacheGroup:
-    """The group with the memory order of its views in its geometry."""
+    """Return the group with the memory order of its views in its geometry."""
     geometry = group.geometry
     if set(group.views) != set(geometry.layers):
         raise GeometryError(

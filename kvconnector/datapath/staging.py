@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 16
 WARM_UP_BYTES = 1 << 20
-"""Of a warm-up message, and so of scratch memory."""
+"""Bytes of a warm-up message, and so of scratch memory, where slots are not smaller."""
 
 
 def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
-    """Slots of each direction that the budget pays for, beside scratch memory; at least one, at most `MAX_SLOTS`: more
-    do not move bytes faster, and fewer stay in cache.
+    """Return the number of slots of each direction that fit the budget beside scratch memory: at least one, and at most
+    `MAX_SLOTS`. More do not move bytes faster, and fewer stay in cache.
     """
     room_bytes = budget_bytes // directions - _scratch_bytes(slot_bytes)
     return max(1, min(MAX_SLOTS, room_bytes // slot_bytes))
@@ -39,11 +39,11 @@ def _scratch_bytes(slot_bytes: int) -> int:
 
 
 class SlotPool:
-    """Slots of `slot_bytes` each on `device`, and scratch memory: warm-up messages, whose bytes mean nothing, are sent
-    from it and received into it. The `rows` are the slots as a pump sees them. Not thread safe.
+    """Slots of `slot_bytes` each on `device`, and scratch memory for warm-up messages, whose bytes mean nothing. `rows`
+    are the slots as the compiled loop sees them. Not thread safe.
 
-    Memory that the network may still read or write is quarantined: the slot gets other memory, allocated if need be, so
-    that one lost peer does not starve the others.
+    Memory that the network may still read or write is quarantined: the slot gets other memory, allocated if necessary,
+    so that one lost peer does not starve the others.
 
     Raises:
         TransportError: the device has no such memory.
@@ -68,24 +68,24 @@ class SlotPool:
         return f"<Slots {self.num_free} of {len(states)} free, {self.num_busy} busy{detached}>"
 
     def attach(self, state: npt.NDArray[np.void], direction: str, fences: Fences) -> None:
-        """Let a pump's `state` use the slots, whose copies set these flags, in this direction."""
+        """Let the loop's `state` use the slots as its "send_slots" or "recv_slots". Copies set the `fences`."""
         self._fences = fences
         self.rows["fence"] = addresses_of(fences)
         state[direction], state[f"num_{direction}"] = self.rows.ctypes.data, len(self.rows)
 
     @property
     def num_free(self) -> int:
-        """Slots that no program and no operation holds."""
+        """Number of slots that no program and no operation holds."""
         return self._states.tolist().count(r.FREE)
 
     @property
     def num_busy(self) -> int:
-        """Slots that a program or an operation holds."""
+        """Number of slots that a program or an operation holds."""
         states = self._states.tolist()
         return len(states) - states.count(r.FREE) - states.count(r.DETACHED)
 
     def quarantine(self, slot: int, is_over: Callable[[], bool]) -> None:
-        """Free a slot whose memory the network may use until `is_over`; it gets other memory once there is some."""
+        """Free a slot whose memory the network may use until `is_over`. It gets other memory once some is free."""
         self._quarantined.append((is_over, self._memory[slot]))
         self.rows["state"][slot], self.rows["program"][slot] = r.DETACHED, -1
         if self._spare:
@@ -103,7 +103,7 @@ class SlotPool:
         self.rows["address"][slot], self.rows["state"][slot] = memory[1], r.FREE
 
     def end_quarantines(self) -> None:
-        """Let memory whose quarantine is over be used again, first of all by slots that have none."""
+        """Use memory again whose quarantine is over, first for slots without memory."""
         quarantined, self._quarantined = self._quarantined, []
         for is_over, memory in quarantined:
             if is_over():
@@ -115,22 +115,22 @@ class SlotPool:
                 self._refill(slot, self._spare.pop())
 
     def address(self, slot: int) -> int:
-        """Address of a slot's first byte."""
+        """Return the address of a slot's first byte."""
         return self._memory[slot][1]
 
     def scratch(self, max_bytes: int) -> Buffer:
-        """Memory for bytes without meaning, at most `WARM_UP_BYTES` and at most a slot's."""
+        """Return memory for bytes without meaning: `max_bytes`, but no more than `WARM_UP_BYTES` or a slot has."""
         return self.buffer(-1, min(max_bytes, self._scratch_bytes))
 
     def buffer(self, slot: int, nbytes: int | None = None) -> Buffer:
-        """The first `nbytes` of a slot, or all, as the transport wants them."""
+        """Return the first `nbytes` of a slot, by default all, as a buffer of the transport."""
         owner, address = self._memory[slot]
         nbytes = self.slot_bytes if nbytes is None else nbytes
         return Buffer(address=address, nbytes=nbytes, device=self.device, owner=owner)
 
 
 def _allocate(nbytes: int, device: str) -> tuple[object, int]:
-    """Resident memory and its address; page aligned on the CPU. Raises TransportError: there is none."""
+    """Allocate resident memory: its owner, and its address, page aligned on the CPU. Raises TransportError."""
     if not nbytes:
         return None, 0
     try:

@@ -29,8 +29,7 @@ class PythonNetwork:
         self._transport, self._clock = transport, clock
         self._bytes, self._ended, self._adopted = {}, {}, set()
         self._others, self._errors, self._num_errors = [], {}, 0
-        self._failure = None
-        self.arriving_control = ()
+        self._failure, self.arriving_control = None, ()
         functions = {
             "ucp_worker_progress": (1, self._progress),
             "ucp_worker_arm": (1, lambda worker: ERR_BUSY),
@@ -39,14 +38,13 @@ class PythonNetwork:
             "ucp_request_check_status": (1, self._status),
             "ucp_tag_recv_request_test": (2, self._test),
             "ucp_request_free": (1, self._free),
-            "ucp_request_cancel": (2, lambda worker, request: self.cancel(request)),
-            "ucp_tag_probe_nb": (5, lambda *_: self._transport.has_control()),
+            "ucp_request_cancel": (2, lambda worker, request: transport.cancel(request)),
+            "ucp_tag_probe_nb": (5, lambda *_: transport.has_control()),
         }
         called = {name: self._as_c(*each) for name, each in functions.items()}
+        library = SimpleNamespace(keeping=SimpleNamespace(**called))
         self.libucp = SimpleNamespace(
-            library=SimpleNamespace(keeping=SimpleNamespace(**called)),
-            worker_handle=0,
-            request_cancel=self.cancel,
+            library=library, worker_handle=0, request_cancel=transport.cancel
         )
         self._read_clock_in_c = self._as_c(2, self._read_clock)
 
@@ -54,13 +52,25 @@ class PythonNetwork:
         return getattr(self._transport, name)
 
     def attach(self, datapath):
-        """Let a data path's loop read the test's clock."""
+        """Let a data path's loop read the test's clock; returns the data path."""
         datapath.state.now_ns = self._now_ns
         address = ctypes.cast(self._read_clock_in_c, ctypes.c_void_p).value
         datapath.state.record["clock_gettime"] = address
+        return datapath
 
     def _as_c(self, count, function):
-        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(self._guarded(function))
+        """What C can call with `count` arguments: an error is a status."""
+
+        def call(*arguments):
+            try:
+                return int(function(*arguments) or 0)
+            except KVConnectorError as error:
+                return self._status_of(error)
+            except BaseException as error:
+                self._failure = self._failure or error
+                return ERR_CANCELED
+
+        return ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * count)(call)
 
     def _now_ns(self):
         return round(self._clock() * _NS_PER_S)
@@ -71,9 +81,6 @@ class PythonNetwork:
 
     def lanes(self, endpoint):
         return ""
-
-    def cancel(self, request):
-        self._transport.cancel(request)
 
     def adopt(self, request, tag, buffer, endpoint):
         if request not in self._ended:
@@ -95,20 +102,6 @@ class PythonNetwork:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-    def _guarded(self, function):
-        """What C can call: an error is a status."""
-
-        def call(*arguments):
-            try:
-                return int(function(*arguments) or 0)
-            except KVConnectorError as error:
-                return self._status_of(error)
-            except BaseException as error:
-                self._failure = self._failure or error
-                return ERR_CANCELED
-
-        return call
 
     def _status_of(self, error):
         if error is None:

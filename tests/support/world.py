@@ -217,9 +217,7 @@ class World:
         config = msgspec.structs.replace(config, paths=PathsConfig(direct="never"))
         network = PythonNetwork(transport, self.clock)
         self._networks.append(network)
-        datapath = open_datapath(config, pools, network, self.clock)
-        network.attach(datapath)
-        return datapath
+        return network.attach(open_datapath(config, pools, network, self.clock))
 
     def kill(self, engine, *, silently=False):
         """End an engine as SIGKILL would, or with `silently` as a power cut would: its peers get no message."""

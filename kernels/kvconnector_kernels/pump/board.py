@@ -53,13 +53,11 @@ def _store_key(entry: Any, key: Any) -> None:
 
 
 def _compile(sources_hash: int) -> Any:
-    """The functions for Python. A key is four unsigned words, an entry or a board its address."""
+    """The functions for Python. A key is four unsigned words; the first names one of `num_buckets`, a power of two."""
 
     @njit("UniTuple(int64, 2)(int64, int64, UniTuple(int64, 4))", cache=True)
     def look_up(board, num_buckets, key):
-        """`num_tokens` and `ahead` of the lease with this key; -1 and 0 if it may not be read now. Its bucket follows
-        from the key's first word; `num_buckets` is a power of two.
-        """
+        """`num_tokens` and `ahead` of the lease with this key; -1 and 0 if it may not be read now."""
         _ = sources_hash
         fence()
         found = -1, 0

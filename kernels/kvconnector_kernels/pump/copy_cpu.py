@@ -195,17 +195,8 @@ def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = 
             strides = side.strides_bytes(geometry)
     counts = (geometry.num_parts, geometry.num_heads, geometry.num_tokens)
     item = (geometry.head_dim, geometry.item_size_bytes, is_streamed)
-    return [
-        geometry.nbytes,
-        *counts,
-        *item,
-        strides[0],
-        0,
-        0,
-        *strides[1:],
-        *_side(src),
-        *_side(dst),
-    ]
+    chunk = (strides[0], 0, 0, *strides[1:])
+    return [geometry.nbytes, *counts, *item, *chunk, *_side(src), *_side(dst)]
 
 
 def _side(side: Side) -> tuple[int, ...]:

@@ -1,1 +1,1 @@
-"""The direct path: a consumer on the producer's host reads its pools itself, under the eyes of a lease board."""
+"""The direct path: a consumer on the producer's host reads its pools itself, checked against its lease board."""

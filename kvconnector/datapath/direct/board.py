@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _KEY = struct.Struct("<4I")
 NUM_BUCKETS = 1024
-"""Room for thousands of leases in 256 KiB; a bucket that is full costs one lease the direct path, nothing else."""
+"""Room for thousands of leases in 256 KiB. A lease whose bucket is full is read packed; nothing else happens."""
 
 _MAX_EXPECTED = (1 << 31) - 1
 
@@ -70,10 +70,10 @@ def is_valid(
 
 
 class LeaseBoard:
-    """The board of one producer worker, at the beginning of `memory`. One thread at a time.
+    """The board of one producer worker, at the beginning of `memory`. One thread at a time uses it.
 
-    `open_writer(address, nbytes)` makes what writes `ready` into the board's memory; None where the blocks are complete
-    when their lease is published, as on the CPU: `ready` is then written at once.
+    `open_writer(address, nbytes)` makes the writer of `ready`, `num_tokens` and `ahead`. It is None where the blocks
+    are complete when their lease is published, as on the CPU: these are then written at once.
 
     Raises:
         TransportError: the writer cannot be made, or the memory.
@@ -89,7 +89,7 @@ class LeaseBoard:
         self.memory = SharedMemory(num_buckets * BUCKET_BYTES)
         self._entries = self.memory.array[: num_buckets * BUCKET_BYTES].view(ENTRY)
         self.address = self._entries.ctypes.data
-        """Of the first byte; page aligned."""
+        """The address of the first byte; page aligned."""
         self._issued = np.zeros(len(self._entries), np.int64)
         self._is_taken = np.zeros(len(self._entries), np.bool_)
         self._published: dict[bytes, int] = {}
@@ -99,8 +99,9 @@ class LeaseBoard:
         return f"<LeaseBoard of {self.num_buckets} buckets, {len(self._published)} leases>"
 
     def publish(self, key: bytes, watermark: Watermark) -> bool:
-        """Let the blocks of a lease be read up to its watermark, or now up to this one, once the kernels before have
-        filled them. Returns False if the key's bucket is full: then they are not.
+        """Let consumers read the blocks of a lease up to `watermark`, once the kernels launched so far have filled
+        them. A known key gets the new watermark. Returns False if the key's bucket is full: the lease is then not
+        published.
         """
         num_tokens, ahead = watermark.num_tokens, 0
         if watermark.ahead_layers:
@@ -129,15 +130,15 @@ class LeaseBoard:
         return False
 
     def retract(self, key: bytes) -> None:
-        """Let a lease's blocks not be read any more, before they are written again. No effect on an unknown key."""
+        """End direct reads of a lease, before its blocks are written again. No effect on an unknown key."""
         index = self._published.pop(key, None)
         if index is not None:
             clear(self.address + index * ENTRY_BYTES)
             self._is_taken[index] = False
 
     def close(self) -> None:
-        """Retract whatever is published, and let writes that are under way end. Idempotent. Raises TransportError: they
-        do not; the board's memory then stays for as long as the process lives.
+        """Retract all leases, and wait for writes under way. Idempotent. Raises TransportError: they do not end; the
+        board's memory then stays for as long as the process lives.
         """
         for key in list(self._published):
             self.retract(key)

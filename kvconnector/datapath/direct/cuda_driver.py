@@ -44,7 +44,7 @@ class IpcHandle(ctypes.Structure):
 
 
 def load_libcuda(*functions: str) -> Any:
-    """libcuda with these functions, which keep the GIL: they are short. Raises TransportError: missing or too old."""
+    """Load libcuda with these functions, which are short and keep the GIL. Raises TransportError: it lacks one."""
     try:
         library = ctypes.PyDLL(_SONAME)
         for name in functions:
@@ -55,17 +55,17 @@ def load_libcuda(*functions: str) -> Any:
 
 
 class CudaDriver:
-    """libcuda, with statuses that become exceptions. Raises TransportError: the driver is missing or too old."""
+    """libcuda, with statuses as exceptions. Raises TransportError: the driver is missing or too old."""
 
     def __init__(self) -> None:
         self.library = load_libcuda(*_FUNCTIONS)
 
     def call(self, what: str, name: str, *arguments: Any, **context: object) -> None:
-        """Call a function. Raises TransportError: it failed; `what` is the text."""
+        """Call a function. Raises TransportError with the text `what` if it fails."""
         self.check(getattr(self.library, name)(*arguments), what, **context)
 
     def check(self, status: int, what: str, **context: object) -> None:
-        """Raise `TransportError` unless a call succeeded."""
+        """Raise TransportError unless a call succeeded."""
         if status:
             name = ctypes.c_char_p()
             self.library.cuGetErrorName(status, ctypes.byref(name))
@@ -73,8 +73,8 @@ class CudaDriver:
             raise TransportError(what, status=reason, **context)
 
     def allocation_of(self, address: int) -> IpcAllocation:
-        """The whole allocation that an address is in, as another process may open it. Raises TransportError: memory
-        that has no IPC handle, as PyTorch's expandable segments.
+        """Return the whole allocation around an address, for another process to open. Raises TransportError: the memory
+        has no IPC handle, as PyTorch's expandable segments.
         """
         base, nbytes = self._range_of(address)
         handle = IpcHandle()
@@ -84,7 +84,7 @@ class CudaDriver:
         return IpcAllocation(handle=bytes(handle), address=base, nbytes=nbytes)
 
     def open_ipc(self, handle: bytes) -> tuple[int, int]:
-        """Map another process's allocation into the current context; its address there, and its bytes. Raises
+        """Map another process's allocation into the current context. Returns its address there and its bytes. Raises
         TransportError: the handle is stale, or the GPUs cannot reach each other's memory.
         """
         address = ctypes.c_uint64()
@@ -94,13 +94,15 @@ class CudaDriver:
         return address.value, self._range_of(address.value)[1]
 
     def close_ipc(self, address: int) -> None:
-        """Unmap what `open_ipc` mapped into the current context. Raises TransportError: the driver refuses."""
+        """Unmap an allocation that `open_ipc` mapped into the current context. Raises TransportError: the driver
+        refuses.
+        """
         what = "the producer's GPU memory cannot be unmapped"
         self.call(what, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def allocate(self, device_index: int, nbytes: int) -> CudaMemory:
-        """Memory of a GPU from the driver itself, which any process may map, whatever PyTorch's allocator is set to.
-        Raises TransportError: there is no such GPU, or it has no such memory.
+        """Allocate GPU memory by the driver, which any process may map, however PyTorch's allocator is set. Raises
+        TransportError: there is no such GPU, or too little of its memory is free.
         """
         context, address = self._context_of(device_index), ctypes.c_uint64()
         self.call(_UNUSABLE, "cuCtxPushCurrent_v2", context)
@@ -127,7 +129,7 @@ class CudaDriver:
             self.check(status, "one GPU cannot reach another's memory", device=device_index)
 
     def _range_of(self, address: int) -> tuple[int, int]:
-        """The first address and the bytes of the allocation that an address is in."""
+        """Return the first address and the bytes of the allocation around an address."""
         base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
         found = ctypes.byref(base), ctypes.byref(nbytes)
         what = "the GPU's driver does not know an address of the caches"
@@ -136,7 +138,7 @@ class CudaDriver:
         return base.value, nbytes.value
 
     def _context_of(self, device_index: int) -> ctypes.c_void_p:
-        """A GPU's primary context, the one that PyTorch uses."""
+        """Return a GPU's primary context, which PyTorch uses."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         which = {"device": device_index}
         unknown = "the GPU's driver does not know a GPU"
@@ -160,9 +162,9 @@ def _free(library: Any, context: ctypes.c_void_p, address: ctypes.c_uint64) -> N
 
 
 class StreamWriter:
-    """Writes the words of a lease board's entries after all that a stream holds, which fills the blocks.
+    """Writes words of a lease board after the work queued on a stream, which fills the blocks.
 
-    `context` is the CUDA context of `stream`; the board is `nbytes` of host memory at `address`.
+    `context` is the CUDA context of `stream`. The board is `nbytes` of host memory at `address`.
 
     Raises:
         TransportError: the driver is too old, or does not take the memory.
@@ -187,8 +189,8 @@ class StreamWriter:
         self._driver.call(what, "cuStreamWriteValue32_v2", self._stream, *written)
 
     def close(self) -> None:
-        """Let every write that is under way end, and release what `write` needed. Raises TransportError: the device has
-        failed, or a write does not end: the memory must stay.
+        """Wait for writes under way, and unregister the board. Raises TransportError: the device has failed, or a write
+        does not end. The memory must then stay.
         """
         self._enter()
         await_device(self._is_idle, "writes of the lease board do not end")

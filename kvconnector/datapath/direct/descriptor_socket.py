@@ -1,17 +1,16 @@
-"""Memory of a worker for consumers in other containers of its node: its descriptor, over a socket in a shared folder.
+"""A worker's memory for consumers in other containers of its node: its descriptor, through a socket in a shared folder.
 
-*Why.* /proc/PID/fd leads to another process's memory within one pid namespace, and each pod has its own. What pods of a
-node can share is a volume. A socket file in it joins them whatever their namespaces, and carries open descriptors: of
-the memory, and of the producer's statm in /proc, which shows that it lives and is found by a process id otherwise. So
-the memory is the same as without containers, sealed and without a name: nothing in the volume needs a size, and when
-the producer ends, however it does, its memory goes as well. Only an empty socket file may be left, which the next
-producer removes.
+*Why.* /proc/PID/fd leads to another process's memory only within one pid namespace, and each pod has its own. But pods
+of a node can share a volume. A socket file in it joins them whatever their namespaces, and carries open descriptors: of
+the memory, and of the producer's statm in /proc, which shows that the producer lives. So the memory is the same as
+without containers, sealed and without a name: nothing in the volume needs a size, and the memory goes when the producer
+ends, however it does. Only an empty socket file may be left, which the next producer removes.
 
-*Who gets it.* Both ends ask the kernel who the other is, and want their own user. The consumer sends the nonce that its
-greeting brought; the socket's name is a digest of it, which does not give it away.
+*Who gets it.* Both ends ask the kernel for the other's user, which must be their own. The consumer sends the nonce from
+its greeting; the socket's name is a digest of the nonce, which does not give it away.
 
-*Threads.* The producer has a thread that waits in accept(2) and serves one consumer after the other. The consumer asks
-in its driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides.
+*Threads.* A thread of the producer waits in accept(2) and serves one consumer after the other. The consumer asks in its
+driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _PREFIX, _SUFFIX = "kvconnector-", ".sock"
 
 
 class DescriptorServer:
-    """Gives descriptor `fd` and that of /proc/self/statm to every process of this user that knows `nonce`, by a socket
-    in `folder`, until `close`.
+    """Gives the descriptor `fd` and one of /proc/self/statm to every process of this user that knows `nonce`, through a
+    socket in `folder`, until `close`.
 
     Raises:
         ConfigError: there is no such folder, or this process may not write it.
@@ -69,7 +68,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Let nobody have it any more."""
+        """Give the descriptors to no further process."""
         with suppress(OSError), _opened(self._folder) as place:
             (place / _name(self._nonce)).unlink()
         self._listener.shutdown(socket.SHUT_RDWR)  # accept(2) returns
@@ -93,8 +92,8 @@ class DescriptorServer:
 
 
 def fetch_descriptors(folder: str, nonce: bytes, count: int) -> list[int]:
-    """The first `count` of the descriptors that a producer gives to those who know `nonce`: its memory, its
-    /proc/self/statm. To be closed by the caller.
+    """Fetch the first `count` descriptors of a producer that has this `nonce`: of its memory, of its statm. The caller
+    closes them.
 
     Raises:
         TransportError: no producer has such a socket in this folder, it belongs to another user, or does not answer.
@@ -133,7 +132,7 @@ def fetch_descriptors(folder: str, nonce: bytes, count: int) -> list[int]:
 
 @contextmanager
 def _opened(folder: str) -> Iterator[Path]:
-    """A path of the folder that is short enough for a socket's address, which has 108 bytes."""
+    """Yield a path of the folder that is short enough for a socket's address, which has 108 bytes."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield Path(f"/proc/self/fd/{fd}")
@@ -146,7 +145,7 @@ def _name(nonce: bytes) -> str:
 
 
 def _remove_stale(place: Path) -> None:
-    """Remove the sockets of this user's producers that have ended."""
+    """Remove the sockets of producers of this user that have ended."""
     for path in place.glob(f"{_PREFIX}*{_SUFFIX}"):
         with suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
             probe.setblocking(False)

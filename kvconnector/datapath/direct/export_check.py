@@ -17,12 +17,12 @@ _MAX_ADDRESS = (1 << 63) - 1
 
 
 def check_export(export: PoolExport, theirs: RankGeometry) -> None:
-    """Accept an export that has exactly the tables of the producer's rank, all inside its memory.
+    """Check that an export has exactly the tables of the producer's rank, all inside its memory.
 
     Raises:
         IncompatiblePeerError: tables are missing or too many, or one has other counts than the geometry.
-        RemoteProtocolError: values that make no sense: a lease board of an impossible size, rows that are not whole, an
-            address or a stride below zero, an end outside every range or allocation, or two of these that overlap.
+        RemoteProtocolError: a lease board of an impossible size, rows that are not whole, an address or a stride below
+            zero, a part outside every range and allocation, or two of these that overlap.
     """
     if export.num_buckets & (export.num_buckets - 1):
         raise RemoteProtocolError(
@@ -60,7 +60,7 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
 
 
 def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
-    """The rows of a table, `[num_parts, 5]`.
+    """Return the rows of a table, `[num_parts, 5]`.
 
     Raises:
         RemoteProtocolError: a length that is not a multiple of a row's, or no row.
@@ -92,7 +92,7 @@ def _check_counts(table: ExportedTable, group: GroupGeometry) -> None:
 
 
 def _check_memory(table: ExportedTable, places: Sequence[tuple[int, int]]) -> None:
-    """Every element of every part is in one of the `(start, stop)` addresses: only these are mapped."""
+    """Check that every element of every part is in one of the `(start, stop)` places: only these are mapped."""
     counts = (table.num_blocks, table.num_heads, table.block_size, table.head_dim)
     # Python's integers: products of a peer's values may exceed 64 bits
     for row in rows_of(table).tolist():

@@ -22,7 +22,7 @@ _OR_ELSEWHERE = (
 _ANOTHER = f"the producer's process id is another process here{_OR_ELSEWHERE}"
 
 Place: TypeAlias = tuple[int, int, int]
-"""Memory of the producer: its address there, its bytes, and what to add to an address for the one that it has here."""
+"""Memory of the producer: its address there, its bytes, and the address here minus the one there."""
 
 
 def map_file(export: PoolExport, shared_folder: str, opened: ExitStack) -> tuple[int, int]:
@@ -71,8 +71,8 @@ def check_alive(statm: int, pid: int) -> None:
 
 
 def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[Place]:
-    """Map the allocations of an export for kernels on `device`, until `opened` is closed. Those of this very process
-    are there already.
+    """Map the allocations of an export for kernels on `device`, until `opened` is closed. Allocations of this very
+    process are there already.
 
     Args:
         export: a producer's of CUDA pools, checked.
@@ -124,7 +124,7 @@ def _unmap(driver: CudaDriver, device: str, address: int) -> None:
 
 
 def _reach_own(driver: CudaDriver, export: PoolExport, device: str, torch: Any) -> None:
-    """Memory of another GPU in this process needs no mapping, but peer access."""
+    """Enable peer access to another GPU's memory in this process, which needs no mapping."""
     ours = str(torch.cuda.get_device_properties(device).uuid)
     if export.gpu_uuid == ours:
         return
@@ -136,7 +136,7 @@ def _reach_own(driver: CudaDriver, export: PoolExport, device: str, torch: Any) 
 
 
 def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:
-    """Descriptors of the producer's memory and, for pools on a GPU, of its statm; to be closed by the caller."""
+    """Open the producer's memory and, for pools on a GPU, its statm. The caller closes the descriptors."""
     names = [f"fd/{export.fd}", "statm"][: 2 if export.device == "cuda" else 1]
     if shared_folder:
         return fetch_descriptors(shared_folder, export.nonce, len(names))
@@ -166,7 +166,7 @@ def _refusal(error: OSError, export: PoolExport) -> KVConnectorError:
 
 
 def _checked_nbytes(fd: int, export: PoolExport) -> int:
-    """Raises OSError: this is no memory that could be shared. ValueError: it could shrink, or the export names more."""
+    """Return a file's size. Raises OSError: it is no sealed memory. ValueError: it may shrink, or is too small."""
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
         # reading a page that is gone would end this process
         raise ValueError("it is not sealed against shrinking")

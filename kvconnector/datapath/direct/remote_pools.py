@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 
 
 class RemotePools:
-    """An export, opened: part tables with the addresses that kernels on `device` read, and the lease board. `export`
-    must have passed `check_export`. `shared_folder`: see `map_file`.
+    """A producer's exported pools, mapped here: part tables with the addresses that kernels on `device` read, and the
+    lease board. `export` must have passed `check_export`. `shared_folder`: see `map_file`.
 
     Raises:
         TransportError: another host or container, no permission, other devices, or memory that cannot be mapped.
@@ -41,11 +41,11 @@ class RemotePools:
                 "pools of another kind of device", theirs=export.device, ours=device
             )
         self.lanes: dict[Route, Any] = {}
-        """What reads of these pools have in common, by their route, for who makes them."""
+        """The lanes of reads from these pools, by route. `Copies` makes them."""
         self.num_reads = 0
-        """Those that are not over, for who begins them; none begins once there is a `then`."""
+        """Number of direct reads of these pools that are not over. None begins once there is a `then`."""
         self.then: Callable[[], None] | None = None
-        """To be called after the pools are closed."""
+        """Called after the pools are closed."""
         self._num_buckets, self._pid = export.num_buckets, export.pid
         self._opened = ExitStack()
         try:
@@ -61,7 +61,7 @@ class RemotePools:
 
     def is_published(self, key: bytes, token_stop: int, layer_stop: int) -> bool:
         """Returns True if blocks under a lease hold their tokens up to `token_stop` in the layers below `layer_stop`
-        right now. Raises PeerLostError: the producer's process is gone, and so may be its CUDA memory.
+        right now. Raises PeerLostError: the producer's process is gone, and its CUDA memory may be.
         """
         if self._statm >= 0:
             check_alive(self._statm, self._pid)
@@ -69,7 +69,7 @@ class RemotePools:
         return is_valid(self._board, self._num_buckets, key, token_stop, layer_stop)
 
     def close(self) -> None:
-        """Unmap whatever was mapped: no copy may be under way. Idempotent."""
+        """Unmap the pools, when no copy is under way. Idempotent."""
         self._board = 0
         try:
             self._opened.close()
@@ -80,7 +80,7 @@ class RemotePools:
 def tables_of(
     export: PoolExport, device: str, places: list[Place]
 ) -> dict[tuple[int, int], PartTable]:
-    """Its part tables by group and family, at the addresses that they have here. Raises TransportError: they make no
+    """Return an export's part tables by group and family, with the addresses here. Raises TransportError: they make no
     sense, or a part is in none of the places.
     """
     try:

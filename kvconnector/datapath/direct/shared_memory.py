@@ -38,7 +38,7 @@ _MOVABLE = ("/dev/zero (deleted)", f"/memfd:{_NAME} (deleted)")
 
 
 class SharedMemory:
-    """`nbytes` of zeros, page aligned, in `array`, and whatever `share` adds; other processes open it by `fd`.
+    """`nbytes` of zeros, page aligned, in `array`, and the memory that `share` adds. Other processes open it by `fd`.
 
     Raises:
         TransportError: the kernel gives no such memory.
@@ -61,11 +61,17 @@ class SharedMemory:
         _open.add(self)
 
     def share(self, ranges: Collection[tuple[int, int]]) -> tuple[SharedRange, ...]:
-        """Move memory of this process, `(start, stop)` addresses, into the file, in place; where it lies there. Nobody
-        may write it meanwhile. Child processes share it from now on, and do not get copies.
+        """Move memory of this process into the file, in place. Nothing may write it meanwhile. From now on child
+        processes share it and do not get copies.
+
+        Args:
+            ranges: `(start, stop)` addresses.
+
+        Returns:
+            Where the memory is in the file.
 
         Raises:
-            TransportError: pages hold something else, too, are registered with a device, or are shared already, by a
+            TransportError: pages also hold something else, are registered with a device, or are shared already, by a
                 worker that is open or with another program; or the kernel refuses.
         """
         places = []
@@ -90,17 +96,19 @@ class SharedMemory:
         return any(p.address < stop and start < p.address + p.nbytes for p in self._places)
 
     def seal(self) -> None:
-        """From now on the file has its size, and others may only read it: the kernel sees to it."""
+        """Fix the file's size, and let the kernel keep others from writing it."""
         with suppress(OSError):  # older kernels do not know it
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
 
     def serve(self, folder: str) -> None:
-        """Let processes in other containers that see `folder` open it, too. Raises ConfigError: it cannot be used."""
+        """Let processes in other containers that see `folder` open the file, too. Raises ConfigError: it cannot be
+        used.
+        """
         self._server = DescriptorServer(folder, self.fd, self.nonce)
 
     def close(self) -> None:
-        """Let nobody open it any more. It stays where it is mapped. Idempotent."""
+        """Let no further process open the file. It stays where it is mapped. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -110,7 +118,7 @@ class SharedMemory:
             os.close(fd)
 
     def _move(self, place: SharedRange) -> None:
-        """Piece by piece: no more than one is there twice, and each is whole if the next one fails."""
+        """Move piece by piece: no more than one is in memory twice, and each is whole if the next one fails."""
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         for done in range(0, place.nbytes, _PIECE_BYTES):
             address, offset = place.address + done, place.offset + done
@@ -126,7 +134,7 @@ class SharedMemory:
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-"""Consumers may read the caches in them: were these moved again, they would read what is no longer written."""
+"""Consumers may read the caches in these: if the caches moved again, they would read what is no longer written."""
 
 
 def is_of_this_process(nonce: bytes) -> bool:
@@ -135,8 +143,8 @@ def is_of_this_process(nonce: bytes) -> bool:
 
 
 def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The pages of these ranges, joined where they follow each other. Raises TransportError: their first or last page
-    may hold something else, or another program has them.
+    """Return the pages of these ranges, joined where they follow each other. Raises TransportError: their first or last
+    page may hold something else, or another program has them.
     """
     mappings = _shared_mappings()
     starts, stops = ({each[edge] for each in mappings} for edge in (0, 1))
@@ -159,7 +167,7 @@ def _whole_pages(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _shared_mappings() -> list[tuple[int, int, str]]:
-    """Start, stop and name of the shared mappings of this process. No allocator hands out parts of them."""
+    """Return start, stop and name of this process's shared mappings. No allocator hands out parts of them."""
     found = []
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         for line in maps:
@@ -171,7 +179,7 @@ def _shared_mappings() -> list[tuple[int, int, str]]:
 
 
 def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges in ascending order, those that touch or overlap as one."""
+    """Return ranges in ascending order, with those that touch or overlap joined."""
     found: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if found and start <= found[-1][1]:
@@ -182,7 +190,7 @@ def joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def num_pinned() -> int:
-    """KiB of this process that a device reads and writes where it lies: it would keep the old pages."""
+    """Return the KiB of this process that are pinned for devices, which would keep the old pages."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as status:
         return sum(int(line.split()[1]) for line in status if line.startswith("VmPin:"))
 

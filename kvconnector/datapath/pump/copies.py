@@ -1,8 +1,9 @@
-"""What the pump's copies need, whatever the device: spans of what is copied, jobs for them, fences, compiled functions.
+"""The copies of the compiled loop, as far as they do not depend on the device.
 
-A chunk is a copy between our pools and a slot, a direct read one from a peer's pools to ours. What the copies of a
-route's segment have in common is a *lane*, made and checked when its first read comes. A read adds which tokens and
-parts it copies: a *span* is copies of a lane that differ in their parts only. A device makes the jobs of both alike.
+A chunk is a copy between our pools and a slot; a direct read is a copy from a peer's pools to ours. What all copies of
+a route's segment have in common is a *lane*, which is made and checked for the first read. Each read adds the tokens
+and parts that it copies: a *span* is the copies of a lane that differ in their parts only. `CpuCopies` and `CudaCopies`
+turn spans into jobs, which compiled functions carry out.
 """
 
 from __future__ import annotations
@@ -46,33 +47,33 @@ from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 Words: TypeAlias = npt.NDArray[np.int64]
 
 Jobs: TypeAlias = tuple[int, IdBuffer | None, Any]
-"""Where a compiled function finds what it is to copy for a read; a buffer that was lent for it, to be given back once
-no copy is under way or will be; and memory to keep until then. Of chunks there is a row of words for each, which begins
-with the chunk's `nbytes`.
+"""The address at which a compiled function finds what to copy for a read; a buffer that was lent for the read, to be
+given back once no copy is under way or will be; and memory to keep until then. At the address there is a row of words
+for each chunk, which begins with the chunk's `nbytes`, or the record of a direct read.
 """
 
 _MAX_ROUTES = 1 << 10
 
 
 def address_of(words: Words) -> int:
-    """Where the first word is."""
+    """Return the address of the first word."""
     address: int = words.__array_interface__["data"][0]  # `ctypes` is Python
     return address
 
 
 def words_of(rows: npt.NDArray[np.void]) -> Words:
-    """The same memory as rows of numbers: numpy copies records field by field, which takes longer than a small read."""
+    """View records as rows of numbers: numpy copies records field by field, which takes longer than a small read."""
     return rows.view(np.int64).reshape(len(rows), rows.dtype.itemsize // 8)
 
 
 SHARE_OF_MULTIPROCESSORS = 2
-"""Half of them reach what NVLink brings, within 2 %, and leave decode kernels three times the steps that copies on all
-of them do; fewer make transfers slower and kernels beside them hardly faster. ARCHITECTURE has the figures.
+"""Copies on half of the multiprocessors are within 2 % of what NVLink moves, and decode kernels beside them make three
+times the steps that they make beside copies on all. With fewer, transfers are slower and kernels hardly faster.
 """
 
 
 def program_cap(max_programs: int, device: str) -> int:
-    """The cap for copies on `device` ("cpu" or "cuda:N"), 0 for none; below 0 is for the device's default."""
+    """Return the cap for copies on `device` ("cpu" or "cuda:N"), 0 for none. Below 0 asks for the device's default."""
     if max_programs >= 0 or device == "cpu":
         return max(max_programs, 0)
     import torch
@@ -83,26 +84,27 @@ def program_cap(max_programs: int, device: str) -> int:
 
 class Copies:
     """The copies of one worker on its device: between its pools and slots, and from the pools of peers on its host.
-    What is not overridden is right for host memory, where copies and an engine's kernels have finished when they
-    return, and jobs own all they need.
+    The methods here are right for host memory, where copies and an engine's kernels have finished when they return, and
+    jobs own all they need.
     """
 
     function: int
-    """See `copy` of the pump's `STATE`."""
+    """The `copy` of the loop's `STATE`."""
     read_function: int
-    """See `READ` of the pump's records."""
+    """The `function` of direct reads, see `records.READ`."""
     context: int = 0
-    """Of both."""
+    """The first argument of both functions."""
     begin: tuple[int, int] = (0, 0)
+    """A function that each run calls first, and its argument; 0 for none."""
     job: np.dtype[np.void]
-    """Of a chunk's record in `Jobs`."""
+    """The record of a chunk in `Jobs`."""
     on_gpu: ClassVar[bool] = False
     means: ClassVar[str]
-    """How a peer's pools are reached, in words for the log."""
+    """How this worker reaches a peer's pools, in words for the log."""
     open_writer: Callable[[int, int], StreamWriter] | None = None
-    """What makes a lease board's writer, see `LeaseBoard`."""
+    """Makes the writer of a lease board, see `LeaseBoard`."""
     digests: Digests | None = None
-    """Each chunk in a slot has its digest after it, which its job's bytes count."""
+    """If not None, each chunk in a slot is followed by its digest, which counts among the bytes of its job."""
 
     def __init__(self, pools: Pools, slots: Mapping[str, PackedSide]) -> None:
         """`slots`: see `packed_sides`."""
@@ -111,35 +113,40 @@ class Copies:
         self._lanes: dict[tuple[Route, bool], tuple[Lane, ...]] = {}
 
     def order_after(self, event: object, requests: Requests | None) -> None:
-        """Copy blocks of these requests (of each, by cache group) from now on only after a CUDA event that the engine
-        recorded; None stands for all blocks. Other copies may wait as well.
+        """Order all further copies of the blocks of `requests` after a CUDA event that the engine recorded; None stands
+        for the blocks of any request. Other copies may wait as well.
         """
 
     def make_fences(self, count: int) -> Fences:
-        """Flags at zero."""
+        """Make fences that are zero."""
         return np.zeros((count, FENCE_WORDS), np.int32)[:, 0]
 
     @abstractmethod
     def make_jobs(
         self, source: SourceRead, blocks: Sequence[GroupBlocks], *, packing: bool
     ) -> Jobs:
-        """The copies of a read's chunks between slots and these blocks, which were checked when the engine named them.
-        Raises RelayoutError: a chunk outside its pool, its blocks or its slot. TransportError: the device takes no
-        block ids.
+        """Make the copies of a read's chunks between slots and `blocks`, which were checked when the engine named them.
+
+        Raises:
+            RelayoutError: a chunk is outside its pool, its blocks or its slot.
+            TransportError: the device takes no block ids.
         """
 
     @abstractmethod
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        """The copies of a read from a peer's pools. Its windows there and its blocks there are what a peer stated and a
-        router passed on, so they are checked here. Raises RelayoutError: what is outside the pools, or cannot be
-        copied. TransportError: the device takes no block ids.
+        """Make the copies of a read from a peer's pools. The peer stated the windows there, and a router passed on the
+        blocks there, so both are checked here.
+
+        Raises:
+            RelayoutError: the read leaves the pools, or cannot be copied.
+            TransportError: the device takes no block ids.
         """
 
     def template_of(self, src: Side, dst: Side, geometry: CopyGeometry) -> Any:
-        """What a lane between these sides keeps for its jobs, from a copy that has no parts and no tokens."""
+        """Return what a lane between these sides keeps for its jobs. `geometry` has no parts and no tokens."""
 
     def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
-        """Jobs of a read that copies nothing, but awaits what its producer was allowed to send."""
+        """Make jobs for a read that copies nothing, but receives what its producer was allowed to send."""
         rows = np.zeros(source.num_chunks, self.job)
         nbytes = source.chunk_nbytes + (0 if self.digests is None else DIGEST_BYTES)
         rows["nbytes"] = np.minimum(nbytes, slot_bytes)
@@ -147,22 +154,22 @@ class Copies:
         return address_of(words), None, words
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """Jobs that pack these very blocks are made soon, or never."""
+        """Prepare for `make_jobs` with this very sequence, which may never come."""
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """Compile what the first reads would have to wait for."""
+        """Compile what the first packed reads would wait for."""
 
     def warm_up_reads(self) -> None:
-        """Compile what reads of pools like ours would have to wait for."""
+        """Compile what direct reads of pools like ours would wait for."""
 
     def prepare(self, remote: RemotePools) -> None:
         """Compile what the first read of these pools would wait for. Raises TransportError: they cannot be read."""
 
     def finish(self) -> None:
-        """Wait for copies that are under way. Raises TransportError: the device has failed, or a copy does not end."""
+        """Wait for copies under way. Raises TransportError: the device has failed, or a copy does not end."""
 
     def check_device(self) -> None:
-        """Raise `TransportError` if the device has failed, so that no fence will ever be reached."""
+        """Raise TransportError if the device has failed, so that no further fence will be set."""
 
     def chunk_spans(
         self,
@@ -172,8 +179,8 @@ class Copies:
         *,
         packing: bool,
     ) -> Iterator[Span]:
-        """The spans of a read's chunks. `ids`: where the device reads the block ids of each group. Raises
-        RelayoutError: a chunk outside its pool, its blocks or its slot.
+        """Yield the spans of a read's chunks. `ids` are the addresses at which the device reads the block ids of each
+        group. Raises RelayoutError: a chunk is outside its pool, its blocks or its slot.
         """
         lanes = self._lanes.get((source.route, packing)) or self._chunk_lanes(source.route, packing)
         next_chunk = 0
@@ -193,9 +200,9 @@ class Copies:
                 yield Span(lane, src, dst, stop - first, chunks, rows)
 
     def read_spans(self, read: RankRead, remote: RemotePools, ids: Sequence[int]) -> Iterator[Span]:
-        """The spans of a read from a peer's pools, one for each segment that brings something. `ids`: where the device
-        reads the block ids of each group, the peer's and then ours. Raises RelayoutError: what is outside either's
-        pools or blocks, or the peer exported no such table.
+        """Yield the spans of a read from a peer's pools, one for each segment that brings something. `ids` are the
+        addresses at which the device reads the block ids of each group, the peer's and then ours. Raises RelayoutError:
+        the read leaves the pools or blocks of either side, or the peer exported no such table.
         """
         source, count = read.source, 0
         lanes = remote.lanes.get(source.route) or self._read_lanes(source.route, remote)
@@ -251,13 +258,13 @@ class Copies:
 
 
 Tokens: TypeAlias = tuple[int, int, int, int]
-"""Where a span finds its tokens in blocks: the address of their ids, how many there are, and `token_start` and
-`skip_tokens` of `PagedSide`."""
+"""Where a span's tokens are in blocks: the address of the block ids, their number, and `token_start` and `skip_tokens`
+as in `PagedSide`."""
 IN_SLOT: Tokens = (0, 0, 0, 0)
 
 
 class Window(msgspec.Struct, frozen=True, eq=False):
-    """A segment in a pool, for all reads of a route."""
+    """A segment in a pool, for all reads on a route."""
 
     table: PartTable
     segment: SegmentWindow
@@ -265,14 +272,14 @@ class Window(msgspec.Struct, frozen=True, eq=False):
     def tokens(
         self, first: int, num_tokens: int, part_stop: int, blocks: GroupBlocks, ids: int
     ) -> Tokens:
-        """Where a copy finds its tokens.
+        """Return where the tokens of a copy are.
 
         Args:
-            first: the first of the members of the segment's stripe that it has.
-            num_tokens: how many it has.
-            part_stop: after the last of the segment's parts that it has.
-            blocks: the request's in the segment's group.
-            ids: where the device reads their ids.
+            first: the first member of the segment's stripe that is copied.
+            num_tokens: number of members that are copied.
+            part_stop: the index after the last part of the segment that is copied.
+            blocks: the request's blocks in the segment's group.
+            ids: the address at which the device reads their ids.
 
         Raises:
             RelayoutError: the pool has no such parts.
@@ -296,7 +303,7 @@ class Window(msgspec.Struct, frozen=True, eq=False):
         return ids, num_ids, start, skip
 
     def side(self, tokens: Tokens | None = None) -> PagedSide:
-        """The same for the kernels; without tokens one that holds none."""
+        """Return the window for kernels, at these tokens, or without any."""
         ids, num_ids, start, skip = tokens or (ALIGN_BYTES, 0, 0, 0)
         stripe, is_dense = self.segment.stripe, self.segment.stripe.is_dense
         runs = ADJACENT if is_dense else TokenRuns(stripe.run, stripe.period, skip)
@@ -306,8 +313,8 @@ class Window(msgspec.Struct, frozen=True, eq=False):
 
 
 class Lane(msgspec.Struct, frozen=True, eq=False):
-    """What all copies of a segment have in common, on their way from `src` to `dst`. `token_bytes` are those of a token
-    of a part, `template` is the device's.
+    """What all copies of a segment from `src` to `dst` have in common. `token_bytes` are the bytes of one token of one
+    part, `template` is what the device keeps for its jobs.
     """
 
     src: Window | PackedSide
@@ -318,8 +325,8 @@ class Lane(msgspec.Struct, frozen=True, eq=False):
 
 
 class Span(NamedTuple):
-    """Copies of a lane that differ in their parts only. `src` and `dst`: see `Tokens`. Of the `chunks` of a read, chunk
-    `i` has the segment's parts from `rows[i]` to `rows[i + 1]`; a read of a peer's pools has one for each segment.
+    """Copies of a lane that differ in their parts only. Of the read's `chunks`, the span's `i`-th has the segment's
+    parts from `rows[i]` to `rows[i + 1]`. A direct read has one chunk for each segment.
     """
 
     lane: Lane
@@ -331,5 +338,5 @@ class Span(NamedTuple):
 
 
 def packed_sides(address: int, nbytes: int, device: str) -> Mapping[str, PackedSide]:
-    """Slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for all of them."""
+    """Return slots of `nbytes` as sides of a copy, by the order of a chunk's elements. `address` stands for any."""
     return {order: PackedSide(address, nbytes, order, device) for order in get_args(Order)}

@@ -1,4 +1,4 @@
-"""The pump's copies in host memory."""
+"""The copies of the compiled loop in host memory."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ _ROWS, _IDS, _START, _SKIP = map(
     PAGED_SIDE.index, ("rows", "block_ids", "token_start", "skip_tokens")
 )
 PIECE_BYTES, SHARED_PIECE_BYTES = CALL_BYTES, CALL_BYTES // 4
-"""Pieces of a read. Shared ones are short, so that no thread copies for long after the others."""
+"""Bytes of a read's pieces. Pieces that threads share are short, so that no thread copies for long after the others."""
 MIN_SHARED_BYTES = 4 << 20
-"""A shorter read is one piece: the thread that begins it ends it, before another that is woken could do much of it."""
+"""A shorter read is one piece: the thread that begins it ends it, before another that it wakes could help much."""
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
 
 
 class CpuCopies(Copies):
-    """See `Copies`. What unpacks or reads at least `min_streamed_bytes` goes past the caches, which would not keep it;
-    what is packed is sent next, from the cache. Reads of peers' pools of at least `min_shared_bytes` are copied by
-    `num_threads`, as far as cores are idle.
+    """See `Copies`. Reads of at least `min_streamed_bytes` are written past the caches, which would not keep them;
+    packed chunks are sent next, from the cache. Up to `num_threads` threads copy direct reads of at least
+    `min_shared_bytes`, as far as cores are idle.
     """
 
     job = JOB
@@ -82,7 +82,7 @@ class CpuCopies(Copies):
     def template_of(
         self, src: Side, dst: Side, geometry: CopyGeometry
     ) -> tuple[list[int], list[int]]:
-        """The words of a job of one part without tokens, and what a token more adds to each."""
+        """Return the words of a job of one part without tokens, and what each further token adds to them."""
         empty, one = (geometry._replace(num_parts=1, num_tokens=count) for count in (0, 1))
         words, more = job_of(src, dst, empty), job_of(src, dst, one)
         return words, [after - before for before, after in zip(words, more, strict=True)]
@@ -144,7 +144,7 @@ class CpuCopies(Copies):
 
 
 def _job_of(span: Span) -> list[int]:
-    """The job of a span's first part."""
+    """Return the words of a job with the first part of a span."""
     words, more = span.lane.template
     job = [word + span.num_tokens * each for word, each in zip(words, more, strict=True)]
     for at, end, tokens in ((_SRC, span.lane.src, span.src), (_DST, span.lane.dst, span.dst)):

@@ -1,4 +1,4 @@
-"""The pump's copies on a GPU: prepared launches, a few streams, fences in pinned host memory."""
+"""The copies of the compiled loop on a GPU: prepared launches, a few streams, fences in pinned host memory."""
 
 from __future__ import annotations
 
@@ -45,16 +45,16 @@ if TYPE_CHECKING:
 NUM_STREAMS = 4
 _NON_BLOCKING = 1
 _free_streams: dict[int, list[Any]] = {}
-"""Of each device: those of copies that are gone."""
+"""For each device, the streams of data paths that are closed."""
 _MAX_WINDOW_BLOCKS = 2
-"""Blocks of the longest of `windows_of`."""
+"""Blocks that the longest of `windows_of` needs."""
 _MAX_EXPECTED = 64
-"""Reads whose block ids are on the GPU before they are asked for."""
+"""Leases whose block ids are kept on the GPU before a read asks for them."""
 MAX_UNCAPPED_CHUNK_BYTES = 16 << 20
-"""A chunk of no more is copied in 20 microseconds on all multiprocessors: a read's first and last chunks, in whose time
-nothing else of it moves."""
+"""All multiprocessors copy a chunk of at most this size in 20 microseconds: so they do with a read's first and last
+chunks, since nothing else of the read moves meanwhile."""
 MAX_UNCAPPED_READ_BYTES = 64 << 20
-"""A segment of a direct read of no more takes a fifth of a millisecond, too short to slow down a model beside it."""
+"""A direct read's segment of at most this size takes 0.2 ms, too short to slow down a model beside it."""
 _USUAL_BLOCK_TOKENS = 16
 _MIN_IDS_BYTES = 16  # the driver refuses to copy nothing
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
@@ -64,10 +64,10 @@ class CudaCopies(Copies):
     """See `Copies`. The copies of a read run in order on one of `streams`, which `Marks` chooses. Writes of the lease
     board run on a stream of their own, after all marks so far.
 
-    `slot_address` stands for the alignment of all slots.
+    `slot_address` is aligned as all slots are.
 
     Raises:
-        TransportError: the driver lacks what the pump needs, or a kernel takes other parameters than it was given.
+        TransportError: the driver lacks a function, or no CUDA context is current.
     """
 
     job = JOB
@@ -144,7 +144,7 @@ class CudaCopies(Copies):
         return address_of(words), buffer, words
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        """See `Copies`. The compiled function sends the block ids, right before its launches."""
+        """See `Copies`. The compiled function sends the block ids right before its launches."""
         blocks = (*read.remote_blocks, *read.blocks)
         stream = self.streams.marks.stream_of(read.blocks)
         buffer, ids, nbytes = self._ids.lend(blocks, stream)
@@ -162,8 +162,8 @@ class CudaCopies(Copies):
         return address_of(memory), buffer, memory
 
     def some_ids(self) -> BlockIdsAt:
-        """For launches that are prepared and not made: a block id where those of reads will be, or aligned as they are.
-        Raises TransportError: no memory for block ids.
+        """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises
+        TransportError: there is no memory for block ids.
         """
         # the first read finds a buffer that is there already
         buffer, *_ = self._ids.lend([], FREE_STREAM)
@@ -171,7 +171,7 @@ class CudaCopies(Copies):
         return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self.pools.device)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """See `Copies`: all heads of every part, and the shares that peers with more ranks ask for."""
+        """See `Copies`. Covers all heads of every part, and the shares of them that peers with more ranks ask for."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
         for table in self.pools.tables.values():
@@ -185,7 +185,7 @@ class CudaCopies(Copies):
                     self._prepare(src, dst, heads, count)
 
     def warm_up_reads(self) -> None:
-        """See `Copies`: with blocks as ours or of the usual size."""
+        """See `Copies`. Covers blocks like ours and of the usual size."""
         for table in self.pools.tables.values():
             sizes = table.sizes | {"block_size": _USUAL_BLOCK_TOKENS}
             usual = PartTable(table.rows, **sizes, device=table.device)
@@ -194,7 +194,7 @@ class CudaCopies(Copies):
                 self._prepare_read(usual, table, num_heads)
 
     def prepare(self, remote: RemotePools) -> None:
-        """See `Copies`: for all heads that both sides have."""
+        """See `Copies`. Covers all heads that both sides have."""
         try:
             for key in remote.tables.keys() & self.pools.tables.keys():
                 src, dst = remote.tables[key], self.pools.tables[key]
@@ -224,7 +224,7 @@ class CudaCopies(Copies):
             raise TransportError("the GPU failed", device=self.pools.device) from exc
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """See `Copies`: the block ids of the newest are on the GPU already."""
+        """See `Copies`. Sends the block ids to the GPU, and keeps them for the newest `_MAX_EXPECTED`."""
         if id(blocks) in self._expected:
             return
         try:
@@ -235,9 +235,8 @@ class CudaCopies(Copies):
             self._expected.pop(next(iter(self._expected)))[1].give_back()
 
     def _send_ids(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int]]:
-        """Block ids on their way to the GPU, before all copies that are made on this stream from now on.
-
-        What a read before this one sent and never used comes before it, whatever it brings.
+        """Send block ids to the GPU, before all further copies on a stream. What an earlier read sent to the same
+        memory and never used arrives before.
         """
         buffer, places, nbytes = self._ids.lend(blocks, stream)
         if not nbytes:
@@ -262,7 +261,7 @@ class CudaCopies(Copies):
         return launch
 
     def _check_parameters(self, kernel: Kernel) -> None:
-        """Compare what a kernel takes with what it will be given: the wrong number would crash the GPU's context."""
+        """Compare a kernel's parameters with those that it will get: a wrong number would crash the GPU's context."""
         found: list[int] = []
         offset, size = ctypes.c_size_t(), ctypes.c_size_t()
         function = ctypes.c_void_p(kernel.function)
@@ -276,7 +275,7 @@ class CudaCopies(Copies):
 
 
 class CopyStreams:
-    """Streams of `copies`, each with a flag of `passed`, and the `board`'s, which waits for every mark."""
+    """The streams of `copies`, each with a flag of `passed`, and the `board`'s stream, which waits for every mark."""
 
     def __init__(self, cuda: Any, passed: Fences) -> None:
         import torch

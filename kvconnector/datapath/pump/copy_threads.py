@@ -23,17 +23,17 @@ _LOAD = "/proc/loadavg"
 
 
 def default_threads() -> int:
-    """Threads of a copy if the settings leave it open: half of the cores that this process may use, 4 at most."""
+    """Return the number of threads of a copy by default: half of the cores that this process may use, 4 at most."""
     return max(1, min(MAX_DEFAULT_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 class CopyThreads:
-    """Threads that sleep until a read wakes some of them, besides the owner of the driver lock, who copies too. See
+    """Threads that sleep until a read wakes some of them, to help the owner of the driver lock copy it. See
     `kvconnector_kernels.pump.helpers`.
     """
 
     def __init__(self, num_helpers: int) -> None:
-        """Start `num_helpers` threads, or what the system gives. Raises OSError: there are no descriptors left."""
+        """Start `num_helpers` threads, or as many as the system allows. Raises OSError: no descriptors are left."""
         self._crew = np.zeros((), CREW)
         self.address = int(self._crew.ctypes.data)
         self._load = os.open(_LOAD, os.O_RDONLY | os.O_CLOEXEC)
@@ -58,12 +58,12 @@ class CopyThreads:
             self._threads.append(thread)
 
     def num_idle(self) -> int:
-        """How many may help now: no more than there are idle cores."""
+        """Return the number of threads that may help now: no more than there are idle cores."""
         running = os.pread(self._load, 64, 0).split()[3].partition(b"/")[0]
         return max(0, min(len(self._threads), (os.cpu_count() or 1) - int(running)))
 
     def close(self) -> None:
-        """End the threads, each after the piece that it copies. Idempotent. Raises TransportError: one does not end."""
+        """End the threads, each after its current piece. Idempotent. Raises TransportError: one does not end."""
         if not self._threads:
             return
         numbers_of(self._crew)[index_of(CREW, "is_closed")] = 1

@@ -1,4 +1,4 @@
-"""What the loop needs to state and check the digests of chunks, for `verify=checksum`."""
+"""What the loop calls to append and check the digests of chunks, for `verify=checksum`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvconnector.datapath.pump.state import function_address
 from kvconnector.errors import ConfigError, TransportError
 
 ROOM_BYTES = 64
-"""What a slot has after a chunk: enough for a digest, and the next slot is aligned as without it."""
+"""Bytes of a slot after its chunk: enough for a digest, and the next slot is aligned as without it."""
 
 
 class Digests:
-    """XXH3 of 64 bits, as the package xxhash has compiled it, for chunks in slots of `slot_bytes` on `device`.
+    """XXH3 of 64 bits, as compiled in the package xxhash, for chunks in slots of `slot_bytes` on `device`.
 
     Raises:
         ConfigError: the package xxhash is not installed, or does not show this function.
@@ -51,6 +51,6 @@ class Digests:
             self._functions["copy_to_device"] = function_address(cuda, "cuMemcpyHtoD_v2")
 
     def attach(self, state: npt.NDArray[np.void]) -> None:
-        """Let a pump's `state` use it, for as long as this object lives."""
+        """Let the loop's `state` call these functions, for as long as this object lives."""
         for field, address in self._functions.items():
             state[field] = address

@@ -1,4 +1,4 @@
-"""Launches on a GPU as jobs of the pump: prepared once for all copies that are alike, and filled in for each."""
+"""Launches on a GPU as jobs of the loop: prepared once for all copies that are alike, and filled in for each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLOT_PARAM, _PARAMS = map(JOB.names.index, ("slot_param", "params"))  # type: i
 
 
 class _Job(NamedTuple):
-    """A launch of one part, as `fill_jobs` takes it, and the tokens that it is for."""
+    """A launch of one part, as `fill_jobs` takes it, and where its tokens start and how many it has."""
 
     terms: npt.NDArray[np.int64]
     launch: tuple[int, ...]
@@ -30,9 +30,9 @@ class _Job(NamedTuple):
 
 
 class Launches:
-    """The jobs of spans. A launch that `prepare` has made, for sides and numbers of heads and tokens, stands for all
-    spans without runs between the same pools, or one and a slot, whose tokens begin at the same place in a block and
-    are as even in number: kernels and tiles depend on no more.
+    """Makes the jobs of spans. `prepare` makes a launch for two sides and numbers of heads and tokens. That launch
+    stands for all spans without runs between the same two pools, or a pool and a slot, whose tokens begin at the same
+    place in a block and whose number of tokens has the same power of two: kernels and tiles depend on nothing else.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class Launches:
         """Write the jobs of a span's chunks.
 
         Args:
-            words: of all chunks of a program, `[chunk, word]`.
+            words: the jobs of all chunks of a read, `[chunk, word]`.
             span: what is copied.
-            stream: the handle that it is copied on.
+            stream: the handle of the stream on which it is copied.
             max_uncapped_bytes: a job of at most this size may have any number of programs.
 
         Raises:
@@ -92,7 +92,7 @@ def _first_part(end: Window | PackedSide) -> int:
 
 
 def _kind(end: Window | PackedSide, tokens: Tokens) -> tuple[object, ...] | None:
-    """What a launch that stands for others depends on; None if there are runs."""
+    """Return the properties of one end on which a launch depends; None if there are runs."""
     if isinstance(end, PackedSide):
         return (end.order,)
     if not end.segment.stripe.is_dense:
@@ -132,13 +132,13 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
 
 
 def _word(launch: PreparedLaunch, name: str) -> int:
-    """Which word of a job is this parameter of the kernel."""
+    """Return the index of a kernel's parameter among the words of a job."""
     word: int = _PARAMS + launch.index(name)
     return word
 
 
 def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
-    """What a token more adds to the strides of a slot."""
+    """Return what each further token adds to the strides of a slot."""
     paged = lane.src if isinstance(lane.src, Window) else lane.dst
     assert isinstance(paged, Window)  # no copy is between two slots
     shape = paged.table.head_dim, paged.table.item_size_bytes
@@ -149,12 +149,12 @@ def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
 
 
 def windows_of(block_size: int) -> list[tuple[int, int]]:
-    """First tokens and numbers of tokens for which kernels may differ: whole tiles and others, aligned and not. But for
-    chunks in the order HDN, whose rows are as well aligned as their number of tokens is, there are no others.
+    """Return first tokens and numbers of tokens that between them need all kernels: whole tiles and others, aligned and
+    not. Chunks in the order HDN may need more, since their rows are only aligned as their number of tokens is.
     """
     return [(0, block_size), (1, block_size), (0, 1)]
 
 
 def shares_of(table: PartTable) -> list[int]:
-    """All heads of a table, and the shares of them that a peer with more ranks has."""
+    """Return the number of heads of a table, and the shares of them that a peer with more ranks has."""
     return sorted({table.num_heads >> shift for shift in range(table.num_heads.bit_length())})

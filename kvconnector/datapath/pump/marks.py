@@ -1,4 +1,4 @@
-"""Which stream a copy runs on: it waits for the engine's kernels that use its own blocks, and for no others."""
+"""Choosing a copy's stream: the copy waits for the engine's kernels that use its own blocks, and for no others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 from kvconnector.planning import GroupBlocks
 
 Requests: TypeAlias = Sequence[Sequence[GroupBlocks]]
-"""The blocks of some requests: of each, by cache group."""
+"""For each of some requests, its blocks by cache group."""
 
 FREE_STREAM = 0
 """The stream that waits for no mark."""
@@ -26,9 +26,9 @@ class _Mark(NamedTuple):
 class Marks:
     """The marks in the engine's stream that have not passed yet, and the streams that wait for them.
 
-    Streams from 1 on take the marks in turn. `passed` has an int32 for each stream: the number of the last mark that it
-    has passed, set by the device. All marks are made in one stream of the engine's, so if one has passed,
-    those before it have, too.
+    Streams from 1 on take the marks in turn. `passed` has an int32 for each stream, which the device sets: the number
+    of the last mark that the stream has passed. All marks are made in one stream of the engine's, so if one has passed,
+    those before it have passed, too.
     """
 
     def __init__(self, passed: npt.NDArray[np.int32]) -> None:
@@ -43,8 +43,8 @@ class Marks:
         return f"<Marks pending: {pending or 'none'}>"
 
     def add(self, requests: Requests | None) -> tuple[int, int]:
-        """The stream that is to wait for a new mark, and the number that it sets after it. `requests` are those whose
-        blocks are used before the mark; None stands for all blocks.
+        """Add a mark. Returns the stream that must wait for it, and the number that this stream must then set.
+        Kernels before the mark use the blocks of `requests`, or of any request if it is None.
         """
         self._forget_passed()
         self._turn = stream = self._turn % (len(self._passed) - 1) + 1
@@ -53,7 +53,7 @@ class Marks:
         return stream, int(number)
 
     def stream_of(self, blocks: Sequence[GroupBlocks]) -> int:
-        """The stream for copies of a request's blocks: after the last mark of that request, if it has not passed."""
+        """Return the stream for copies of a request's blocks, which waits for the last mark of that request, if any."""
         self._forget_passed()
         for mark in reversed(self._pending):
             if mark.requests is None or any(_holds(held, blocks) for held in mark.requests):

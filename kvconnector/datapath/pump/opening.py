@@ -1,4 +1,4 @@
-"""Opening a worker's data path: slots within the budget, copies for the device, and what goes with direct reads."""
+"""Opening a worker's data path: slots within the budget, copies for the device, and direct reads where possible."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def open_datapath(
     transport: UcxTransport,
     clock: Callable[[], float] = time.monotonic,
 ) -> DataPath:
-    """A worker's data path over `transport`, with as many slots as the staging budget pays for.
+    """Open a worker's data path over `transport`, with as many slots as fit the staging budget.
 
     Args:
         config: the worker's settings.
@@ -78,7 +78,7 @@ def open_datapath(
 
 
 def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:
-    """Bytes of a chunk. Raises ConfigError: see `open_datapath`."""
+    """Return the bytes of a chunk. Raises ConfigError: see `open_datapath`."""
     chunk_bytes = config.chunk_bytes(pools.device)
     for group in pools.groups:
         for part in group.geometry.parts:
@@ -95,7 +95,7 @@ def _chunk_bytes(config: ConnectorConfig, pools: Pools) -> int:
 def _open_copies(
     config: ConnectorConfig, pools: Pools, slots: SlotPool, chunk_bytes: int
 ) -> Copies:
-    """Copies between the pools and such slots."""
+    """Make the copies between the pools and slots like these."""
     if pools.device == "cpu":
         num_threads = config.paths.copy_threads or default_threads()
         return CpuCopies(pools, chunk_bytes, num_threads=num_threads)

@@ -1,4 +1,4 @@
-"""The consumer's direct half of the data path: reads of a producer's pools, under the eyes of its lease board."""
+"""The consumer's direct half of the data path: reads of a producer's pools, checked against its lease board."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_READS = 16
 """Direct reads under way at a time: their copies share one thread or one stream, so more would only be slower each."""
 MAX_PATIENCE_S = 20e-3
-"""How long a read waits for its lease to be published, or for the producer's kernels to fill its blocks. Then the
-producer is asked to send it, and waits itself."""
+"""Seconds that a read waits for its lease to be published, or for the producer's kernels to fill its blocks. Then it
+asks the producer to send it, which waits itself."""
 
 
 class DirectReads(Programs[RankRead]):
@@ -42,17 +42,18 @@ class DirectReads(Programs[RankRead]):
         self._is_enabled = is_enabled
         self._paths = paths
         self.waiting: dict[RankRead, None] = {}
-        """For their lease, or for their turn, the oldest first."""
+        """Reads that wait for their lease or for their turn, the oldest first."""
         self._open: set[Link] = set()
-        # a flag for each, that its last copy sets
+        # one for each row, which the last copy of its read sets
         self._fences = path.copies.make_fences(MAX_READS)
         self._fence_addresses = addresses_of(self._fences).tolist()
 
     def open(self, link: Link, export: PoolExport) -> str:
-        """Reach a producer worker's `pools` for direct reads at `link`; returns how, in words for the log.
+        """Open a producer worker's pools for direct reads at `link`. Returns how they are reached, in words for the
+        log.
 
         Raises:
-            TransportError: they cannot be reached.
+            TransportError, PeerLostError: they cannot be reached.
         """
         if not self._is_enabled:
             raise TransportError("this worker has no direct path")
@@ -72,9 +73,7 @@ class DirectReads(Programs[RankRead]):
         return self.path.copies.means
 
     def close(self, link: Link, then: Callable[[], None] = lambda: None) -> None:
-        """Unmap the pools of a producer worker, if there are any, once no read of them is under way; then call
-        `then`.
-        """
+        """Close the pools of a producer worker, if it has any, once no read of them is under way; then call `then`."""
         if link.pools is None:
             then()
             return
@@ -82,9 +81,9 @@ class DirectReads(Programs[RankRead]):
         self._close_if_unread(link)
 
     def submit(self, read: RankRead, lease_key: bytes) -> None:
-        """Read it from where it is, now or once its lease is published: as `Receives.submit`, but without
-        `ReceivePosted`, and `LeaseExpiredError` is the failure of a read whose lease ended in the meantime. Or let the
-        producer send it.
+        """Copy a read from the producer's pools, once its lease is published, or let the producer send it. Events
+        follow as after `Receives.submit`, but no `ReceivePosted`; a read fails with `LeaseExpiredError` if its lease
+        ended meanwhile.
         """
         path = self.path
         remote: RemotePools | None = read.worker.link.pools
@@ -111,7 +110,7 @@ class DirectReads(Programs[RankRead]):
         return f"<DirectReads of {len(self._open)} peers, active {active}, waiting {waiting}>"
 
     def _begin_or_send(self, read: RankRead) -> bool:
-        """Begin a read if its lease is published, or have it sent if it waited too long. Returns False if it waits."""
+        """Begin a read if its lease is published, or let it be sent if it is late. Returns False if it waits."""
         remote: RemotePools = read.worker.link.pools
         is_late = remote.then is not None or self.path.clock() >= read.until_s
         try:
@@ -136,7 +135,7 @@ class DirectReads(Programs[RankRead]):
         return is_published or is_late
 
     def stop(self, read: RankRead) -> None:
-        """As `Receives.stop`, of a read that may be the producer's to send."""
+        """See `Receives.stop`. The read may be one that the producer sends."""
         if read in self.waiting:
             del self.waiting[read]
             self.path.events.stopped(read)
@@ -147,7 +146,7 @@ class DirectReads(Programs[RankRead]):
             self.path.receives.stop(read)
 
     def poll(self) -> None:
-        """See how far the reads came, and begin what may begin now, the oldest first."""
+        """Report how far reads have come, and begin waiting ones that may begin now, the oldest first."""
         for read in list(self.active.values()):
             row = self.values(read)
             if row["phase"] == r.OVER:
@@ -167,7 +166,7 @@ class DirectReads(Programs[RankRead]):
             del self.waiting[read]
 
     def release(self) -> None:
-        """Begin nothing more, wait for copies that are under way, and let go of all pools."""
+        """Wait for copies under way, and close all pools."""
         if self._open:
             self.path.copies.finish()
         for link in self._open:
@@ -176,13 +175,13 @@ class DirectReads(Programs[RankRead]):
         self._open.clear()
 
     def _end(self, read: RankRead, row: dict[str, int]) -> None:
-        """Report how a read ended. If all bytes are here, they count if the lease still holds."""
+        """Report how a read ended. Its bytes count only if the lease is still published."""
         link, error = read.worker.link, None
         try:
             if row["error_kind"] != r.NO_ERROR:
                 what = "the GPU does not take a read of the producer's pools"
                 raise TransportError(what, status=row["error_value"])
-            # how far it is filled was seen before: now it may just be written again
+            # not up to which token: the first look saw that, and a watermark may be in the middle of a write
             if row["all_begun"] and not link.pools.is_published(read.lease_key, 0, 0):
                 raise LeaseExpiredError("the lease ended while its blocks were read")
         except KVConnectorError as raised:

@@ -1,4 +1,4 @@
-"""The consumer's packed half of the data path: reads that wait for slots, and those that are received."""
+"""The consumer's packed half of the data path: reads that wait for slots, and reads that are received."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def new_tags() -> int:
 
 
 class Receives(Programs[RankRead]):
-    """All receives of one worker, in the order they were submitted as far as slots go.
+    """All receives of one worker. They get slots in the order in which they were submitted.
 
-    A receive gets its slots when it begins, at most `window`, and keeps them: what the producer may send is always
-    awaited, so no two workers can wait for each other's slots. It begins in two phases, since all that its producer
-    needs are slots and tags: `admit` promises these, and `begin` makes its copies while the producer is already at
-    work. What comes before its receive is posted waits in UCX, mostly as no more than a header.
+    A receive gets its slots, at most `window`, when it begins, and keeps them. So a receive is posted for everything
+    that its producer may send, and no two workers can wait for each other's slots. It begins in two phases, since the
+    producer needs only slots and tags: `admit` promises these, and `begin` makes the copies while the producer is
+    already at work. A message that comes before its receive is posted waits in UCX, mostly as a header alone.
 
-    The network writes slots only: once a receive is stopped and its copies are through, its blocks are free, whatever
+    The network writes slots only: once a receive is stopped and its copies have ended, its blocks are free, whatever
     still arrives. A cancelled operation that does not end within `peer.timeout_s` loses its slot: the network keeps the
-    memory for as long as it may write there, and other memory takes its place.
+    memory for as long as it may write there, and the slot gets other memory.
     """
 
     def __init__(self, path: DataPath, config: ConnectorConfig, slots: SlotPool) -> None:
@@ -64,9 +64,9 @@ class Receives(Programs[RankRead]):
         self._quarantine_s = config.peer.timeout_s
         self._window = config.staging.window
         self.waiting: OrderedDict[RankRead, None] = OrderedDict()
-        """For their first slots, the oldest first."""
+        """Reads that wait for their first slots, the oldest first."""
         self.promised: list[RankRead] = []
-        """Those with slots that the loop does not have yet."""
+        """Reads with slots that the loop does not have yet."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
@@ -105,8 +105,8 @@ class Receives(Programs[RankRead]):
             self.path.events.append(ev.WarmedUp(link, error))
 
     def submit(self, read: RankRead) -> None:
-        """Receive a read: `ReceivePosted` once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
-        `ReceiveStopped` when nothing writes its blocks any more, and `ReceiveDrained` when its slots are free.
+        """Receive a read. `ReceivePosted` follows once there are slots, then `ReceiveFinished`; or `ReceiveFailed` or
+        `ReceiveStopped` once nothing writes its blocks any more, and `ReceiveDrained` once its slots are free.
         """
         self.path.stay_awake()
         read.first_tag = new_tags()
@@ -114,8 +114,8 @@ class Receives(Programs[RankRead]):
         self.admit()
 
     def stop(self, read: RankRead) -> None:
-        """Write no further chunk into the blocks of a read that `is_stopped`: `ReceiveStopped` follows, unless it has
-        ended.
+        """Write no further chunk into the blocks of a read that `is_stopped`. `ReceiveStopped` follows, unless the read
+        has ended.
         """
         if read in self.waiting:
             del self.waiting[read]
@@ -124,8 +124,8 @@ class Receives(Programs[RankRead]):
             self.set(read, "stopped", 1)
 
     def drain(self, read: RankRead, sent_chunks: int | None) -> None:
-        """The peer sends exactly the first `sent_chunks` chunks of a stopped or failed read (None: it is gone). Frees
-        the slots accordingly.
+        """Free the slots in which no chunk will arrive: the peer sends exactly the first `sent_chunks` chunks of this
+        stopped or failed read (None: the peer is gone).
         """
         read.limit = min(read.limit, sent_chunks or 0)
         if read not in self:
@@ -138,12 +138,12 @@ class Receives(Programs[RankRead]):
             self._cancel(slot)
 
     def _with_slots(self) -> Iterator[RankRead]:
-        """Those that have slots or are promised some: no more than there are slots, unlike those that wait."""
+        """Yield the reads with slots or promised ones. There are no more than slots, unlike reads that wait."""
         yield from self.active.values()
         yield from self.promised
 
     def admit(self) -> None:
-        """Promise free slots to those that wait, in order. A receive before its first run has none yet."""
+        """Promise free slots to waiting reads, in order. The loop gives a receive its slots in the next run."""
         num_free = self.slots.num_free
         for read in self._with_slots():
             if read.row < 0 or not self.rows[read.row]["started_ns"]:
@@ -156,9 +156,8 @@ class Receives(Programs[RankRead]):
             self.path.events.append(ev.ReceivePosted(read))
 
     def begin(self) -> None:
-        """Give the loop what was promised: to be called before each of its runs, which then takes the slots.
-
-        Where a read's copies cannot be made, it receives and drops what it has promised to.
+        """Give the reads with promised slots to the loop, before each of its runs. A read whose copies cannot be made
+        receives and drops its chunks.
         """
         promised, self.promised = self.promised, []
         copies, slots = self.path.copies, self.slots
@@ -181,7 +180,7 @@ class Receives(Programs[RankRead]):
             )
 
     def poll(self) -> None:
-        """See how far the receives came."""
+        """Report how far the receives have come."""
         for read in list(self.active.values()):
             row = self.values(read)
             unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
@@ -198,8 +197,8 @@ class Receives(Programs[RankRead]):
                 self.forget(read)
 
     def refresh(self) -> None:
-        """Take the slots from operations that were cancelled and do not end, and use their memory once they have. Drop
-        messages that belong to no read: UCX keeps them for a receive, however many a peer sends.
+        """Take the slots from cancelled operations that do not end. Drop messages that belong to no read: UCX would
+        keep them for a receive, however many a peer sends.
         """
         awaited = {read.first_tag for read in self._with_slots()}
         count = self._transport.discard_unexpected(awaited, -MAX_CHUNKS)
@@ -215,7 +214,7 @@ class Receives(Programs[RankRead]):
                     self.slots.quarantine(slot, self._adopt(slot, read))
 
     def release(self) -> None:
-        """Await nothing more, and leave what the network still holds to the transport."""
+        """Receive nothing more, and leave operations under way to the transport."""
         self.promised.clear()
         for read in self.active.values():
             read.limit = 0
@@ -229,14 +228,12 @@ class Receives(Programs[RankRead]):
         self._transport.libucp.request_cancel(int(self.slots.rows[slot]["request"]))
 
     def _adopt(self, slot: int, read: RankRead) -> Callable[[], bool]:
-        """Leave a slot's operation and its memory to the network. Returns what finds out if the network is done
-        with it.
-        """
+        """Leave a slot's operation and its memory to the transport. See `UcxTransport.adopt`."""
         request = int(self.slots.rows[slot]["request"])
         return self._transport.adopt(request, read.first_tag, self.slots.buffer(slot), None)
 
     def _posted(self, read: RankRead) -> list[int]:
-        """The slots in which a read awaits a chunk that is not sent."""
+        """Return the slots in which a read awaits a chunk that its peer does not send."""
         slots = self.slots.rows
         posted = (
             (slots["state"] == r.POSTED)
@@ -247,7 +244,7 @@ class Receives(Programs[RankRead]):
         return found
 
     def _ended(self, read: RankRead, row: dict[str, int]) -> object:
-        """What a read that writes its blocks no more has come to."""
+        """Return the event that ends a read, which writes its blocks no more."""
         if row["num_unpacked"] < row["num_chunks"]:
             error = read.error or error_of(row, self._transport)
             return ev.ReceiveFailed(read, error) if error else ev.ReceiveStopped(read)

@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
-"""How the lanes begin that move GPU memory without a copy in host memory."""
+"""Beginnings of the names of lanes that move GPU memory without a copy in host memory."""
 _PHASES = ("pack", "packing_ns", "packed_ns"), ("wire", "sending_ns", "sent_ns")
-"""With the times when each began and ended; one that did not begin has none."""
+"""Names of phases, and of the fields with the times at which they began and ended; 0 if they have not begun."""
 FIRST_PASSES = 4
-"""On a GPU the first chunk is packed within as many, and is posted."""
+"""Passes of the loop within which a GPU's first chunk is packed and posted."""
 
 
 class Sends(Programs[Send]):
-    """All sends of one worker. Slots go round between them, one chunk each, so that a long one delays a short one by a
-    few chunks only.
+    """All sends of one worker. They take turns with the slots, one chunk each, so that a long send delays a short one
+    by a few chunks only.
 
-    The slots of sends that were given up rest for `peer.timeout_s`.
+    The slots of sends that were given up are quarantined for `peer.timeout_s`.
     """
 
     def __init__(self, path: DataPath, config: ConnectorConfig, slots: SlotPool) -> None:
@@ -53,14 +53,14 @@ class Sends(Programs[Send]):
         self._quarantine_s = config.peer.timeout_s
         self._has_sent = False
         self.may_hold_slots = False
-        """Sends that were stopped may have left slots in flight."""
+        """True if sends that were stopped may have left slots in flight."""
 
     def __repr__(self) -> str:
         active = [send.read.read_id for send in self.active.values()]
         return f"<Sends active {active}, {self.slots!r}>"
 
     def open_endpoint(self, link: Link, hello: Hello) -> None:
-        """Reach a consumer worker and send it the warm-up message: `EndpointOpened` or `LinkLost`."""
+        """Connect to a consumer worker and send it the warm-up message. `EndpointOpened` or `LinkLost` follows."""
         try:
             link.endpoint = self._transport.connect(hello.transport_address)
             self._warm_up(link, hello.warm_up_tag, hello.warm_up_bytes)
@@ -70,7 +70,7 @@ class Sends(Programs[Send]):
             self.path.events.append(ev.EndpointOpened(link))
 
     def probe(self, link: Link, probe: Probe) -> None:
-        """Send the messages that a consumer worker measures by, unless it is lost."""
+        """Send the messages by which a consumer worker measures bandwidth, unless it is lost."""
         for index in range(probe.count if link.endpoint else 0):
             self._warm_up(link, probe.first_tag + index, probe.nbytes)
 
@@ -89,19 +89,21 @@ class Sends(Programs[Send]):
             self.path.events.append(ev.LinkLost(link, error))
 
     def close_endpoint(self, link: Link) -> None:
-        """Forget a consumer worker, if there is one at `link`; its sends stop."""
+        """Stop the sends to a consumer worker and disconnect from it, if there is one at `link`."""
         if link.number < 0 and link.endpoint:
             self._give_up(link, PeerLostError("the consumer's endpoint was closed"))
             self._transport.disconnect(link.endpoint)
             link.endpoint = 0
 
     def expect(self, blocks: Sequence[GroupBlocks]) -> None:
-        """Prepare for a read of these blocks, if any reads come this way. The `Send` of one has the same sequence."""
+        """Prepare for a read of these blocks, if reads have been packed before. The read's `Send` has the same
+        sequence.
+        """
         if self._has_sent:
             self.path.copies.expect(blocks)
 
     def submit(self, send: Send) -> None:
-        """Stream a read to a consumer worker: ends in `SendOver`."""
+        """Stream a read to a consumer worker. `SendOver` follows."""
         path = self.path
         path.stay_awake()
         self._has_sent = True
@@ -129,7 +131,7 @@ class Sends(Programs[Send]):
             self.set(send, "stopped", 1)
 
     def _log_lanes(self, endpoint: int) -> None:
-        """Say once how packed reads by a consumer will travel."""
+        """Log the lanes of packed reads by a consumer."""
         lanes = self._transport.lanes(endpoint)
         names = [lane.partition("/")[0] for lane in lanes.split("+")]
         if (
@@ -146,14 +148,14 @@ class Sends(Programs[Send]):
             logger.info("packed reads by a consumer travel over %s", lanes)
 
     def refresh(self) -> None:
-        """Look at the endpoints: their handles may have changed, their peers may be lost."""
+        """Quarantine the slots of failed operations, and look at the endpoints: their peers may be lost."""
         self._take_failed()
         self.slots.end_quarantines()
         self.refresh_endpoints()
         self.may_hold_slots = self.slots.num_busy > 0
 
     def refresh_endpoints(self) -> None:
-        """Before every run: there are new sends, handles may have changed, and a lost peer's is none any more."""
+        """Look up the endpoints of all sends, before each run of the loop: handles change, and a lost peer has none."""
         for send in self.active.values():
             if send.error is None:
                 try:
@@ -162,7 +164,7 @@ class Sends(Programs[Send]):
                     self._fail(send.link, error)
 
     def poll(self) -> None:
-        """See what ended."""
+        """Report the sends that ended."""
         for send in list(self.active.values()):
             row = self.values(send)
             if row["phase"] == r.OVER:
@@ -170,7 +172,7 @@ class Sends(Programs[Send]):
                 self.forget(send)
 
     def release(self) -> None:
-        """Send nothing more, and leave what UCX still holds to the transport. Its endpoints stay open."""
+        """Send nothing more, and leave operations under way to the transport. Its endpoints stay open."""
         closed, slots = TransportError("the data path was closed"), self.slots.rows
         for link in {send.link for send in self.active.values()}:
             self._give_up(link, closed)
@@ -182,7 +184,7 @@ class Sends(Programs[Send]):
             self.path.events.append(ev.LinkLost(link, error))
 
     def _give_up(self, link: Link, error: KVConnectorError) -> None:
-        """Stop the sends to a consumer. What is in flight to it may still be read: its memory rests."""
+        """Stop the sends to a consumer. UCX may still read slots in flight to it: their memory is quarantined."""
         slots = self.slots.rows
         for send in self.active.values():
             if send.link is link:
@@ -192,7 +194,7 @@ class Sends(Programs[Send]):
             self._abandon((slots["state"] == r.POSTED) & (slots["owner"] == link.endpoint))
 
     def _abandon(self, in_flight: npt.NDArray[np.bool_]) -> None:
-        """Leave these slots' operations to the transport, and let their memory rest."""
+        """Leave these slots' operations to the transport, and quarantine their memory."""
         slots = self.slots.rows
         for slot in in_flight.nonzero()[0].tolist():
             row = int(slots[slot]["program"])
@@ -203,7 +205,7 @@ class Sends(Programs[Send]):
             self._quarantine(slot)
 
     def _take_failed(self) -> None:
-        """Put the slots of failed operations into quarantine."""
+        """Quarantine the slots of failed operations."""
         for slot in (self.slots.rows["state"] == r.FAILED).nonzero()[0].tolist():
             self._quarantine(slot)
 
