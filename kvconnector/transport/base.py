@@ -1,20 +1,20 @@
-"""The contract of whatever moves bytes: tagged messages between two workers.
+"""The contract of a transport: tagged messages between two workers.
 
 Ordering. Messages of one tag through one endpoint match receives of that tag in the order in which both were posted.
 Between different tags, or different endpoints, there is no order.
 
-Lengths. A message fits its receive exactly. Any other ends the receive with `MessageSizeError`, and its buffer holds
-anything. Zero bytes are a message like any other.
+Lengths. A message fits its receive exactly. Any other length ends the receive with `MessageSizeError`, and the content
+of its buffer is undefined. A message may have zero bytes.
 
 Ownership. One thread owns a transport and calls every method. A buffer belongs to the transport until its ticket
-appears in `progress()`, and `Buffer.owner` is held for as long as the library needs the memory.
+appears in `progress()`. The transport keeps `Buffer.owner` for as long as the library needs the memory.
 
 Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, after one more `progress()`: an
 operation may complete inside the call that started it. Wake once a second: some losses show only when looked for.
 
-Control messages. `send_control` and `receive_control` move small messages that no receive was posted for, under tags
-with `CONTROL_TAG_BIT`, which no other message may have. Those of one tag and endpoint arrive in the order in which they
-were sent. Nothing completes: what cannot be delivered any more shows as `ControlFailed`, or at the next send.
+Control messages. `send_control` and `receive_control` move small messages without posted receives, under tags with
+`CONTROL_TAG_BIT`, which no other message may have. Those of one tag and endpoint arrive in the order in which they were
+sent. They have no completions: a lost message shows as `ControlFailed`, or at the next send.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ CONTROL_TAG_BIT = 1 << 63
 """Set in the 64-bit tags of control messages, and of no others."""
 
 MAX_UNSENT_CONTROL_BYTES = 64 << 20
-"""Of control messages that an endpoint may have on their way before its peer counts as lost: a bound of memory, since
-who is silent is given up by the sessions.
+"""Bytes of control messages that may be under way to a peer before it counts as lost: this bounds memory only, since
+the sessions give up a silent peer.
 """
 
 MAX_CONTROL_PER_CALL = 256
-"""Control messages that one `receive_control` takes from the network."""
+"""The most control messages that one `receive_control` takes from the network."""
 
 
 class MessageSizeError(TransportError):
@@ -48,14 +48,14 @@ LOCK_REMEDY = (
 
 
 class RegistrationError(TransportError):
-    """The system does not register a message's memory with the network card, which locks it."""
+    """The system refused to register a message's memory with the network card, which locks the memory."""
 
     remedy = LOCK_REMEDY
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that a transport reads or writes, on "cpu" or "cuda:N". `owner` is whatever keeps that memory alive."""
+    """Memory that a transport reads or writes, on "cpu" or "cuda:N". `owner` keeps that memory alive."""
 
     address: int
     nbytes: int
@@ -64,14 +64,14 @@ class Buffer:
 
 
 def buffer_of_bytes(content: bytes) -> Buffer:
-    """The memory of a bytes object, to be read only."""
+    """Return the memory of a bytes object, which must not be written."""
     address = ctypes.c_void_p.from_buffer(ctypes.c_char_p(content)).value or 0
     return Buffer(address, len(content), "cpu", content)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one operation. `error` is None when the bytes were sent, or have arrived."""
+    """The end of one operation. `error` is None if the bytes were sent, or have arrived."""
 
     ticket: int
     error: KVConnectorError | None
@@ -87,7 +87,7 @@ class ControlMessage:
 
 @dataclass(frozen=True, slots=True)
 class ControlRefused:
-    """A control message that was dropped unread: its tag is not known, or it is longer than the tag's limit."""
+    """A control message that was dropped unread: its tag is unknown, or it is longer than the tag's limit."""
 
     tag: int
     nbytes: int
@@ -95,7 +95,7 @@ class ControlRefused:
 
 @dataclass(frozen=True, slots=True)
 class ControlFailed:
-    """A control message sent through `endpoint` may not have arrived: those after it will not either."""
+    """A control message sent through `endpoint` may not have arrived. Later ones will not either."""
 
     endpoint: int
     error: KVConnectorError

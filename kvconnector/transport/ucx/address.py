@@ -1,4 +1,4 @@
-"""The address that workers exchange: UCX's own, and which process on which host it belongs to.
+"""The address that workers exchange: UCX's own, with the host and the process that it belongs to.
 
 Endpoints within a host are opened without UCX's watch, and the peer's process is watched instead. That works where both
 processes see one another: same boot, same network and process namespaces. Containers that do not count as two hosts.
@@ -33,9 +33,9 @@ _DEAD_STATES = frozenset("ZXx")
 class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     """One worker: where it runs and how UCX reaches it.
 
-    `start_time` (clock ticks after boot) distinguishes processes that had the same id. `shares_memory`: its UCX may use
-    shared memory. `tcp_segment_bytes` is 0 where it is left to UCX. `ucx_version` is major and minor; (0, 0) is not
-    stated.
+    `start_time` (clock ticks after boot) distinguishes processes that had the same id. `shares_memory` is True if its
+    UCX may use shared memory. `tcp_segment_bytes` is 0 where UCX chooses it. `ucx_version` is major and minor, (0, 0)
+    where it is not stated.
     """
 
     host_id: bytes
@@ -47,13 +47,13 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
     ucx_version: tuple[int, int] = (0, 0)
 
     def encode(self) -> bytes:
-        """The bytes that peers exchange."""
+        """Return the bytes that peers exchange."""
         body = msgspec.msgpack.encode(self)
         return _HEADER.pack(_MAGIC, zlib.crc32(body)) + body
 
     @classmethod
     def decode(cls, encoded: bytes) -> WorkerAddress:
-        """The inverse of `encode`. UCX parses addresses without bounds checks, so nothing that is damaged may reach it.
+        """The inverse of `encode`. UCX parses addresses without bounds checks, so no damaged one may reach it.
 
         Raises RemoteProtocolError: the bytes are too short, too long, damaged, or of another version.
         """
@@ -67,19 +67,19 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
             raise RemoteProtocolError(f"this UCX address is malformed: {error}") from error
 
     def same_host(self, other: WorkerAddress) -> bool:
-        """Returns True if the two processes can see one another's end."""
+        """Returns True if each process can see the other end."""
         return self.host_id == other.host_id
 
     def shares_memory_with(self, other: WorkerAddress) -> bool:
-        """Returns True if UCX connects the two through shared memory, unless it is kept from doing so."""
+        """Returns True if UCX connects the two through shared memory, as far as options allow it."""
         return self.same_host(other) and self.shares_memory and other.shares_memory
 
     def check_compatible(self, here: WorkerAddress) -> None:
-        """Raise IncompatiblePeerError where this worker and the one `here` state what does not go together: versions of
-        UCX, or lengths of tcp's messages.
+        """Raise IncompatiblePeerError if this worker and the one `here` have versions of UCX, or lengths of tcp's
+        messages, that do not work together.
 
-        UCX of one minor version mostly exchanges short messages with another, but its long ones over TCP fail or never
-        end: keys of memory and protocols differ.
+        Two minor versions of UCX mostly exchange short messages, but long ones over TCP fail or never end, since keys
+        of memory and protocols differ.
         """
         versions = {self.ucx_version, here.ucx_version}
         if len(versions) > 1 and (0, 0) not in versions and versions not in _COMPATIBLE_VERSIONS:
@@ -95,7 +95,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
             )
 
     def process_alive(self) -> bool:
-        """Returns True if the process still runs, as far as this one may know. Only meaningful on its own host."""
+        """Returns True if the process still runs, as far as this one can see. Only meaningful on its own host."""
         try:
             os.kill(self.process_id, 0)
         except ProcessLookupError:
@@ -107,14 +107,14 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 def this_process() -> tuple[bytes, int, int]:
-    """The first three fields of the address of a worker of this process."""
+    """Return the first three fields of the address of a worker in this process."""
     process_id = os.getpid()
     _, start_time = _state_and_start(process_id) or ("", 0)
     return _host_id(), process_id, start_time
 
 
 def _host_id() -> bytes:
-    """16 bytes that two processes share exactly if they can share memory and see one another."""
+    """Return 16 bytes that are equal in two processes if they can share memory and see each other, else not."""
     try:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "pid", "ipc")]
@@ -126,9 +126,9 @@ def _host_id() -> bytes:
 
 
 def _state_and_start(process_id: int) -> tuple[str, int] | None:
-    """A process's state, one letter, and when it started, in clock ticks after boot.
+    """Return a process's state, one letter, and its start, in clock ticks after boot.
 
-    Returns None if that cannot be read: there is no such process, or /proc hides those of other users (hidepid).
+    Returns None if /proc does not show them: there is no such process, or it is another user's (hidepid).
     """
     try:
         stat = Path(f"/proc/{process_id}/stat").read_text("ascii", "replace")

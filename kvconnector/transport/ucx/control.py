@@ -1,4 +1,4 @@
-"""Control messages as UCX delivers them: taken from the messages that no receive was posted for."""
+"""Control messages as UCX delivers them: messages for which no receive was posted."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvconnector.transport.ucx.libucp import Libucp, Unexpected
 from kvconnector.transport.ucx.requests import RequestTable
 
 MAX_ARRIVING_LIMITS = 4
-"""Messages of the longest kind that may be arriving under one tag. Most are there when they are noticed; a long one
-comes in pieces, for as long as its sender takes.
+"""The longest messages of one tag that may be arriving at a time. Most messages are complete when they are found; a
+long one comes in pieces, as fast as its sender sends them.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Arriving:
-    """A message being received into `memory`, which is None once that has failed."""
+    """A message that is being received into `memory`, which is None if that failed."""
 
     nbytes: int
     memory: bytearray | None
@@ -41,14 +41,14 @@ class _Arriving:
 
 
 class ControlReceives:
-    """The control messages of one worker. `arriving` are those of each tag that are not complete, in their order."""
+    """The control messages of one worker. `arriving` has the incomplete messages of each tag, in their order."""
 
     def __init__(self, libucp: Libucp, requests: RequestTable) -> None:
         self._libucp = libucp
         self._requests = requests
         self.arriving: dict[int, deque[_Arriving]] = {}
         self.has_begun = False
-        """The last `take` posted what UCX must be driven for."""
+        """True if the last `take` posted operations for which UCX must be driven."""
 
     def take(self, limits: Mapping[int, int]) -> list[ControlEvent]:
         """See `UcxTransport.receive_control`."""
@@ -66,7 +66,7 @@ class ControlReceives:
         return events
 
     def _accept(self, message: Unexpected, limits: Mapping[int, int]) -> ControlEvent | None:
-        """Begin to receive a message, unless there is no memory to be spent on it; what is known of it at once."""
+        """Begin to receive a message, unless it may take no memory. Returns its event if it is over at once."""
         handle, tag, nbytes = message
         limit_bytes = limits.get(tag, -1)
         queue = self.arriving.get(tag)
@@ -92,7 +92,7 @@ class ControlReceives:
         return None
 
     def _arrived(self) -> list[ControlEvent]:
-        """Return what is complete, each tag's messages in their order."""
+        """Return the events of complete messages, each tag's in their order."""
         self._requests.collect()
         events: list[ControlEvent] = []
         for tag, queue in list(self.arriving.items()):
@@ -113,7 +113,7 @@ class ControlReceives:
 
 
 def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
-    """Return the event of a message that is over, whose first bytes are in this memory, if it came."""
+    """Return the event of a message that is over. Its bytes are the first of `memory`, if it came."""
     if memory is None:
         return ControlRefused(tag, nbytes)
     return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))

@@ -1,4 +1,4 @@
-"""The endpoints of a UCX worker, from their opening until UCX has closed them."""
+"""The endpoints of a UCX worker, until UCX has closed them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvconnector.transport.ucx.libucp import Libucp, Posted
 from kvconnector.transport.ucx.requests import Endpoint, RequestTable
 
 QUARANTINE_S = 60.0
-"""How long an endpoint that was given up is kept, where closing it at once would not be safe."""
+"""Seconds that an endpoint is kept after it was given up, where closing it at once would not be safe."""
 
 
 class UcxEndpoints:
@@ -43,7 +43,7 @@ class UcxEndpoints:
         return f"{list(self._open.values())}{quarantined}"
 
     def open(self, peer: WorkerAddress, *, watched: bool) -> int:
-        """An endpoint to a worker; its id."""
+        """Open an endpoint to a worker. Returns its id."""
         self._num_opened += 1
         for quarantined in self._quarantined:
             endpoint = quarantined[1]
@@ -59,14 +59,14 @@ class UcxEndpoints:
         return self._num_opened
 
     def get(self, endpoint_id: int) -> Endpoint:
-        """The open endpoint with this id, or `LocalError`."""
+        """Return the open endpoint with this id. Raises LocalError: there is none."""
         try:
             return self._open[endpoint_id]
         except KeyError:
             raise LocalError("no such endpoint", endpoint=endpoint_id) from None
 
     def retire(self, endpoint_id: int) -> None:
-        """Give an endpoint up and end its sends. UCX may go on sending them for a while."""
+        """Give up an endpoint and end its sends. UCX may go on sending them for a while."""
         endpoint = self._open.pop(endpoint_id, None)
         if endpoint is None:
             return
@@ -78,7 +78,7 @@ class UcxEndpoints:
         self.end_quarantines()
 
     def end_quarantines(self) -> None:
-        """Close the given up endpoints that can be closed now."""
+        """Close the quarantined endpoints that can be closed now."""
         now_s = self._clock()
         for quarantined in self._quarantined[:]:
             until_s, endpoint = quarantined
@@ -89,7 +89,7 @@ class UcxEndpoints:
                 self._close(endpoint)
 
     def book_failures(self) -> None:
-        """Give up the endpoints whose loss UCX has reported."""
+        """Close the endpoints whose loss UCX has reported."""
         failures, self._failures = self._failures, []
         for handle, status in failures:
             endpoint = self._watched.get(handle)
@@ -105,7 +105,7 @@ class UcxEndpoints:
         return bool(self._failures) or any(each.lost for each in self._open.values())
 
     def check_processes(self, local: WorkerAddress) -> None:
-        """Give up the endpoints whose process on this host has ended."""
+        """Mark the endpoints as lost whose process on this host has ended."""
         for endpoint in self._open.values():
             peer = endpoint.peer
             if endpoint.watched or endpoint.lost is not None or not peer.same_host(local):
@@ -115,7 +115,7 @@ class UcxEndpoints:
                 self._lose(endpoint, PeerLostError("the peer's process has ended", process_id=pid))
 
     def flush_all(self) -> None:
-        """Begin to push out what was sent: closing a watched endpoint drops it."""
+        """Begin to flush the watched endpoints: closing one drops what it has not sent."""
         for endpoint in self._open.values():
             if endpoint.watched and endpoint.handle and endpoint.lost is None:
                 self.wait_closing(self._libucp.ep_flush(endpoint.handle))
@@ -130,7 +130,7 @@ class UcxEndpoints:
         self._quarantined.clear()
 
     def wait_closing(self, posted: Posted) -> None:
-        """Book a request whose end matters only for an orderly end."""
+        """Keep a request whose completion matters only when the transport closes."""
         if posted.status == IN_PROGRESS:
             self._closing.append(posted.request)
 

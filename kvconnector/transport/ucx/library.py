@@ -1,8 +1,8 @@
-"""Which UCX this process uses: finding a libucp, loading it, and what is known of it.
+"""The UCX of this process: finding a libucp and loading it.
 
 Any libucp of a known version will do, whoever installed it: only C functions are called (`abi`, `libucp`). A process
-uses one. Two with the same file names would share halves of each other. So one that something else has loaded already,
-as ucxx does, is taken where the choice is open (`auto`), and keeps another one out.
+uses one, since two with the same file names would share halves of each other. So a libucp that something else has
+loaded, as ucxx does, is used where the setting leaves the choice open (`auto`), and excludes any other.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from kvconnector.transport.ucx.ports import active_drivers, active_rdma_ports
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-"""What is loaded already, else the first of `SOURCES` that can be loaded."""
+"""The libucp that is loaded already, else the first of `SOURCES` that can be loaded."""
 KNOWN_VERSIONS = ((1, 18), (1, 23))
 """First and last minor version of UCX whose headers were compared with `abi`."""
 
 _SONAME = "libucp.so.0"
 _BINDINGS = {"ucxx": "ucxx._lib.libucxx", "ucx-py": "ucp._libs.ucx_api"}
-"""Python bindings, and the modules that bring libucp in."""
+"""Python bindings, and the modules that load libucp."""
 _MEMTYPE_CACHE = "UCX_MEMTYPE_CACHE"
 _WHEEL_FILES = ("libucs.so", "libuct.so", "libucp.so")
-"""The names by which ucxx loads the files of the wheel, which has a copy under each of three names: loading them by
-others would bring a second UCX in.
+"""The names by which ucxx loads the files of the wheel, which has three copies of each: loading them by other names
+would load a second UCX.
 """
 _LDCONFIG = "/sbin/ldconfig"
 _RTLD_DL_LINKMAP = 2
@@ -48,7 +48,7 @@ _RTLD_DL_LINKMAP = 2
 class UcxLibrary:
     """A libucp in this process. `source` is the setting that found it.
 
-    `releasing` and `keeping` are the same functions, and those of its libucs: called without and with the GIL.
+    `releasing` and `keeping` are the same functions, of libucp and its libucs: calls of the former release the GIL.
 
     Raises TransportError: the file cannot be loaded, is no libucp, or its version is not known.
     """
@@ -75,12 +75,12 @@ class UcxLibrary:
         return f"UCX {_dotted(self.version)} ({named}{self.path})"
 
     def status_text(self, status: int) -> str:
-        """UCX's words for a status."""
+        """Return UCX's words for a status."""
         text: bytes = self.keeping.ucs_status_string(status)
         return text.decode(errors="replace")
 
     def components(self) -> list[str]:
-        """What this UCX can use where there is hardware for it, such as "tcp", "cuda_ipc" or "ib"."""
+        """Return what this UCX can use where there is hardware for it, such as "tcp", "cuda_ipc" or "ib"."""
         found, count = ctypes.POINTER(ctypes.c_void_p)(), c_uint()
         status = self.keeping.uct_query_components(byref(found), byref(count))
         self.check(status, "UCX does not list its components")
@@ -99,7 +99,7 @@ class UcxLibrary:
 
 
 def load_library(source: str = AUTO) -> UcxLibrary:
-    """The libucp that a setting names, loaded once.
+    """Load the libucp that a setting names, once.
 
     Args:
         source: `auto`, one of `SOURCES`, `ucxx` or `ucx-py` for the one that this binding brings, or a file's path.
@@ -150,9 +150,9 @@ def _first_usable() -> UcxLibrary:
 
 
 def automatic_order(ports: Collection[str]) -> list[str]:
-    """The sources that `auto` tries, the preferred one first, on a host with these active RDMA ports.
+    """Return the sources that `auto` tries, the preferred one first, on a host with these active RDMA ports.
 
-    Where there are some, those come first that can use them: the system's, which fits its drivers, then NIXL's.
+    Sources that can use the ports come first: the system's, which fits its drivers, then NIXL's.
     """
 
     def rank(source: str) -> tuple[bool, bool]:
@@ -163,7 +163,7 @@ def automatic_order(ports: Collection[str]) -> list[str]:
 
 
 def _rdma_lack(source: str) -> str:
-    """Return why a source has no UCX with transports for RDMA; empty if it has one."""
+    """Return why the UCX of a source cannot use RDMA; empty if it can."""
     try:
         path = _find(source)
     except TransportError as error:
@@ -184,14 +184,14 @@ def brings_libibverbs(libucp: Path) -> bool:
     """Returns True if a libucp comes with a libibverbs of its own, as in NIXL's wheel, which has a provider for
     NVIDIA's NICs alone.
 
-    UCX's module for EFA then loads the system's libefa, and with it the system's libibverbs and libnl beside the ones
-    that were brought, and the process crashes when it ends: the module is not loaded.
+    UCX's module for EFA would load the system's libefa, and with it the system's libibverbs and libnl beside those of
+    the wheel, and the process would crash when it ends. So that module is not loaded.
     """
     return any(libucp.parent.glob("libibverbs-*"))
 
 
 def rdma_modules(libucp: Path) -> list[Path]:
-    """The files of UCX's transports for RDMA that belong to a libucp."""
+    """Return the files of a libucp's transports for RDMA."""
     return sorted((libucp.resolve().parent / "ucx").glob("libuct_ib*.so*"))
 
 
@@ -211,30 +211,30 @@ def _load(source: str) -> UcxLibrary:
 
 
 def _is_same(one: Path, other: Path) -> bool:
-    """Returns True if these are the same library. Wheels have a copy of it under each of its names."""
+    """Returns True if these are the same library, of which wheels have a copy under each of its names."""
     return one.resolve().parent == other.resolve().parent
 
 
 def _find(source: str) -> Path:
-    """Where a source has its libucp. Raises TransportError: it has none."""
+    """Return the path of a source's libucp. Raises TransportError: it has none."""
     if source in _BINDINGS:
         return _of_binding(source)
     return SOURCES[source]() if source in SOURCES else Path(source)
 
 
 def _of_wheel() -> Path:
-    """`libucx`, the package that ucxx and ucx-py stand on; by the name under which they load it."""
+    """Find the libucp of `libucx`, on which ucxx and ucx-py depend, by the name under which they load it."""
     return _existing(_package("libucx"), "lib/libucp.so")
 
 
 def _of_nixl() -> Path:
-    """The UCX in a wheel of NIXL, whose files have names of their own."""
+    """Find the libucp in a wheel of NIXL, whose files have names of their own."""
     package = _package("nixl_cu13", "nixl_cu12")
     return _existing(package.parent / f"{package.name}.libs", "libucp-*.so*")
 
 
 def _package(*names: str) -> Path:
-    """The folder of the first package that is installed, which is not imported."""
+    """Return the folder of the first package that is installed, without importing it."""
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations:
@@ -254,7 +254,7 @@ def _existing(folder: Path, pattern: str) -> Path:
 
 
 def _of_system() -> Path:
-    """By LD_LIBRARY_PATH, the interpreter's own folder (conda) and the loader's cache, in this order."""
+    """Look in LD_LIBRARY_PATH, the interpreter's own folder (conda) and the loader's cache, in this order."""
     folders = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), f"{sys.prefix}/lib"]
     for folder in filter(None, folders):
         if (path := Path(folder) / _SONAME).exists():
@@ -273,7 +273,7 @@ def _of_system() -> Path:
 
 
 def _of_binding(name: str) -> Path:
-    """The one that a Python binding links or loads."""
+    """Find the libucp that a Python binding links or loads."""
     try:
         with ucx_environment_kept():
             importlib.import_module(_BINDINGS[name])
@@ -287,15 +287,15 @@ def _of_binding(name: str) -> Path:
 SOURCES: Mapping[str, Callable[[], Path]] = MappingProxyType(
     {"wheel": _of_wheel, "nixl": _of_nixl, "system": _of_system}
 )
-"""Where a libucp may come from, the preferred one first."""
+"""Finds the libucp of each source, the preferred one first."""
 
 _lock = threading.Lock()
 _loaded: list[UcxLibrary] = []
-"""The one that this process uses, once it is known."""
+"""The libucp of this process, once it is known."""
 
 
 def _present() -> Path | None:
-    """Where the `libucp.so.0` is that something in this process has loaded."""
+    """Return the path of the `libucp.so.0` that this process has loaded, or None."""
     try:
         library = ctypes.CDLL(_SONAME, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:
@@ -312,7 +312,7 @@ class LinkMap(NamedTuple):
 
 
 def link_map_of(function: Any) -> LinkMap:
-    """The loaded file that a C function is in."""
+    """Return the loaded file of a C function."""
     info, link_map = (c_void_p * 4)(), c_void_p()
     address = ctypes.cast(function, c_void_p)
     ctypes.CDLL(None).dladdr1(address, info, byref(link_map), _RTLD_DL_LINKMAP)
@@ -327,7 +327,7 @@ def _version(functions: Any) -> tuple[int, int, int]:
 
 
 def _version_elsewhere(path: Path) -> tuple[int, ...]:
-    """The version of a libucp that is not to be loaded here. Raises TransportError: it cannot be loaded."""
+    """Return the version of a libucp by loading it in another process. Raises TransportError: it cannot be loaded."""
     program = (
         "import ctypes, sys\n"
         "numbers = [ctypes.c_uint() for _ in range(3)]\n"
@@ -358,11 +358,12 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 @contextmanager
 def ucx_environment_kept(*, without_efa: bool = False) -> Iterator[None]:
-    """Undo what the block adds to the UCX_* environment variables, and load UCX without a cache of memory types.
+    """Remove the UCX_* environment variables that the block adds, and load UCX without a cache of memory types.
 
-    Bindings set UCX_* defaults when imported, which would reach this process's children and other users of UCX.
-    UCX_MEMTYPE_CACHE counts when libucs is loaded: UCX then asks the driver what a pointer is, as caching allocators
-    need; set afterwards, libucs reports it on stderr as unused. `without_efa`: see `brings_libibverbs`.
+    Bindings set UCX_* defaults when imported, which would reach this process's children and other users of UCX. libucs
+    reads UCX_MEMTYPE_CACHE when it is loaded: without the cache UCX asks the driver what a pointer is, as caching
+    allocators require. If it is set later, libucs reports it on stderr as unused. `without_efa`: see
+    `brings_libibverbs`.
     """
     before = {name for name in os.environ if name.startswith("UCX_")}
     os.environ.setdefault(_MEMTYPE_CACHE, "n")

@@ -1,17 +1,17 @@
 """libucp by handle: contexts, workers, and the dozen C calls behind tagged messages.
 
-Threads. A worker is used by one thread at a time, whichever holds its owner's lock, and says so to UCX (`SERIALIZED`).
-The compiled loop calls the same functions on the same worker, by their addresses, in the thread that runs the loop. UCX
-has a thread of its own, which accepts connections, and calls nothing of ours but `listeners` and `log`.
+Threads. One thread at a time uses a worker, which UCX is told (`SERIALIZED`): the one that holds the owner's lock. The
+compiled loop calls the same functions on the same worker, by their addresses, in the thread that runs the loop. UCX has
+a thread of its own, which accepts connections, and calls nothing of ours but `listeners` and `log`.
 
-The GIL. Calls that may copy or wait for the kernel (creating and destroying, and `worker_progress` if it is to) release
-it; the others return within microseconds and keep it, since giving it up costs more than the call when another Python
+The GIL. Calls that may copy or wait for the kernel (creating and destroying, and `worker_progress` if asked) release
+it. The others return within microseconds and keep it, since releasing it costs more than the call when another Python
 thread is busy.
 
 Ownership. A context outlives its workers, a worker its endpoints and requests; UCX crashes otherwise. An endpoint or a
-request is a number here: `endpoints` and `requests` know when it ends. Nothing has a destructor: `close` is called.
+request is a number here: `endpoints` and `requests` know when it ends. Nothing has a destructor: owners call `close`.
 
-Errors. A status that is final for an operation is returned with it; one of a call that must succeed is raised.
+Errors. The final status of an operation is returned; a call that must succeed raises.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ Resource: TypeAlias = tuple[str, str]
 class Context:
     """A `ucp_context_h` with tagged messages and event descriptors.
 
-    `options` are UCX settings named without `UCX_`. Raises TransportError: UCX cannot start with these. Up to 1.20.0 it
-    only warns of those it does not know.
+    `options` are UCX settings named without `UCX_`. Raises TransportError: UCX cannot start with these. Up to 1.20.0
+    UCX only warns of unknown ones.
     """
 
     def __init__(self, library: UcxLibrary, options: Mapping[str, str]) -> None:
@@ -63,8 +63,8 @@ class Context:
             library.keeping.ucp_config_release(config)
 
     def resources(self) -> set[Resource]:
-        """All that this context may use, such as ("tcp", "eth0") or ("rc_mlx5", "mlx5_0:1"), from its printed
-        description. Raises TransportError: there is no memory.
+        """Return what this context may use, such as ("tcp", "eth0") or ("rc_mlx5", "mlx5_0:1"), as it prints it. Raises
+        TransportError: there is no memory.
         """
         libc = ctypes.CDLL(None)
         libc.open_memstream.restype = c_void_p
@@ -88,7 +88,7 @@ class Context:
 
 
 class Posted(NamedTuple):
-    """What posting an operation gave: a request that is under way, or else (request 0) its final status."""
+    """A posted operation: a request that is under way, or (request 0) its final status."""
 
     request: int
     status: int
@@ -98,11 +98,11 @@ class Posted(NamedTuple):
 _DONE = Posted(0, OK)
 
 Unexpected: TypeAlias = tuple[int, int, int]
-"""A message that came before its receive: its handle, tag and bytes."""
+"""A message without a receive: its handle, its tag and its number of bytes."""
 
 
 class Libucp:
-    """A worker of a context, which one thread uses at a time. Raises TransportError: UCX cannot make one."""
+    """A worker of a context, which one thread at a time uses. Raises TransportError: UCX cannot make one."""
 
     def __init__(self, context: Context) -> None:
         self.library = context.library
@@ -126,7 +126,7 @@ class Libucp:
         )
 
     def address(self) -> bytes:
-        """The address that peers pass to `ep_create`."""
+        """Return the address that peers pass to `ep_create`."""
         address, nbytes = c_void_p(), c_size_t()
         status = self._keeping.ucp_worker_get_address(self._worker, byref(address), byref(nbytes))
         self.library.check(status, "UCX gives a worker no address")
@@ -136,7 +136,7 @@ class Libucp:
             self._keeping.ucp_worker_release_address(self._worker, address)
 
     def close(self) -> None:
-        """Destroy the worker, and every endpoint and request that it still has."""
+        """Destroy the worker, with every endpoint and request that it still has."""
         self._releasing.ucp_worker_destroy(self._worker)
 
     def worker_progress(self, *, keeps_gil: bool) -> bool:
@@ -145,7 +145,7 @@ class Libucp:
         return bool(library.ucp_worker_progress(self._worker))
 
     def worker_arm(self) -> int:
-        """Arm the event descriptor: OK, or ERR_BUSY if there are events to progress first."""
+        """Arm the event descriptor. Returns OK, or ERR_BUSY if there are events to progress first."""
         return int(self._keeping.ucp_worker_arm(self._worker))
 
     def worker_signal(self) -> None:
@@ -153,13 +153,13 @@ class Libucp:
         self._keeping.ucp_worker_signal(self._worker)
 
     def worker_event_fd(self) -> int:
-        """The worker's event descriptor; it belongs to the worker."""
+        """Return the worker's event descriptor, which belongs to the worker."""
         fd = c_int()
         self.library.check(self._keeping.ucp_worker_get_efd(self._worker, byref(fd)), "no event fd")
         return fd.value
 
     def ep_create(self, address: bytes, error_callback: Any) -> int:
-        """An endpoint to a worker. With `error_callback`, UCX watches for the loss of the peer."""
+        """Create an endpoint to a worker. With `error_callback`, UCX watches for the loss of the peer."""
         guarded = error_callback is not None
         params = abi.EpParams(
             field_mask=abi.EP_FIELD_REMOTE_ADDRESS
@@ -175,18 +175,18 @@ class Libucp:
         return endpoint.value or 0
 
     def ep_close(self, endpoint: int, *, force: bool) -> Posted:
-        """Begin to close an endpoint; forced, which only a watched one may be, it does not wait for its peer."""
+        """Begin to close an endpoint. With `force`, which only a watched one may use, it does not wait for its peer."""
         param = abi.RequestParam(
             op_attr_mask=abi.OP_FIELD_FLAGS, flags=abi.CLOSE_FORCE if force else 0
         )
         return _posted(self._keeping.ucp_ep_close_nbx(endpoint, byref(param)))
 
     def ep_flush(self, endpoint: int) -> Posted:
-        """Begin to push out what was sent by an endpoint."""
+        """Begin to flush an endpoint."""
         return _posted(self._keeping.ucp_ep_flush_nbx(endpoint, byref(abi.RequestParam())))
 
     def ep_lanes(self, endpoint: int) -> str:
-        """The lanes of an endpoint, as "transport/device" joined by "+"."""
+        """Return the lanes of an endpoint, as "transport/device" joined by "+"."""
         entries = (abi.TransportEntry * _MAX_LANES)()
         attr = abi.EpAttr(
             field_mask=abi.EP_ATTR_TRANSPORTS,
@@ -203,7 +203,7 @@ class Libucp:
     def tag_send(
         self, endpoint: int, address: int | bytes, nbytes: int, tag: int, *, host: bool
     ) -> Posted:
-        """Post a tagged message, of bytes or at an address. `host` spares UCX the question which device it is on."""
+        """Post a tagged message, of bytes or at an address. `host`: in host memory, so UCX need not ask the driver."""
         param = self._host_send_param if host else self._send_param
         raw = self._keeping.ucp_tag_send_nbx(endpoint, address, nbytes, tag, byref(param))
         return _posted(raw) if raw else _DONE
@@ -217,8 +217,8 @@ class Libucp:
     def find_unexpected(
         self, tag: int = 0, mask: int = 0, *, take: bool = True
     ) -> Unexpected | None:
-        """The oldest message that nobody has received and whose tag is `tag` in the bits of `mask`; None if there is
-        none. One that is taken must be received, see `receive_unexpected`.
+        """Return the oldest message without a receive whose tag is `tag` in the bits of `mask`, or None. With `take`,
+        it must then be received, see `receive_unexpected`.
         """
         handle = self._keeping.ucp_tag_probe_nb(self._worker, tag, mask, take, byref(self._info))
         if not handle:
@@ -226,27 +226,27 @@ class Libucp:
         return handle, int(self._info.sender_tag), int(self._info.length)
 
     def receive_unexpected(self, handle: int, address: int, nbytes: int) -> Posted:
-        """Receive a message that was taken into host memory; no memory refuses its content."""
+        """Receive a message that was taken into host memory. Without memory, UCX drops its content."""
         param = byref(self._host_send_param)
         return _posted(
             self._keeping.ucp_tag_msg_recv_nbx(self._worker, address or None, nbytes, handle, param)
         )
 
     def send_status(self, request: int) -> int:
-        """Status of a send or a close."""
+        """Return the status of a send or a close."""
         return int(self._keeping.ucp_request_check_status(request))
 
     def recv_status(self, request: int) -> tuple[int, int]:
-        """Status of a receive, and once it has ended the length of its message in bytes."""
+        """Return the status of a receive, and once it has ended the bytes of its message."""
         status = int(self._keeping.ucp_tag_recv_request_test(request, byref(self._info)))
         return status, int(self._info.length)
 
     def request_cancel(self, request: int) -> None:
-        """Cancel a receive that no message has matched. Sends are not cancelled by UCX."""
+        """Cancel a receive that no message has matched. UCX does not cancel sends."""
         self._keeping.ucp_request_cancel(self._worker, request)
 
     def request_free(self, request: int) -> None:
-        """Give a request back; one that is under way is freed by UCX when it ends."""
+        """Free a request. If it is under way, UCX frees it when it ends."""
         self._keeping.ucp_request_free(request)
 
 

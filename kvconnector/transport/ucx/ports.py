@@ -17,8 +17,8 @@ _CAP_IPC_LOCK = 14
 
 
 class Place(NamedTuple):
-    """Where a device or a process is: the folders from the PCI root down to the device, none for a process, and the
-    NUMA nodes there; -1 where the firmware does not say.
+    """Where a device or a process is: the folders from the PCI root down to the device, none for a process, and its
+    NUMA nodes, -1 where the firmware names none.
     """
 
     path: tuple[str, ...]
@@ -26,7 +26,7 @@ class Place(NamedTuple):
 
 
 def rdma_ports() -> dict[str, tuple[str, Place]]:
-    """The RDMA ports as UCX names them ("mlx5_0:1"), the state of each link ("ACTIVE", "DOWN") and its place."""
+    """Return the RDMA ports by UCX's names ("mlx5_0:1"): the state of the link ("ACTIVE", "DOWN"), and the place."""
     return {
         f"{state.parts[-4]}:{state.parts[-2]}": (
             state.read_text().partition(":")[2].strip(),
@@ -37,19 +37,19 @@ def rdma_ports() -> dict[str, tuple[str, Place]]:
 
 
 def active_rdma_ports() -> dict[str, Place]:
-    """Those whose link is up."""
+    """Return the places of the RDMA ports whose link is up."""
     return {name: place for name, (state, place) in rdma_ports().items() if state == "ACTIVE"}
 
 
 def active_drivers() -> set[str]:
-    """The kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where sysfs has none."""
+    """Return the kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where sysfs has none."""
     folders = {SYSFS / "class/infiniband" / port.partition(":")[0] for port in active_rdma_ports()}
     links = [folder / "device/driver" for folder in folders]
     return {link.resolve().name if link.exists() else "" for link in links}
 
 
 def lockable_bytes() -> int | None:
-    """Memory that this process may lock, as registering it with a NIC does; None where there is no limit."""
+    """Return the bytes that this process may lock, as registering them with a NIC does; None if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     status = Path("/proc/self/status").read_text("ascii", "replace")
     capabilities = int(status.partition("CapEff:")[2].split(maxsplit=1)[0], 16)
@@ -58,8 +58,8 @@ def lockable_bytes() -> int | None:
 
 
 def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
-    """The devices that share the longest way from the PCI root with `to`, which is below the same switch where there
-    is one; of these the ones on its NUMA node. All that are equally near.
+    """Return the devices nearest to `to`: those that share the longest way from the PCI root with it, and of these the
+    ones on its NUMA node. Several may be equally near.
     """
     far = {
         name: (-_common(place, to), place.nodes.isdisjoint(to.nodes))
@@ -69,7 +69,7 @@ def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
 
 
 def distance(one: Place, other: Place) -> str:
-    """How far two devices are from each other, in words."""
+    """Say in words how far two devices are from each other."""
     common = _common(one, other)
     if common > 1:
         links = len(one.path) + len(other.path) - 2 * common
@@ -82,7 +82,7 @@ def distance(one: Place, other: Place) -> str:
 
 
 def _common(one: Place, other: Place) -> int:
-    """Folders that two ways from the PCI root have in common."""
+    """Return the number of folders that two ways from the PCI root have in common."""
     both = zip(one.path, other.path, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
@@ -97,7 +97,7 @@ def _place(device: Path) -> Place:
 
 
 def place_of(device: str) -> Place:
-    """Where caches on `device` are; without a GPU, where this process may run."""
+    """Return the place of caches on `device`; on the CPU, where this process may run."""
     kind, _, index = device.partition(":")
     if kind == "cuda":
         return _place(SYSFS / "bus/pci/devices" / _pci_address(int(index)))
@@ -107,7 +107,7 @@ def place_of(device: str) -> Place:
 
 
 def _pci_address(index: int) -> str:
-    """Of a GPU, as sysfs writes it."""
+    """Return a GPU's PCI address as sysfs writes it."""
     cuda, gpu, text = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.create_string_buffer(32)
     cuda.cuInit(0)
     if cuda.cuDeviceGet(ctypes.byref(gpu), index) or cuda.cuDeviceGetPCIBusId(text, 32, gpu):

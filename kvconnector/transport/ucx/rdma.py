@@ -1,7 +1,7 @@
-"""RDMA between hosts: which of its ports a worker takes, and what to change where UCX goes by TCP.
+"""RDMA between hosts: the ports that a worker uses, and what to change where UCX uses TCP.
 
-A worker of UCX fills a receive queue for each RDMA device that its context has, and locks that memory. Where the system
-refuses it, UCX tries again for ever: the worker starts, and its messages never leave. So such a context has no RDMA.
+A worker of UCX fills a receive queue for each RDMA device of its context, and locks that memory. If the system refuses,
+UCX tries again for ever: the worker starts, but sends nothing. So such a context gets no RDMA.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 AUTO_DEVICES = "auto"
 RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
-"""How UCX's transports begin whose hardware takes messages past the kernel."""
+"""Beginnings of the names of UCX's transports whose hardware bypasses the kernel."""
 LOCKED_BYTES_PER_DEVICE = 39_845_888
-"""What UCX locks at least for each RDMA device: the receive queue of `rc_verbs`, as 1.20 and 1.23 register it."""
+"""The least that UCX locks for each RDMA device: the receive queue of `rc_verbs`, as 1.20 and 1.23 register it."""
 
 Offers: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
-"""What UCX could use under options, which are named without `UCX_`."""
+"""Returns what UCX could use with these options, which are named without `UCX_`."""
 
 
 def offered(library: UcxLibrary, options: Mapping[str, str]) -> set[Resource]:
-    """What a UCX could use under options: by a context that is opened for the question, which takes milliseconds."""
+    """Return what a UCX could use with these options, by opening a context, which takes milliseconds."""
     context = Context(library, options)
     try:
         return context.resources()
@@ -46,14 +46,14 @@ def offered(library: UcxLibrary, options: Mapping[str, str]) -> set[Resource]:
 
 
 def rdma_devices(resources: Collection[Resource]) -> set[str]:
-    """The devices among these that some RDMA transport uses."""
+    """Return the devices among these that an RDMA transport uses."""
     return {device for transport, device in resources if transport.startswith(RDMA_LANES)}
 
 
 class RdmaChoice:
-    """Which of a UCX's RDMA devices a worker takes, for caches on `device` ("cpu" or "cuda:N").
+    """Chooses the RDMA devices of a worker with caches on `device` ("cpu" or "cuda:N").
 
-    `options` are UCX's, named without `UCX_`. `staging_bytes` of host memory are registered besides UCX's own.
+    All `options` are UCX's, named without `UCX_`. `staging_bytes` of host memory are registered besides UCX's own.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class RdmaChoice:
         self._warned: set[str] = set()
 
     def settle(self, options: Mapping[str, str]) -> dict[str, str]:
-        """Return `options` with "auto" for NET_DEVICES replaced by what it means.
+        """Return `options` with "auto" for NET_DEVICES replaced by names.
 
-        That is the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for
-        TCP. Without RDMA the choice is left to UCX.
+        These are the RDMA ports nearest to the GPU, or to the CPUs that this process may use, and every interface for
+        TCP. Without RDMA, UCX chooses.
 
         Raises:
             ConfigError: a device is named that UCX cannot use.
@@ -104,8 +104,8 @@ class RdmaChoice:
         return dict(options)
 
     def lack_of_memory(self, devices: Collection[str]) -> str:
-        """Return why UCX cannot use these RDMA devices together, for want of memory that it may lock, and what to
-        change; empty if it can, or if there are none.
+        """Return why UCX may lock too little memory to use these RDMA devices together, and what to change; empty if it
+        may lock enough, or if there are none.
         """
         limit = lockable_bytes()
         needed = len(devices) * LOCKED_BYTES_PER_DEVICE + self._staging_bytes
@@ -119,7 +119,7 @@ class RdmaChoice:
     def without_unlockable(
         self, options: Mapping[str, str], *, require_rdma: bool
     ) -> dict[str, str]:
-        """Return settled `options` that leave RDMA out, with a warning, where this process may not lock what it needs.
+        """Return settled `options`. They leave out RDMA, with a warning, if this process may not lock enough memory.
 
         Raises:
             ConfigError: RDMA is left out, and it is required or there is no TCP.
@@ -166,11 +166,11 @@ class RdmaChoice:
         return f"UCX can open none of {ports}: {hint}"
 
     def check(self, lanes: str, options: Mapping[str, str], *, require_rdma: bool) -> bool:
-        """Returns True if RDMA ports are active here, and none of the lanes to a peer on another host is RDMA's; that
-        is logged once for each set of lanes.
+        """Returns True if RDMA ports are active here, but no lane to a peer on another host uses RDMA; the log warns
+        once for each set of lanes.
 
         Raises:
-            IncompatiblePeerError: none is RDMA's, and that is required.
+            IncompatiblePeerError: no lane uses RDMA, and `require_rdma` is set.
         """
         if any(lane.startswith(RDMA_LANES) for lane in lanes.split("+")):
             return False
@@ -194,7 +194,7 @@ def _tcp(resources: Collection[Resource]) -> list[str]:
 
 
 def _setting(options: Mapping[str, str], name: str) -> str:
-    """A setting and its value, ours or of UCX's environment."""
+    """Name a setting and its value, ours or from UCX's environment."""
     if name in options:
         return f"ucx.{name.lower()}={options[name]}"
     return f"UCX_{name}={os.environ.get(f'UCX_{name}', '')}"

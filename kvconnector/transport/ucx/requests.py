@@ -37,9 +37,9 @@ _LOSS_STATUSES = frozenset((-3, -6, -23, -24, -25, -80))
 
 @dataclass(slots=True, eq=False, repr=False)
 class Endpoint:
-    """An endpoint of UCX. `watched`: UCX reports the loss of the peer; else the peer's process is looked at. `lanes` as
-    in `UcxTransport.lanes`; `falls_back` to TCP although there is RDMA. `unsent_control_bytes` are those
-    of control messages that UCX has not finished.
+    """An endpoint of UCX. If it is `watched`, UCX reports the loss of the peer; else the peer's process is looked at.
+    `lanes`: see `UcxTransport.lanes`. `falls_back` is True if it uses TCP although RDMA ports are active.
+    `unsent_control_bytes` are the bytes of control messages that UCX has not finished.
     """
 
     handle: int
@@ -58,13 +58,13 @@ class Endpoint:
 
 
 End: TypeAlias = Callable[[KVConnectorError | None], None]
-"""Takes the error of an operation that has ended, None if all is well."""
+"""Takes the error of an operation that has ended, or None."""
 
 
 @dataclass(slots=True)
 class _Operation:
-    """One send (`endpoint` is set) or receive that UCX has not finished. `end` is called once, by the end of the
-    operation or of the wait for it; None when nobody waits. `control_bytes` are those of a control message.
+    """One send (`endpoint` is set) or receive that UCX has not finished. `end` is called once, when the operation or
+    the wait for it ends, and is None after that. `control_bytes` are the bytes of a control message.
     """
 
     request: int
@@ -77,9 +77,9 @@ class _Operation:
 
 
 class RequestTable:
-    """Books every operation from its posting until UCX has let go of its memory, and reports its end once.
+    """Keeps every operation until UCX has let go of its memory, and reports its end once.
 
-    `may_have_lost_a_peer` is asked what an I/O error means: a loss, or else a refused registration.
+    An I/O error is a loss if `may_have_lost_a_peer` returns True, else a refused registration.
     """
 
     def __init__(self, libucp: Libucp, may_have_lost_a_peer: Callable[[], bool]) -> None:
@@ -93,7 +93,7 @@ class RequestTable:
         self._num_tickets = 0
 
     def send(self, endpoint: Endpoint, tag: int, buffer: Buffer) -> int:
-        """Post a message; its ticket."""
+        """Post a message. Returns its ticket."""
         ticket = self._new_ticket()
         if endpoint.lost is not None:
             self.finished.append(Completion(ticket, endpoint.lost))
@@ -106,7 +106,7 @@ class RequestTable:
         return ticket
 
     def recv(self, tag: int, buffer: Buffer) -> int:
-        """Post a receive; its ticket."""
+        """Post a receive. Returns its ticket."""
         ticket = self._new_ticket()
         posted = self._libucp.tag_recv(buffer.address, buffer.nbytes, tag)
         self._book(ticket, posted, _Operation(posted.request, tag, buffer, None))
@@ -120,13 +120,13 @@ class RequestTable:
         endpoint: Endpoint | None,
         end: End | None = None,
     ) -> int:
-        """Own a request that someone else posted, and its memory, until UCX lets go of it; its ticket."""
+        """Own a request that was posted elsewhere, and its memory, until UCX lets go of it. Returns its ticket."""
         ticket = self._new_ticket()
         self.operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
         return ticket
 
     def send_control(self, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes) -> None:
-        """Post a control message, whose ticket nobody gets. Raises what UCX says at once."""
+        """Post a control message, which gets no ticket. Raises the error that UCX returns at once."""
         if endpoint.lost is not None:
             raise endpoint.lost
         posted = self._libucp.tag_send(endpoint.handle, payload, len(payload), tag, host=True)
@@ -147,7 +147,7 @@ class RequestTable:
 
     def cancel(self, ticket: int) -> None:
         """Cancel a receive, or stop waiting for a send, which UCX cannot take back: its memory stays owned. Raises
-        LocalError: no such ticket was given.
+        LocalError: no operation had this ticket.
         """
         if not 0 < ticket <= self._num_tickets:
             raise LocalError("no operation has this ticket", ticket=ticket)
@@ -175,7 +175,7 @@ class RequestTable:
         return any(operation.endpoint is endpoint for operation in self.operations.values())
 
     def collect(self) -> None:
-        """Look at every operation under way and end those that UCX has finished."""
+        """End the operations that UCX has finished."""
         finished = []
         for ticket, operation in self.operations.items():
             if operation.endpoint is not None:
@@ -192,7 +192,7 @@ class RequestTable:
             _end(operation, self._error(operation, status, length))
 
     def num_bytes(self) -> int:
-        """Bytes of all operations that UCX holds."""
+        """Return the bytes of all operations that UCX holds."""
         return sum(operation.buffer.nbytes for operation in self.operations.values())
 
     def has_receives(self) -> bool:
@@ -200,7 +200,7 @@ class RequestTable:
         return any(operation.endpoint is None for operation in self.operations.values())
 
     def cancel_all(self) -> None:
-        """As `cancel`, of all but control messages."""
+        """Cancel everything but control messages, see `cancel`."""
         for ticket, operation in self.operations.items():
             if not operation.control_bytes:
                 self.cancel(ticket)

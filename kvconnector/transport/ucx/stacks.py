@@ -18,7 +18,9 @@ EXAMINE_TIMEOUT_S = 60.0
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """A UCX: what it is, what it has, and the RDMA devices that it can use now. `error`: why it cannot be used."""
+    """A UCX: its source, its components, and the RDMA devices that it can use now; or the `error` that prevents its
+    use.
+    """
 
     source: str
     library: str = ""
@@ -28,7 +30,7 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def examine_stacks() -> list[Stack]:
-    """What every source has, in the order in which they are preferred without RDMA."""
+    """Examine every source, in the order in which they are preferred without RDMA."""
     command = [sys.executable, "-m", "kvconnector.transport.ucx.stacks"]
     started = [
         (source, subprocess.Popen([*command, source], stdout=subprocess.PIPE)) for source in SOURCES
@@ -48,7 +50,7 @@ def _outcome(source: str, process: subprocess.Popen[bytes]) -> Stack:
 
 
 def examine(source: str) -> Stack:
-    """What one source has, by loading it into this process."""
+    """Examine one source by loading it into this process."""
     try:
         library = load_library(source)
         devices = rdma_devices(offered(library, {}))
