@@ -249,7 +249,9 @@ class DriverThread:
             except Exception as error:
                 self._fail(error)
             except BaseException as error:
-                if lock.is_ours:  # what ends the engine's thread may have come in the middle of anything
+                if (
+                    lock.is_ours
+                ):  # what ends the engine's thread may have come in the middle of anything
                     self._fail(error)
                 raise
             finally:

@@ -46,7 +46,7 @@ class PythonNetwork:
         self.libucp = SimpleNamespace(
             library=library, worker_handle=0, request_cancel=transport.cancel
         )
-        self._read_clock_in_c = self._as_c(2, self._read_clock)
+        self._c_clock = self._as_c(2, self._read_clock)
 
     def __getattr__(self, name):
         return getattr(self._transport, name)
@@ -54,8 +54,7 @@ class PythonNetwork:
     def attach(self, datapath):
         """Let a data path's loop read the test's clock; returns the data path."""
         datapath.state.now_ns = self._now_ns
-        address = ctypes.cast(self._read_clock_in_c, ctypes.c_void_p).value
-        datapath.state.record["clock_gettime"] = address
+        datapath.state.record["clock_gettime"] = ctypes.cast(self._c_clock, ctypes.c_void_p).value
         return datapath
 
     def _as_c(self, count, function):

@@ -1,4 +1,4 @@
-"""What the block table kernels work on: the tables of all cache groups, reachable from one launch.
+"""The operands of the block table kernels: the tables of all cache groups, reachable from one launch.
 
 Legend: G groups, R rows, T tokens. A table holds *kernel* block ids: each of the allocator's ids is
 `ratio` consecutive ones. Write records speak of the allocator's ids.

@@ -59,7 +59,7 @@ def _rows_of(address, job, side, slot, part):
 
 @helper
 def _window_of(address, job, side):
-    """As `copy_part` takes it."""
+    """Return a side's window as `copy_part` takes it."""
     if side.rows:
         ids = (side.block_ids, side.block_size)
         tokens = (side.token_start, side.run_tokens, side.step_tokens, side.skip_tokens)
@@ -157,8 +157,8 @@ _help_reads = _make_help(SOURCES_HASH)
 @cache
 @compiling_alone()
 def compile_copy() -> Any:
-    """The compiled copy of a chunk, which has ended when it returns; `address` is where it is, for as long as the
-    object lives. See `copy` of `records.STATE`.
+    """Compile the copy of a chunk, which has ended when it returns. Its `address` is valid for as long as the object
+    lives. See `copy` of `records.STATE`.
     """
     return cfunc(types.int64(*[types.int64] * 5), nopython=True, cache=True)(_copy)
 
@@ -166,28 +166,28 @@ def compile_copy() -> Any:
 @cache
 @compiling_alone()
 def compile_read() -> Any:
-    """The compiled read, some pieces a call, as `compile_copy`. Its context is a crew, or 0. See `records.READ`."""
+    """Compile the read, of some pieces for each call, as `compile_copy`. Its context is a crew or 0. See
+    `records.READ`.
+    """
     return cfunc(types.int64(*[types.int64] * 4), nopython=True, cache=True)(_read)
 
 
 @cache
 @compiling_alone()
 def compile_help() -> Any:
-    """What a thread runs, without the GIL, to help with the reads of the crew at an address until that is closed."""
+    """Compile the function of helping threads, which holds no GIL and returns when its crew is closed."""
     return njit("void(int64)", nogil=True, cache=True)(_help_reads)
 
 
 def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = False) -> list[int]:
-    """The words of a `JOB` for a copy that `check_copy` accepted. The sides must outlive it; a chunk is in any slot.
+    """Return the words of a `JOB` for a copy that `check_copy` accepted, one for each field, in order. The sides must
+    outlive the job; it copies a chunk to or from any slot.
 
     Args:
         src: what is read.
         dst: what is written.
-        geometry: the copy's.
+        geometry: the geometry of the copy.
         is_streamed: write past the caches.
-
-    Returns:
-        One number for each field, in order.
     """
     strides = (0, 0, 0, 0)
     for side in (src, dst):

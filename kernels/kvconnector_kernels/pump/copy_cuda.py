@@ -81,7 +81,7 @@ def fill_jobs(jobs, terms, rows, launch, span):
 
 @helper
 def launch(context_address, job_address):
-    """Begin the kernel of a job; 0 or an error."""
+    """Launch the kernel of a job. Returns 0 or an error."""
     context, job = record_at(context_address, CONTEXT), record_at(job_address, JOB)
     params, pointers = job_address + _PARAMS, context_address + _POINTERS
     for index in range(job.num_params):
@@ -94,7 +94,7 @@ def launch(context_address, job_address):
 
 @helper
 def write_fence(context, stream, fence, fence_value):
-    """Set a flag after all that a stream holds: whoever sees it sees all of its writes. 0 or an error."""
+    """Set a flag after the work queued on a stream; a thread that sees it sees all writes. Returns 0 or an error."""
     written = call(record_at(context, CONTEXT).write_value, (stream, fence, fence_value, 0))
     return written & 0xFFFFFFFF
 
@@ -120,7 +120,7 @@ def _read(context, read, fence, fence_value):
 
 @cache
 def compile_copy() -> Any:
-    """The compiled copy of a chunk; `address` is where it is, for as long as the object lives. See `copy` of
+    """Compile the copy of a chunk. Its `address` is valid for as long as the object lives. See `copy` of
     `records.STATE`.
     """
     return cfunc(types.int64(*[types.int64] * 5), nopython=True)(_copy)
@@ -128,5 +128,5 @@ def compile_copy() -> Any:
 
 @cache
 def compile_read() -> Any:
-    """The compiled read, all launches in one call, as `compile_copy`. See `records.READ`. An error is a `CUresult`."""
+    """Compile the read, all launches in one call, as `compile_copy`. See `records.READ`. An error is a `CUresult`."""
     return cfunc(types.int64(*[types.int64] * 4), nopython=True)(_read)

@@ -12,7 +12,7 @@ from kvconnector_kernels.pump.steps import helper
 
 DIGEST_BYTES = 8
 CORRUPTED = 1 << 16
-"""What `check` returns for a damaged chunk; no `CUresult` is as large."""
+"""Returned by `check` for a damaged chunk; no `CUresult` is as large."""
 
 
 @helper
@@ -22,7 +22,7 @@ def _digest_of(state, address, nbytes):
 
 @helper
 def append(state, address, nbytes):
-    """Write the digest of a packed chunk after it; `nbytes` of both. 0, or the device's error."""
+    """Write the digest of a packed chunk after it; both have `nbytes`. Returns 0 or the device's error."""
     if state.digest == 0:
         return 0
     size = nbytes - DIGEST_BYTES
@@ -39,7 +39,7 @@ def append(state, address, nbytes):
 
 @helper
 def check(state, address, nbytes):
-    """Compare a chunk that arrived with the digest after it; `nbytes` of both. 0, `CORRUPTED` or the device's error."""
+    """Compare a chunk with the digest after it; both have `nbytes`. Returns 0, `CORRUPTED` or the device's error."""
     if state.digest == 0:
         return 0
     if state.digest_room:

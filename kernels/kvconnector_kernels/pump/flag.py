@@ -25,7 +25,7 @@ def _spin(state_address, address, limit_ns):
 
 @cache
 def compile_spin() -> Any:
-    """The compiled wait. Not in numba's on-disk cache, which would not notice a change of what it calls."""
+    """Compile the wait, without numba's on-disk cache, which would not notice changes in what it calls."""
     return njit(types.boolean(*[types.int64] * 3), nogil=True)(_spin)
 
 

@@ -11,8 +11,8 @@ no piece is left, or when the read was stopped. It names another one only when t
 is not open. A helper touches a read's jobs and blocks only after it has joined, which fails once the word is closed,
 and leaves when no piece is left or the word is closed. What it has written is visible to who then sees the word.
 
-What blocks. Helpers sleep on an eventfd that counts whom to wake. Nobody waits for them: a fence that is not set yet is
-looked at again by the loop, as a GPU's is. A helper that the system does not run delays its own read only.
+What blocks. Helpers sleep on an eventfd that counts the wanted ones. No thread waits for them: the loop looks at the
+fence again, as at a GPU's. A helper that the system does not run delays its own read only.
 """
 
 from __future__ import annotations
@@ -93,5 +93,5 @@ def is_open(address):
 
 @helper
 def leave(address):
-    """A helper has written what it had begun."""
+    """Leave a read, once the pieces that the helper took are written."""
     add_flag(record_at(address, CREW).fence, -_ONE_HELPER)

@@ -1,4 +1,4 @@
-"""The loop's steps of a direct read of a peer's memory: a part a call, or all at once if a device does the rest."""
+"""The loop's steps of a direct read of a peer's memory: one part for each call, or all at once on a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvconnector_kernels.pump.steps import helper
 
 @helper
 def _begin(state, read):
-    """One call for the read."""
+    """Make one call for a read."""
     if read.started_ns == 0:
         read.started_ns = steps.now_ns(state)
     value = (read.fence_value + 1) & 0xFFFFFFFF
@@ -26,7 +26,7 @@ def _begin(state, read):
 
 @helper
 def begin_reads(state):
-    """One call for one of the reads, in turn: control waits for no more than that."""
+    """Make one call for one of the reads, in turn: the loop looks at nothing else meanwhile."""
     reads = steps.reads_of(state)
     for _ in range(reads.shape[0]):
         turn = state.read_turn % reads.shape[0]
@@ -40,7 +40,7 @@ def begin_reads(state):
 
 @helper
 def end_reads(state):
-    """Returns True if a read writes its blocks no more."""
+    """End reads that write nothing more. Returns True if there are any."""
     reads = steps.reads_of(state)
     ended = False
     for index in range(reads.shape[0]):
@@ -58,7 +58,7 @@ def end_reads(state):
 
 @helper
 def is_reading(state):
-    """Returns True if a read is under way, of which no descriptor tells."""
+    """Returns True if a read is under way, which no descriptor shows."""
     reads = steps.reads_of(state)
     num_running = 0
     for index in range(reads.shape[0]):

@@ -13,7 +13,7 @@ _ALL_TAG_BITS = -1
 
 @helper
 def _post_or_free(state, receive, slot):
-    """Await the next chunk in the slot, if the peer sends one."""
+    """Post a receive for the next chunk in the slot, if the peer sends one."""
     chunk = receive.next_chunk
     if chunk >= receive.limit:
         steps.free_slot(slot)
@@ -46,7 +46,7 @@ def _post_or_free(state, receive, slot):
 
 @helper
 def _abandon(state, slots, receive, program):
-    """Await nothing more of a peer whose endpoint has failed: libucp may crash on what it sent before."""
+    """Receive nothing more from a peer whose endpoint has failed: libucp may crash on what it sent before."""
     receive.limit = min(receive.limit, receive.next_chunk)
     for index in range(slots.shape[0]):
         if slots[index].state == r.POSTED and slots[index].program == program:
@@ -55,7 +55,7 @@ def _abandon(state, slots, receive, program):
 
 @helper
 def _take_chunk(state, slots, receive, slot, status):
-    """A receive ended: unpack its chunk, or go on with the next where the program is stopped."""
+    """Unpack the chunk of a receive that ended, or go on with the next chunk if the program is stopped."""
     receive.num_posted -= 1
     if status == steps.OK and slot.length == steps.chunk_bytes(state, receive, slot.chunk):
         if not receive.stopped:
@@ -123,7 +123,7 @@ def begin_receives(state):
 
 @helper
 def end_receives(state):
-    """Returns True if a receive writes its blocks no more, or holds no slots any more."""
+    """End receives that write nothing more, or hold no slots. Returns True if there are any."""
     receives = steps.receives_of(state)
     changed = False
     for index in range(receives.shape[0]):

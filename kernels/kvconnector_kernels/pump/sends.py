@@ -1,4 +1,4 @@
-"""The loop's steps of a send, which goes round the slots: packed into one, posted, and UCX frees the slot."""
+"""The loop's steps of a send: each chunk is packed into a slot and posted; once UCX has sent it, the slot is free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvconnector_kernels.pump.steps import helper
 
 @helper
 def _end_pack(state, send, slot):
-    """It is packed. What cannot have its digest is dropped with all that follows: the send is stopped then."""
+    """Finish the packing of a chunk. Without its digest the send stops, and drops it with all further ones."""
     error = digests.append(state, slot.address, steps.chunk_bytes(state, send, slot.chunk))
     if error:
         steps.fail(send, r.COPY_ERROR, error, slot.chunk)
@@ -20,7 +20,7 @@ def _end_pack(state, send, slot):
 
 @helper
 def retire_sends(state):
-    """Free the slots that UCX is through with; see which packs are."""
+    """Free the slots that UCX has sent, and finish chunks that are packed."""
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     moved = False
     for index in range(slots.shape[0]):
@@ -78,7 +78,7 @@ def _post_send(state, send, slot):
 
 @helper
 def post_packed(state):
-    """Post what is packed, each program's chunks in order; drop what a stopped program has packed."""
+    """Post packed chunks, those of each program in order; drop those of stopped programs."""
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     moved = False
     again = True
@@ -103,7 +103,7 @@ def post_packed(state):
 
 @helper
 def _pack(state, send, slot):
-    """Pack the next chunk into the slot. Returns True if that was begun."""
+    """Begin to pack the next chunk into the slot. Returns False if that failed."""
     slot.chunk = send.next_chunk
     if send.packing_ns == 0:
         send.packing_ns = steps.now_ns(state)
@@ -131,7 +131,7 @@ def _may_pack(send):
 
 @helper
 def pack_next(state):
-    """Pack one chunk, of the sends in turn, to be posted before the next is packed. Returns True if there was one."""
+    """Pack one chunk, of the sends in turn, so that it is posted before the next. Returns True if there was one."""
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     index = steps.find_free(slots)
     if index == steps.NO_SLOT:
@@ -148,8 +148,8 @@ def pack_next(state):
 
 @helper
 def end_sends(state):
-    """Returns True if a send was stopped and is over: nothing reads its blocks, though slots may be in flight. A
-    complete one does not count: nobody waits for it before its consumer confirms the read.
+    """End sends whose blocks are read no more, though slots may be in flight. Returns True if a stopped one ended.
+    Complete ones do not count, since their end is reported with the consumer's confirmation.
     """
     sends, slots = steps.sends_of(state), steps.send_slots_of(state)
     ended = False

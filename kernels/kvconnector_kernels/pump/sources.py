@@ -1,7 +1,7 @@
-"""What numba's on-disk cache needs: a number for the sources of compiled code, and one process at a time.
+"""Safe use of numba's on-disk cache: a number for the sources of compiled code, and one process at a time.
 
-The cache looks at the cached function's own file only. What is kept in it closes over the number, which so is part of
-its key. Nor does it keep processes apart that write the same index at once.
+The cache compares the cached function's own file only, so cached functions close over the number, which makes it part
+of their key. Nor does the cache keep apart processes that write the same index at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What every program's steps of the loop have in common: time, slots, copies, failures.
+"""Steps that all programs of the loop share: time, slots, copies, failures.
 
-`state` is the pump's record, a program or a slot the record of one.
+`state`, a program and a slot are records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _POLL_FD_BYTES = 8
 helper = njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
-# The arrays of a state. Each is made anew as it grows: nobody keeps it who lets go of the lock.
+# The arrays of a state. They move when they grow: no thread keeps one after it has released the lock.
 sends_of = helper(lambda state: array_at(state.sends, state.num_sends, r.SEND))
 receives_of = helper(lambda state: array_at(state.receives, state.num_receives, r.RECEIVE))
 reads_of = helper(lambda state: array_at(state.reads, state.num_reads, r.READ))
@@ -32,7 +32,7 @@ recv_slots_of = helper(lambda state: array_at(state.recv_slots, state.num_recv_s
 
 @helper
 def status_of(register):
-    """What a register that returned a `ucs_status_t`, which is one byte, says."""
+    """Return the `ucs_status_t` in a register, of which it is one byte."""
     return ((register & 0xFF) ^ 0x80) - 0x80
 
 
@@ -65,7 +65,7 @@ def find_free(slots):
 
 @helper
 def free_slot(slot):
-    """Nobody holds the slot."""
+    """Mark the slot as free."""
     slot.state = r.FREE
     slot.program = -1
 
@@ -82,7 +82,7 @@ def fail(program, kind, value, chunk):
 
 @helper
 def begin_copy(state, program, slot):
-    """Start to pack or unpack the slot's chunk; its fence will tell. 0, or the copy's error."""
+    """Begin to pack or unpack the slot's chunk; the copy sets the slot's fence. Returns 0 or the copy's error."""
     slot.fence_value = (slot.fence_value + 1) & 0xFFFFFFFF
     job = program.jobs + slot.chunk * state.job_bytes
     return call(state.copy, (state.copy_context, job, slot.address, slot.fence, slot.fence_value))
@@ -90,19 +90,19 @@ def begin_copy(state, program, slot):
 
 @helper
 def is_copied(slot):
-    """Returns True if the copy that the slot was last in is through."""
+    """Returns True if the slot's last copy has ended."""
     return load_flag(slot.fence) == slot.fence_value
 
 
 @helper
 def chunk_bytes(state, program, chunk):
-    """Bytes of a chunk, which its job begins with."""
+    """Return the bytes of a chunk, with which its job begins."""
     return load(program.jobs + chunk * state.job_bytes)
 
 
 @helper
 def is_copying(programs):
-    """Returns True if a chunk is packed or unpacked, of which no descriptor tells."""
+    """Returns True if a chunk is being packed or unpacked, which no descriptor shows."""
     num_copying = 0
     for index in range(programs.shape[0]):
         if programs[index].phase == r.RUNNING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN_BYTES = 16
-"""What a kernel may assume of an address of block ids."""
+"""Alignment of the addresses of block ids, which kernels may assume."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,9 @@ def check_block_ids(ids: Any, device: str) -> None:
 def upload_block_ids(
     block_ids: npt.NDArray[np.integer[Any]] | list[int], *, num_blocks: int, device: str
 ) -> npt.NDArray[np.int32] | torch.Tensor:
-    """Block ids as `PagedSide` wants them on `device`: checked on the host, then sent from pinned memory.
+    """Check block ids on the host, and send them from pinned memory to `device`, as `PagedSide` takes them.
 
-    Does not wait: the upload is ordered on the current stream. On the CPU it is the checked numpy vector itself.
+    Does not wait: the upload is ordered on the current stream. On the CPU it returns the checked numpy vector itself.
 
     Raises:
         BlockIdsError: not a vector of integers, or an id outside `[0, num_blocks)`.

@@ -1,4 +1,4 @@
-"""What a re-layout refuses, as `ValueError`s whose text names the values that disagree, and checks of both sides."""
+"""The errors of a re-layout, `ValueError`s whose text names the values that disagree, and checks of both sides."""
 
 from __future__ import annotations
 

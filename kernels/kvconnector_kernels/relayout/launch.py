@@ -28,7 +28,7 @@ _PARAM_BYTES = {"i32": 4, "i64": 8}
 
 
 _SCRATCH_BYTES = (8, 8)
-"""Of the null pointers after the parameters that a kernel was written with."""
+"""Sizes of the null pointers after the parameters with which a kernel was written."""
 
 
 class Kernel(NamedTuple):
@@ -64,7 +64,7 @@ class PreparedLaunch:
     values: tuple[int, ...]
 
     def index(self, name: str) -> int:
-        """Which of the values has this name."""
+        """Return the index of the value with this name."""
         return self.kernel.names.index(name)
 
 
@@ -76,7 +76,7 @@ def prepare_launch(
     num_tokens: int,
     num_parts: int = 1,
 ) -> PreparedLaunch:
-    """The launch that `relayout` would make for these sides, compiled and loaded but not launched.
+    """Prepare the launch that `relayout` would make for these sides: compiled and loaded, but not launched.
 
     The chunk's address stands for all that are aligned as it is. The block ids must stay alive until the last launch
     has run.
@@ -106,7 +106,7 @@ def prepare_launch(
 
 
 def _pointers(side: Side) -> tuple[int, ...]:
-    """The addresses of a paged side's table rows and block ids. A chunk has no such parameters."""
+    """Return the addresses of a paged side's table rows and block ids. A chunk has no such parameters."""
     if isinstance(side, PackedSide):
         return ()
     ids: Any = side.block_ids
@@ -116,7 +116,7 @@ def _pointers(side: Side) -> tuple[int, ...]:
 def _compile(
     src: Side, dst: Side, tiling: Tiling, geometry: CopyGeometry, tail: tuple[int, ...]
 ) -> Kernel:
-    """The loaded kernel for these sides, and for the alignment of their tables and block ids."""
+    """Load the kernel for these sides, and for the alignment of their tables and block ids."""
     arguments = (
         *side_arguments(_with_tensor(src), tiling.src, geometry),
         *side_arguments(_with_tensor(dst), tiling.dst, geometry),
@@ -149,7 +149,7 @@ def _compile(
 
 
 def _with_tensor(side: Side) -> Side:
-    """The side, with a tensor in the place of block ids at an address, and aligned like these."""
+    """Return the side with a tensor, aligned alike, in place of block ids at an address."""
     if isinstance(side, PackedSide) or not isinstance(side.block_ids, BlockIdsAt):
         return side
     import torch

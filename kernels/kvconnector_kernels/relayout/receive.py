@@ -18,7 +18,7 @@ from kvconnector_kernels.relayout.sides import CopyCounts, PackedSide, PagedSide
 
 @dataclass(frozen=True, slots=True)
 class ReceiveTransform:
-    """Which of block size and element order a received pool has in common with the local one."""
+    """A copy between a received pool and the local one, which agree in block size, in element order, or in neither."""
 
     name: str
     same_block_size: bool

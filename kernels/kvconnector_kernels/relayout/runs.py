@@ -1,4 +1,4 @@
-"""Which positions of a block list a copy takes: all in a row, or evenly spaced runs of them."""
+"""The positions of a block list that a copy takes: all in a row, or evenly spaced runs of them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TokenRuns:
             raise RelayoutError(f"runs need 0 <= skip < run <= step: {self}")
 
     def offset(self, token: int) -> int:
-        """Where token `token` of the copy is, counted from the first run's start."""
+        """Return the position of a token of the copy, counted from the first run's start."""
         turn, place = divmod(self.skip_tokens + token, self.run_tokens)
         return turn * self.step_tokens + place
 

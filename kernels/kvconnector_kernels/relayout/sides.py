@@ -89,7 +89,7 @@ class PartTable:
 
     @property
     def order(self) -> Order:
-        """How the parts store one block: the axes by falling stride. With one head or one token, HND.
+        """The axes of one block by falling stride. With one head or one token, HND.
 
         Raises:
             GeometryMismatchError: the parts of this table differ in it.
@@ -145,13 +145,13 @@ class PagedSide:
 
     @property
     def num_ids(self) -> int:
-        """How many block ids there are."""
+        """The number of block ids."""
         ids = self.block_ids
         return ids.count if isinstance(ids, BlockIdsAt) else int(ids.shape[0])
 
     @property
     def device(self) -> str:
-        """Where the copy runs."""
+        """The device on which the copy runs."""
         return self.table.device
 
 
@@ -179,7 +179,7 @@ class PackedSide:
         check_device(self.device)
 
     def strides_bytes(self, geometry: CopyGeometry) -> tuple[int, int, int, int]:
-        """Byte strides of the part, head, token and dim axes for a copy of this geometry."""
+        """Return the byte strides of the part, head, token and dim axes for a copy of this geometry."""
         heads, tokens, item = geometry.num_heads, geometry.num_tokens, geometry.item_size_bytes
         token_row = geometry.head_dim * item
         part = heads * tokens * token_row
@@ -208,7 +208,7 @@ class CopyCounts(TypedDict):
 
 
 class CopyGeometry(NamedTuple):
-    """What is copied, known to fit both sides."""
+    """The size of a copy that fits both sides."""
 
     num_parts: int
     num_heads: int
@@ -303,7 +303,7 @@ def _checked_rows(rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 def _address_bits(
     rows: npt.NDArray[np.int64], counts: tuple[int, int, int, int]
 ) -> tuple[int, int, int, int, int]:
-    """Per column, the union of all set bits (0 for an axis of one element): its lowest bit is the common alignment."""
+    """Return each column's union of set bits, 0 for an axis of one element. Its lowest bit is the common alignment."""
     bits = np.bitwise_or.reduce(rows, axis=0)
     strides = (
         int(column) if count > 1 else 0 for column, count in zip(bits[1:], counts, strict=True)

@@ -1,4 +1,4 @@
-"""How the GPU kernel cuts a copy into tiles `[heads, tokens, words]`, and how wide its accesses are. Pure Python.
+"""Planning a GPU copy: its tiles `[heads, tokens, words]`, and the width of its accesses. Pure Python.
 
 Where dim is contiguous on both sides, a word is as wide as both sides' alignment allows and a tile moves whole rows.
 Else a word is one item, and the tile is transposed on the way, which Triton does through shared memory.
@@ -44,7 +44,7 @@ class SideTiling(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a tile covers: `heads` x `tokens` x `words`, all powers of two, of heads with `num_words` words."""
+    """The size of a tile: `heads` x `tokens` x `words`, all powers of two, of heads with `num_words` words."""
 
     word_bytes: int
     num_words: int
@@ -80,7 +80,7 @@ class Tiling(NamedTuple):
 
 
 class _SideFacts(NamedTuple):
-    """What the plan needs to know of a side; `bits` are unions of set bits, whose lowest bit is an alignment.
+    """The facts about a side that the plan needs. `bits` are unions of set bits, whose lowest bit is an alignment.
 
     From token `base_tokens` on, token `first_token` is the copy's first; tokens are adjacent from each multiple of
     `whole_tokens` to the next, which is the block size where there are no runs. 0: all of them are.
@@ -131,8 +131,9 @@ def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
 def _tile(
     head_dim: int, item_size_bytes: int, num_heads: int, is_row_copy: bool, bits: int, whole: int
 ) -> Tile:
-    """What does not depend on which tokens are copied. `bits` are the union of all that must be aligned, as far as it
-    matters; tokens are adjacent on both sides from each multiple of `whole` to the next, or all of them where it is 0.
+    """Return the tile, which does not depend on which tokens are copied. `bits` are the union of all addresses and
+    strides that must be aligned, as far as they matter. Tokens are adjacent on both sides from each multiple of `whole`
+    to the next, or everywhere if it is 0.
     """
     row_bytes = head_dim * item_size_bytes
     if is_row_copy:
@@ -208,7 +209,7 @@ def _tile_tokens(whole: int, room: int, max_tokens: int, num_heads: int) -> int:
 
 
 def _lead_tokens(facts: tuple[_SideFacts, _SideFacts], tile_tokens: int) -> int:
-    """How far the first tile reaches before the copy, so that tiles start where blocks do, first of all for writes."""
+    """Return how many tokens the first tile begins early, so that tiles start where blocks do, preferably on writes."""
     for side in reversed(facts):
         if side.whole_tokens and side.whole_tokens % tile_tokens == 0:
             return side.first_token % tile_tokens

@@ -55,12 +55,11 @@ from kvconnector_kernels.pump.loop import look, run
 CPU_LOOKS_S = (50e-6, 0.0)
 CUDA_LOOKS_S = (10e-6, 5e-6)
 MAX_RUN_S = 0.1
-"""Python looks after peers and the device this often while chunks move."""
+"""Longest run while chunks move: after it Python looks at peers and the device."""
 MAX_LEASE_RUN_S = 1e-4
-"""The same while a lease is awaited, at which Python looks."""
+"""Longest run while a read waits for its lease, at which Python looks."""
 MAX_AWAITED_RUN_S = 1e-3
-"""The same while something is awaited that the loop does not look at: a warm-up, or the rest of a long control
-message."""
+"""Longest run while a warm-up or the rest of a long control message is to come, at which the loop does not look."""
 
 _ENTERING, _WANTS_SLOTS, _MOVED = (
     r.index_of(r.STATE, name) for name in ("entering", "wants_slots", "moved_ns")
@@ -95,8 +94,8 @@ class DataPath:
         self.clock = clock
         looks_s = CUDA_LOOKS_S if copies.on_gpu else CPU_LOOKS_S
         self.state = LoopState(transport, copies, (config.spin_s(copies.pools.device), *looks_s))
-        look.compile("(int64,)")
         self.lock = DriverLock(self.state)
+        look.compile("(int64,)")
         self.warm_ups: dict[int, Callable[[KVConnectorError | None], None]] = {}
         """By ticket, what takes the end of a warm-up message that the transport sends or receives."""
         self.sends = Sends(self, config, send_slots)
@@ -119,7 +118,7 @@ class DataPath:
             self.receives.poll()
         if self.reads.active or self.reads.waiting:
             self.reads.poll()
-        # last: slots are free again, and reads are to be sent that were not before
+        # last: slots may be free again, and direct reads may have become packed ones
         if self.receives.waiting:
             self.receives.admit()
         if len(self.events) == num_events:
@@ -222,7 +221,7 @@ class DataPath:
         return self.lock.is_handshaking
 
     def _check_peers(self, now_s: float) -> None:
-        """What the loop does not do: warm-up messages, and lost peers."""
+        """Take the ends of warm-up messages, and look for lost peers."""
         self._next_check_s = now_s + MAX_RUN_S
         for completion in self.transport.progress(others_move=self.uses_network):
             end = self.warm_ups.pop(completion.ticket, None)

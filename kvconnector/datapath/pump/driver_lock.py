@@ -20,8 +20,8 @@ _NS_PER_US = 1_000
 _GRACE_NS = 30_000
 """An engine that asks for something and then waits for it is there within this, and needs no other thread."""
 _TENURE_NS = _NS_PER_MS
-"""How long the driver's thread works in Python until it leaves the GIL to others for `_LEAVE_US`. A thread that is
-woken because the GIL was free for a moment, and finds it taken again, waits for 5 ms anew, each time."""
+"""The driver's thread that has worked in Python for this long leaves the GIL to others for `_LEAVE_US`. A thread that
+wakes because the GIL was free for a moment, and finds it taken again, waits for another 5 ms, each time."""
 _LEAVE_US = 100
 _LONG_GIL_WAIT_NS = _NS_PER_MS // 2
 """Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
@@ -46,7 +46,9 @@ class DriverLock:
 
     def __init__(self, state: LoopState) -> None:
         self.is_handshaking = False
-        """A peer is greeted, which may compile kernels and map memory: nobody does that inline. The owner writes it."""
+        """True while a peer is greeted, which may compile kernels and map memory, and so is not done inline. The owner
+        sets it.
+        """
         self._state = state
         self._words = state.lock
         self._numbers = state.numbers
@@ -85,7 +87,7 @@ class DriverLock:
         self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
         if self.is_handshaking:
             return False
-        # out of the loop the driver's thread is at work, or waits for the GIL and nobody looks at anything
+        # out of the loop the driver's thread is at work, or it waits for the GIL and no thread looks at anything
         return bool(self._words[_PENDING]) or not self._words[_LOOPING]
 
     def notify(self) -> bool:

@@ -99,7 +99,7 @@ class LoopState:
         self._runs = np.zeros(3, r.RUN)
         self._runs["owner"][[LOOK, r.DRIVER, r.INLINE]] = r.INLINE, r.DRIVER, r.INLINE
         self.limits = r.numbers_of(self._runs)[r.index_of(r.RUN, "limit_ns") :: _RUN_WORDS]
-        """How long an owner's next run may take, in ns; below 0: one look at everything."""
+        """The longest that an owner's next run may take, in ns; below 0 for one look at everything."""
         self.limits[LOOK] = -1
         self.watched: dict[int, tuple[int, ...]] = {}
         """The descriptors of the caller's that end an owner's runs."""
@@ -130,7 +130,7 @@ class LoopState:
             self.watch(owner, ())
 
     def close(self) -> None:
-        """Close `wake_fd`, to which nobody writes any more: its number may be anybody's then. Idempotent."""
+        """Close `wake_fd`. Later wake-ups write nowhere, since another file may get its number. Idempotent."""
         self._wake_fds["fd"] = -1
         self._close()
 

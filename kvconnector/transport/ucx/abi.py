@@ -29,7 +29,7 @@ ERR_CANCELED = -16
 ERR_LAST = -100
 
 API_VERSION = (1, 18)
-"""What `ucp_init_version` is asked for; a library that is newer takes it."""
+"""The version for `ucp_init_version`, which newer libraries accept."""
 
 FEATURE_TAG, FEATURE_WAKEUP = 1 << 0, 1 << 4
 COMPONENT_FIELD_NAME = 1 << 0

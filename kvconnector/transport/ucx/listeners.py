@@ -48,7 +48,7 @@ _SYMBOL_BYTES = 24
 
 
 def find_import(library: LinkMap, function: bytes) -> int | None:
-    """Where a loaded library keeps the address of a function that it imports; None if it imports none such."""
+    """Return where a loaded library keeps the address of an imported function; None if it does not import it."""
     dynamic = library.dynamic
     tags: dict[int, int] = {}
     while (entry := struct.unpack("<QQ", ctypes.string_at(dynamic, 16)))[0]:
@@ -88,7 +88,7 @@ def raise_descriptor_limit() -> int:
 _Counters = c_struct(
     "counters", ceiling=ctypes.c_uint64, refused=ctypes.c_uint64, failed=ctypes.c_uint64
 )
-"""What the function in place of accept(2) reads and writes: its first descriptor too many, and its refusals."""
+"""The memory of the function in place of accept(2): the first descriptor that it refuses, and its refusals."""
 
 
 class ListenerGuard:

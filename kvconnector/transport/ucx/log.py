@@ -54,7 +54,7 @@ _Note = c_struct(
 )
 """A message. `number` is written last, and is one more than the messages before it."""
 _Ring = c_struct("ring", count=_U64, leaks_expected=_U64, notes=_Note * _NUM_NOTES)
-"""What the handler writes, and reads: `leaks_expected` counts the callers of that method."""
+"""The memory of the handler. `leaks_expected` counts the callers of that method."""
 
 
 class LogGuard:

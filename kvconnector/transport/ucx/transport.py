@@ -55,7 +55,7 @@ from kvconnector.transport.ucx.rdma import RdmaChoice, rdma_devices
 from kvconnector.transport.ucx.requests import RequestTable
 
 _MAX_ROUNDS = 64
-"""Of progress in one call before its completions are handed out: a steady stream must not withhold them."""
+"""The most rounds of one `progress`: a steady stream must not withhold its completions."""
 _MAX_STEPS_PER_ROUND = 256
 
 MAX_HELD_BYTES = 4 << 20
@@ -68,7 +68,7 @@ _TCP_OPTIONS = {"TCP_CONN_NB": "y"}
 _TCP_SEGMENT_OPTIONS = ("TCP_TX_SEG_SIZE", "TCP_RX_SEG_SIZE")
 
 SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
-"""What UCX can build an endpoint within a host on, and cannot watch a peer with."""
+"""UCX's transports for endpoints within a host, with which UCX cannot watch a peer."""
 
 
 class UcxTransport:
@@ -132,7 +132,7 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """What a peer passes to its `connect`: host, process and UCX's worker address. Stable until `close`."""
+        """The argument of a peer's `connect`: host, process and UCX's worker address. Stable until `close`."""
         return self._local.encode()
 
     def connect(self, address: bytes) -> int:
@@ -297,7 +297,7 @@ class UcxTransport:
 
     @property
     def libucp(self) -> Libucp:
-        """The library and the worker, for who posts operations of its own on them, in the owner's thread."""
+        """The library and the worker, for code that posts operations of its own in the owner's thread."""
         self._check_open()
         return self._libucp
 
@@ -357,7 +357,7 @@ class UcxTransport:
             self._step()
 
     def _discard_unexpected(self, deadline_s: float) -> None:
-        """Refuse what nobody received: its senders would wait for it."""
+        """Refuse messages that were not received: their senders would wait for that."""
         while (message := self._libucp.find_unexpected()) is not None:
             self._endpoints.wait_closing(self._libucp.receive_unexpected(message[0], 0, 0))
         self._drive_until(self._endpoints.all_closed, deadline_s)
