@@ -52,7 +52,7 @@ CACHED_KINDS: dict[LayerKind, tuple[CacheKind, ...]] = {
 KIND_ORDER: tuple[CacheKind, ...] = ("full", "window", "chunk", "state", "cross")
 FLOAT32 = DType("float32")
 DEFAULT_REQUESTS = 4
-"""Requests of full length that the pools hold unless their blocks are configured."""
+"""Requests of full length that the memory of an engine without a budget holds."""
 UNLIMITED = 1 << 62
 """Number of blocks of a pool of which a rank has no layer."""
 
@@ -258,7 +258,11 @@ def num_stored_host_blocks(config: EngineConfig, sizes: Sequence[PoolSizes]) -> 
 
 
 def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
-    """Number of blocks of each pool of an engine: as configured, else enough for `DEFAULT_REQUESTS` on each rank."""
+    """Number of blocks of each pool of an engine: as configured, else as many as each rank's memory budget holds.
+
+    Raises:
+        CacheSpecError: the budget does not hold one request of the model's full length.
+    """
     cache, parallel = config.cache, config.parallel
     groups = layer_groups(config.model, cache, parallel.dcp_size)
     states = {
@@ -269,7 +273,7 @@ def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
         counts = [states.get(pool, cache.num_blocks) for pool in range(num_pools)]
     else:
         shares = [rank_share(config.model, parallel, rank) for rank in range(parallel.world_size)]
-        by_rank = [_default_blocks(config, share, num_pools, states) for share in shares]
+        by_rank = [_blocks_in_memory(config, share, num_pools, states) for share in shares]
         counts = [min(found) for found in zip(*by_rank, strict=True)]
     host = cache.resolved_num_host_blocks(max(counts))
     return tuple(PoolSizes(num_blocks=count, num_host_blocks=min(host, count)) for count in counts)
@@ -282,18 +286,27 @@ def _num_state_blocks(config: EngineConfig, group: LayerGroup) -> int:
     return 4 * config.max_running + -(-config.max_batched_tokens // group.block_size)
 
 
-def _default_blocks(
+def _blocks_in_memory(
     config: EngineConfig, share: RankShare, num_pools: int, states: Mapping[int, int]
 ) -> list[int]:
-    """Blocks of each pool on one rank: those of `states` have their number."""
+    """Blocks of each pool in one rank's memory. Those of `states` have their number; the others get as much of the rest
+    as one request of full length can need there.
+    """
     limits = cache_limits(config)
+    needs = [
+        sum(kind.max_memory_usage_bytes(limits) for kind in uniform_specs(config, share, pool))
+        * states.get(pool, 1)
+        for pool in range(num_pools)
+    ]
+    fixed = sum(needs[index] for index in states)
+    growing = sum(needs) - fixed
+    memory = config.cache.memory_mib << 20 or fixed + DEFAULT_REQUESTS * growing
     counts = []
-    for pool in range(num_pools):
-        kinds = uniform_specs(config, share, pool)
-        need = sum(kind.max_memory_usage_bytes(limits) for kind in kinds)
-        if pool in states or not need:
-            counts.append(states.get(pool, UNLIMITED))
-        else:
-            specs = rank_specs(config, share, pool)
-            counts.append(plan_kv_cache(specs, limits, DEFAULT_REQUESTS * need).num_blocks)
+    for index, need in enumerate(needs):
+        if index in states or not need:
+            counts.append(states.get(index, UNLIMITED))
+            continue
+        available = max(0, memory - fixed) * need // growing
+        specs = rank_specs(config, share, index)
+        counts.append(plan_kv_cache(specs, limits, available).num_blocks)
     return counts

@@ -25,6 +25,7 @@ class Completion:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     first_token_s: float = 0.0
+    total_s: float = 0.0
     kv_transfer_stats: dict[str, Any] | None = None
 
     def largest_logprob_difference(self, other: Completion) -> float:
@@ -64,6 +65,7 @@ async def complete(
                 if not line.startswith(b"data: "):
                     continue
                 if line.strip() == b"data: [DONE]":
+                    result.total_s = time.perf_counter() - started
                     for _, answer in sorted(answers.items()):
                         result.token_ids += answer.token_ids
                         result.logprobs += answer.logprobs

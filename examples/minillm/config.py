@@ -24,10 +24,6 @@ Span = Annotated[int, msgspec.Meta(ge=2)]
 EvenSize = Annotated[int, msgspec.Meta(ge=2, multiple_of=2)]
 """Checked where options and files are read."""
 
-START_TIMEOUT_S = 90.0
-"""Longest time until all ranks are ready."""
-STEP_TIMEOUT_S = 120.0
-"""Longest time of a step."""
 ITEM_SIZE_BYTES = 4
 """The engine computes and caches in float32, so that two engines' greedy tokens can be compared exactly."""
 
@@ -52,7 +48,7 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of the model, and the seed of its random weights."""
+    """Shape and seed of the model. `weights` names a safetensors file; empty: random from `seed`."""
 
     architecture: Architecture = "llama"
     vocab_size: Size = 1024
@@ -67,6 +63,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float = 1e-6
     max_model_len: int = 4096
     seed: int = 0
+    weights: str = ""
 
     def __post_init__(self) -> None:
         if self.architecture != "mla" and self.num_heads % self.num_kv_heads:
@@ -149,17 +146,20 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The paged cache of every rank."""
+    """The paged cache of every rank. A `scatter_seed` hands out blocks in a shuffled order, as in a busy cache."""
 
     block_size: Size = 16
     num_blocks: Count = 0
-    """Blocks of every cache group; 0: enough for four requests of the model's full length."""
+    """Blocks of every cache group; 0: what the memory holds."""
+    memory_mib: Count = 0
+    """Memory of each rank's cache; 0: enough for four requests of the model's full length."""
     layout: Layout | None = None
     """None: what the connector prefers, or what attention does in an engine without one."""
     kernel_block_size: Count = 0
     """Tokens of the blocks that attention reads, a divisor of `block_size`; 0: the same."""
     lookahead: Count = 0
     """Number of slots that a step takes after its tokens, so that most steps change no block table."""
+    scatter_seed: int | None = 0
     num_host_blocks: Count | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
     they are recomputed."""
@@ -221,6 +221,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batched_tokens: int = 2048
     max_running: int = 32
     failure_policy: FailurePolicy = "recompute"
+    step_timeout_s: float = 120.0
+    start_timeout_s: float = 90.0
     connector: dict[str, Any] = {}
     """Extra sections for `ConnectorConfig.from_mapping`, over the engine's own defaults."""
 
@@ -281,6 +283,7 @@ CACHE_OPTIONS = {
     "kernel": "kernel_block_size",
     "layout": "layout",
     "blocks": "num_blocks",
+    "memory": "memory_mib",
     "host": "num_host_blocks",
     "host_layout": "host_layout",
     "host_block": "host_block_size",

@@ -36,6 +36,7 @@ def create_scheduler(config: EngineConfig) -> Scheduler:
             watermark=WATERMARK,
             step_tokens=config.max_batched_tokens,
             prefix_caching=config.caches_prefixes,
+            scatter_seed=config.cache.scatter_seed,
             lookahead=config.cache.lookahead,
         ),
         SchedulerTransfer(),

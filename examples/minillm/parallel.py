@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from minillm.config import STEP_TIMEOUT_S, ParallelConfig
+from minillm.config import ParallelConfig
 
 
 def choose_backend(device: str, world_size: int) -> str:
@@ -23,7 +23,7 @@ def choose_backend(device: str, world_size: int) -> str:
 
 
 class ProcessGroups:
-    """The communicator of a rank process, over torch.distributed. Every operation ends within `STEP_TIMEOUT_S`."""
+    """The communicator of a rank process, over torch.distributed. Every operation ends within `timeout_s`."""
 
     def __init__(
         self,
@@ -33,6 +33,7 @@ class ProcessGroups:
         device: str,
         backend: str,
         store_path: Path,
+        timeout_s: float,
     ) -> None:
         self.parallel = parallel
         self.global_rank = global_rank
@@ -47,17 +48,17 @@ class ProcessGroups:
             store=FileStore(str(store_path), parallel.world_size),
             rank=global_rank,
             world_size=parallel.world_size,
-            timeout=timedelta(seconds=STEP_TIMEOUT_S),
+            timeout=timedelta(seconds=timeout_s),
         )
-        self._tp_group = self._own_group(parallel.tp_size)
-        self._dcp_group = self._own_group(parallel.dcp_size)
+        self._tp_group = self._own_group(parallel.tp_size, timeout_s)
+        self._dcp_group = self._own_group(parallel.dcp_size, timeout_s)
 
-    def _own_group(self, size: int) -> dist.ProcessGroup | None:
+    def _own_group(self, size: int, timeout_s: float) -> dist.ProcessGroup | None:
         """Make a group of each run of `size` ranks, in one order on all ranks; returns the group with this rank."""
         found = None
         for first in range(0, self.parallel.world_size if size > 1 else 0, size):
             ranks = list(range(first, first + size))
-            group = dist.new_group(ranks, timeout=timedelta(seconds=STEP_TIMEOUT_S))
+            group = dist.new_group(ranks, timeout=timedelta(seconds=timeout_s))
             found = group if self.global_rank in ranks else found
         return found
 

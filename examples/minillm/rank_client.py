@@ -11,7 +11,7 @@ from pathlib import Path
 import zmq
 import zmq.asyncio
 
-from minillm.config import START_TIMEOUT_S, STEP_TIMEOUT_S, EngineConfig, save_engine_config
+from minillm.config import EngineConfig, save_engine_config
 from minillm.messages import (
     Failed,
     FromWorker,
@@ -45,7 +45,7 @@ class RankGroup:
         """Start every rank and wait until all are ready. Returns their greetings in rank order.
 
         Raises:
-            ChildFailedError: one ended, failed, or was not ready within `START_TIMEOUT_S`.
+            ChildFailedError: one ended, failed, or was not ready within the configured time.
         """
         # ipc paths are limited to about 100 bytes, so not below log_dir
         run_dir = self._run_dir = Path(tempfile.mkdtemp(prefix="minillm-"))
@@ -63,17 +63,17 @@ class RankGroup:
             )
             self._children.append(child)
             self._deaths.append(asyncio.create_task(child.process.wait()))
-        messages = await self._receive_all(START_TIMEOUT_S, "was not ready in time")
+        messages = await self._receive_all(self.config.start_timeout_s, "was not ready in time")
         return [message for message in messages if isinstance(message, Ready)]
 
     async def step(self, step: Step) -> list[StepResult]:
         """Run one step on every rank. Returns the results in rank order.
 
         Raises:
-            ChildFailedError: a rank ended, failed, or did not answer within `STEP_TIMEOUT_S`.
+            ChildFailedError: a rank ended, failed, or did not answer within the configured time.
         """
         messages = await self._receive_all(
-            STEP_TIMEOUT_S + step.idle_wait_s,
+            self.config.step_timeout_s + step.idle_wait_s,
             "did not finish a step in time",
             encoder.encode(step),
         )

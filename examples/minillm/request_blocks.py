@@ -33,6 +33,7 @@ class RequestBlocks:
         watermark: share of each pool that admission leaves free for the growth of running requests.
         step_tokens: most tokens that one step computes.
         lookahead: slots that a step takes after its tokens, so that most steps change no block table.
+        scatter_seed: hand blocks out in a shuffled order, as after hours of traffic; None: ascending.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class RequestBlocks:
         watermark: float,
         step_tokens: int,
         prefix_caching: bool,
+        scatter_seed: int | None,
         lookahead: int = 0,
     ) -> None:
         self.groups = tuple(groups)
@@ -70,9 +72,9 @@ class RequestBlocks:
             isinstance(groups[pool].retention, KeepsAll) for pool in range(len(sizes))
         ]
         self._places = [list(range(size.num_blocks)) for size in sizes]
-        # blocks are handed out in a shuffled order, as after hours of traffic
-        for places in self._places:
-            random.Random(0).shuffle(places)
+        if scatter_seed is not None:
+            for places in self._places:
+                random.Random(scatter_seed).shuffle(places)
         self._seq_ids = itertools.count()
         self._books: dict[str, RequestBooks] = {}
         self._invalid: set[int] = set()

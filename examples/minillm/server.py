@@ -211,6 +211,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
     parser.add_argument("--engine", default="", help="e.g. tp=2,pp=1,block=16,layout=HND")
     parser.add_argument("--model", choices=get_args(Architecture), default="llama")
     parser.add_argument("--model-config", type=Path, help="JSON file with ModelConfig's fields")
+    parser.add_argument("--weights", default="", help="safetensors file; default: random weights")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--device-offset", type=int, default=0)
     parser.add_argument("--block-tables", choices=get_args(BlockTables), help="default: by device")
@@ -218,7 +219,7 @@ def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Na
     parser.add_argument("--failure-policy", choices=get_args(FailurePolicy), default="recompute")
     parser.add_argument("--connector", default="{}", help="JSON for ConnectorConfig.from_mapping")
     arguments = parser.parse_args(argv)
-    fields: dict[str, Any] = {"architecture": arguments.model}
+    fields: dict[str, Any] = {"architecture": arguments.model, "weights": arguments.weights}
     if arguments.model_config:
         fields.update(msgspec.json.decode(arguments.model_config.read_bytes()))
     parallel, cache = engine_shape(parse_engine_options(arguments.engine))

@@ -87,6 +87,7 @@ class RankWorker:
             device=self.device,
             backend=choose_backend(config.device, config.parallel.world_size),
             store_path=run_dir / "store",
+            timeout_s=config.step_timeout_s,
         )
         groups = layer_groups(config.model, config.cache, config.parallel.dcp_size)
         sizes = pool_sizes(config)

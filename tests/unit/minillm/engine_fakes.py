@@ -71,6 +71,7 @@ def make_blocks(
         watermark=0.0,
         step_tokens=step_tokens,
         prefix_caching=prefix,
+        scatter_seed=1,
         lookahead=lookahead,
     )
 

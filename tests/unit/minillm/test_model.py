@@ -199,3 +199,21 @@ def test_query_heads_are_shared_out_exactly_once(num_kv_heads, group, tp_size):
     for rank, owned in enumerate(heads):
         kv_heads = rank_share(config, ParallelConfig(tp_size=tp_size), rank).kv_heads
         assert {head // group for head in owned} == set(kv_heads)
+
+
+def test_weights_from_a_file_are_used_and_checked(tmp_path):
+    from safetensors.torch import save_file
+
+    from minillm.weights import file_source, random_source
+
+    path = str(tmp_path / "model.safetensors")
+    embedding = random_source(7)("model.embed_tokens.weight", (256, 64))
+    save_file({"model.embed_tokens.weight": embedding.half()}, path)
+    source = file_source(path)
+    assert torch.equal(source("model.embed_tokens.weight", (256, 64)), embedding.half().float())
+    tied = source("lm_head.weight", (256, 64))
+    assert torch.equal(tied, embedding.half().float())
+    with pytest.raises(ConfigError, match="lacks a tensor"):
+        source("model.norm.weight", (64,))
+    with pytest.raises(ConfigError, match="another shape"):
+        source("model.embed_tokens.weight", (256, 32))
