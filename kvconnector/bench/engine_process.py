@@ -191,7 +191,7 @@ class Engine(ExitStack):
     def await_sent(self, request_ids: list[str]) -> None:
         """Turn the loop until the consumer has confirmed. Raises TransferTimeoutError: it did not in time."""
         deadline_s = time.monotonic() + TIMEOUT_S
-        while held := self._scheduler.held.intersection(request_ids):
+        while held := self._scheduler.held & {*request_ids}:
             if time.monotonic() > deadline_s:
                 raise TransferTimeoutError("blocks are still held", requests=sorted(held))
             self._turn(TURN_S)

@@ -6,7 +6,7 @@ Each engine step: `build_step` gives the orders for every worker, and `update` t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, Literal
 
 from kvconnector.config import ConnectorConfig, checked_config
@@ -176,9 +176,9 @@ class Scheduler:
         self._orders += self._offers.withdraw(request_id)
 
     @property
-    def held(self) -> frozenset[str]:
-        """Requests whose blocks must be kept for a consumer."""
-        return frozenset(self._offers.held)
+    def held(self) -> Set[str]:
+        """Requests whose blocks must be kept for a consumer: a view, which later calls change."""
+        return self._offers.held.keys()
 
     @property
     def num_loading(self) -> int:

@@ -76,6 +76,13 @@ def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, c
     assert producer.held == {"r"}
 
 
+def test_held_requests_are_a_view(producer):
+    """Every step's report is compared with them, and thousands may be held."""
+    held = producer.held
+    producer.offer("r", blocks=[[1, 2]], num_tokens=8)
+    assert held == {"r"}
+
+
 @pytest.mark.parametrize("extra", [bytes(257), "token"])
 def test_an_offer_with_more_for_its_consumers_than_a_message_takes_is_refused(producer, extra):
     with pytest.raises(LocalError, match="at most 256 bytes"):
