@@ -77,7 +77,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2584),
     "tests/unit/minillm": Size(1665),
     "tests/unit/runtime": Size(2218),
-    "tests/unit/session": Size(1644),
+    "tests/unit/session": Size(1646),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1082),
     "tests/vllm": Size(6997),

@@ -367,10 +367,12 @@ def test_finished_tokens_are_read_before_the_newest_layers(monkeypatch):
     ]
 
 
-def test_layer_reads_stop_at_the_slowest_rank(monkeypatch):
+@pytest.mark.parametrize("layers", [1, None], ids=["layers", "tokens"])
+def test_reads_stop_at_the_slowest_rank(layers, monkeypatch):
     monkeypatch.setattr(load, "MIN_PIECE_BYTES", 1)
     side, links = _following(geometry=harness.engine(tp_size=2))
-    reports = [_report(12, watermark=Watermark(0, stop, 1)) for stop in (8, 12)]
+    marks = [Watermark(0, stop, layers) if layers else Watermark(stop) for stop in (8, 12)]
+    reports = [_report(12, watermark=mark) for mark in marks]
     calls = side.handle(*map(ev.FromPeer, links, reports))
     read = [each.read.source.token_ranges for each in harness.of(calls, "start_receive")]
     assert read == [(range(8),)] * 2
