@@ -127,7 +127,7 @@ class RankProcess:
         Args:
             load: The work of each turn.
             steps: The scheduler's steps, each with the requests whose ends are awaited.
-            one_by_one: Whether a step waits until all requests before it have ended; else each turn takes one step.
+            one_by_one: True if a step waits until all requests before it have ended; else each turn takes one step.
             min_s: The least time to run for, in seconds.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,14 +13,7 @@ from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.layout.watermark import MAX_LAYERS
-from kvconnector.planning import (
-    KeepsAll,
-    KeepsChunk,
-    KeepsEncoder,
-    KeepsState,
-    KeepsWindow,
-    Retention,
-)
+from kvconnector.planning import Keeps, Retention, retention_named
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -33,14 +26,6 @@ from kvconnector.wire.packed_geometry import MAX_RANKS
 
 Layout = Literal["HND", "NHD"]
 Count = Annotated[int, Meta(ge=1)]
-Keeps = Literal["all", "window", "chunk", "encoder", "state"]
-RETENTIONS: dict[Keeps, Callable[..., Retention]] = {
-    "all": KeepsAll,
-    "window": KeepsWindow,
-    "chunk": KeepsChunk,
-    "encoder": KeepsEncoder,
-    "state": KeepsState,
-}
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,8 +47,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def retention(self) -> Retention:
         """The tokens of a sequence that these layers keep."""
-        sizes = [self.extent_tokens] if self.extent_tokens else []
-        return RETENTIONS[self.keeps](*sizes)
+        return retention_named(self.keeps, self.extent_tokens)
 
     def missing(self, tokens: range) -> range:
         """Return the tokens of a prompt that these layers lack before the next one can be computed."""

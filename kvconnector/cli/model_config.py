@@ -15,9 +15,10 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from kvconnector.bench import file_errors
-from kvconnector.bench.shapes import Keeps, LayerGroup, ModelShape, parts_of_token
+from kvconnector.bench.shapes import LayerGroup, ModelShape, parts_of_token
 from kvconnector.cache.specs import DType
 from kvconnector.errors import ConfigError
+from kvconnector.planning import Keeps
 
 Parts: TypeAlias = tuple[tuple[str, int, int, int], ...]
 """`LayerGroup.parts`."""

@@ -10,12 +10,14 @@ from kvconnector.planning.plan import SourceRead as SourceRead
 from kvconnector.planning.plan import plan_read as plan_read
 from kvconnector.planning.plan import plan_reads as plan_reads
 from kvconnector.planning.plan import plan_transfer as plan_transfer
+from kvconnector.planning.retention import Keeps as Keeps
 from kvconnector.planning.retention import KeepsAll as KeepsAll
 from kvconnector.planning.retention import KeepsChunk as KeepsChunk
 from kvconnector.planning.retention import KeepsEncoder as KeepsEncoder
 from kvconnector.planning.retention import KeepsState as KeepsState
 from kvconnector.planning.retention import KeepsWindow as KeepsWindow
 from kvconnector.planning.retention import Retention as Retention
+from kvconnector.planning.retention import retention_named as retention_named
 from kvconnector.planning.route import Route as Route
 from kvconnector.planning.route import SegmentWindow as SegmentWindow
 from kvconnector.planning.route import make_route as make_route

@@ -6,9 +6,12 @@ After a prefix hit different groups may lack different tokens, so each answers f
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from kvconnector.errors import GeometryError, require_at_least
+
+Keeps: TypeAlias = Literal["all", "window", "chunk", "encoder", "state"]
+"""The name of a retention, for messages between processes."""
 
 
 class Retention(Protocol):
@@ -75,3 +78,21 @@ class KeepsState:
 
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         return range(max(0, stop - 1) if num_computed_tokens != stop else stop, stop)
+
+
+def retention_named(keeps: Keeps, extent_tokens: int = 0) -> Retention:
+    """Return the retention of this name. `extent_tokens` is the length of a window or a chunk.
+
+    Raises:
+        GeometryError: a window or a chunk of no tokens.
+    """
+    match keeps:
+        case "window":
+            return KeepsWindow(extent_tokens)
+        case "chunk":
+            return KeepsChunk(extent_tokens)
+        case "encoder":
+            return KeepsEncoder()
+        case "state":
+            return KeepsState()
+    return KeepsAll()

@@ -45,7 +45,7 @@ class Outbox:
         self.num_reports = 0
         """Ends and beginnings of requests that were reported so far."""
         self._bell = threading.Lock()
-        """Acquired by `wait`, released by a report."""
+        """Acquired by `wait`, released by a report: an Event would take several locks in Python at each of them."""
         self._flag = np.zeros(1, np.int32)
         """1 while it is filled, for `_spin`."""
         self._spin_s = spin_s

@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvconnector.errors import GeometryError
-from kvconnector.planning import KeepsAll, KeepsChunk, KeepsEncoder, KeepsState, KeepsWindow
+from kvconnector.planning import (
+    KeepsAll,
+    KeepsChunk,
+    KeepsEncoder,
+    KeepsState,
+    KeepsWindow,
+    retention_named,
+)
 
 TOKENS = st.integers(0, 60)
 EXTENT = st.integers(1, 20)
@@ -37,3 +44,17 @@ def test_a_state_is_missing_unless_it_is_of_the_position(computed, stop):
 def test_an_extent_is_at_least_one_token(kind):
     with pytest.raises(GeometryError, match="at least 1"):
         kind(0)
+
+
+@pytest.mark.parametrize(
+    "keeps, retention",
+    [
+        (("all",), KeepsAll()),
+        (("window", 3), KeepsWindow(3)),
+        (("chunk", 3), KeepsChunk(3)),
+        (("encoder",), KeepsEncoder()),
+        (("state",), KeepsState()),
+    ],
+)
+def test_a_retention_has_a_name(keeps, retention):
+    assert retention_named(*keeps) == retention

@@ -342,7 +342,7 @@ class Deployment(RuleBasedStateMachine):
             assert np.array_equal(array[rest], self.shadows[worker][key][rest])
 
     def _settle(self):
-        """With working links, everything ends within its deadlines and leaves nothing behind."""
+        """With working links, everything ends within its deadlines, and no record is left."""
         self.world.hub.faults = ControlFaults()
         self.world.network.faults = LoopbackFaults()
         self.thaw()

@@ -145,7 +145,7 @@ def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, t
 
 
 def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
-    """A single head can be told if vLLM's configuration has a number of heads for that layer."""
+    """A single head is recognised if vLLM's configuration has a number of heads for that layer."""
     own = {"tp_size": 2, "total_kv_heads": 8, "place": placed(1)}
     part = registered(attention(num_kv_heads=2), **own)[0].cache.geometry.parts[0]
     assert (part.total_heads, part.head_start, part.head_stop) == (4, 2, 4)

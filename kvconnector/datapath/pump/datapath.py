@@ -127,9 +127,7 @@ class DataPath:
             if is_greeted or now_s >= self._next_check_s:
                 self._check_peers(now_s)
         if len(self.events) > num_events:
-            self.state.numbers[_MOVED] = (
-                self.state.now_ns()
-            )  # somebody waits for it: as `stay_awake`
+            self.stay_awake()  # the engine or a peer waits for it
 
     def pump(self, timeout_s: float, fds: tuple[int, ...]) -> None:
         """Move chunks, without the GIL, until `step` has something to add, one of `fds` is readable, a control message
@@ -169,7 +167,7 @@ class DataPath:
         self.lock.release(self._prepared(timeout_s))
 
     def stay_awake(self) -> None:
-        """There was something to do: soon there is more, and waking a thread costs more than the work."""
+        """Keep the loop spinning for a while: more is likely to come, and waking a thread costs more than the work."""
         self.state.numbers[_MOVED] = self.state.now_ns()
 
     def close(self) -> None:

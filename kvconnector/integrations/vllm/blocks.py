@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvconnector.integrations.vllm.messages import GroupInfo
 from kvconnector.layout import own_stripe
-from kvconnector.planning import KeepsAll, KeepsChunk, KeepsState, KeepsWindow, Retention
+from kvconnector.planning import Retention, retention_named
 from kvconnector.topology import GroupGeometry
 
 NULL_BLOCK = 0
@@ -60,13 +60,7 @@ class InTiles:
 
 def retention_of(info: GroupInfo) -> Retention:
     """Return which tokens of a sequence a group keeps."""
-    kept: Retention = KeepsAll()
-    if info.keeps == "state":
-        kept = KeepsState()
-    elif info.keeps == "window":
-        kept = KeepsWindow(info.extent_tokens)
-    elif info.keeps == "chunk":
-        kept = KeepsChunk(info.extent_tokens)
+    kept = retention_named(info.keeps, info.extent_tokens)
     return kept if info.tile_tokens == 1 else InTiles(kept, info.tile_tokens)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -13,6 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvconnector.errors import LocalError
+from kvconnector.planning import Keeps
 from kvconnector.runtime import StepMetadata, WorkerMetadata
 from kvconnector.session import RequestTrace
 
@@ -28,7 +28,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     vllm_group: int
     kernel_blocks: int
-    keeps: Literal["all", "window", "chunk", "state"] = "all"
+    keeps: Keeps = "all"
     extent_tokens: int = 0
     scratch_blocks: int = 0
     tile_tokens: int = 1

@@ -1,6 +1,6 @@
 """libucp by handle: contexts, workers, and the dozen C calls behind tagged messages.
 
-Threads. One thread at a time uses a worker, which UCX is told (`SERIALIZED`): the one that holds the owner's lock. The
+Threads. One thread at a time uses a worker (mode `SERIALIZED`): the one that holds the driver lock. The
 compiled loop calls the same functions on the same worker, by their addresses, in the thread that runs the loop. UCX has
 a thread of its own, which accepts connections, and calls nothing of ours but `listeners` and `log`.
 
