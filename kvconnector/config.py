@@ -31,7 +31,7 @@ ENV_PREFIX = "KVCONNECTOR_"
 
 
 class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The control channel: ZMQ, and UCX between workers that know each other."""
+    """The control channel: ZMQ, and UCX between workers that have greeted each other."""
 
     host: str = "127.0.0.1"
     """IP address, or localhost, that this process binds."""
@@ -48,11 +48,11 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     secret_key_file: str = ""
     """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
     authorized_clients_file: str = ""
-    """Public keys of the engines that this one talks to, one a line."""
+    """Public keys of the engines that this one talks to, one per line."""
     max_message_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB, le=1 << 30)] = 16 * MIB
     """Longest control message accepted or sent."""
     over_ucx: bool = True
-    """Once two workers have greeted each other, send their messages over UCX, where both sides want that."""
+    """Once two workers have greeted each other, send their messages over UCX, if both sides have this set."""
 
 
 class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -63,8 +63,8 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     early_read_s: Positive = 5.0
     """How long a read may wait for its lease: the router can be faster than the producer's next engine step."""
     early_follow_s: Positive = 120.0
-    """How long a consumer may follow a prompt that this engine has not been asked for: a router asks both at once, and
-    one has more in its queue. Then it is refused.
+    """How long a consumer may follow a prompt before this engine gets the request, since a router asks both engines at
+    once and this one's queue may be longer. After that it is refused.
     """
 
 
@@ -76,7 +76,7 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     heartbeat_interval_s: Positive = 5.0
     """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
     timeout_s: Positive = 15.0
-    """A peer that sent nothing for this long is lost; a host that does not answer at all, also while it is greeted."""
+    """A peer that sent nothing for this long is lost, and so is a host that does not answer its greeting."""
     idle_timeout_s: Positive = 300.0
     """A consumer disconnects from a producer engine after this long without a request; the next one greets it again."""
     transfer_timeout_s: Positive = 60.0
@@ -92,19 +92,19 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class StagingConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Staging memory of a worker. Bounded by `budget_bytes` whatever the requests' sizes."""
+    """Staging memory of a worker, bounded by `budget_bytes` however large the requests are."""
 
     budget_bytes: Annotated[int, msgspec.Meta(ge=64 * KIB)] = 256 * MIB
     """All send and receive slots of one worker together."""
     chunk_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
-    """Bytes of one slot, and the longest message; 0 chooses by place: `CPU_CHUNK_BYTES` or `CUDA_CHUNK_BYTES`."""
+    """Bytes of one slot, and the longest message; 0 means `CPU_CHUNK_BYTES` (2 MiB) or `CUDA_CHUNK_BYTES` (40 MiB)."""
     window: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
     """Chunks in flight for one read from one rank."""
     max_programs: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] = -1
-    """Most programs of a Triton kernel, to leave multiprocessors to the model; 0: no limit, -1: half the GPU's."""
+    """Most programs of a copy kernel, to leave multiprocessors to the model; 0: no limit, -1: half of the GPU's."""
     spin_s: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    """How long the driver's thread, and an engine's in `wait`, spin after something happened before they sleep, without
-    the GIL; below 0 chooses by place: `CPU_SPIN_S` or `CUDA_SPIN_S`.
+    """How long the driver's thread, and an engine's in `wait`, spin without the GIL after the last event before they
+    sleep; a negative value means `CPU_SPIN_S` (50 us) or `CUDA_SPIN_S` (5 ms).
     """
 
 
@@ -112,37 +112,37 @@ class PathsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """How reads may travel. Packed messages always work."""
 
     direct: Literal["auto", "always", "never"] = "auto"
-    """A consumer reads its producer's pools itself: `auto` wherever it can, which takes one host; `always` the
-    same with a warning where it cannot. `never` also keeps this worker's pools from its consumers.
+    """`auto`: a consumer reads its producer's pools itself wherever it can, which takes one host. `always`: the same,
+    with a warning where it cannot. `never`: it does not, and this worker's pools are not shown to its consumers.
     """
     shared_folder: str = ""
-    """A folder that engines in other containers of this node see as well, such as a volume of both pods: by it a
-    consumer reads caches directly. Both engines name it, where it is mounted in each, and have one user.
+    """A folder that engines in other containers of this node also mount, such as a volume of both pods, so that
+    consumers there can read caches directly. Set it in both engines to where it is mounted; both need the same user.
     """
     copy_threads: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
-    """Most threads that copy a direct read between caches in CPU memory, of 4 MiB or more, as far as cores are idle; 0:
-    half of the cores that the worker may use, at most 4.
+    """Most threads that copy one direct read of 4 MiB or more between caches in CPU memory; only idle cores are used.
+    0: half of the cores that the worker may use, at most 4.
     """
 
 
 class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """UCX."""
+    """The UCX library: which one is used, and how."""
 
     library: Annotated[str, msgspec.Meta(min_length=1)] = "auto"
-    """Which libucp is used: `wheel` (of libucx), `system`, `nixl`, `ucxx` or `ucx-py` for the one that this binding
-    brings, or a path. `auto`: the one that is loaded, else one for an active RDMA port, else the first that is there.
+    """The libucp to use: `wheel` (the libucx package), `system`, `nixl`, `ucxx` or `ucx-py` (the one that it uses), or
+    a path. `auto`: the one already loaded, else one that can use an active RDMA port, else the first one installed.
     """
     tls: str = ""
     """UCX_TLS for this worker's context; empty leaves the choice to UCX and its environment."""
     net_devices: str = ""
-    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, with commas between them. `auto`
+    """UCX_NET_DEVICES for this worker's context: names such as `eth0` or `mlx5_0:1`, separated by commas. `auto`
     takes the RDMA ports nearest to the rank's GPU on the PCI bus, and every interface for TCP; empty as for `tls`.
     """
     require_rdma: bool = False
-    """Refuse peers on other hosts that UCX has no RDMA lane to. Without it a host with active ports warns of them."""
+    """Refuse peers on other hosts that UCX reaches without RDMA. By default a host with active ports only warns."""
     tcp_segment_bytes: TcpSegment = TCP_SEGMENT_BYTES
-    """Bytes that UCX's tcp hands to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves them to
-    UCX. Engines that read from each other need the same.
+    """Bytes that UCX's tcp passes to a socket at once, UCX_TCP_TX_SEG_SIZE and UCX_TCP_RX_SEG_SIZE; 0 leaves both to
+    UCX. Engines that read from each other need the same value.
     """
 
 
@@ -159,12 +159,12 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """All settings of one engine. Every rank and the scheduler of an engine get the same."""
 
     engine_id: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
-    """This engine's name; peers address it by this. Unique among the engines that talk to each other."""
+    """This engine's name, by which peers address it. Unique among the engines that talk to each other."""
     role: Role = "both"
-    """Which halves this engine runs."""
+    """`producer`: offers blocks. `consumer`: loads them. `both`: does both."""
     stream: bool = True
-    """Move a prompt's cache while the producer still computes it, where a router asks both engines at once. Off at
-    the consumer, it is loaded when the producer is done; off at the producer, the router asks one after the other.
+    """Move a prompt's cache while the producer still computes it, if a router asks both engines at once. Off at the
+    consumer: the cache is loaded when the producer is done. Off at the producer: the router asks one after the other.
     """
     control: ControlConfig = ControlConfig()
     lease: LeaseConfig = LeaseConfig()

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 
 class KVConnectorError(Exception):
-    """Root of the tree. `context` holds what the text ends with: engine, rank, request, values that disagree. `remedy`
-    is what to do about any error of the class, where the message does not say it.
+    """Base class of all errors. `context` holds the values that the text ends with: engine, rank, request, values that
+    disagree. `remedy` says what to do about any error of the class, where the message does not.
     """
 
     remedy: ClassVar[str] = ""
@@ -48,7 +48,7 @@ class BlockIdError(LocalError):
 
 
 class CacheSpecError(LocalError):
-    """Cache specs cannot be merged, grouped or sized as asked."""
+    """Cache specs cannot be merged, grouped or sized as requested."""
 
 
 class UnknownRequestError(LocalError):
@@ -66,9 +66,9 @@ class TransportError(KVConnectorError):
 
 
 class CorruptionError(TransportError):
-    """A chunk is not what its producer sent; nothing of it was unpacked."""
+    """A chunk arrived damaged; nothing of it was unpacked."""
 
-    remedy = "compare the ranks of several such errors: a network, memory or GPU on their way damages bytes"
+    remedy = "compare the ranks of several such errors: a network, memory or GPU between them damages bytes"
 
 
 class OperationCancelledError(TransportError):
@@ -102,7 +102,7 @@ class IncompatiblePeerError(RemoteError):
 
 
 class AuthenticationError(RemoteError):
-    """The peer's keys, or ours in its eyes, are not the ones that were agreed on."""
+    """One of the two engines does not accept the other's key."""
 
     remedy = "each side needs the other's public key in its control.authorized_clients_file, see docs/hosts.md"
 
@@ -118,15 +118,15 @@ class PeerUnreachableError(RemoteError):
 class PeerLostError(RemoteError):
     """The peer answered before and is gone now: its endpoint closed or its heartbeats stopped."""
 
-    remedy = "the other engine's log says why; prefill what it was to send anew"
+    remedy = "the other engine's log says why; prefill the requests that it was to send anew"
 
 
 class TransferTimeoutError(RemoteError):
     """A transfer did not complete before its deadline."""
 
     remedy = (
-        "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long a read may bring nothing,"
-        " peer.progress_timeout_s how long a prompt may not go on"
+        "look for a stuck engine or a slow network; peer.transfer_timeout_s is how long a read may go without a byte,"
+        " peer.progress_timeout_s how long a prompt may go without a new token"
     )
 
 
@@ -153,7 +153,7 @@ class TransferAbortedError(ReadRefusedError):
 
 
 class StaleIncarnationError(ReadRefusedError):
-    """The message names another start of the engine: it was restarted in between."""
+    """The message was meant for an earlier start of the engine, which has been restarted since."""
 
     remedy = "that engine was restarted and has lost the blocks: prefill the request anew"
 

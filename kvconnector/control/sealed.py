@@ -26,7 +26,7 @@ _PERSON = b"kvc-control"
 
 
 class ForgedMessageError(RemoteError):
-    """A frame is too short, has a wrong MAC, or came before: drop it."""
+    """A frame is too short, has a wrong MAC, or is a repeat: drop it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,8 +57,8 @@ class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=Fal
 
 
 class DirectoryRequest(Message, frozen=True, kw_only=True):
-    """Asks an engine's scheduler for its workers; with `any_engine` whatever its name is. `ranks`: the indices of those
-    whose addresses are wanted among `world_size` ranks, None for all. The answer may have more. The asking engine
+    """Asks an engine's scheduler for its workers, with `any_engine` whatever its name is. `ranks` are the indices,
+    among `world_size` ranks, whose addresses are requested, None for all; the answer may have more. The asking engine
     speaks the wire versions from `oldest_version` to `newest_version`.
     """
 
@@ -81,8 +81,8 @@ class WorkerEntry(Message, frozen=True, kw_only=True):
 
 
 class Directory(Message, frozen=True, kw_only=True):
-    """An engine, and its workers or those that were asked for, in rank order. `stream`: its setting of that name. Both
-    engines use `wire_version` from now on.
+    """An engine's geometry, and all or the requested ones of its workers, in rank order. `stream` is its setting of
+    that name. Both engines use `wire_version` from now on.
     """
 
     geometry: PackedGeometry
@@ -100,8 +100,8 @@ class DirectoryRefused(Message, frozen=True, kw_only=True):
 
 
 class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """The inbox of a greeting's sender for this link's further messages over the transport, as `control.sealed` frames
-    of at most `max_message_bytes` under the tag `2^63 + inbox_id`.
+    """Where the sender of a greeting receives this link's further messages: over the transport, as `control.sealed`
+    frames of at most `max_message_bytes` under the tag `2^63 + inbox_id`.
     """
 
     inbox_id: Annotated[int, Meta(ge=1, lt=1 << 62)]
@@ -112,7 +112,7 @@ class ControlInbox(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 class Hello(Message, frozen=True, kw_only=True):
     """A consumer worker introduces itself. The producer connects to `transport_address` and sends `warm_up_bytes`
     under `warm_up_tag`, so that lanes and memory mappings exist before the first read. Its answers may go to `control`;
-    None: they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if it is
+    if that is None, they stay on the control channel. `timeout_ms` is how long the sender waits for a silent peer, 0 if
     not stated; both sides use the shorter one. `segments` are those of all its reads from this producer worker.
     """
 
@@ -130,10 +130,10 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class HelloReply(Message, frozen=True, kw_only=True):
-    """The producer worker's answer; with a refusal the session ends.
+    """The producer worker's answer to a `Hello`; with a refusal the session ends.
 
     The consumer connects to `transport_address` (unless empty) to learn of the loss of the producer, and plans no chunk
-    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, by `export`. Where both
+    above `max_chunk_bytes` (unless 0). On the same host it may read the pools itself, through `export`. If both
     greetings name a `control`, further messages travel over the transport. `timeout_ms`: see `Hello`. A lease lasts
     `lease_ms` unless it is renewed, 0 if that is not stated.
     """
@@ -162,10 +162,10 @@ def shorter_timeout_s(ours_s: float, theirs_ms: int) -> float:
 class Read(Message, frozen=True, kw_only=True):
     """Asks for chunks, sent under the tags `first_tag + i`, at most `window` of them unreceived at a time.
 
-    They have the tokens `[start, stop)` of each cache group in `layers` (`[first, stop)`, global indices), as far as
-    the greeting's segments have them, and are cut as `planning.SourceRead.chunks` does it: at most `chunk_bytes` each,
-    `num_chunks` of them. `incarnation` names the start of the producer that is meant. There are no `blocks` for a
-    prompt that is followed: the producer has named them itself.
+    They hold the tokens `[start, stop)` of each cache group in `layers` (`[first, stop)`, global indices), as far as
+    the greeting's segments have them, cut by `planning.SourceRead.chunks` into `num_chunks` chunks of at most
+    `chunk_bytes`. `incarnation` names the start of the producer that the read is meant for. `blocks` is empty for a
+    prompt that is followed, because the producer itself has named them.
     """
 
     transfer_id: Id
@@ -205,7 +205,7 @@ class CancelRead(Message, frozen=True, kw_only=True):
 
 
 class TransferKey(Message, frozen=True, kw_only=True):
-    """A transfer, and the secret that entitles to it."""
+    """A transfer, and the secret that gives access to it."""
 
     transfer_id: Id
     secret: Secret128
@@ -216,21 +216,21 @@ class Done(TransferKey, frozen=True, kw_only=True):
 
 
 class Abort(TransferKey, frozen=True, kw_only=True):
-    """The consumer gave the request up: the producer may free its blocks."""
+    """The consumer gave up the request: the producer may free its blocks."""
 
 
 class Follow(TransferKey, frozen=True, kw_only=True):
-    """Of a heartbeat: the consumer wants to know how far a prompt is computed, and does not yet. Answered by a
-    `Progress`, as soon as the producer knows the transfer, and by another whenever there is more.
+    """An entry of a heartbeat: the consumer follows a prompt, and has had no report on it yet. The producer answers
+    with a `Progress` as soon as it knows the transfer, and sends another whenever more of the prompt is computed.
     """
 
 
 class Progress(Message, frozen=True, kw_only=True):
-    """A prompt is computed up to the watermark, and `blocks` hold it, by cache group; a group whose blocks are still to
-    come has none. Blocks without tokens mean that the prompt is about to be computed. Each `Progress` repeats all that
-    earlier ones reported. One that `is_complete`, or has a refusal, is the last. What is complete may have a few bytes
-    of `extra` from the producer's engine for the consumer's, as the token that it sampled. `secret` is the follower's;
-    earlier releases send none.
+    """A prompt is computed up to the watermark, in `blocks`, by cache group; a group whose blocks are not known yet has
+    none. Blocks without tokens mean that the prompt is about to be computed. Each `Progress` repeats all that
+    earlier ones reported. One that `is_complete`, or has a refusal, is the last. A complete one may have a few bytes
+    of `extra` from the producer's engine for the consumer's, such as the token that it sampled. `secret` is the
+    follower's; earlier releases send none.
     """
 
     transfer_id: Id
@@ -245,8 +245,8 @@ class Progress(Message, frozen=True, kw_only=True):
 
 class Heartbeat(Message, frozen=True, kw_only=True):
     """The consumer lives, and still wants the transfers that it names: their leases are renewed. It names each of them
-    within an interval, in as many heartbeats as that takes. `number` counts a link's from 1; 0: not numbered.
-    `maps_pools`: it has opened the producer's export, which it closes before it disconnects.
+    once per interval, in as many heartbeats as that takes. `number` counts a link's heartbeats from 1; 0 means not
+    numbered. `maps_pools`: the consumer has opened the producer's export, which it closes before it disconnects.
     """
 
     transfers: Annotated[tuple[TransferKey, ...], Meta(max_length=MAX_NAMED)]
@@ -256,7 +256,7 @@ class Heartbeat(Message, frozen=True, kw_only=True):
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Asks for `count` messages of `nbytes` or a slot each, under the tags from `first_tag` on: a measurement."""
+    """Asks for `count` messages of `nbytes`, at most a slot's size, under tags from `first_tag` on: a measurement."""
 
     first_tag: Tag
     nbytes: Index
@@ -264,7 +264,7 @@ class Probe(Message, frozen=True, kw_only=True):
 
 
 class HeartbeatReply(Message, frozen=True, kw_only=True):
-    """The producer lives, and has this heartbeat."""
+    """The producer lives, and has received this heartbeat."""
 
     number: Index = 0
 
