@@ -1,6 +1,6 @@
 """Prefill and decode engines under Ray Serve: `serve run launchers.ray_serve:build model=Qwen/Qwen3-0.6B`.
 
-Keys for the control channel lie under the same path on every node (`kvconnector keygen`).
+The control channel's keys have the same path on every node (`kvconnector keygen`).
 """
 
 from __future__ import annotations

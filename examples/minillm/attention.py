@@ -34,7 +34,7 @@ class Rotary:
         self.sin = angles.sin().float().to(device)
 
     def __call__(self, x_THD: Tensor, positions_T: Tensor) -> Tensor:
-        """`x_THD` rotated by its positions; a new tensor."""
+        """Return `x_THD` rotated by its positions, as a new tensor."""
         cos, sin = self.cos[positions_T].unsqueeze(1), self.sin[positions_T].unsqueeze(1)
         low, high = x_THD.chunk(2, dim=-1)
         return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
@@ -42,7 +42,7 @@ class Rotary:
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Context of a step for its layers. `encoded_ME` is the encoder's input, after its layers so far."""
+    """Context of a step for its layers. `encoded_ME` is the encoder's input after the layers that have run."""
 
     batch: Batch
     cache: PagedCache
@@ -120,7 +120,7 @@ def local_attention(
     batch: Batch,
     first_seen: FirstSeen,
 ) -> Tensor:
-    """Causal attention of every row from the token on that it sees first.
+    """Causal attention of every row to the tokens from the first that it sees.
 
     Tokens of earlier steps are read through the block table, those of this step are taken from `qkv_THD`.
     Returns `[T, H, D]`.

@@ -35,9 +35,9 @@ class SequenceSlice:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A step as tensors. `slots` are by cache group; `sample_rows` the rows to sample `num_samples` tokens after.
+    """A step as tensors. `slots` are by cache group. `num_samples` tokens are sampled after each of `sample_rows`.
 
-    Beside its T tokens it may encode M tokens: `encoded` are the sequences that these are the input of.
+    Beside its T tokens it may encode M tokens, which are the encoder's input of the sequences `encoded`.
     """
 
     token_ids_T: Tensor
@@ -59,8 +59,8 @@ class Batch:
         tables: RankTables,
         common_blocks: Sequence[int] = (),
     ) -> Batch:
-        """Concatenate the sequences of a step, whose rows in all of `groups` are in `tables`. By group, `common_blocks`
-        leading ones are the same for all.
+        """Concatenate the sequences of a step, whose rows in all of `groups` are in `tables`. `common_blocks` is the
+        number of leading blocks, by group, that all of them share.
         """
         device = tables.device
         positions = [torch.arange(item.start, item.start + len(item.token_ids)) for item in inputs]
@@ -101,7 +101,7 @@ class Batch:
 
     @property
     def encoder_rows(self) -> Iterator[slice]:
-        """Each sequence's rows among the M."""
+        """Return each sequence's rows among the M."""
         stops = accumulate(each.num_encoder_tokens for each in self.encoded)
         return (
             slice(stop - each.num_encoder_tokens, stop)
@@ -110,7 +110,7 @@ class Batch:
 
     @property
     def encoder_positions_M(self) -> Tensor:
-        """Each token's place in its input."""
+        """Return each token's position in its input."""
         device = self.positions_T.device
         places = [torch.arange(each.num_encoder_tokens, device=device) for each in self.encoded]
         return torch.cat(places)

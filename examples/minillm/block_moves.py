@@ -1,7 +1,7 @@
-"""A rank's part of swapping and of copy on write: whole blocks between its pools, one launch a move.
+"""A rank's part of swapping and of copy on write: whole blocks between its pools, one launch per move.
 
-In host memory blocks may be smaller than on the device, or stored in another order: they are laid out anew on the way,
-by the transform for just that difference.
+In host memory blocks may be smaller than on the device, or stored in another order. The transform for that difference
+then lays them out anew during the copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockMover:
         self._transforms: dict[tuple[KVPool, KVPool], ReceiveTransform | None] = {}
 
     def run(self, moves: Sequence[BlockMove]) -> None:
-        """Carry the moves out in their order. On a GPU they are in its stream on return, not done."""
+        """Carry out the moves in their order. On a GPU they are queued on its stream on return, not done."""
         # imported here so that a rank that never moves a block starts without the copy kernels
         from kvconnector.cache.block_manager import split_dependent_copies
 
@@ -77,7 +77,7 @@ class BlockMover:
         return directions[kind]
 
     def _parts(self, pool: int, *, on_host: bool) -> list[KVPool]:
-        """A pool's parts on the device or the host, those of one shape together."""
+        """A pool's parts on the device or the host, grouped by shape."""
         from kvconnector.cache.host_copy import KVPool
 
         cache = self.host if on_host else self._cache

@@ -1,7 +1,7 @@
 """The cache groups of a model: layers that share block tables, what a block holds, and the pools they draw from.
 
 A pool is a range of block ids with the memory behind it, which its `KVCacheConfig` describes. Every group has a pool of
-its own but cross-attention: its blocks are the decoder's, each id used for one of the two at a time.
+its own, except cross-attention: it takes blocks from the decoder's pool, and each id serves one of the two at a time.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ CACHED_KINDS: dict[LayerKind, tuple[CacheKind, ...]] = {
 KIND_ORDER: tuple[CacheKind, ...] = ("full", "window", "chunk", "state", "cross")
 FLOAT32 = DType("float32")
 DEFAULT_REQUESTS = 4
-"""Requests of full length that the memory of an engine without a budget holds."""
+"""Requests of full length that fit into the memory of an engine without a budget."""
 UNLIMITED = 1 << 62
-"""Number of blocks of a pool of which a rank has no layer."""
+"""Number of blocks of a pool none of whose layers is on the rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSizes:
-    """Blocks of one pool: those that requests run in, and those in host memory."""
+    """Number of blocks of one pool, on the device and in host memory."""
 
     num_blocks: int
     num_host_blocks: int
@@ -69,9 +69,9 @@ class PoolSizes:
 class LayerGroup:
     """One cache group of the whole model. `layers` are global; a pipeline stage may hold none of them.
 
-    `spec` describes the page of an engine of one rank. Where `dcp_size` ranks share a sequence's tokens, a block id
-    stands for a block on each of them. A block of states holds one: that after its last token, or after the last one
-    computed if that is inside it. To the connector it is one token.
+    `spec` describes the page of an engine with one rank. Where `dcp_size` ranks share a sequence's tokens, a block id
+    stands for a block on each of them. A block of states holds one state: the one after its last token, or after the
+    last computed token if that is inside it. To the connector it is one token.
     """
 
     kind: CacheKind
@@ -80,11 +80,11 @@ class LayerGroup:
     pool: int
     dcp_size: int = 1
     kernel_block_size: int
-    """Tokens of the blocks that attention reads, which divide those that are allocated."""
+    """Tokens in a block as attention reads it, a divisor of those in an allocated block."""
 
     @property
     def names(self) -> dict[str, int]:
-        """Names of its layers' caches in specs, and the layers."""
+        """Names of its layers' caches in specs, mapped to the layers."""
         return {cache_name(layer, self.kind): layer for layer in self.layers}
 
     @property
@@ -99,7 +99,7 @@ class LayerGroup:
 
     @property
     def transfer_block_size(self) -> int:
-        """Tokens of one block on one rank as the connector counts them."""
+        """Tokens in one block on one rank, as the connector counts them."""
         return 1 if self.kind == "state" else self.rank_block_size
 
     @property
@@ -151,7 +151,7 @@ def cache_name(layer: int, kind: CacheKind) -> str:
 
 
 def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, KVCacheSpec]:
-    """The specs of a pool's layers on one rank. The first pool has those that cache nothing, too."""
+    """The specs of a pool's layers on one rank. Layers that cache nothing are in the first pool."""
     model, cache = config.model, config.cache
     found: dict[str, KVCacheSpec] = {}
     for group in layer_groups(model, cache, config.parallel.dcp_size):
@@ -169,7 +169,7 @@ def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, K
 def uniform_specs(
     config: EngineConfig, share: RankShare, pool: int
 ) -> Iterator[UniformTypeKVCacheSpecs]:
-    """The specs of a pool's layers on one rank, together for each kind.
+    """The specs of a pool's layers on one rank, merged by kind.
 
     Raises:
         ConfigError: layers of one kind cannot share block tables.
@@ -185,8 +185,8 @@ def uniform_specs(
 
 
 def rank_pool(config: EngineConfig, share: RankShare, pool: int, num_blocks: int) -> KVCacheConfig:
-    """The groups and tensors of one pool on one rank. Layers of two groups share tensors, of one group in the layout
-    CROSS there is one tensor.
+    """The groups and tensors of one pool on one rank. Layers of two groups share tensors; one group in the layout CROSS
+    has a single tensor.
     """
     specs = rank_specs(config, share, pool)
     kinds = {spec.uniform_kind for spec in specs.values() if spec.is_cached}
@@ -235,7 +235,7 @@ def cache_limits(config: EngineConfig) -> CacheLimits:
 
 
 def host_config(config: EngineConfig) -> EngineConfig:
-    """The engine as its caches in host memory are stored."""
+    """Return `config` with the block size and layout of the caches in host memory."""
     cache = replace(
         config.cache,
         layout=config.cache.host_layout or config.cache.layout,
@@ -246,8 +246,8 @@ def host_config(config: EngineConfig) -> EngineConfig:
 
 
 def num_stored_host_blocks(config: EngineConfig, sizes: Sequence[PoolSizes]) -> list[int]:
-    """Number of blocks in host memory by pool: several for one block id if they are smaller than on the device. Blocks
-    of states have one size.
+    """Number of blocks in host memory by pool: several per block id if they are smaller than on the device. Blocks of
+    states have one size.
     """
     cache, groups = config.cache, layer_groups(config.model, config.cache)
     states = {group.pool for group in groups if group.kind == "state"}
@@ -258,7 +258,7 @@ def num_stored_host_blocks(config: EngineConfig, sizes: Sequence[PoolSizes]) -> 
 
 
 def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
-    """Number of blocks of each pool of an engine: as configured, else as many as each rank's memory budget holds.
+    """Number of blocks of each pool of an engine: as configured, else as many as fit into each rank's memory budget.
 
     Raises:
         CacheSpecError: the budget does not hold one request of the model's full length.
@@ -280,8 +280,8 @@ def pool_sizes(config: EngineConfig) -> tuple[PoolSizes, ...]:
 
 
 def _num_state_blocks(config: EngineConfig, group: LayerGroup) -> int:
-    """Twice the running requests have two states each, since finished ones are held until their consumer has read
-    them; one step of states that can be found again comes on top.
+    """Room for two states each of twice the running requests, since finished ones are held until their consumer has
+    read them, plus one step's states for prefixes.
     """
     return 4 * config.max_running + -(-config.max_batched_tokens // group.block_size)
 
@@ -289,8 +289,8 @@ def _num_state_blocks(config: EngineConfig, group: LayerGroup) -> int:
 def _blocks_in_memory(
     config: EngineConfig, share: RankShare, num_pools: int, states: Mapping[int, int]
 ) -> list[int]:
-    """Blocks of each pool in one rank's memory. Those of `states` have their number; the others get as much of the rest
-    as one request of full length can need there.
+    """Number of blocks of each pool in one rank's memory. Pools in `states` have a given number; the others share the
+    rest in proportion to what one request of full length can need there.
     """
     limits = cache_limits(config)
     needs = [

@@ -12,14 +12,14 @@ import msgspec
 
 
 class CompletionError(Exception):
-    """A server refused or broke off a completion; the text is its own."""
+    """A server refused or broke off a completion; the text is the server's."""
 
 
 @dataclass(slots=True)
 class Completion:
     """A finished completion: tokens, their log-probabilities, timing, and what the server said of its KV transfer.
 
-    Several answers come one after the other.
+    Several answers follow one another.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -29,7 +29,7 @@ class Completion:
     kv_transfer_stats: dict[str, Any] | None = None
 
     def largest_logprob_difference(self, other: Completion) -> float:
-        """Over the tokens that both have."""
+        """Largest difference over the tokens that both have."""
         pairs = zip(self.logprobs, other.logprobs, strict=False)
         return max((abs(mine - theirs) for mine, theirs in pairs), default=0.0)
 
@@ -41,7 +41,7 @@ async def complete(
     max_tokens: int,
     **more: Any,
 ) -> Completion:
-    """Stream one completion from the server at `url`; `more` fields of the body as `CompletionRequest` has them.
+    """Stream one completion from the server at `url`; `more` are further fields of its body.
 
     Raises:
         CompletionError: an error status, an error event, or a stream that ends early.

@@ -35,7 +35,7 @@ class Server:
             return False  # not listening yet, or gone
 
     async def metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
-        """The engine's gauges; those with labels have them in their names."""
+        """The engine's gauges by name; a name includes its labels."""
         async with session.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
@@ -62,7 +62,7 @@ class Server:
 class Cluster:
     """A set of servers that live as long as this context manager, with one HTTP client session for them.
 
-    Logs are in `log_dir`: removed after a clean end if the cluster made the folder, kept after an error.
+    Logs are in `log_dir`. If the cluster made the folder, it removes it after a clean end and keeps it after an error.
     """
 
     def __init__(self, log_dir: Path | None = None) -> None:
@@ -117,6 +117,6 @@ class Cluster:
         await asyncio.gather(*(server.wait_healthy(self.session, deadline) for server in servers))
 
     async def stop(self, names: Sequence[str]) -> None:
-        """End these servers, orderly if they can; returns once all are reaped."""
+        """End these servers, in good order if they can; returns once all are reaped."""
         children = [self.servers.pop(name).child for name in names]
         await asyncio.gather(*(child.stop(grace_s=STOP_GRACE_S) for child in children))

@@ -38,9 +38,9 @@ class MixerConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: Span = 64
     """Hybrid: number of tokens that a query of a window layer sees, itself included."""
     attention_chunk: Size = 64
-    """Chunked-local: tokens of a chunk, whose queries see the tokens of their own chunk alone."""
+    """Chunked-local: tokens per chunk; a query sees only the tokens of its own chunk."""
     max_encoder_len: Size = 4096
-    """Encoder-decoder: most tokens of an encoder's input."""
+    """Encoder-decoder: longest encoder input, in tokens."""
     state_dim: Size = 16
     """Mamba: rows of the state that each head keeps for each of its `head_dim` channels."""
     conv_width: Span = 4
@@ -117,7 +117,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks' split of the model. `pp_layers` gives layers per stage; empty: as even as possible.
+    """How ranks split the model. `pp_layers` has the layers per stage; empty: as even as possible.
 
     Runs of `dcp_size` tensor ranks cache the same heads and share a sequence's tokens, `interleave_tokens` at a time.
     """
@@ -146,19 +146,19 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The paged cache of every rank. A `scatter_seed` hands out blocks in a shuffled order, as in a busy cache."""
+    """The paged cache of each rank. A `scatter_seed` shuffles the order of allocation, as in a busy cache."""
 
     block_size: Size = 16
     num_blocks: Count = 0
-    """Blocks of every cache group; 0: what the memory holds."""
+    """Blocks of every cache group; 0: as many as fit into the memory."""
     memory_mib: Count = 0
     """Memory of each rank's cache; 0: enough for four requests of the model's full length."""
     layout: Layout | None = None
-    """None: what the connector prefers, or what attention does in an engine without one."""
+    """None: the connector's preference, or attention's in an engine without a connector."""
     kernel_block_size: Count = 0
-    """Tokens of the blocks that attention reads, a divisor of `block_size`; 0: the same."""
+    """Tokens in a block as attention reads it, a divisor of `block_size`; 0: the same."""
     lookahead: Count = 0
-    """Number of slots that a step takes after its tokens, so that most steps change no block table."""
+    """Number of slots that a step allocates beyond its tokens, so that most steps change no block table."""
     scatter_seed: int | None = 0
     num_host_blocks: Count | None = None
     """Blocks in host memory that preempted requests are swapped out to. None: a quarter of the pool; 0: none, so that
@@ -166,11 +166,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_layout: Layout | None = None
     """Layout of blocks in host memory; None: as on the device."""
     host_block_size: Count = 0
-    """Tokens of a block in host memory, a divisor of `block_size`; 0: the same."""
+    """Tokens in a block in host memory, a divisor of `block_size`; 0: the same."""
     prefix_caching: bool = True
-    """Find the blocks of a prompt's beginning again."""
+    """Reuse the blocks of a prompt's beginning (prefix caching)."""
     state_interval: Size = 64
-    """Recurrent states are kept for prefixes whose length is a multiple of this, rounded up to whole blocks."""
+    """Recurrent states are kept for prefixes of each multiple of this many tokens, rounded up to whole blocks."""
 
     def __post_init__(self) -> None:
         if self.kernel_block_size and (
@@ -201,7 +201,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.state_interval // self.block_size) * self.block_size
 
     def resolved_num_host_blocks(self, num_blocks: int) -> int:
-        """The host pool's size beside `num_blocks` blocks."""
+        """The host pool's size in blocks, for a device pool of `num_blocks`."""
         return num_blocks // 4 if self.num_host_blocks is None else self.num_host_blocks
 
 
@@ -217,7 +217,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device_offset: int = 0
     """Rank i runs on GPU (device_offset + i) % count."""
     block_tables: BlockTables | None = None
-    """Place of the ranks' block tables; None: the device if it is a GPU, else the host."""
+    """Where the ranks' block tables are; None: on the device if it is a GPU, else on the host."""
     max_batched_tokens: int = 2048
     max_running: int = 32
     failure_policy: FailurePolicy = "recompute"
@@ -261,7 +261,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse_engine_options(text: str) -> dict[str, str]:
-    """`"tp=2,pp=1,block=16"` as a mapping, with repeated or malformed keys refused."""
+    """Return `"tp=2,pp=1,block=16"` as a mapping. Repeated or malformed keys are refused."""
     options: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, separator, value = item.partition("=")
@@ -291,12 +291,12 @@ CACHE_OPTIONS = {
     "states": "state_interval",
     "lookahead": "lookahead",
 }
-"""Engine options, and the fields that they set."""
+"""Engine options, mapped to the fields that they set."""
 
 
 def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfig]:
-    """Parallelism and cache from `PARALLEL_OPTIONS` and `CACHE_OPTIONS`; layers are given as 5+3, layouts in any case,
-    prefix as on or off. Without `tp` there are as many tensor ranks as share tokens.
+    """Return parallelism and cache from `PARALLEL_OPTIONS` and `CACHE_OPTIONS`. Layers are given as 5+3, layouts in any
+    case, prefix as on or off. `tp` defaults to `dcp`.
 
     Raises:
         ValueError: an unknown option, or a value that the field does not take.

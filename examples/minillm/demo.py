@@ -39,10 +39,10 @@ from minillm.demo_picture import draw_picture
 from minillm.processes import ChildFailedError, die_with_parent, run_until_signal
 
 PATHS = {"direct": "auto", "packed": "never"}
-"""Ways in which a decode engine gets blocks, and the value of `paths.direct` for each."""
+"""The paths by which a decode engine gets blocks, and the value of `paths.direct` for each."""
 WARM_UP_TOKENS = 64
 LOGPROB_TOLERANCE = 1e-3
-"""Rounding of another tensor-parallel split stays orders below; one lost block of one layer goes beyond."""
+"""Rounding from another tensor-parallel split stays far below; one lost block of one layer exceeds it."""
 
 
 class PromptResult(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,7 +66,7 @@ class PromptResult(msgspec.Struct, frozen=True, kw_only=True):
 def compare(num_prompt: int, remote: Completion, reference: Completion) -> PromptResult:
     """Compare the two engines' completions of one prompt of `num_prompt` tokens.
 
-    A prompt of several tokens must have been moved: one that was computed again proves nothing.
+    A prompt of several tokens must have been transferred: one that was computed again proves nothing.
     """
     stats = remote.kv_transfer_stats or {}
     difference = remote.largest_logprob_difference(reference)
@@ -85,14 +85,14 @@ def compare(num_prompt: int, remote: Completion, reference: Completion) -> Promp
 
 
 def split_prompt(model: str, tokens: list[int]) -> dict[str, list[int]]:
-    """A prompt's fields in a request. An encoder-decoder model encodes the whole prompt, and goes on with its end."""
+    """A prompt's fields in a request. An encoder-decoder model encodes the whole prompt, and decodes from its end."""
     if model != "encoder-decoder":
         return {"prompt": tokens}
     return {"encoder_prompt": tokens, "prompt": tokens[-max(2, len(tokens) // 4) :]}
 
 
 class Servers(NamedTuple):
-    """The servers that the demo asks: a decode engine and a router for each path, and the reference engine."""
+    """The demo's servers: a decode engine and a router for each path, and the reference engine."""
 
     decodes: Mapping[str, Server]
     routers: Mapping[str, Server]
@@ -101,7 +101,7 @@ class Servers(NamedTuple):
 
 def engine_arguments(arguments: argparse.Namespace, shape: str, offset: int) -> list[str]:
     """Arguments of one engine's server; `offset` is its first device."""
-    # a transfer that fails must fail the demo, not be computed again in silence
+    # a failed transfer must fail the demo, not be recomputed silently
     common = ["--model", arguments.model, "--device", arguments.device, "--failure-policy", "fail"]
     return [*common, "--engine", shape, "--device-offset", str(offset)]
 
@@ -193,7 +193,7 @@ async def run(arguments: argparse.Namespace, console: Console, cluster: Cluster)
 
 
 def result_table(results: list[PromptResult]) -> Table:
-    """One row a prompt."""
+    """A table with one row per prompt."""
     table = Table(
         title="prefill on one engine, decode on another", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )

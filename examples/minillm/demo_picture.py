@@ -17,7 +17,7 @@ DRAWN = ("llama", "mla")
 
 
 def draw_picture(arguments: argparse.Namespace) -> str:
-    """Draw the longest prompt's plan; where the picture is, or why there is none."""
+    """Draw the longest prompt's plan. Returns where the picture is, or why there is none."""
     model = ModelConfig(architecture=arguments.model)
     shapes = []
     for text in (arguments.prefill, arguments.decode):

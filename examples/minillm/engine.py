@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one loop that schedules, steps the ranks and books the results."""
+"""The engine: requests in, tokens out, one loop that schedules, steps the ranks and records the results."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 WATERMARK = 0.01
 IDLE_WAIT_S = 0.005
-"""Longest pause of a step that only waits for the connector; also the most that a new request can lose to it."""
+"""Longest pause of a step that only waits for the connector, and so the longest delay of a new request."""
 HOUSEKEEPING_S = 0.25
-"""Period of steps while there is no request at all: the connector still has peers and leases to look after."""
+"""Period of steps while there is no request at all: the connector still takes care of peers and leases."""
 
 
 def create_scheduler(config: EngineConfig) -> Scheduler:
-    """The scheduler of an engine, with the blocks that its memory holds, and no connector yet."""
+    """The scheduler of an engine, with the blocks that fit into its memory, and no connector yet."""
     return Scheduler(
         RequestBlocks(
             layer_groups(config.model, config.cache, config.parallel.dcp_size),
@@ -49,7 +49,7 @@ def create_scheduler(config: EngineConfig) -> Scheduler:
 
 
 class EngineDeadError(Exception):
-    """The engine cannot serve any more; the text says why."""
+    """The engine can serve no more; the text says why."""
 
 
 class Engine:
@@ -92,8 +92,8 @@ class Engine:
             self.scheduler.transfer.close()
 
     async def generate(self, request: Request) -> AsyncGenerator[RequestUpdate, None]:
-        """Run one request. Yields an update per token; the last of each answer has a finish reason. Leaving early
-        aborts it.
+        """Run one request. Yields an update per token; the last of each answer has a finish reason. Closing the
+        generator early aborts the request.
 
         Raises:
             LocalError: the request can never be served; it was not queued.
@@ -125,7 +125,7 @@ class Engine:
 
     @property
     def failure_summary(self) -> str:
-        """The failure in one line, for clients: the rest, such as the end of a rank's log, is in our own log."""
+        """The failure in one line, for clients; the rest, such as the end of a rank's log, is in our own log."""
         return str(self.failure).partition("\n")[0] if self.failure is not None else ""
 
     async def _run(self) -> None:

@@ -34,10 +34,10 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     temperature: float = 0.0
     n: int = 1
-    """Answers: the i-th begins with the i-th likeliest token and goes on greedily."""
+    """Number of answers: the i-th begins with the i-th likeliest token and continues greedily."""
     model: str = ""
     cache_salt: str = ""
-    """Only requests with the same salt find a prompt's blocks again, so that tenants cannot probe each other's."""
+    """Only requests with the same salt reuse each other's blocks, so that tenants cannot probe each other's prompts."""
     kv_transfer_params: dict[str, Any] | None = None
 
     def token_ids(self, vocab_size: int) -> tuple[list[int], list[int]]:
@@ -67,12 +67,12 @@ class ApiError(Exception):
 
     @classmethod
     def of_load(cls, reason: str) -> ApiError:
-        """A failed load, by the reason that the connector gave."""
+        """The error for a failed load, by the reason that the connector gave."""
         return cls(502, reason, reason.partition(":")[0])
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object, as data, and the cause."""
+        """OpenAI's error object as a mapping, with the cause."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         error = {"message": self.message, "type": kind, "param": None, "code": self.status}
         return {"error": {**error, "cause": self.cause} if self.cause else error}
@@ -105,7 +105,7 @@ def completion_choice(
     tokens: Sequence[SampledToken],
     finish_reason: str | None,
 ) -> dict[str, Any]:
-    """One answer, or the part of it in one stream event."""
+    """One answer, or the part of it that is in one stream event."""
     token_ids = [token.token_id for token in tokens]
     choice: dict[str, Any] = {
         "index": answer,

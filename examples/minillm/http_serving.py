@@ -1,4 +1,4 @@
-"""Options of minillm's HTTP servers, and serving: each listens and writes its port to a file."""
+"""Options of minillm's HTTP servers, and the code that serves: each listens and writes its port to a file."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from aiohttp import web
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
-"""Number of connections that may wait to be accepted when many requests come at once. The kernel has its own limit."""
+"""Connections that may wait to be accepted when many requests arrive at once. The kernel has its own limit."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options that every HTTP server of minillm has."""
+    """Add the options that every HTTP server of minillm has."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
     parser.add_argument("--port-file", type=Path, help="write the bound port here once listening")
 
 
 async def run_app(app: web.Application, host: str, port: int, port_file: Path | None) -> None:
-    """Serve until cancelled. The bound port goes to `port_file`, complete or not at all."""
+    """Serve until cancelled. The bound port is written to `port_file`, completely or not at all."""
     # handler_cancellation: a client that goes away cancels its handler, which aborts its request
     runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()

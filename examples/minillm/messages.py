@@ -16,20 +16,20 @@ class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]
     start: int
     num_samples: int
-    """Number of tokens to sample after the last of these, the likeliest first; 0 where more are known."""
+    """Number of tokens to sample after the last of these, the likeliest first; 0 if the next token is known."""
     encoder_token_ids: list[int] = []
-    """Encode these first, and cache the result in the request's cross blocks: in the first step of a prompt."""
+    """In a prompt's first step: encode these first, and cache the result in the request's cross-attention blocks."""
     num_encoder_tokens: int = 0
-    """Tokens of the encoder's input, whether it is encoded now or was before."""
+    """Number of tokens of the encoder's input, encoded now or earlier."""
 
 
 def stored_event(item: SequenceInput) -> str:
-    """The cache event of a step's sequence: its tokens up to here are stored."""
+    """The cache event of a step's sequence: its tokens up to this step's end are stored."""
     return f"{item.request_id}:{item.start + len(item.token_ids)}"
 
 
 def block_number(group: int, block_id: int, num_groups: int) -> int:
-    """A block of a cache group as one number, unlike those of the other groups' blocks."""
+    """A block of a cache group as one number, different from those of other groups' blocks."""
     return block_id * num_groups + group
 
 
@@ -42,8 +42,8 @@ class NewRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RunningRequests(msgspec.Struct, frozen=True, array_like=True):
-    """Requests whose tables change: parallel lists of new blocks, which follow the known ones. Those of resumed
-    requests replace them.
+    """Requests whose tables change, in parallel lists. New blocks follow the known ones; those of resumed requests
+    replace them.
     """
 
     req_ids: list[str] = []
@@ -63,7 +63,7 @@ MoveKind = Literal["out", "in", "copy"]
 
 
 class BlockMove(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one pool to copy: out to host memory, in from there, or inside the pool. None twice a target."""
+    """Blocks of one pool to copy: out to host memory, in from there, or inside the pool. No block is a target twice."""
 
     pool: int
     kind: MoveKind
@@ -74,8 +74,8 @@ class BlockMove(msgspec.Struct, frozen=True, array_like=True):
 class Step(msgspec.Struct, tag="step"):
     """One engine step. Without inputs it is idle: it only serves the connector, for up to `idle_wait_s`.
 
-    `moves` come first, in their order: what the connector and the sequences write may lie in blocks that they read.
-    Then come changed tables, then the sequences. The scheduler says these, the engine the rest.
+    `moves` come first, in their order, because the connector and the sequences may write to blocks that they read. Then
+    come changed tables, then the sequences. The scheduler fills in these, the engine the rest.
     """
 
     step_id: int = 0
@@ -83,14 +83,14 @@ class Step(msgspec.Struct, tag="step"):
     tables: TableChanges = msgspec.field(default_factory=TableChanges)
     moves: list[BlockMove] = []
     common_blocks: list[int] = []
-    """Number of leading blocks that all sequences have in common, by cache group; empty for none."""
+    """Number of leading blocks that all sequences share, by cache group; empty for none."""
     connector: msgspec.Raw = EMPTY
     """This step's connector metadata, encoded; empty in an engine without a connector."""
     idle_wait_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
+        """Number of tokens to compute."""
         return sum(len(item.token_ids) for item in self.inputs)
 
 

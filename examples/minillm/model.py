@@ -1,4 +1,4 @@
-"""One rank's share of the model: Llama-like (GQA, SwiGLU, RoPE), also with MLA, windows, chunks, states or an encoder.
+"""One rank's share of the model, Llama-like (GQA, SwiGLU, RoPE), also with MLA, windows, chunks, states or an encoder.
 Float32.
 
 Legend: T tokens of a step, M tokens that its encoder encodes, E hidden size, V vocabulary, S samples.
@@ -105,8 +105,8 @@ class Stage:
     def run(
         self, batch: Batch, layer_written: Callable[[int], None] = _tell_nobody
     ) -> list[SampledToken]:
-        """One step. Mutates the cache; `layer_written` is called after each layer. The last stage returns the likeliest
-        tokens of each sample row, in order; others nothing.
+        """Run one step. Mutates the cache; calls `layer_written` after each layer. The last stage returns the likeliest
+        tokens of each sample row, in order; other stages return nothing.
         """
         token_ids = torch.cat((batch.token_ids_T, batch.encoder_token_ids_M))
         if self.share.is_first_stage:

@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 class PagedCache:
-    """The caches of one rank's layers, in the tensors of its pools, laid out as specs and attention backends say.
+    """The caches of one rank's layers, in the tensors of its pools, laid out as specs and attention backends define.
 
-    Caches go by the names that specs give them. `views[name]` are the parts of one (K and V, the one latent, or the
+    Caches have the names that specs give them. `views[name]` are the parts of one (K and V, the one latent, or the
     parts of a state as one token each) in allocated blocks, which the connector registers. `parts[name]` are the same
     memory as tensors `[B, H, N, D]`, in the blocks that attention reads. `group_of[name]` is its cache group.
 
-    Where ranks share tokens, the blocks hold this rank's alone, and `tokens_below` says which those are.
+    Where ranks share tokens, the blocks hold only this rank's, and `tokens_below` says which those are.
 
     Layouts: HND and NHD are those of attention backends; HDN is HND but with K, or the latent, stored transposed; in
     CROSS all attention layers of a pool of one group are in one tensor, block by block.
@@ -88,7 +88,7 @@ class PagedCache:
         memory: Tensor,
         num_blocks: int,
     ) -> None:
-        """See the caches of one group in a tensor."""
+        """Make views of the caches of one group in a tensor."""
         spec = group.layer_specs[names[0]]
         views_of = _layer_views(spec, names, memory, num_blocks, self._backends)
         for name, views in zip(names, views_of, strict=True):
@@ -106,7 +106,7 @@ class PagedCache:
         return tuple(name for name, own in self.group_of.items() if own == group)
 
     def block_ids(self, name: str, tables: Sequence[Tensor]) -> Tensor:
-        """Choose a cache's table from a sequence's tables by group."""
+        """Choose a cache's block table from a sequence's tables by group."""
         return tables[self.group_of[name]]
 
     def write(self, name: str, values_THD: Sequence[Tensor], slots: Slots) -> None:
@@ -116,13 +116,13 @@ class PagedCache:
             part_BHND[slots.block_ids, :, slots.offsets] = kept_THD
 
     def tokens_below(self, stop: int) -> Tensor:
-        """Positions below `stop` of the tokens that this rank caches, in the order in which its blocks hold them."""
+        """Return positions below `stop` of the tokens that this rank caches, in the order of its blocks."""
         group = self.context_parallel
         turns = torch.arange(stop, device=self.device) // group.interleave_tokens
         return (turns % group.world_size == group.rank).nonzero().squeeze(1)
 
     def read(self, name: str, block_ids: Tensor, tokens: range) -> tuple[Tensor, ...]:
-        """Some tokens of a sequence's blocks: one `[H, L, D]` tensor per part. Copies."""
+        """Copy some tokens of a sequence's blocks: one `[H, L, D]` tensor per part."""
         block_size = self.groups[self.group_of[name]].kernel_block_size
         used = block_ids[tokens.start // block_size : -(-tokens.stop // block_size)]
         first = tokens.start % block_size
@@ -142,7 +142,7 @@ class Slots:
 
 
 class HeadsFirstAttention(FlashAttentionBackend):
-    """The backend of layers with K and V in the layouts HND and CROSS. That of NHD is the default one."""
+    """The backend of layers with K and V in the layouts HND and CROSS. NHD uses the default backend."""
 
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
@@ -175,7 +175,7 @@ def _allocate(nbytes: int, device: str, pinned: bool) -> Tensor:
 
 
 def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionBackend]:
-    """The backends of a rank's layers; none where they have the default one."""
+    """The backends of a rank's layers; none for those with the default one."""
     backend = LatentPagedAttention() if share.is_mla else HeadsFirstAttention()
     has_default = layout == "NHD" and not share.is_mla
     kinds: tuple[CacheKind, ...] = ("full", "cross")
@@ -228,14 +228,14 @@ def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVV
 
 
 def _transposed(view: KVView) -> KVView:
-    """The same memory with the tokens of a block and head next to each other in every dim."""
+    """The same memory with a block's and head's tokens adjacent in every dim."""
     item, tokens = view.item_size_bytes, view.block_size
     strides = (tokens * view.head_dim * item, item, tokens * item)
     return replace(view, strides_bytes=(view.strides_bytes[0], *strides))
 
 
 def _in_blocks_of(view: KVView, block_size: int) -> KVView:
-    """The same memory in smaller blocks, where consecutive tokens of a block are evenly spaced through the pool."""
+    """The same memory in smaller blocks, for a pool in which a block's consecutive tokens are evenly spaced."""
     if view.block_size <= block_size:
         return view
     num_blocks = view.num_blocks * (view.block_size // block_size)

@@ -16,7 +16,7 @@ from minillm.config import ParallelConfig
 
 
 def choose_backend(device: str, world_size: int) -> str:
-    """NCCL where each rank has a GPU of its own, else gloo (through host copies for GPU tensors)."""
+    """NCCL if each rank has a GPU of its own, else gloo (which copies GPU tensors through the host)."""
     if device == "cuda" and torch.cuda.device_count() >= world_size:
         return "nccl"
     return "gloo"
@@ -54,7 +54,7 @@ class ProcessGroups:
         self._dcp_group = self._own_group(parallel.dcp_size, timeout_s)
 
     def _own_group(self, size: int, timeout_s: float) -> dist.ProcessGroup | None:
-        """Make a group of each run of `size` ranks, in one order on all ranks; returns the group with this rank."""
+        """Make a group of each run of `size` ranks, in the same order on all ranks. Returns this rank's group."""
         found = None
         for first in range(0, self.parallel.world_size if size > 1 else 0, size):
             ranks = list(range(first, first + size))
@@ -71,19 +71,19 @@ class ProcessGroups:
         return staged.to(tensor.device)
 
     def gather_shares(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The tensors of all ranks that share this one's tokens, in the order of their shares. All of one shape."""
+        """Return the tensors, of one shape, of all ranks that share this one's tokens, in the order of their shares."""
         staged = (tensor.cpu() if self.host_copies else tensor).contiguous()
         shares = [torch.empty_like(staged) for _ in range(self.parallel.dcp_size)]
         dist.all_gather(shares, staged, group=self._dcp_group)
         return tuple(share.to(tensor.device) for share in shares)
 
     def send_forward(self, hidden_TE: Tensor) -> None:
-        """Hand `[tokens, hidden_size]` to the same tensor rank of the next stage."""
+        """Send `[tokens, hidden_size]` to the same tensor rank of the next stage."""
         staged = hidden_TE.cpu() if self.host_copies else hidden_TE
         dist.send(staged.contiguous(), self.global_rank + self.parallel.tp_size)
 
     def recv_forward(self, num_tokens: int, hidden_size: int) -> Tensor:
-        """The previous stage's `[num_tokens, hidden_size]`, float32."""
+        """Receive the previous stage's `[num_tokens, hidden_size]`, float32."""
         hidden_TE = torch.empty(
             num_tokens, hidden_size, device="cpu" if self.host_copies else self.device
         )

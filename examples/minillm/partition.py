@@ -15,7 +15,7 @@ from minillm.config import ModelConfig, ParallelConfig
 class RankShare:
     """One rank's share. Ranges are in the whole model's numbering.
 
-    `context_parallel` says which tokens it caches of its `kv_heads`, for the query heads of all that share them.
+    `context_parallel` says which tokens of its `kv_heads` it caches, for the query heads of all ranks that share them.
     """
 
     rank: Rank
@@ -32,17 +32,17 @@ class RankShare:
 
 
 def split_rows(total: int, index: int, count: int) -> range:
-    """Run `index` of `count` runs over `range(total)` whose lengths differ by at most one."""
+    """Return run `index` of `count` runs over `range(total)` whose lengths differ by at most one."""
     return range(index * total // count, (index + 1) * total // count)
 
 
 def owned_query_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> range:
-    """Query heads of one rank: those of its KV heads, shared out among the ranks that replicate a KV head.
+    """Return the query heads of one rank: those of its KV heads, divided among the ranks that replicate a KV head.
 
     Raises:
         ConfigError: a rank would hold no query head.
     """
-    # MLA's one latent is every rank's, so that the ranks share out all heads
+    # every rank has MLA's one latent, so the ranks divide all heads among themselves
     kv_heads = model.cache_heads
     group = model.num_heads // kv_heads
     shares = [
@@ -65,7 +65,7 @@ def owned_query_heads(model: ModelConfig, tp_rank: int, tp_size: int) -> range:
 
 
 def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -> RankShare:
-    """The share of worker `global_rank` (pipeline stage first, tensor ranks contiguous).
+    """Return the share of worker `global_rank` (pipeline stage first, tensor ranks contiguous).
 
     Raises:
         GeometryError: the pipeline's layer counts do not add up.
@@ -108,7 +108,7 @@ def rank_share(model: ModelConfig, parallel: ParallelConfig, global_rank: int) -
 
 
 def _share_of(heads: range, group: ContextParallel) -> range:
-    """The query heads of one of the ranks that share tokens: as many as every other one's."""
+    """Return the query heads of one of the ranks that share tokens; all of them have equally many."""
     count, rest = divmod(len(heads), group.world_size)
     if rest:
         raise ConfigError(

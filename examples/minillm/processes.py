@@ -1,4 +1,4 @@
-"""Child processes that never outlive their parent, and what to say when one fails."""
+"""Child processes that never outlive their parent, and a worded error when one fails."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ChildFailedError(Exception):
 
 
 def die_with_parent(death_signal: signal.Signals) -> None:
-    """Have the kernel send `death_signal` to this process when its parent ends (Linux); exit if it already did."""
+    """Have the kernel send `death_signal` to this process when its parent ends (Linux); exit if it has ended."""
     expected = os.environ.pop(PARENT_VARIABLE, None)
     if expected is None:
         return
@@ -35,7 +35,7 @@ def die_with_parent(death_signal: signal.Signals) -> None:
 
 
 def log_tail(path: Path, lines: int = LOG_TAIL_LINES) -> str:
-    """The last `lines` lines of a log, or a word that there is none."""
+    """Return the last `lines` lines of a log, or a note that there is none."""
     try:
         text = path.read_text(errors="replace").rstrip()
     except OSError as error:
@@ -70,7 +70,7 @@ def run_until_signal(main: Coroutine[Any, Any, Result]) -> Result | None:
 
 
 def log_to_stderr() -> None:
-    """Log with time, level and name: what a parent keeps as a process's log."""
+    """Log to stderr with time, level and name; the parent keeps it as the process's log."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
@@ -85,9 +85,9 @@ class Child:
     @classmethod
     async def start(cls, name: str, module: str, arguments: Sequence[str], log_path: Path) -> Child:
         """Run `python -m module arguments...` with stdout and stderr in `log_path`."""
-        # one thread each: the ranks of a small host would fight for cores otherwise
+        # one thread each, or the ranks on a small host would fight for cores
         environment = {"OMP_NUM_THREADS": "1", **os.environ, PARENT_VARIABLE: str(os.getpid())}
-        # the child imports what this process imports, however this one came to its path
+        # the child imports the same modules as this process, wherever its path came from
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with log_path.open("ab") as log:
             process = await asyncio.create_subprocess_exec(
@@ -109,7 +109,7 @@ class Child:
         return self.process.returncode is None
 
     def failure(self, what: str) -> ChildFailedError:
-        """An error that says `what` happened, and how the log ends."""
+        """Return an error that says `what` happened, with the end of the log."""
         code = "running" if self.is_running else f"exit status {self.process.returncode}"
         return ChildFailedError(
             f"{self.name} (pid {self.process.pid}, {code}) {what}\n"

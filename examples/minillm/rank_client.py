@@ -85,8 +85,8 @@ class RankGroup:
     async def _receive_all(
         self, timeout_s: float, late: str, payload: bytes = b""
     ) -> list[FromWorker]:
-        """One message from every rank, in rank order, each after it was sent `payload` if that is not empty; the first
-        failure ends the wait for the others.
+        """Send every rank `payload`, unless it is empty, and receive one message from each. Returns them in rank order;
+        the first failure ends the wait for the others.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -112,7 +112,7 @@ class RankGroup:
                 task.cancel()
 
     async def _raise_if_another_died(self, failed: Child) -> None:
-        """A rank whose peer died fails too, and may say so before the death is known: name the cause."""
+        """A rank whose peer died fails too, and may report that before the death is known: raise the cause instead."""
         others = [
             (child, death)
             for child, death in zip(self._children, self._deaths, strict=True)
@@ -129,7 +129,7 @@ class RankGroup:
                 raise child.failure("ended unexpectedly")
 
     async def close(self) -> None:
-        """Ask every rank to end, kill by pid what does not, remove the folder. Idempotent; also when cancelled."""
+        """Ask every rank to end, kill by pid those that do not, remove the folder. Idempotent, also when cancelled."""
         try:
             await asyncio.gather(*(self._ask_to_end(rank) for rank in range(len(self._children))))
             await asyncio.gather(
@@ -152,5 +152,5 @@ class RankGroup:
 
 async def _receive(socket: zmq.asyncio.Socket, payload: bytes) -> FromWorker:
     if payload:
-        await socket.send(payload)  # never ends if the rank has: the caller looks for that
+        await socket.send(payload)  # never ends if the rank has ended: the caller watches for that
     return from_worker_decoder.decode(await socket.recv())

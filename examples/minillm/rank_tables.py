@@ -36,8 +36,8 @@ class StepTables(NamedTuple):
 class HostTables:
     """`MultiGroupBlockTable`: rows and slots are computed on the host and copied to the device in each step.
 
-    The requests of a step have the first rows, in the step's order, so that one copy takes no others along. A step's
-    tokens have slots in the tables whose blocks hold a sequence's tokens; those of cross-attention are an encoder's.
+    A step's requests have the first rows, in the step's order, so that one copy covers only them. A step's tokens have
+    slots in the tables whose blocks hold a sequence's tokens; cross-attention's blocks hold an encoder's.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class HostTables:
         self.tables.clear()
 
     def update(self, changes: TableChanges) -> None:
-        """Take a step's changes, also if it computes nothing. The last row takes the place of one that is given up."""
+        """Apply a step's changes, even if it computes nothing. The last row moves into the place of a removed one."""
         for name in changes.finished_req_ids:
             row, last = self._rows.index(name), len(self._rows) - 1
             if row == last:
@@ -81,7 +81,7 @@ class HostTables:
             write_one(block_ids[0], row)
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """Rows and slots of a step's sequences. These are computed from the inputs: the host has the positions too."""
+        """Return rows and slots of a step's sequences. Slots come from the inputs: the host has the positions."""
         rows = self._rows
         for row, item in enumerate(inputs):
             held = rows.index(item.request_id)
@@ -136,7 +136,7 @@ class DeviceTables:
         self._rows: dict[str, int] = {}
 
     def warm_up(self) -> None:
-        """Run a step over empty rows, as a capture would."""
+        """Run a step over empty rows, as a CUDA graph capture would."""
         tables = self.tables
         tables.append_block_ids(0, [[]] * tables.num_groups, overwrite=True)
         tables.apply_staged_writes()
@@ -149,7 +149,7 @@ class DeviceTables:
         tables.dummy_slot_mappings()
 
     def update(self, changes: TableChanges) -> None:
-        """Take a step's changes, also if it computes nothing: stage them, and apply all in one launch."""
+        """Apply a step's changes, even if it computes nothing: stage them, then apply all in one launch."""
         for name in changes.finished_req_ids:
             self._free.append(self._rows.pop(name))
         for name, block_ids, is_table_whole in yield_req_data(changes, release=(0, 33)):
@@ -161,7 +161,7 @@ class DeviceTables:
         self.tables.apply_staged_writes()
 
     def take(self, inputs: Sequence[SequenceInput], positions_T: Tensor) -> StepTables:
-        """Rows and slots of a step's sequences, one launch each. The tokens' positions are on the device."""
+        """Return rows and slots of a step's sequences, one launch each. The tokens' positions are on the device."""
         tables, device = self.tables, self.device
         held = [self._rows[item.request_id] for item in inputs]
         rows = torch.tensor(held, dtype=torch.int32, device=device)

@@ -26,8 +26,8 @@ class RequestState(enum.Enum):
 class Request:
     """One completion: the request and its progress.
 
-    `num_computed` counts tokens whose KV is in the cache, or on its way from another engine. Of the prompt,
-    `num_cached` were found in this engine's.
+    `num_computed` counts tokens whose KV is in the cache, or being loaded from another engine. `num_cached` tokens of
+    the prompt were found in this engine's cache.
     """
 
     request_id: str
@@ -44,13 +44,13 @@ class Request:
     num_cached: int = 0
     ask_connector: bool = True
     pause_at: int | None = None
-    """A step must end after this many tokens: what the cache holds then is kept for a consumer."""
+    """A step must end after this many tokens, because the cache's content at that point is kept for a consumer."""
     num_answers: int = 1
     """Answers that this request will fork into; the i-th begins with the i-th likeliest token."""
     answer: int = 0
 
     def fork(self, answer: int) -> Request:
-        """Another answer of the same prompt, which has not begun."""
+        """Return another answer to the same prompt, which has not begun."""
         return replace(
             self,
             request_id=f"{self.request_id}/{answer}",
@@ -71,14 +71,14 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     def next_stop(self, budget: int) -> int:
-        """End of the tokens that the next step computes, at most `budget` of them."""
+        """Return the end of the tokens that the next step computes, at most `budget` of them."""
         stop = min(self.num_known, self.num_computed + budget)
         if self.pause_at is not None and self.num_computed < self.pause_at:
             return min(stop, self.pause_at)
         return stop
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Known tokens at positions `[start, stop)`."""
+        """Return the known tokens at positions `[start, stop)`."""
         length = len(self.prompt)
         sampled = self.output[max(0, start - length) : max(0, stop - length)]
         return self.prompt[start:stop] + [item.token_id for item in sampled]
@@ -86,7 +86,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestUpdate:
-    """A step's result for one request: a token, its end, or both. `error` goes with the reason `"error"`."""
+    """A step's result for one request: a token, its end, or both. `error` is set if the finish reason is `"error"`."""
 
     request_id: str
     answer: int = 0
@@ -95,7 +95,7 @@ class RequestUpdate:
     error: str = ""
     kv_transfer_params: dict[str, Any] | None = None
     cached_tokens: int = 0
-    """At the end: tokens of the prompt that were found in this engine's cache."""
+    """With the last update: tokens of the prompt that were found in this engine's cache."""
 
 
 class SentTables:
@@ -106,7 +106,7 @@ class SentTables:
         self._finished: list[str] = []
 
     def update(self, request_id: str, tables: list[list[int]], changes: TableChanges) -> None:
-        """Add to `changes` what makes the ranks' tables of a request equal to `tables`, by cache group."""
+        """Add to `changes` the changes that make the ranks' tables of a request equal to `tables`, by cache group."""
         known = self._sent.get(request_id)
         self._sent[request_id] = tables
         if known is None:
@@ -121,7 +121,7 @@ class SentTables:
         running.new_block_ids.append(added if any(added) else None)
 
     def release(self, request_id: str) -> None:
-        """The request computes nothing for now; nothing if the ranks do not know it."""
+        """Record that the request computes nothing for now. Does nothing if the ranks do not know it."""
         if self._sent.pop(request_id, None) is not None:
             self._finished.append(request_id)
 

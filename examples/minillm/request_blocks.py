@@ -24,16 +24,16 @@ from minillm.request_books import BlockOffer, LoadTarget, RequestBooks, forgetti
 class RequestBlocks:
     """The blocks of all requests of one engine, on the device and in host memory. Moves no data: see `BlockMove`.
 
-    Each pool has a block manager: each cache group one of its own, but cross-attention, whose blocks are the request's
-    and come from the decoder's pool. A prefix is hit where every group has what the next token needs of it.
+    Each cache group has a pool with a block manager of its own, except cross-attention, whose blocks come from the
+    decoder's pool and belong to the whole request. A prefix is hit if every group has what the next token needs.
 
     Args:
-        groups: of the model, those with pools of their own in the order of these.
-        sizes: of the pools.
-        watermark: share of each pool that admission leaves free for the growth of running requests.
-        step_tokens: most tokens that one step computes.
-        lookahead: slots that a step takes after its tokens, so that most steps change no block table.
-        scatter_seed: hand blocks out in a shuffled order, as after hours of traffic; None: ascending.
+        groups: The model's cache groups; those with pools of their own in the order of `sizes`.
+        sizes: Numbers of blocks of the pools.
+        watermark: Share of each pool, 0 to 1, that admission leaves free for running requests to grow into.
+        step_tokens: Most tokens that one step computes.
+        lookahead: Slots that a step allocates beyond its tokens, so that most steps change no block table.
+        scatter_seed: Allocates blocks in a shuffled order, as after hours of traffic; None: ascending.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class RequestBlocks:
         return any(group.kind == "state" for group in self.groups)
 
     def get_num_free_gpu_blocks(self) -> int:
-        """Blocks of the device's pools without an owner."""
+        """Number of blocks of the device's pools without an owner."""
         return sum(pool.get_num_free_gpu_blocks() for pool in self._pools)
 
     def get_num_free_cpu_blocks(self) -> int:
-        """Blocks of the host's pools without an owner."""
+        """Number of blocks of the host's pools without an owner."""
         return sum(pool.get_num_free_cpu_blocks() for pool in self._pools)
 
     def get_prefix_cache_hit_rate(self) -> float:
@@ -102,7 +102,7 @@ class RequestBlocks:
         return self._pools[0].get_prefix_cache_hit_rate(Device.GPU)
 
     def can_ever_hold(self, num_tokens: int, num_encoder_tokens: int = 0) -> bool:
-        """Returns True if a request of `num_tokens` tokens fits into pools that hold nothing else."""
+        """Returns True if a request of `num_tokens` tokens fits into empty pools."""
         num_slots = num_tokens + self._lookahead
         return all(pool.fits_alone(num_slots, num_encoder_tokens) for pool in self._pools)
 
@@ -116,15 +116,15 @@ class RequestBlocks:
         encoder_prompt: Sequence[int] = (),
         salt: str = "",
     ) -> None:
-        """Enter a request, without blocks yet.
+        """Add a request, without blocks yet.
 
         Args:
-            request_id: of the request, and until they begin of all its answers.
-            prompt: its tokens.
-            keep_state_at: keep its state after that many tokens, for a consumer to read.
-            num_answers: sequences that begin with the prompt; see `fork`.
-            encoder_prompt: the encoder's input, of a model that has one.
-            salt: only requests with the same one find its blocks again.
+            request_id: Id of the request, and of all its answers until they begin.
+            prompt: Its tokens.
+            keep_state_at: Number of tokens after which its state is kept, for a consumer to read.
+            num_answers: Number of sequences that begin with the prompt; see `fork`.
+            encoder_prompt: The encoder's input, for a model that has one.
+            salt: Only requests with the same salt reuse its blocks.
         """
         tokens = TokenSequence(next(self._seq_ids), prompt, extra_keys=[salt] if salt else ())
         siblings = [tokens.fork(next(self._seq_ids)) for _ in range(1, num_answers)]
@@ -132,11 +132,11 @@ class RequestBlocks:
         self._books[request_id] = RequestBooks(tokens, siblings, encoder, keep_state_at)
 
     def append_token(self, request_id: str, token_id: int) -> None:
-        """A sampled token: `grow` gives it a slot."""
+        """Append a sampled token; `grow` gives it a slot."""
         self._get(request_id).tokens.append_tokens([token_id])
 
     def fork(self, request_id: str, child_id: str) -> None:
-        """Let another answer of a computed prompt go on by itself. It shares the blocks until one of the two writes."""
+        """Let another answer to a computed prompt go its own way. It shares blocks until one of the two writes."""
         books = self._get(request_id)
         child = books.siblings.pop(0)
         for pool, keeps_all in zip(self._pools, self._keep_all, strict=True):
@@ -145,7 +145,7 @@ class RequestBlocks:
         self._books[child_id] = RequestBooks(child, [], None, None)
 
     def find_hit(self, request_id: str) -> int:
-        """Leading tokens after which a request without blocks could go on at once."""
+        """Return the number of leading tokens after which a request without blocks could continue at once."""
         books = self._get(request_id)
         # the last token is computed in any case, and so is the state that a consumer waits for
         hit = books.tokens.num_tokens - 1
@@ -160,7 +160,7 @@ class RequestBlocks:
             hit = common
 
     def can_allocate(self, request_id: str, resume_at: int) -> AllocStatus:
-        """Return the worst answer of all groups to a request that goes on after `resume_at` tokens."""
+        """Return the worst answer of all groups for a request that continues after `resume_at` tokens."""
         books = self._get(request_id)
         stop = books.first_stop(resume_at)
         lookahead = self._lookahead_of(books)
@@ -190,17 +190,17 @@ class RequestBlocks:
             is_cross = group.kind == "cross"
             pool = self._pools[group.pool]
             first = 0 if is_cross else pool.get_first_block(tokens)
-            # a state's block holds many tokens here, and one to the connector, which knows where that is
+            # a state's block holds many tokens here but one for the connector, which knows where that is
             block_ids.append(table[first:][:1] if group.kind == "state" else table[first:])
             first_blocks.append(first)
             computed.append(0 if is_cross else pool.get_num_cached_tokens(tokens))
         return LoadTarget(block_ids, first_blocks, computed)
 
     def grow(self, request_id: str, num_computed: int, stop: int) -> list[BlockMove] | None:
-        """Slots for the tokens `[num_computed, stop)` of the next step, and the state set aside if it is due.
+        """Allocate slots for the tokens `[num_computed, stop)` of the next step, and set the state aside if it is due.
 
         Returns:
-            What must be copied before the step; None if too few blocks are free.
+            Copies to make before the step; None if too few blocks are free.
         """
         books = self._get(request_id)
         for pool in self._pools:
@@ -220,7 +220,7 @@ class RequestBlocks:
         return moves
 
     def _keep_states(self, books: RequestBooks) -> None:
-        """Let a fork own the states as they are, so that the request goes on with copies."""
+        """Let a fork own the states as they are, so that the request continues with copies."""
         books.kept = books.tokens.fork(next(self._seq_ids))
         books.kept.status = SequenceStatus.FINISHED
         for group in self.groups:
@@ -228,18 +228,18 @@ class RequestBlocks:
                 self._pools[group.pool].fork(books.tokens, books.kept)
 
     def mark_computed(self, request_id: str, num_computed: int) -> None:
-        """Note that the first `num_computed` tokens are in the cache: other requests can find their full blocks."""
+        """Record that the first `num_computed` tokens are in the cache: other requests can reuse their full blocks."""
         books = self._get(request_id)
         for pool in self._pools:
             added = num_computed - pool.get_num_computed_tokens(books.tokens)
             pool.mark_blocks_as_computed(books.group, added)
 
     def mark_invalid(self, blocks: Iterable[int]) -> None:
-        """Note blocks, by `block_number`, that a load which has not ended on all ranks will not fill."""
+        """Record blocks, by `block_number`, that will not be filled by a load that has not ended on all ranks."""
         self._invalid.update(blocks)
 
     def take_valid_tokens(self, request_id: str, num_tokens: int) -> int:
-        """Tokens before the first invalid block of a request whose load ended. Its blocks are unmarked."""
+        """Return how many tokens precede a loaded request's first invalid block, and unmark its blocks."""
         if not self._invalid:
             return num_tokens
         books = self._get(request_id)
@@ -255,13 +255,13 @@ class RequestBlocks:
         return num_tokens
 
     def touch(self, request_id: str, now: float) -> None:
-        """Note that the request's blocks are used at `now`: the ones used longest ago are evicted first."""
+        """Record that the request's blocks are used at `now`: the least recently used are evicted first."""
         tokens = self._get(request_id).tokens
         for pool in self._pools:
             pool.access_all_blocks_in_seq(tokens, now)
 
     def release(self, request_id: str) -> None:
-        """Give up the request's blocks, wherever they are; it stays known."""
+        """Free the request's blocks, on the device or the host; the request stays known."""
         books = self._get(request_id)
         for pool in self._pools:
             for seq in books.group.seqs():
@@ -271,7 +271,7 @@ class RequestBlocks:
         books.set_status(SequenceStatus.WAITING)
 
     def remove(self, request_id: str) -> None:
-        """Forget the request and free its blocks; nothing if it is unknown."""
+        """Forget the request and free its blocks. Does nothing if it is unknown."""
         if request_id in self._books:
             self.release(request_id)
             del self._books[request_id]
@@ -286,7 +286,7 @@ class RequestBlocks:
         books = self._get(request_id)
         moves: list[BlockMove] = []
         for index, pool in enumerate(self._pools):
-            # blocks that it would drop before its next step must not count when it returns
+            # blocks that it would drop before its next step must not count when it is swapped in
             pool.drop_left_behind(books.tokens)
             moves += self._moves(index, "out", pool.swap_out(books.group))
         books.set_status(SequenceStatus.SWAPPED)
@@ -294,7 +294,7 @@ class RequestBlocks:
         return moves
 
     def can_swap_in(self, request_id: str) -> bool:
-        """Returns True if a swapped request can return now, and have slots for what comes next."""
+        """Returns True if a swapped request can return now, with slots for its next tokens."""
         books = self._get(request_id)
         return all(
             pool.can_swap_in(books.group, self._lookahead_of(books)) is AllocStatus.OK
@@ -311,7 +311,7 @@ class RequestBlocks:
         return moves
 
     def common_blocks(self, request_ids: Sequence[str]) -> list[int]:
-        """Number of leading computed blocks that all of these requests share, by group: a batch reads them once. In
+        """Return the number of leading computed blocks that these requests share, by group: a batch reads them once. In
         cross-attention they share none.
         """
         seqs = [self._get(request_id).tokens for request_id in request_ids]
@@ -320,12 +320,12 @@ class RequestBlocks:
         return [0 if group.kind == "cross" else common[group.pool] for group in self.groups]
 
     def tables(self, request_id: str) -> list[list[int]]:
-        """The request's block ids by group, in token order; of layers that forget, the first ones mean nothing."""
+        """Return the request's block ids by group, in token order; first ones of layers that forget mean nothing."""
         return self._tables(self._get(request_id))
 
     def offer(self, request_id: str, num_tokens: int) -> BlockOffer | None:
-        """Offer a consumer all but the last of the first `num_tokens` tokens, in the connector's terms: it computes
-        that one itself. None if a window has moved on since.
+        """Describe all but the last of the first `num_tokens` tokens in the connector's terms, to offer them to a
+        consumer, which computes the last one itself. Returns None if a window has moved on since.
         """
         books = self._get(request_id)
         offered = [self._offered(group, books, num_tokens) for group in self.groups]
@@ -337,7 +337,7 @@ class RequestBlocks:
     def _offered(
         self, group: LayerGroup, books: RequestBooks, num_tokens: int
     ) -> tuple[list[int], int] | None:
-        """A group's blocks and where they begin; None if it has forgotten what a consumer needs."""
+        """A group's blocks and where they begin, or None if it has forgotten tokens that a consumer needs."""
         if group.kind == "cross":
             return self._cross_table(group, books), 0
         if group.kind == "state" and books.kept and books.keep_state_at:
@@ -352,8 +352,8 @@ class RequestBlocks:
         return table[first : -(-num_tokens // group.block_size)], first
 
     def _lookahead_of(self, books: RequestBooks) -> int:
-        """Slots to take after the tokens."""
-        # one beyond the prompt would give the tokens a copy of a block that is written for their siblings, too
+        """Return the number of slots to allocate beyond the tokens."""
+        # one beyond the prompt would copy a block that is also written for their siblings
         return 0 if books.siblings else self._lookahead
 
     def _get(self, request_id: str) -> RequestBooks:

@@ -1,4 +1,4 @@
-"""The sequences that own a request's blocks, and the terms in which blocks are offered and loaded."""
+"""The sequences that own a request's blocks, and how blocks are described when they are offered and loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockOffer:
 
 @dataclass(frozen=True, slots=True)
 class LoadTarget:
-    """Blocks to load into, as for `BlockOffer`; of each group, `computed_tokens[group]` need not be brought."""
+    """Blocks to load into, as in `BlockOffer`; `computed_tokens[group]` tokens of each group need not be loaded."""
 
     block_ids: list[list[int]]
     first_blocks: list[int]
@@ -29,9 +29,9 @@ class LoadTarget:
 
 @dataclass(slots=True, eq=False)
 class RequestBooks:
-    """One request: its tokens, its encoder's input, and after how many tokens its states are kept for a consumer.
+    """One request: its tokens, its encoder's input, and where in its tokens its states are kept for a consumer.
 
-    `siblings` are the tokens of answers that have not begun; they share the prompt's blocks while it is computed.
+    `siblings` are the sequences of answers that have not begun; they share the prompt's blocks while it is computed.
     `kept` is a fork of the tokens as they were at `keep_state_at`, with the blocks that held the states there.
     """
 
@@ -43,14 +43,14 @@ class RequestBooks:
 
     @property
     def group(self) -> SequenceGroup:
-        """All that owns blocks."""
+        """All sequences that own blocks."""
         seqs = [self.tokens, *self.siblings]
         seqs += [] if self.kept is None else [self.kept]
         return self._group_of(seqs)
 
     @property
     def first(self) -> SequenceGroup:
-        """The tokens that are computed."""
+        """The sequence that is computed."""
         return self._group_of([self.tokens])
 
     def _group_of(self, seqs: list[TokenSequence]) -> SequenceGroup:
@@ -62,7 +62,7 @@ class RequestBooks:
             seq.status = status
 
     def first_stop(self, resume_at: int) -> int | None:
-        """The token before which a step from `resume_at` on must end, since it replaces kept states; None without."""
+        """Where a step that starts at `resume_at` must end at the latest, because it replaces kept states; or None."""
         if self.keep_state_at is None or self.keep_state_at <= resume_at:
             return None
         return self.keep_state_at

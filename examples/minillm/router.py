@@ -1,7 +1,7 @@
 """`python -m minillm.router`: each completion goes to a prefill engine, and to a decode engine with its params.
 
-It is the router of `vllm_1p1d` but for two things that minillm's engines let it do: a decode engine names the cause of
-a failed load, and a prefill engine ends its answer within seconds of the decode engine's.
+It is the router of `vllm_1p1d`, except that it uses two properties of minillm's engines: a decode engine names the
+cause of a failed load, and a prefill engine ends its answer within seconds of the decode engine's.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_1p1d import router
 from vllm_1p1d.router import OK, Begun, Prefilled
 
 UNREACHABLE = PeerUnreachableError.__name__
-"""The cause in a decode engine's answer if no prefill engine listens where one was."""
+"""The cause in a decode engine's answer if no prefill engine listens at the known address."""
 CONFIRM_S = 5.0
 """Time for a prefill engine to end its answer after the decode engine's has ended."""
 
@@ -45,8 +45,8 @@ class Router(router.Router):
         prefilled: asyncio.Task[Prefilled],
         prefill: str,
     ) -> web.StreamResponse | None:
-        """The decode engine's answer, None if it finds no prefill engine where one was; or the prefill engine's
-        refusal, if that comes first.
+        """Return the decode engine's answer, None if it finds no prefill engine at the known address, or the prefill
+        engine's refusal if that comes first.
 
         Raises:
             ApiError: the decode engine fails otherwise.
@@ -81,13 +81,13 @@ class Router(router.Router):
         try:
             return await super()._pass_on(request, upstream, first)
         except (TimeoutError, aiohttp.ClientError, ConnectionError):
-            # the status is out: a broken connection is the one way left to say that it ended early
+            # the status is sent: only a broken connection can still say that it ended early
             if request.transport is not None:
                 request.transport.abort()
             raise
 
     async def _confirm(self, url: str, prefilled: asyncio.Task[Prefilled]) -> None:
-        """Wait for the prefill engine's answer, which has its address, after the client has the whole of its own.
+        """Wait for the prefill engine's answer, which has its address, after the client has its whole answer.
 
         A decode engine that cannot reach a restarted prefill engine may compute a short prompt itself and be done
         first. If the prefill engine does not answer, the next request asks it first, and learns its address.

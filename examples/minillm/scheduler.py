@@ -61,7 +61,7 @@ class Scheduler:
         """
         if request.request_id in self.requests:
             raise LocalError("the request id is in use", request_id=request.request_id)
-        # before the check: a request that is refused has a producer too, which is to free its blocks
+        # before the check, because a refused request has a producer too, which must free its blocks
         self.transfer.on_new_request(request.request_id, request.kv_transfer_params)
         try:
             self._check_size(request)
@@ -124,19 +124,19 @@ class Scheduler:
         return step.num_tokens < self.max_batched_tokens
 
     def _schedule_running(self, step: Step) -> bool:
-        """Take the running requests into the step. Returns True if one had to be preempted."""
+        """Add the running requests to the step. Returns True if one had to be preempted."""
         preempted = False
         for request in list(self._running):
             if not self._has_budget(step):
                 break
-            # those preempted by an earlier one in this very loop do not run any more
+            # those preempted for an earlier one in this loop no longer run
             while request.state is RequestState.RUNNING and not self._take_in(request, step):
                 self._preempt_last(step)
                 preempted = True
         return preempted
 
     def _take_in(self, request: Request, step: Step) -> bool:
-        """Give a running request its slots and its share of the step; False, and no change, without blocks."""
+        """Give a running request slots and its share of the step. Returns False and changes nothing without blocks."""
         stop = request.next_stop(self.max_batched_tokens - step.num_tokens)
         moves = self.blocks.grow(request.request_id, request.num_computed, stop)
         if moves is None:
@@ -172,7 +172,7 @@ class Scheduler:
             if request is None or request.state is not RequestState.RUNNING:
                 continue  # aborted while the step ran
             request.num_computed = item.start + len(item.token_ids)
-            # other requests may find a block once all ranks have stored their part of it
+            # other requests may reuse a block once all ranks have stored their part of it
             if events.stored is None or stored_event(item) in events.stored:
                 self.blocks.mark_computed(item.request_id, request.num_computed)
             if item.num_samples:
@@ -236,7 +236,7 @@ class Scheduler:
         return places + request.num_answers <= self.max_running
 
     def _fork(self, request: Request, answer: int) -> Request:
-        """Add another answer, which shares the request's blocks until one of the two writes."""
+        """Add another answer, which shares the request's blocks until one of them writes."""
         fork = request.fork(answer)
         self.blocks.fork(request.request_id, fork.request_id)
         self.requests[fork.request_id] = fork
@@ -244,7 +244,7 @@ class Scheduler:
         return fork
 
     def _admit(self, request: Request) -> bool:
-        """Give a waiting request its blocks and a new state; False if it has to wait on."""
+        """Give a waiting request its blocks and a new state. Returns False if it has to keep waiting."""
         if not self._has_free_place(request):
             return False
         hit = self.blocks.find_hit(request.request_id)
@@ -285,14 +285,14 @@ class Scheduler:
         self._recompute(victim)
 
     def _recompute(self, request: Request) -> None:
-        """Give up the request's blocks; it starts again after the tokens that are cached by that time."""
+        """Free the request's blocks; it will start again after the tokens that are cached at that time."""
         self.blocks.release(request.request_id)
         request.num_computed = 0
         request.state = RequestState.WAITING
         self._waiting.appendleft(request)
 
     def _swap_in(self, request: Request, step: Step) -> bool:
-        """Let a swapped request run on. Return False if it must stay swapped out."""
+        """Let a swapped request continue. Returns False if it must stay swapped out."""
         if not (self._has_budget(step) and self._has_free_place(request)):
             return False
         if not self.blocks.can_swap_in(request.request_id):
@@ -346,7 +346,7 @@ class Scheduler:
         return params
 
     def _book_load(self, request_id: str, error: str | None) -> list[RequestUpdate]:
-        """Let a request run on after the valid tokens of its load. If that failed, the policy may fail the request."""
+        """Let a request continue after its load's valid tokens. If the load failed, the policy may fail the request."""
         loading = (RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING)
         request = self.requests.get(request_id)
         if request is None or request.state not in loading:
@@ -361,7 +361,7 @@ class Scheduler:
             return [RequestUpdate(request_id=request_id, finish_reason="error", error=error)]
         if num_valid < request.num_computed and not self.blocks.keeps_all_tokens:
             # a group that forgets may lack tokens that the first invalid one needs, or may have found more than the
-            # others, so that the step would write into cached blocks
+            # others, so the step would write into cached blocks
             self._recompute(request)
             return []
         request.num_computed = num_valid

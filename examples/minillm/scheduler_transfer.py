@@ -80,14 +80,14 @@ class ConnectorTransfer(SchedulerTransfer):
         return self._metrics.in_flight()
 
     def on_new_request(self, request_id: str, params: Params) -> None:
-        """Keep the producer's lease alive while the request queues; or let a consumer follow it from now on."""
+        """Keep the producer's lease alive while the request queues, or let a consumer follow it from now on."""
         if not self._is_producer or wants_remote_decode(params):
             self._scheduler.on_new_request(request_id, params)
 
     def matched_tokens(
         self, request_id: str, num_prompt: int, num_computed: int, params: Params
     ) -> tuple[int, bool]:
-        """Tokens that the producer holds for this request, of those that need not be computed here."""
+        """Return how many tokens that need not be computed here the producer holds for this request."""
         external, is_async = self._scheduler.matched_tokens(request_id, num_prompt, num_computed)
         if not self._is_producer and wants_remote_prefill(params):
             self.stats[request_id] = LoadStats(cached_tokens=num_computed, loaded_tokens=external)
@@ -123,7 +123,7 @@ class ConnectorTransfer(SchedulerTransfer):
         )
 
     def withdraw(self, request_id: str) -> None:
-        """Tell a consumer that follows the request."""
+        """Notify a consumer that follows the request."""
         self._scheduler.withdraw(request_id)
 
     def finished(
@@ -147,15 +147,15 @@ class ConnectorTransfer(SchedulerTransfer):
         )
 
     def abort(self, request_id: str) -> None:
-        """End the request's lease, its load, or the heartbeats of a queued request."""
+        """End the request's lease, its load, or its heartbeats while it queues."""
         self._scheduler.abort(request_id)
 
     def build_step(self) -> msgspec.Raw:
-        """The next step's metadata."""
+        """Return the next step's metadata."""
         return msgspec.Raw(msgspec.msgpack.encode(self._scheduler.build_step()))
 
     def update(self, outputs: Sequence[msgspec.Raw]) -> TransferEvents:
-        """Requests that no consumer will read any more; loads that all ranks have finished, and those that failed."""
+        """Return requests that no consumer will read any more, loads that all ranks have finished, and failed loads."""
         # each rank answers every step, so its output is never absent
         decoded = [self._decoder.decode(output) or WorkerOutput() for output in outputs]
         output = self._aggregator.aggregate(decoded) or WorkerOutput()
@@ -167,7 +167,7 @@ class ConnectorTransfer(SchedulerTransfer):
                 stats.add(item.nbytes, item.seconds, item.path)
         for request_id in output.failed_recving:
             if stats := self.stats.get(request_id):
-                stats.loaded_tokens = 0  # they are computed here, or not at all
+                stats.loaded_tokens = 0  # their tokens are computed here, or not at all
         return TransferEvents(
             finished_sending=output.finished_sending,
             finished_recving=output.finished_recving,

@@ -77,7 +77,7 @@ class CompletionHandler:
                 return await self._stream(http_request, body, request)
             return await self._respond(body, request)
         except KVConnectorError as error:
-            # raised before the request was queued: its sizes or its params cannot be used
+            # raised before the request is queued: its sizes or its params cannot be used
             raise ApiError(400, str(error)) from error
         except EngineDeadError as error:
             raise ApiError(503, str(error)) from error
@@ -118,7 +118,7 @@ class CompletionHandler:
                     await response.write(sse(failed.body))
                     break
                 if not response.prepared:
-                    # only now: until the first token an error still has its own status
+                    # only now: before the first token an error can still have its own status
                     await response.prepare(http_request)
                 tokens = [update.token] if update.token else []
                 sent += len(tokens)
@@ -133,7 +133,7 @@ class CompletionHandler:
         return response
 
     def _transfer_fields(self, update: RequestUpdate) -> dict[str, Any]:
-        """Fields of the last response about the request's KV: params for the next engine, what its own load took."""
+        """The last response's fields about the request's KV: params for the next engine, figures of its own load."""
         if update.finish_reason is None:
             return {}
         fields: dict[str, Any] = {"kv_transfer_params": update.kv_transfer_params}

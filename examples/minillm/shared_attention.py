@@ -1,7 +1,7 @@
 """Attention where the ranks of a context parallel group share a sequence's tokens. Float32.
 
-Every rank attends with the queries of all of them to the tokens that it caches, and keeps the logarithm of the sum of
-its weights. With these the partial results of a query add up to what one rank with all tokens would have got.
+Every rank attends with the queries of all ranks to the tokens that it caches, and keeps the logarithm of the sum of its
+weights. With these the partial results of a query add up to the result of one rank with all tokens.
 
 Legend: T tokens of a step, H query heads, K cached heads, Q query heads of a cached head, D head dim, L cached tokens.
 """
@@ -38,7 +38,7 @@ def shared_attention(
 
 
 def merge_partials(shares: list[Tensor]) -> Tensor:
-    """Partial results over disjoint tokens, as `_attend` returns them, as one over all of these tokens."""
+    """Merge partial results over disjoint tokens, as `_attend` returns them, into one over all these tokens."""
     stacked = torch.stack(shares)
     out, log_weights = stacked[..., :-1], stacked[..., -1:]
     return (out * log_weights.softmax(dim=0)).sum(dim=0)

@@ -19,14 +19,14 @@ from minillm.weights import RankWeights
 
 CHUNK_TOKENS = 64
 DECAY_OFFSET = 3.0
-"""Makes a token's weight fall by about 5% with each further one, so that a state tells of dozens of tokens."""
+"""Makes a token's weight fall by about 5% with each later one, so that a state depends on dozens of tokens."""
 
 
 class StateMixer:
     """`S_t = a_t S_(t-1) + b_t u_t'`, `y_t = c_t' S_t` per head, over this rank's heads; the caller all-reduces.
 
-    The cache holds the convolution's last inputs and the state `S [N, P]`, of each sequence one of both per block: a
-    block that the sequence has left stays as it was after its last token.
+    The cache holds the convolution's last inputs and the state `S [N, P]`, one of each per block of a sequence: a block
+    that the sequence has left stays as it was after its last token.
     """
 
     def __init__(self, weights: RankWeights, layer: int) -> None:
@@ -67,7 +67,7 @@ class StateMixer:
     def _blocks(
         self, sequence: SequenceSlice, cache: PagedCache
     ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Rows of a sequence by block, with the block's parts `[H, width]`, which hold the state before them."""
+        """Yield a sequence's rows by block, with the block's parts `[H, width]`: the state before these rows."""
         group = cache.group_of[self.name]
         block_size = cache.groups[group].block_size
         block_ids = sequence.block_ids[group].tolist()
@@ -102,7 +102,7 @@ class StateMixer:
 def scan(
     u_THP: Tensor, b_THN: Tensor, c_THN: Tensor, log_a_TH: Tensor, state_HNP: Tensor
 ) -> Tensor:
-    """All tokens of one sequence, a chunk at a time. Mutates the state; returns `[T, H, P]`.
+    """Process all tokens of one sequence, a chunk at a time. Mutates the state; returns `[T, H, P]`.
 
     Inside a chunk, token i sees token j <= i with the weight `c_i' b_j a_(j+1) ... a_i`, as attention without softmax.
     """

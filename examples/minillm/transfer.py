@@ -1,4 +1,4 @@
-"""Both sides of KV transfer: what an engine and its ranks ask of them, and those of an engine without any."""
+"""Both halves of KV transfer: what an engine and its ranks call, and the halves of an engine without transfers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TransferEvents:
 class LoadStats(msgspec.Struct, kw_only=True):
     """One request's load as its ranks reported it: bytes of all ranks, seconds of the slowest one, and paths.
 
-    This engine had the prompt's first `cached_tokens` already, and loaded `loaded_tokens`: 0 if the load failed.
+    This engine already had the prompt's first `cached_tokens`, and loaded `loaded_tokens`, 0 if the load failed.
     """
 
     bytes: int = 0
@@ -58,7 +58,7 @@ class LoadStats(msgspec.Struct, kw_only=True):
 class SchedulerTransfer:
     """The scheduler half of a connector, as the engine's scheduler calls it. Block ids are lists by cache group.
 
-    This class is for an engine without remote requests; its methods do nothing. `ConnectorTransfer` uses kvconnector.
+    This class is for an engine without remote requests: its methods do nothing. `ConnectorTransfer` uses kvconnector.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class SchedulerTransfer:
         """
 
     def withdraw(self, request_id: str) -> None:
-        """Report that a request that is being computed here has lost its blocks."""
+        """Report that a request being computed here has lost its blocks."""
 
     def finished(
         self,
@@ -157,7 +157,7 @@ class WorkerTransfer:
 
 def connector_config(config: EngineConfig) -> ConnectorConfig:
     """Return the connector's settings for this engine: defaults for one host, overridden by the engine's `connector`
-    sections, and these by the environment.
+    sections, which the environment overrides.
     """
     settings: dict[str, Any] = {
         "engine_id": config.engine_id,

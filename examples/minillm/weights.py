@@ -17,8 +17,8 @@ WeightSource = Callable[[str, tuple[int, ...]], Tensor]
 """`source(name, shape)`: the whole tensor, float32 on the CPU. The caller slices its shard out of it."""
 
 # Random weights of ordinary size give attention that is almost uniform and a residual stream that is almost the last
-# token's embedding, so that greedy tokens would hardly notice a wrong cache. These gains give attention scores a
-# standard deviation of about 3 and make every block's output count as much as the embedding.
+# token's embedding, so a wrong cache would hardly change greedy tokens. These gains give attention scores a standard
+# deviation of about 3 and make every block's output count as much as the embedding.
 QUERY_GAIN = 3.0
 OUTPUT_GAIN = 4.0
 EMBEDDING_GAIN = 10.0
@@ -56,7 +56,7 @@ def file_source(path: str) -> WeightSource:
     """
     from safetensors import safe_open  # an optional dependency: only this source needs it
 
-    # the handle maps the file and lives as long as the source that closes over it
+    # the handle maps the file, and the closure keeps it open
     file: Any = safe_open(path, framework="pt")
     names = frozenset(file.keys())
 
@@ -83,9 +83,9 @@ class RankWeights:
     """One rank's part of a model's weights, on its device.
 
     Args:
-        config: The model's, which names the source.
-        share: What the rank holds.
-        device: The rank's.
+        config: The model's configuration, which names the source of weights.
+        share: What this rank holds.
+        device: The rank's device.
     """
 
     def __init__(self, config: ModelConfig, share: RankShare, device: str) -> None:
@@ -93,15 +93,15 @@ class RankWeights:
         self._source = file_source(config.weights) if config.weights else random_source(config.seed)
 
     def whole(self, name: str, *shape: int) -> Tensor:
-        """A tensor that all ranks have."""
+        """Return a tensor that all ranks hold whole."""
         return self._source(name, shape).to(self.device)
 
     def rows(self, name: str, shape: tuple[int, int], own: range, width: int = 1) -> Tensor:
-        """The rank's rows of a tensor: those of `own`, `width` each."""
+        """Return the rank's rows of a tensor: `width` for each index in `own`."""
         return _rows(self._source(name, shape), own, width).contiguous().to(self.device)
 
     def columns(self, name: str, shape: tuple[int, int], own: range, width: int = 1) -> Tensor:
-        """The rank's columns of a tensor: those of `own`, `width` each."""
+        """Return the rank's columns of a tensor: `width` for each index in `own`."""
         return _rows(self._source(name, shape).T, own, width).T.contiguous().to(self.device)
 
 

@@ -1,6 +1,6 @@
 """One rank of an engine: `python -m minillm.worker --config FILE --rank N`. Model, cache and connector worker.
 
-It serves steps from its PAIR socket until told to shut down. The kernel kills it when its engine dies.
+It serves steps from its PAIR socket until a `Shutdown` arrives. The kernel kills it when its engine dies.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def choose_device(config: EngineConfig, global_rank: int) -> str:
     """This rank's device; ranks share GPUs when there are fewer.
 
     Raises:
-        ConfigError: a GPU is asked for and torch sees none.
+        ConfigError: A GPU is requested, but torch sees none.
     """
     if config.device == "cpu":
         return "cpu"
@@ -134,10 +134,10 @@ class RankWorker:
         return Ready(self.transfer.handshake())
 
     def run(self, step: Step) -> StepResult:
-        """One step: move blocks, hand the connector its metadata, compute, collect what the connector finished."""
+        """Run one step: move blocks, give the connector its metadata, compute, collect finished transfers."""
         if step.moves:
             self.mover.run(step.moves)
-            # the connector may receive into blocks that were moved away just now
+            # the connector may receive into blocks whose content was just moved away
             self._synchronize()
         self.transfer.start_step(step.connector)
         tokens: dict[str, list[SampledToken]] = {}
@@ -168,7 +168,7 @@ class RankWorker:
             torch.cuda.current_stream().synchronize()
 
     def close(self) -> None:
-        """Connector first: it must not read caches that are going away."""
+        """Close the connector first: it must not read caches that are being freed."""
         self.transfer.close()
         self.groups.close()
 
@@ -188,7 +188,7 @@ def serve(socket: zmq.Socket[bytes], config: EngineConfig, global_rank: int, run
             if isinstance(message, Shutdown):
                 return 0
             send(worker.run(message))
-    except Exception as error:  # whatever it is, the engine has to hear of it
+    except Exception as error:  # whatever it is, the engine must learn of it
         traceback.print_exc()
         send(Failed(f"{type(error).__name__}: {error}"))
         return 1

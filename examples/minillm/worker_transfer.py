@@ -1,4 +1,4 @@
-"""A rank's side of KV transfer: its cache registered with the connector, and one call before and after each step."""
+"""A rank's side of KV transfer: it registers its cache, and calls the connector before and after each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minillm.transfer import WorkerTransfer, connector_config
 
 
 class ConnectorWorkerTransfer(WorkerTransfer):
-    """A rank whose cache is served or filled by a kvconnector worker."""
+    """The worker half that serves or fills a rank's cache with a kvconnector worker."""
 
     def __init__(self, config: EngineConfig, share: RankShare, cache: PagedCache) -> None:
         model = ModelDescription(
@@ -39,7 +39,7 @@ class ConnectorWorkerTransfer(WorkerTransfer):
         return msgspec.Raw(msgspec.msgpack.encode(self.worker.handshake()))
 
     def start_step(self, metadata: msgspec.Raw) -> None:
-        """Decode and hand over the step's metadata."""
+        """Decode the step's metadata and give it to the worker."""
         step = msgspec.msgpack.decode(metadata, type=StepMetadata)
         loads = (order for order in step.orders if isinstance(order, LoadRequest))
         self._loads.update((load.request_id, load) for load in loads)
@@ -50,11 +50,11 @@ class ConnectorWorkerTransfer(WorkerTransfer):
         self.worker.layer_written(layer)
 
     def wait(self, timeout_s: float) -> None:
-        """Block on the connector, not on the clock."""
+        """Wait for the connector instead of sleeping."""
         self.worker.wait(timeout_s)
 
     def poll(self, stored: tuple[str, ...]) -> msgspec.Raw:
-        """The worker's output, encoded, with the blocks of failed loads; idle steps mostly have none."""
+        """Return the worker's output, encoded, with the blocks of failed loads; most idle steps have none."""
         output = self.worker.poll()
         ended = [self._loads.pop(request_id, None) for request_id in output.finished_recving]
         failed = [load for load in ended if load and load.request_id in output.failed_recving]
@@ -71,7 +71,7 @@ class ConnectorWorkerTransfer(WorkerTransfer):
 
 
 def blocks_of(load: LoadRequest, block_tokens: Sequence[int]) -> Iterator[int]:
-    """The blocks that a load writes, by `block_number`. One that failed may have left anything in any of them."""
+    """Return the blocks that a load writes, by `block_number`. A failed load may have left anything in any of them."""
     groups = zip(block_tokens, load.local_blocks, load.token_ranges, strict=True)
     for group, (size, blocks, (start, stop)) in enumerate(groups):
         if start < stop:
@@ -122,7 +122,7 @@ def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartG
 
 
 def model_name(model: ModelConfig) -> str:
-    """A name for all that two engines must agree on besides the geometry of their caches."""
+    """Return a name for everything that two engines must agree on besides their caches' geometry."""
     sights = {"window": model.mixer.sliding_window, "chunk": model.mixer.attention_chunk}
     sight = "".join(f"-{kind}{size}" for kind, size in sights.items() if kind in model.layer_kinds)
     return f"minillm-{model.architecture}-seed{model.seed}{sight}"

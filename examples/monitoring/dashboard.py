@@ -20,7 +20,7 @@ WHERE = 'engine=~"$engine"'
 
 
 class Graph(NamedTuple):
-    """A panel: the query of each line, by the line's legend, and the unit."""
+    """A panel: the query of each line, by its legend, and the unit."""
 
     title: str
     unit: str

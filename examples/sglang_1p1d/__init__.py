@@ -1,1 +1,1 @@
-"""SGLang with one prefill and one decode engine; docs/sglang.md shows it."""
+"""SGLang with one prefill and one decode engine, as docs/sglang.md describes."""

@@ -57,7 +57,7 @@ class Router(vllm.Router):
             async with upstream:
                 response = await self._pass_on(request, upstream, first)
             if upstream.status == vllm.OK:
-                # it ends a moment later; if it were cancelled now, it would count as aborted
+                # it ends a moment later; cancelled now, it would count as aborted
                 await asyncio.wait([prefilled])
             return response
         finally:

@@ -1,4 +1,4 @@
-"""Start a prefill engine, a decode engine and a router, and an engine alone; compare the answers of the two."""
+"""Start a prefill engine, a decode engine and a router, and an engine alone; compare the answers of both ways."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm_1p1d.run import OK, http, start, wait_for
 HERE = Path(__file__).parent
 NAMES = ("prefill", "decode", "alone")
 PORTS = {"prefill": 1, "decode": 2, "alone": 3, "bootstrap": 4}
-"""After the router's."""
+"""Distance from the router's port to each engine's."""
 LENGTHS = (100, 300)
 CPU_OPTIONS = """--device cpu --attention-backend torch_native --dtype float32 --disable-overlap-schedule --page-size 16
  --chunked-prefill-size 64 --max-total-tokens 8192 --max-running-requests 4 --mem-fraction-static 0.3
@@ -26,7 +26,7 @@ CPU_OPTIONS = """--device cpu --attention-backend torch_native --dtype float32 -
 
 
 def main() -> int:
-    """0 when the tokens are equal."""
+    """Run the example. Exit status 0 if the tokens are equal."""
     arguments = parse()
     if arguments.model is None:
         arguments.model = str(arguments.folder / "model")
@@ -55,7 +55,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: a small one with random weights, made here")
     parser.add_argument("--port", type=int, default=8000, help="the router's; four more follow")
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
 
 
 def engine_command(arguments: argparse.Namespace, name: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of the engine `name`: "prefill", "decode" or "alone"."""
+    """Return command and environment of the engine `name`: "prefill", "decode" or "alone"."""
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", arguments.model]
     command += ["--host", "127.0.0.1", "--port", str(arguments.port + PORTS[name])]
     environment = {}
@@ -95,7 +95,7 @@ def engine_command(arguments: argparse.Namespace, name: str) -> tuple[list[str],
 
 
 def compare(urls: list[str]) -> bool:
-    """Print the same greedy tokens by each URL. Returns True if they are equal."""
+    """Request the same greedy completions from each URL and print them. Returns True if they are equal."""
     are_equal = True
     for length in LENGTHS:
         prompt = [1 + 17 * number % (VOCAB_SIZE - 1) for number in range(length)]

@@ -1,1 +1,1 @@
-"""vLLM with one prefill and one decode engine; docs/vllm.md shows it."""
+"""vLLM with one prefill and one decode engine, as docs/vllm.md describes."""

@@ -17,7 +17,7 @@ def make_model(path: Path) -> None:
         return
     import torch
 
-    transformers = importlib.import_module("transformers")  # it comes with vLLM
+    transformers = importlib.import_module("transformers")  # comes with vLLM
 
     config = transformers.LlamaConfig(
         hidden_size=256,

@@ -1,8 +1,8 @@
-"""A router: it sends each request to a prefill engine, then with its `kv_transfer_params` to a decode engine.
+"""A router: it sends each request to a prefill engine, and then, with `kv_transfer_params`, to a decode engine.
 
-Any router for NixlConnector will do. If it can, this one asks both engines at once, and the decode engine reads the
-prompt's cache while it is computed. For that the router draws a name for the transfer. It recognizes a prefill engine
-that accepts such names by the answer to an earlier request.
+Any router for NixlConnector will do. If possible, this one asks both engines at once, and the decode engine reads the
+prompt's cache while it is computed. For that the router draws a name for the transfer. A prefill engine's answer to an
+earlier request shows whether it accepts such names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from aiohttp import web
 TOTAL_TIMEOUT_S = 600.0
 CONNECT_TIMEOUT_S = 10.0
 BACKLOG = 4096
-"""How many connections may wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 SILENT_HOST_S = 10
 MAX_BODY_BYTES = 64 << 20
 REMOTE_DECODE: dict[str, Any] = {
@@ -39,7 +39,7 @@ REMOTE_DECODE: dict[str, Any] = {
 
 
 def _watched_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket whose connection ends when the other host is lost. TCP by default would wait for ever."""
+    """Return a socket whose connection ends when the other host is lost. By default TCP would wait forever."""
     opened = socket.socket(*address[:3])
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -92,7 +92,7 @@ class Router:
         return app
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
-        # three descriptors a request, and no limit on connections: a request that waits for another one's connection
+        # three descriptors per request, and no limit on connections: a request that waits for another one's connection
         # would look like one that its engine does not answer
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -180,7 +180,7 @@ class Router:
         headers: dict[str, str],
     ) -> Prefilled:
         short = {**body, "max_tokens": 1, "stream": False}
-        # the prompt is prefilled once, however many completions are asked
+        # the prompt is prefilled once, however many completions are requested
         for option in ("stream_options", "n"):
             short.pop(option, None)
         if body.get("min_tokens"):
@@ -194,7 +194,7 @@ class Router:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise _unanswered(url, error) from error
         except web.HTTPException:
-            self._streaming.pop(url, None)  # another engine may take its place
+            self._streaming.pop(url, None)  # another engine may be there next time
             raise
         if answer.status != OK:
             return Prefilled(
@@ -205,7 +205,7 @@ class Router:
         return Prefilled(None, params)
 
     def _learn(self, url: str, params: dict[str, Any], transfer_id: str) -> None:
-        """Note an engine's address if it streams: it then answers with the transfer's name that it was sent."""
+        """Remember an engine's address if it streams: its answer then has the transfer's name that it was sent."""
         name, _, rest = str(params.get("remote_request_id")).partition("|")
         self._streaming.pop(url, None)
         if name == transfer_id:

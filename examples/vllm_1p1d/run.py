@@ -30,7 +30,7 @@ OK = 200
 
 
 def main() -> int:
-    """0 when the tokens are equal."""
+    """Run the example. Exit status 0 if the tokens are equal."""
     arguments = parse()
     if arguments.model is None:
         arguments.model = str(arguments.folder / "model")
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="default: a small one with random weights, made here")
     parser.add_argument(
@@ -104,7 +104,7 @@ def engine_command(
     gpus: str | None = None,
     more: str = "",
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of an engine, the `number`-th on this host, beside a router at `port`."""
+    """Return command and environment of an engine, the `number`-th on this host, beside a router at `port`."""
     transfer = {
         "kv_connector": connector,
         "kv_role": "kv_producer" if role == "prefill" else "kv_consumer",
@@ -135,7 +135,7 @@ def engine_command(
 
 
 def num_ranks(options: list[str]) -> int:
-    """Worker processes of an engine with these options."""
+    """Number of worker processes of an engine with these options."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--tensor-parallel-size", "-tp", type=int, default=1)
     parser.add_argument("--pipeline-parallel-size", "-pp", type=int, default=1)
@@ -147,7 +147,7 @@ def num_ranks(options: list[str]) -> int:
 def start(
     stack: ExitStack, log: Path, command: list[str], environment: dict[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """A process that ends, with its children, when `stack` does."""
+    """Start a process that ends, with its children, when `stack` is closed."""
     print(f"starting {shlex.join(command)}\n  log: {log}")
     process = subprocess.Popen(
         command,
@@ -174,7 +174,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], name: str) -> None:
-    """Wait until `url` answers; an engine that ends first ends the example."""
+    """Wait until `url` answers; if the engine ends first, so does the example."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
@@ -195,7 +195,7 @@ def compare(model: str, router_url: str, decode_url: str) -> bool:
     for step in (17, 19):
         prompt = " ".join(f"w{step * number % 1021}" for number in range(PROMPT_WORDS))
         texts = {}
-        # through the router first: the decode engine must not have the prompt in its prefix cache
+        # router first, while the decode engine does not have the prompt in its prefix cache
         for name, url in (("disaggregated", router_url), ("decode engine alone", decode_url)):
             started = time.perf_counter()
             texts[name] = complete(url, {"model": model, "prompt": prompt, "max_tokens": 16})
@@ -222,7 +222,7 @@ def http(
     timeout_s: float = 300,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bytes]:
-    """`(status, body)` of one request."""
+    """Make one request. Returns `(status, body)`."""
     address = urlsplit(url)
     connection = HTTPConnection(str(address.hostname), address.port, timeout=timeout_s)
     try:
