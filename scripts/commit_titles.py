@@ -1,7 +1,7 @@
 """Fails when a commit's title is not a short command, such as "Answer early follows that find no room".
 
-It checks the commits after `BASE`, or none without git, or if the history does not reach back that far
-(an archive, a shallow clone). The endings and lists below decide if a word is a verb in the imperative.
+It checks the commits after `BASE`, or none without git, or if the history does not reach back that far (an archive, a
+shallow clone). The endings and lists below decide whether a word is a verb in the imperative.
 """
 
 from __future__ import annotations

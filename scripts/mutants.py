@@ -82,7 +82,7 @@ class Tree:
         environment = {
             **os.environ,
             "PYTHONPATH": ":".join(str(self.folder / name) for name in ("", "kernels", "examples")),
-            "PYTHONDONTWRITEBYTECODE": "1",  # a mutant has its original's size, and often its time
+            "PYTHONDONTWRITEBYTECODE": "1",  # a mutant has its original's size and often its mtime
             "OMP_NUM_THREADS": "1",
             "HYPOTHESIS_PROFILE": "mutants",
         }
@@ -115,7 +115,7 @@ class Tree:
 
 
 def complaint_about(mutant: Mutant, tree: Tree) -> str | None:
-    """Try one mutant. Return what is wrong; None if its tests notice it, or it is listed as one that they cannot."""
+    """Try one mutant. Return what is wrong, or None if its tests notice it, or if it is listed as equivalent."""
     try:
         with tree.mutated(mutant):
             status, output = tree.run(mutant.tests)
@@ -129,7 +129,7 @@ def complaint_about(mutant: Mutant, tree: Tree) -> str | None:
 
 
 def run(mutants: list[Mutant], jobs: int, folder: Path) -> list[str]:
-    """Try all mutants, `jobs` at a time; print each result, return the complaints."""
+    """Try all mutants, `jobs` at a time; print each result and return the complaints."""
     trees: queue.SimpleQueue[Tree] = queue.SimpleQueue()
     for number in range(jobs):
         trees.put(Tree(folder / str(number)))

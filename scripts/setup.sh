@@ -97,7 +97,7 @@ _kvc_setup() {
   [ "$profile" = check ] || _kvc_compile
 }
 
-# Whenever they have changed: here, and not by every process of the first run at the same time, nor within a test's time.
+# Compiles the CPU kernels if they have changed, so that not every process of the first run does so in the middle of a test.
 _kvc_compile() {
   local sources stamp="$KVC_VENV/.kvconnector-compiled"
   sources="$(stat -c "%n %s %Y" "$KVC_ROOT"/kernels/kvconnector_kernels/*/*.py)"
@@ -111,7 +111,7 @@ _kvc_pip() {
   "$KVC_VENV/bin/python" -m pip install --quiet --disable-pip-version-check -c "$KVC_CONSTRAINTS" "$@"
 }
 
-# What tests/hosts makes hosts with. Where it is missing and cannot be installed, those tests are skipped and say so.
+# The tool with which tests/hosts makes hosts. If it is missing and cannot be installed, those tests are skipped and say so.
 setup_hosts() {
   command -v ip >/dev/null && command -v tc >/dev/null && command -v nsenter >/dev/null && return
   [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0

@@ -4,10 +4,10 @@ The size of a file is its lines; that of a function its lines from `def` to the 
 docstring; that of a class the distinct instance attributes that it declares or assigns. `EXCEPTIONS`
 lists what must be larger, with the reason and a ceiling of its own.
 
-A room is a folder and everything below it, except the rooms in it. Its size is the lines of its Python
-files. The ceiling follows the code: raise it only in the commit that needs it, which says what could
-not be taken out, and lower it when a room gets smaller. The target is the size that the room should
-have; a room above its target is printed and does not fail.
+A room is a folder and everything below it, except the rooms in it. Its size is the lines of its Python files. The
+ceiling follows the code: raise it only in the commit that needs it, which says what could not be taken out, and lower
+it when the room gets smaller. The target is the size that the room should have; a room above its target is printed and
+does not fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ README_LINES = 120
 
 
 class Size(NamedTuple):
-    """Lines that a room may have, and those that it should have."""
+    """The lines that a room may have, and that it should have."""
 
     ceiling: int
     target: int | None = None
@@ -82,7 +82,7 @@ ROOMS: dict[str, Size] = {
     "tests/sglang/harness": Size(1082),
     "tests/vllm": Size(6997),
 }
-# what the rooms in and below these folders should weigh together; their ceilings bound the sum
+# lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {
     ("kvconnector/bench", "kvconnector/cli"): 5860,
     ("kvconnector",): 30100,
@@ -92,7 +92,7 @@ TARGETS: dict[tuple[str, ...], int] = {
 
 
 class Allowance(NamedTuple):
-    """A larger ceiling for one name, and why."""
+    """A larger ceiling for one name, and the reason."""
 
     ceiling: int
     reason: str
@@ -103,7 +103,7 @@ EXCEPTIONS: dict[str, Allowance] = {}
 
 
 class Measure(NamedTuple):
-    """One measured size: which ceiling it is held against, the thing's name, and its size."""
+    """One measured size: the ceiling that applies, the thing's name, and its size."""
 
     kind: str
     name: str
@@ -156,7 +156,7 @@ def _instance_attributes(cls: ast.ClassDef) -> set[str]:
 
 
 def find_complaints(measures: list[Measure], allowances: dict[str, Allowance]) -> list[str]:
-    """Return a line for each size above its ceiling and each allowance that nothing needs now."""
+    """Return a line for each size above its ceiling and each allowance that is no longer needed."""
     complaints = []
     needed = set()
     for measure in measures:

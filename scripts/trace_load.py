@@ -1,9 +1,9 @@
 """Counts what one small load takes in Python: functions of kvconnector that are called, and objects that are made.
 
-A producer and a consumer run in this process over UCX, with their drivers' threads. The first loads make what all loads
-share. The others are traced with `sys.setprofile`, from the consumer's order until both engines know the end. Threads
-interleave differently each time, so only what every traced load does is counted. A function counts once, no matter how
-often it is called. Objects are new instances of kvconnector's classes among the functions' locals and results.
+A producer and a consumer run in this process over UCX, with their drivers' threads. The first loads create what all
+loads share. The later ones are traced with `sys.setprofile`, from the consumer's order until both engines know that the
+load has ended. Threads interleave differently each time, so only what every traced load does is counted. A function
+counts once. Objects are new instances of kvconnector's classes among the functions' locals and results.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Trace:
         sys.setprofile(self._see)
 
     def begin(self) -> None:
-        """Start to trace the next load."""
+        """Start tracing the next load."""
         for counters in (*self.called.values(), *self.made.values()):
             counters.append(Counter())
         self.is_on = True
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _common(counters: list[Counter[str]]) -> Counter[str]:
-    """Return what is in all counters, as often as in the one with the fewest."""
+    """Return the entries that are in all counters, each as often as in the counter with the fewest."""
     found = counters[0]
     for counter in counters:
         found = found & counter
@@ -97,7 +97,7 @@ def _common(counters: list[Counter[str]]) -> Counter[str]:
 
 
 def _load(trace: Trace, p: Any, d: Any, name: str, *, is_traced: bool) -> None:
-    """Load two blocks, by the calls that an engine's worker gets."""
+    """Load two blocks with the calls that an engine makes to its workers."""
     d.load(name, p.offer(name, [1, 2], NUM_TOKENS), [3, 4], NUM_TOKENS + 1, steps=False)
     step = d.scheduler.build_step()
     loads = tuple(order for order in step.orders if isinstance(order, LoadRequest))
