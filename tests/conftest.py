@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-# Read when the libraries are first imported, so before any of them is.
+# Set here, because the libraries read them when they are first imported.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 HAS_GPU_DEVICE = any(Path("/dev").glob("nvidia[0-9]*"))
@@ -23,11 +23,11 @@ LEFTOVER_GRACE_S = 10.0
 # The conformance suites use assert like tests, and should explain failures like tests.
 pytest.register_assert_rewrite("tests.support")
 
-# No deadlines and no health check by speed: the time of an example depends more on the machine's load than on the code.
+# No deadlines and no speed health check: an example's time depends more on the machine's load than on the code.
 _untimed = settings(
     deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True, database=None
 )
-# Properties with another number of examples use tests/support/examples.py, which scales it by these profiles.
+# Properties that need another number of examples use tests/support/examples.py, which scales it by these profiles.
 settings.register_profile("ci", _untimed, max_examples=50, derandomize=True)
 settings.register_profile("explore", _untimed, max_examples=50)
 settings.register_profile("thorough", _untimed, max_examples=1000)

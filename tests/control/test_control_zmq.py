@@ -1,4 +1,4 @@
-"""What only the ZMQ channel can show: hostile bytes, dead hosts, reused descriptors, binding."""
+"""Tests that need the real ZMQ channel: hostile bytes, dead hosts, reused descriptors, binding."""
 
 import os
 import resource
@@ -64,7 +64,7 @@ def test_keys_that_do_not_fit_are_refused_by_name(near_security, far_security, s
         handle = near.connect(far.address, server_key)
         near.send(handle, b"let me in")
         error = recorder.wait_loss(near, handle)
-        # a client without keys may not know yet that they are wanted
+        # a client without keys may not know yet that keys are required
         kinds = AuthenticationError if near.server_key else AuthenticationError | PeerLostError
         assert isinstance(error, kinds)
         assert far.address in str(error)
@@ -147,7 +147,7 @@ def test_peer_that_dies_in_the_handshake_is_lost_and_has_no_wrong_key(uses_keys,
         connection = dying.accept()[0]
         dying.close()
         if has_read:
-            # its last words are read, so the end of the connection says no more than that of one that refuses
+            # its last message is read, so the connection's end looks like that of a peer that refuses
             connection.settimeout(DEADLINE_S)
             connection.recv(1 << 16)
         connection.close()
@@ -259,10 +259,10 @@ def test_dead_process_is_noticed_on_both_kinds_of_connection(fate):
 
 
 class ManyConnections:
-    """In a process of its own, which has a limit of descriptors."""
+    """A worker for a process of its own with a limit on descriptors."""
 
     def overdo(self):
-        """More connections than the limit allows; what the error says."""
+        """Open more connections than the limit allows. Returns the error's text."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         server, channel = open_channel(), open_channel()

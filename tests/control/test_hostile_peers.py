@@ -15,7 +15,7 @@ ROUNDS = 4
 CONNECTIONS = 150
 MEMORY_BYTES = 32 << 20
 GREETING = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00CURVE".ljust(64, b"\x00")
-"""What a client that speaks ZMTP 3 begins with."""
+"""The first bytes of a client that speaks ZMTP 3."""
 
 
 def opened(keys):
@@ -31,7 +31,7 @@ def resident_bytes():
 
 
 def serve(recorder, near, far, handle):
-    """A good client's message arrives."""
+    """Check that a good client's message arrives."""
     message = os.urandom(16)
     near.send(handle, message)
     recorder.until(lambda: message in recorder.payloads(far))
@@ -39,7 +39,7 @@ def serve(recorder, near, far, handle):
 
 
 def junk(rng):
-    """What is no ZMTP, a greeting cut short, or one with commands after it that nobody can read or are too long."""
+    """Draw bytes that are not ZMTP, a truncated greeting, or a greeting followed by unreadable or too long commands."""
     return rng.choice(
         [
             rng.randbytes(rng.randrange(1, 3000)),

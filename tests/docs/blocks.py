@@ -1,4 +1,4 @@
-"""The fenced blocks of the documentation, and how each is checked.
+"""The documentation's fenced blocks, and how each is checked.
 
 A block is run, unless the line before it is `<!-- not run: REASON -->`; `<!-- slow -->` leaves it to the slow
 tests.
@@ -22,9 +22,9 @@ FENCE = re.compile(
 )
 SPAN = re.compile(r"(?<!`)`(kvconnector [^`]+)`(?!`)")
 
-# between the arguments of a recorded command, and after each command
+# separators between the arguments of a recorded command, and between commands
 UNIT, RECORD = "\x1f", "\x1e"
-# of `scripts/hosts`, beside the prefixes of commands
+# variables of `scripts/hosts` besides the commands' prefixes
 HOST_VARIABLES = ("ip1", "ip2", "second1", "second2")
 RECORDER = f"""
 command_not_found_handle() {{ local IFS=$'{UNIT}'; printf '%s{RECORD}' "$*" >>"$CALLS"; }}
@@ -52,7 +52,7 @@ class Block:
 
 
 def blocks(*languages):
-    """All blocks in one of `languages`, in order."""
+    """Return all blocks in one of `languages`, in order."""
     return [block for page in PAGES for block in _of_page(page) if block.language in languages]
 
 
@@ -66,7 +66,7 @@ def _of_page(page):
 
 
 def spans():
-    """Commands within sentences: page and command."""
+    """Yield commands that stand within sentences: page and command."""
     found = (
         (page, " ".join(command.split()))
         for page in PAGES
@@ -76,11 +76,11 @@ def spans():
 
 
 def recorded(block, folder):
-    """The commands of a shell block as bash takes them apart, none of them run, and the settings that it exports."""
+    """Return a shell block's commands as bash parses them, without running any, and the settings that it exports."""
     calls = folder / "calls"
     calls.touch()
     paths = [path.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").iterdir()]
-    # of a command with a slash in its name bash looks for the file at once
+    # if a command's name has a slash, bash looks for the file at once
     by_path = "\n".join(
         f'{path}() {{ command_not_found_handle {path} "$@"; }}'
         for path in [*paths, ".venv-vllm/bin/python"]
@@ -99,7 +99,7 @@ def recorded(block, folder):
 
 
 def run(text, folder, prefix, environment):
-    """Run shell commands as they are, from a folder that looks like the checkout; their output.
+    """Run shell commands as they are, in a folder that looks like the checkout. Returns their output.
 
     `scripts/demo` there uses this interpreter instead of an environment of its own.
     """

@@ -38,7 +38,7 @@ MODULES_OF_OTHERS = {
 def check(command):
     """Fail for a command, an option or a file that does not exist (any more)."""
     name, *arguments = command
-    if name == "torchrun":  # what it starts, as Python would
+    if name == "torchrun":  # the program that it starts, as Python would
         name, arguments = "python", arguments[arguments.index("-m") :]
     if name.startswith("scripts/"):
         _check_script(name, arguments)
@@ -48,9 +48,9 @@ def check(command):
 
 
 def check_cli(arguments, *, is_whole=True):
-    """`kvconnector`, by its own parser."""
+    """Check a `kvconnector` command with its own parser."""
     command, rest = app, [a for a in arguments if a != "--help"]
-    is_whole &= len(rest) == len(arguments)  # help needs nothing else
+    is_whole &= len(rest) == len(arguments)  # `--help` needs no other arguments
     context = command.make_context("kvconnector", list(rest), resilient_parsing=True)
     while rest and isinstance(command, click.Group) and not rest[0].startswith("-"):
         _, command, rest = command.resolve_command(context, list(rest))
@@ -59,13 +59,13 @@ def check_cli(arguments, *, is_whole=True):
 
 
 def check_settings(variables):
-    """Environment variables of ours."""
+    """Check that environment variables are settings of ours."""
     control = {} if any("KEY_FILE" in name for name in variables) else {"insecure": True}
     ConnectorConfig.from_env(variables, {"engine_id": "e", "control": control})
 
 
 def check_json(text):
-    """JSON; and if it is a configuration of ours or of vLLM, a valid one."""
+    """Check that a text is JSON, and valid if it is a configuration of ours or of vLLM's."""
     found = json.loads(text)
     if "kv_connector" in found:
         _check_transfer_config(found)
@@ -128,7 +128,7 @@ def _check_script(name, arguments):
 
 
 def _check_options(path, arguments):
-    """Each option is named in the program's source."""
+    """Check that each option is named in the program's source."""
     source = (ROOT / path).read_text(encoding="utf-8")
     if path == "examples/minillm/router.py":
         source += (ROOT / "examples/minillm/http_serving.py").read_text(encoding="utf-8")

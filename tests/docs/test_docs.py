@@ -1,4 +1,4 @@
-"""README and docs: every command has the options that it is shown with, and what can run here does."""
+"""README and docs: every command takes the options it is shown with, and those that can run here do run."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from tests.hosts.network import missing
 SHELL = blocks("sh", "bash")
 DATA = {"json": check_json, "toml": tomllib.loads, "text": str, "mermaid": str, "": None}
 ON_TWO_HOSTS = "docs/hosts.md"
-# what a reader sees in the end
+# output that a reader sees at the end
 SHOWN = {
     "docs/tutorial.md": ("10 of 10 runs", '"loaded_tokens": 18', "did not answer", '"text"'),
     ON_TWO_HOSTS: ('"text"', "round trip"),
@@ -51,7 +51,7 @@ def test_every_command_takes_the_options_that_it_is_shown_with(block, tmp_path):
 @pytest.mark.parametrize("page, command", spans())
 def test_commands_within_sentences_exist(page, command):
     words = [word for word in shlex.split(command)[1:] if word != "..."]
-    if words and words[-1] == "--peer":  # named without its value
+    if words and words[-1] == "--peer":  # the option is named without its value
         words.append("HOST:1")
     if words:
         check_cli(words, is_whole=False)
@@ -88,7 +88,7 @@ def test_data_is_well_formed_and_configurations_are_valid(block):
 def _run(page, text, folder):
     if page == ON_TWO_HOSTS:
         prefix = [sys.executable, str(ROOT / "tests/hosts/network.py"), "--two"]
-    elif missing() is None:  # ports of its own, and nothing outlives it
+    elif missing() is None:  # with ports of its own, and nothing outlives it
         own = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         prefix = [*own, "sh", "-c", 'ip link set lo up && exec "$@"', "sh"]
     else:

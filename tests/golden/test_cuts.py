@@ -1,4 +1,4 @@
-"""Both sides of wire version 3 cut a read into these chunks. Other builds cut in the same way, so never change it."""
+"""Both sides of wire version 3 cut a read into these chunks. Released builds rely on it, so never change it."""
 
 from itertools import pairwise
 

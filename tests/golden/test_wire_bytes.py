@@ -1,8 +1,8 @@
-"""The bytes of wire version 3, one file a message; `wire_3.json` has each message's fields by name.
+"""The bytes of wire version 3, one file per message; `wire_3.json` has each message's fields by name.
 
 Released peers send these bytes: never change them.
 
-A field that is appended to a message changes what `encode` writes, not what `decode` takes: add a file of the new bytes
+A field appended to a message changes what `encode` writes, not what `decode` accepts: add a file of the new bytes
 beside the old one, under another name, and mark the old one with `sent_by_earlier_releases`.
 """
 
@@ -30,7 +30,7 @@ def messages():
 
 
 def named(value):
-    """A message as JSON has it: its fields by name but those left at their defaults, and bytes in hex."""
+    """A message in its JSON form: fields by name, without those left at their defaults, and bytes in hex."""
     if isinstance(value, msgspec.Struct):
         defaults = {field.name: field.default for field in msgspec.structs.fields(value)}
         fields = {name: getattr(value, name) for name in defaults}

@@ -1,4 +1,4 @@
-"""Hosts for tests; where they cannot be made the tests are skipped and say why."""
+"""Hosts for tests; if they cannot be made, the tests are skipped with the reason."""
 
 import pytest
 

@@ -14,7 +14,7 @@ from tests.hosts.network import Network, missing
 
 
 class DemoServers(Servers):
-    """The decode engine that reads directly is on the prefill engine's host, the other one on a host of its own."""
+    """The demo's servers. The decode engine that reads directly is on the prefill engine's host, the other is not."""
 
     def __init__(self, network, folder):
         super().__init__(network, folder)
@@ -25,7 +25,7 @@ class DemoServers(Servers):
             self.keys(*self._places)
 
     async def start_engine(self, name, role, arguments):
-        # the connector's own timeouts: nothing is to fail here
+        # the connector's default timeouts, since nothing should fail here
         sections = {"peer": {}, "lease": {}}
         if role == "decode":
             *arguments, _, connector = arguments
@@ -38,7 +38,7 @@ class DemoServers(Servers):
 
 
 def main():
-    """The demo's exit status; 2 where there can be no hosts."""
+    """Run the demo. Returns its exit status, 2 if hosts cannot be made."""
     if reason := missing():
         sys.stderr.write(f"scripts/demo --hosts: {reason}\n")
         return 2

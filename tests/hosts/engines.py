@@ -23,12 +23,12 @@ QUICK = {
     },
     "lease": {"duration_s": 6, "early_read_s": 1},
 }
-"""Settings with which a fault shows within seconds."""
+"""Settings with which faults are noticed within seconds."""
 _SPREAD = (
     "import runpy, sys; sys.executable, module = sys.argv[1:3]; del sys.argv[1:3];"
     " runpy.run_module(module, run_name='__main__', alter_sys=True)"
 )
-"""Runs a module whose children are run by another program than Python."""
+"""Runs a module whose children are started by another program than Python."""
 
 
 class Server(cluster.Server):
@@ -39,7 +39,7 @@ class Server(cluster.Server):
         self.process = process
 
     def ranks(self):
-        """The process ids of an engine's ranks, as seen from outside."""
+        """The process ids of an engine's ranks, as seen from outside their namespace."""
         return self.process.pids()[1:]
 
     async def stop(self):
@@ -81,14 +81,14 @@ class Servers(cluster.Cluster):
         return self._start(host, name, ["-m", module], [*options, *arguments], port)
 
     def spread_engine(self, hosts, name, role, *arguments):
-        """Start an engine with its server beside the switch and each rank on a host of its own."""
+        """Start an engine whose server is beside the switch and whose ranks each have a host of their own."""
         python = self.folder / f"{name}-python"
         cases = ""
         for rank, host in enumerate(hosts):
             settings = ["-u", "MINILLM_PARENT_PID", f"KVCONNECTOR_CONTROL_HOST={host.address}"]
             prefix = shlex.join(host.command(["env", *settings, sys.executable]))
             cases += f'{rank}) exec {prefix} "$@" ;;\n'
-        # the number of the rank is the last argument
+        # the rank's number is the last argument
         python.write_text(f"#!/bin/sh\nfor rank; do :; done\ncase $rank in\n{cases}esac\n")
         python.chmod(0o755)
         options = self._options(self.network.address, name, {})

@@ -22,7 +22,7 @@ UCX_COMPLAINT = re.compile(
 
 
 class Cluster:
-    """A producer "p" and two consumers, each on a host of its own, and a router on its own for either consumer."""
+    """A producer "p" and two consumers, each on a host of its own, and for each consumer a router on its own host."""
 
     def __init__(self, servers):
         self.servers = servers
@@ -50,7 +50,7 @@ class Cluster:
         return self.servers.router(host, name, [self.running["p"]], [consumer])
 
     async def repair(self):
-        """Restore links, and start what has died, under the same engine id."""
+        """Restore links, and restart engines that have died, under the same engine ids."""
         for host in self.hosts.values():
             host.restore()
         for name, server in self.running.items():
@@ -61,7 +61,7 @@ class Cluster:
 
 
 def cut(seconds):
-    """The first consumer's link is cut; for 0 s: for good."""
+    """Cut the first consumer's link for some seconds, or with 0 for good."""
 
     async def act(cluster):
         cluster.hosts["d1"].cut()
@@ -73,7 +73,7 @@ def cut(seconds):
 
 
 def stop(name, seconds):
-    """The ranks of an engine are stopped, and go on later."""
+    """Stop the ranks of an engine, and resume them later."""
 
     async def act(cluster):
         pids = cluster.running[name].ranks()
@@ -86,7 +86,7 @@ def stop(name, seconds):
 
 
 def kill(name, *, ranks_only=False):
-    """A server, or its ranks alone, are killed."""
+    """Kill a server, or only its ranks."""
 
     async def act(cluster):
         server = cluster.running[name]
@@ -109,11 +109,11 @@ FAULTS = {
     "consumer killed and restarted": kill("d1"),
     "router gone": kill("r1"),
 }
-"""Requests of another consumer must notice no fault but the producer's."""
+"""The faults that requests of another consumer may notice: only the producer's."""
 
 
 def received_bytes(host):
-    """Bytes that the host's eth0 has received."""
+    """Return the bytes that the host's eth0 has received."""
     counters = Path(f"/proc/{host.pid}/root/sys/class/net/eth0/statistics")
     return int((counters / "rx_bytes").read_text())
 
@@ -123,7 +123,7 @@ SHARES = {"idle": 0.0, "greeting": 0.0, "reading": 0.4, "after the read": 1.0}
 
 
 async def wait_phase(cluster, phase, before, request):
-    """Wait until the first consumer's request is over, or in this phase by the bytes that have reached its host."""
+    """Wait until the first consumer's request is in this phase, by the bytes that its host has received, or over."""
     share = SHARES[phase]
     while not request.done():
         received = received_bytes(cluster.hosts["d1"]) - before
@@ -152,7 +152,7 @@ def table(rows):
 
 
 async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
-    """Send a request by a consumer's router. Returns "right tokens" or the client's error; wrong tokens fail."""
+    """Send a request through a consumer's router. Returns "right tokens" or the client's error; wrong tokens fail."""
     router, prompt = cluster.running[f"r{index + 1}"], prompt_of(num_tokens, index)
     try:
         await answered(cluster.servers, router, prompt, MAX_TOKENS)
@@ -164,14 +164,14 @@ async def ask(cluster, index, num_tokens=PROMPT_TOKENS):
 
 
 class Others:
-    """Short requests of the second consumer, one after the other: seconds of those that were served, and errors."""
+    """The second consumer's short requests, one after the other: seconds of those that were served, and errors."""
 
     def __init__(self):
         self.seconds = []
         self.errors = []
 
     async def ask(self, cluster, is_over):
-        """Ask until `is_over`, and often enough for a percentile."""
+        """Send requests until `is_over`, and enough of them for a percentile."""
         while len(self.seconds) + len(self.errors) < MIN_OTHERS or not is_over():
             began_s = time.monotonic()
             outcome = await ask(cluster, 1, SHORT_PROMPT_TOKENS)

@@ -1,8 +1,8 @@
-"""An engine on a host with very many requests in its queue.
+"""Engines with very many requests in their queues.
 
-Run as a program, two of them on this host serve as many requests as its first argument says, and it prints how long
-the connector kept their steps: `PYTHONPATH=examples python -m tests.hosts.long_queues 10000`. With `--no-stream` the
-prompts are computed before they are wanted; with `--no-freeze` the garbage collector goes through the whole process.
+As a program, it lets two engines on this host serve the number of requests in its first argument, and prints how long
+the connector delayed their steps: `PYTHONPATH=examples python -m tests.hosts.long_queues 10000`. With `--no-stream` the
+prompts are computed before they are requested; with `--no-freeze` the garbage collector traverses the whole process.
 """
 
 import gc
@@ -21,12 +21,12 @@ from tests.support.remote import RemoteObject
 NUM_BLOCKS = 64
 BLOCK_TOKENS = 16
 STEP_REQUESTS = 500
-"""New requests of one step."""
+"""New requests per step."""
 LOOK_AHEAD = 4 * NUM_BLOCKS
 
 
 class QueueEngine(Engine):
-    """Requests of a block each; number `n` is in block `n % NUM_BLOCKS` of either engine."""
+    """An engine whose requests have a block each; request `n` is in block `n % NUM_BLOCKS` of either engine."""
 
     def __init__(self, engine_id, role, address, **settings):
         control = {"host": address, "insecure_network": True}
@@ -42,7 +42,7 @@ class QueueEngine(Engine):
         return {key: params[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
 
     def ask(self, names, params):
-        """A router asks for all of these at once."""
+        """Queue all of these requests at once, as a router does."""
         for number, name in enumerate(names):
             self.scheduler.on_new_request(name, {**params, "transfer_id": name})
             if number % STEP_REQUESTS == 0:
@@ -50,18 +50,18 @@ class QueueEngine(Engine):
         self.step()
 
     def run_for(self, seconds):
-        """Steps without anything new."""
+        """Take steps without new requests."""
         until_s = time.monotonic() + seconds
         while time.monotonic() < until_s:
             self.step()
             time.sleep(0.02)
 
     def content(self):
-        """All blocks' tokens, by group, layer and part: `[head, token, dim]`."""
+        """Return all blocks' tokens, by group, layer and part: `[head, token, dim]`."""
         return self.dense([*range(NUM_BLOCKS)], NUM_BLOCKS * BLOCK_TOKENS)
 
     def compute(self, names, deadline_s):
-        """Compute requests in turn, as blocks are free. Returns those whose blocks were not given back in time."""
+        """Compute requests in turn, as blocks become free. Returns those whose blocks were not freed in time."""
         until_s = time.monotonic() + deadline_s
         for first in range(0, len(names), NUM_BLOCKS):
             wave = names[first : first + NUM_BLOCKS]
@@ -106,16 +106,16 @@ class QueueEngine(Engine):
         self.run_for(1.0)
 
     def offer_late(self, names, deadline_s):
-        """Offer requests that their consumer has given up: none of them keeps a block for the time of a lease."""
+        """Offer requests that their consumer has given up: none of them may hold a block for a whole lease."""
         self.sent.clear()
         return self.compute(names, deadline_s)
 
 
 class TimedEngine(QueueEngine):
-    """Times what a step takes of the connector: `build_step`, `start_step`, `poll` and `update`.
+    """An engine that measures the connector's time in each step: `build_step`, `start_step`, `poll` and `update`.
 
-    On a busy machine most of a long step is waiting for a processor: this thread's, and the driver's while this one
-    waits for the GIL. The rest is what the connector delays a step by.
+    On a busy machine most of a long step is spent waiting for a processor: by this thread, and by the driver's while
+    this one waits for the GIL. The rest is the delay that the connector causes.
     """
 
     def __init__(self, engine_id, role, address, *, freezes=True, **settings):
@@ -163,14 +163,14 @@ class TimedEngine(QueueEngine):
         return clocks[0], clocks[1], clocks[3]
 
     def times_ms(self):
-        """The number of steps, their p99 and longest, both less waits for a processor, and the longest collection."""
+        """The steps' number, p99 and longest time, both less waits for a processor, and the longest collection."""
         kinds = [sorted(1e3 * step[kind] for step in self._steps) for kind in range(2)]
         p99 = len(self._steps) * 99 // 100
         figures = [each[at] for each in kinds for at in (p99, -1)]
         return len(self._steps), *figures, 1e3 * max(self._collections)
 
     def offer_all(self, names):
-        """Compute all requests before any is wanted; returns their offers."""
+        """Compute all requests before any is requested. Returns their offers."""
         offers = []
         for number, name in enumerate(names):
             block = number % NUM_BLOCKS
@@ -186,7 +186,7 @@ class TimedEngine(QueueEngine):
                 self.step()
 
     def serve_all(self, names, deadline_s):
-        """Take steps until all blocks are given back. Returns the requests whose blocks are late."""
+        """Take steps until all blocks are freed. Returns the requests whose blocks are late."""
         until_s = time.monotonic() + deadline_s
         while not self.sent >= {*names} and time.monotonic() < until_s:
             self.step()
@@ -195,7 +195,7 @@ class TimedEngine(QueueEngine):
 
 
 def main(count, *options):
-    """Serve `count` requests that are in the queues of both engines at once, and print the steps' times."""
+    """Serve `count` requests that are in both engines' queues at once, and print the steps' times."""
     names, deadline_s = [f"r{number}" for number in range(int(count))], 300.0
     is_streamed = "--no-stream" not in options
     with ExitStack() as stack:

@@ -1,8 +1,8 @@
 """Hosts made of Linux namespaces, joined by a switch: each has an address and a name of its own, and shares neither
 memory nor processes with the others. Only the file system is common.
 
-Nothing outside sees them: the switch has a network namespace of its own, and everything ends with the process that made
-it, however that ends.
+They are invisible from outside: the switch has a network namespace of its own. Everything ends with the process that
+made it, however that ends.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TOOLS = ("unshare", "nsenter", "ip", "tc", "mount", "hostname")
 
 
 class HostsError(Exception):
-    """A command of the harness failed; the text is its own."""
+    """A command of the harness failed; the text is the command's."""
 
 
 def missing():
@@ -45,7 +45,7 @@ def missing():
 
 
 def descendants(pid):
-    """All processes below `pid`, parents first."""
+    """Return all descendants of process `pid`, parents first."""
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -55,7 +55,7 @@ def descendants(pid):
 
 
 class HostProcess:
-    """A program on a host. `pid` is its process id as seen from outside. `is_child`: of the one that was started."""
+    """A program on a host. `pid` is its process id as seen from outside. `is_child`: of the started program's child."""
 
     def __init__(self, popen, *, is_child=True):
         self.popen = popen
@@ -69,7 +69,7 @@ class HostProcess:
             self.pid = below[0]
 
     def pids(self):
-        """The program and what it has started."""
+        """The process ids of the program and its descendants."""
         return [self.pid, *descendants(self.pid)]
 
     @property
@@ -77,7 +77,7 @@ class HostProcess:
         return self.popen.poll()
 
     def signal(self, number, *, all_below=False):
-        """Send a signal to the program, or to it and all that it has started."""
+        """Send a signal to the program, or to it and all its descendants."""
         # nsenter stops with its child and must be woken with it
         own = [self.popen.pid] if number == signal.SIGCONT else []
         for pid in [*own, *(self.pids() if all_below else [self.pid])]:
@@ -103,7 +103,7 @@ class Host:
         self.add_interface(0)
 
     def command(self, argv):
-        """The command that runs `argv` on this host."""
+        """Return the command that runs `argv` on this host."""
         return ["nsenter", f"--target={self.pid}", "--all", "--", *argv]
 
     def start(self, argv, **options):
@@ -112,11 +112,11 @@ class Host:
         return HostProcess(popen)
 
     def run(self, argv):
-        """Run a program on this host to its end; its output."""
+        """Run a program on this host to its end. Returns its output."""
         return _run(self.command(argv))
 
     def add_interface(self, switch):
-        """Join the host to switch 0 or 1 by eth0 or eth1; the address that it gets there."""
+        """Join the host to switch 0 or 1 by eth0 or eth1. Returns its address there."""
         port, name = f"{self.name}{switch or ''}", f"eth{switch}"
         address = f"{SUBNETS[switch]}.{self._number}"
         peer = ["peer", "name", name, "netns", str(self.pid)]
@@ -127,7 +127,7 @@ class Host:
         return address
 
     def cut(self):
-        """Pull the cable of eth0: packets on their way are lost, and neither end is notified."""
+        """Pull the cable of eth0: packets in flight are lost, and neither end is notified."""
         self._network.ip(["link", "set", "dev", self.name, "nomaster"])
 
     def restore(self):
@@ -166,12 +166,12 @@ class Network(contextlib.AbstractContextManager):
             raise
 
     def host(self, name):
-        """A new host. Its name must do for a network interface, too: at most 14 letters."""
+        """Make a host. Its name must also be valid for a network interface: at most 14 letters."""
         host = self.hosts[name] = Host(self, name, len(self.hosts) + 1)
         return host
 
     def run(self, argv):
-        """Run a program beside the switches; its output."""
+        """Run a program beside the switches. Returns its output."""
         return _run(self.command(argv))
 
     def start(self, argv, **options):
@@ -179,7 +179,7 @@ class Network(contextlib.AbstractContextManager):
         return HostProcess(subprocess.Popen(self.command(argv), **options), is_child=False)
 
     def command(self, argv):
-        """The command that runs `argv` beside the switches, where every host can be reached."""
+        """Return the command that runs `argv` beside the switches, where every host can be reached."""
         return ["nsenter", f"--target={self._unshare.pid}", "--net", "--", *argv]
 
     def ip(self, arguments):
@@ -187,7 +187,7 @@ class Network(contextlib.AbstractContextManager):
 
     @contextlib.contextmanager
     def inside(self):
-        """Sockets that this thread opens in the block reach the hosts, as a client's on the switch would."""
+        """Within this context, sockets that this thread opens reach the hosts, as a client's on the switch would."""
         path = Path(f"/proc/{self._unshare.pid}/ns/net")
         with Path("/proc/thread-self/ns/net").open() as before, path.open() as there:
             _setns(there)
@@ -208,7 +208,7 @@ class Network(contextlib.AbstractContextManager):
 
 
 def _start_holder(argv):
-    """A process that keeps its namespaces for as long as its standard input is open: until we end."""
+    """Start a process that keeps its namespaces while its standard input is open: until we end."""
     holder = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     if holder.stdout.readline() != b"ready\n":
         _end_holder(holder)
@@ -236,7 +236,7 @@ def _setns(namespace):
 
 
 def main():
-    """`scripts/hosts`: hosts for a shell or a command."""
+    """Run `scripts/hosts`: make hosts for a shell or a command."""
     parser = argparse.ArgumentParser(
         prog="scripts/hosts",
         description="Makes hosts h1, h2, ... and runs a command beside their switch; they end with it.",

@@ -25,7 +25,7 @@ class PodEngine(Engine):
 
 
 class Pods:
-    """A consumer "d" and producers in containers, which name the volume unless `folder` says otherwise."""
+    """A consumer "d" and producers in containers, which set the volume as the shared folder unless `folder` differs."""
 
     def __init__(self, network, folder, stack):
         self._network, self._stack = network, stack

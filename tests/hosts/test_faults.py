@@ -18,7 +18,7 @@ QUICK = {
     ("consumer rank killed", "idle"),
     ("consumer rank killed", "reading"),
 }
-"""Every change is tested with these; the others are slow."""
+"""Faults that every change is tested with; the others are slow."""
 SEEN = []
 
 

@@ -1,4 +1,4 @@
-"""Ten thousand requests that a router asks engines on two hosts for at once: served, or all given up in one step."""
+"""Ten thousand requests at once for engines on two hosts: all are served, or all are given up in one step."""
 
 from contextlib import ExitStack, closing
 
@@ -32,7 +32,7 @@ def engines(network):
 
 
 def _asked_for(p, d, prefix, *, lead_s):
-    """Both engines are asked for all, the consumer first."""
+    """Queue all requests at both engines, at the consumer first."""
     names = [f"{prefix}{number}" for number in range(MANY)]
     secret = new_secret()
     place = p.params()
@@ -57,7 +57,7 @@ def test_ten_thousand_requests_in_both_queues_are_all_served(engines):
 def test_ten_thousand_requests_aborted_in_one_step_hold_no_blocks(engines):
     p, d = engines
     names = _asked_for(p, d, "g", lead_s=1.0)
-    d.begin("run_for", 6.0)  # a heartbeat of each
+    d.begin("run_for", 6.0)  # each one sends a heartbeat
     p.run_for(6.0)
     d.answer()
     d.begin("give_up", names)

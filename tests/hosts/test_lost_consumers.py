@@ -36,7 +36,7 @@ def killed_before_it_was_given_up(consumer, producer, to):
 
 
 class Consumer:
-    """A transport on another host that has met the producer and takes what it sends."""
+    """A transport on another host that is connected to the producer and receives what it sends."""
 
     def __init__(self, host, producer):
         self.transport = RemoteTransport(SETTINGS, host.command([]))

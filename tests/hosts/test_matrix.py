@@ -1,4 +1,4 @@
-"""Engines and ranks over several hosts: the tokens are those of one engine alone, or a worded error says why not."""
+"""Engines and ranks on several hosts: the tokens are those of one engine alone, or a worded error says why not."""
 
 import asyncio
 
@@ -38,7 +38,7 @@ def transports(hosts, **options):
 
 
 def exchange(a, b):
-    """A message each way; the lanes, and what became of the two that were sent."""
+    """Send a message each way. Returns the lanes, and the results of both sends."""
     to_b, to_a = a.connect(b.address), b.connect(a.address)
     keys = [(0, a.recv(1, a.allocate(8).buffer)), (1, b.recv(2, b.allocate(1 << 20).buffer))]
     sent = [(0, a.send(to_b, 2, a.allocate(1 << 20).buffer))]
@@ -55,8 +55,8 @@ def exchange(a, b):
 
 
 def test_one_of_two_interfaces_is_dead(network):
-    """UCX does not use an interface that is down. The error names one that only looks well, and the other is used if it
-    is named. UCX before 1.20 gives up a peer that has an interface down, unless the other one is named.
+    """UCX does not use an interface that is down. The error names one that only seems to work, and the other is used if
+    it is named. UCX before 1.20 gives up a peer that has an interface down, unless the other is named.
     """
     named = {"NET_DEVICES": "eth1"}
     hosts = [network.host(name) for name in ("a", "b")]

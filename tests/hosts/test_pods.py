@@ -1,4 +1,4 @@
-"""Engines of one node whose pods have no namespace in common read directly through a volume, or say why not."""
+"""Engines on one node whose pods share no namespace read directly through a volume, or say why not."""
 
 import os
 import signal

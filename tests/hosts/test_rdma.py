@@ -1,4 +1,4 @@
-"""Engines on two hosts over RDMA, by ports in software: tokens, and a cable that is out for a while."""
+"""Engines on two hosts over RDMA, with ports in software: tokens, and a cable that is unplugged for a while."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ SETTINGS = {
     "peer": {"timeout_s": 20, "transfer_timeout_s": 10},
     "lease": {"duration_s": 20, "early_read_s": 1},
 }
-"""Patient: UCX fills long receive queues when a port is first used."""
+"""Generous timeouts: UCX fills long receive queues when a port is first used."""
 
 pytestmark = [
     pytest.mark.integration,

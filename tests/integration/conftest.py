@@ -12,8 +12,8 @@ CLUSTER_TIMEOUT_S = 160.0
 
 @pytest.fixture
 def start():
-    """Starts engines, in this process or `elsewhere`; closed in reverse, so a consumer before the producer that owes
-    it answers.
+    """Starts engines, in this process or `elsewhere`. They are closed in reverse order, so consumers before their
+    producers.
     """
     from tests.integration.runtime_pair import Engine, RemoteEngine
 
@@ -30,8 +30,8 @@ def start():
 def run_cluster(tmp_path, monkeypatch, request):
     """Runs a test's coroutine on a fresh `Cluster`, within a deadline, and stops what it started.
 
-    What a killed process cannot remove goes with the test's own folder. Servers and ranks are forked, but ranks on GPUs
-    have interpreters of their own: NCCL does not start in forked ones.
+    Files that a killed process leaves are removed with the test's folder. Servers and ranks are forked, but ranks on
+    GPUs have interpreters of their own, since NCCL does not start in forked ones.
     """
     from minillm.cluster import Cluster
     from tests.support.forked import ForkedChild

@@ -15,20 +15,20 @@ PACKED = {"paths": {"direct": "never"}}
 
 
 def prompt_of(length, seed=0):
-    """A random prompt that no other one begins like."""
+    """Return a random prompt whose beginning no other prompt shares."""
     rng = random.Random(f"{length} {seed}")
     return tuple(rng.randrange(ModelConfig().vocab_size) for _ in range(length))
 
 
 @functools.cache
 def expected_tokens(model, prompt, max_tokens):
-    """Tokens that one rank computes in this process, without a connector."""
+    """Return the tokens that one rank computes in this process, without a connector."""
     return generate(model, list(prompt), max_tokens)
 
 
 async def answered(cluster, router, prompt, max_tokens):
-    """Check a completion of the default model: exact tokens, log-probabilities within rounding, and a cache that was
-    moved, unless the prompt has only one token.
+    """Check a completion of the default model: exact tokens, log-probabilities within rounding, and a transferred
+    cache, unless the prompt has only one token.
     """
     result = await complete(cluster.session, router.url, prompt, max_tokens)
     expected = expected_tokens(ModelConfig(), prompt, max_tokens)
@@ -39,7 +39,7 @@ async def answered(cluster, router, prompt, max_tokens):
 
 
 async def start_pair(cluster, prefill, decode, *, is_routed=False):
-    """A prefill engine and a decode engine with these options, healthy; and their router, if there is to be one."""
+    """Start a prefill and a decode engine with these options, and on request their router, until all are healthy."""
     producer = await cluster.start_engine("prefill", "prefill", prefill)
     consumer = await cluster.start_engine("decode", "decode", decode)
     await cluster.wait_healthy(producer, consumer)
@@ -64,7 +64,7 @@ async def wait_all_blocks_free(cluster, *servers):
 
 
 async def complete_on(cluster, server, prompt, *, status=200, **fields):
-    """Ask for a completion, which must come with this status; returns the whole answer."""
+    """Request a completion, which must have this status. Returns the whole answer."""
     body = {"prompt": list(prompt), "return_token_ids": True, **fields}
     async with cluster.session.post(f"{server.url}/v1/completions", json=body) as response:
         answer = await response.json()
@@ -73,7 +73,7 @@ async def complete_on(cluster, server, prompt, *, status=200, **fields):
 
 
 async def offer_of(cluster, producer, prompt, **fields):
-    """Ask the producer for one token, as a router does first; returns its parameters."""
+    """Request one token from the producer, as a router does first. Returns its parameters."""
     asked = {"do_remote_decode": True}
     answer = await complete_on(
         cluster, producer, prompt, max_tokens=1, kv_transfer_params=asked, **fields

@@ -1,4 +1,4 @@
-"""Engines over real UCX and ZMQ, in this process or in one of their own that tests may kill."""
+"""Engines over real UCX and ZMQ, in this process or in processes of their own that tests may kill."""
 
 from types import MappingProxyType
 
@@ -24,11 +24,11 @@ PEER = {
     "backoff_initial_s": 0.1,
 }
 SETTINGS = {"control": {"insecure": True}, "peer": PEER, "lease": {"early_read_s": 1}}
-"""On a busy machine no peer is given up and no lease ends with these settings."""
+"""Settings with which no peer is given up and no lease ends, even on a busy machine."""
 
 
 def shape_of(engine_id, *, head_dim=16, block=16, num_blocks=64, **changes):
-    """An engine of one rank unless `changes` say otherwise."""
+    """Return the shape of an engine, of one rank unless `changes` say otherwise."""
     model = attention_model(num_layers=4, total_heads=4, head_dim=head_dim)
     return FakeEngine(engine_id, model, block_sizes=(block,), num_blocks=(num_blocks,), **changes)
 

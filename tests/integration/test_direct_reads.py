@@ -1,4 +1,4 @@
-"""Consumers that read the producer's pools themselves, over real processes, UCX and ZMQ: right bytes or a clear end."""
+"""Consumers that read the producer's pools themselves, over processes, UCX and ZMQ: right bytes or a clear error."""
 
 import threading
 
@@ -19,7 +19,7 @@ DIRECT = {"paths": {"direct": "always"}}
 
 @pytest.mark.parametrize("direct, path", [("always", "direct"), ("never", "packed")])
 def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, path, monkeypatch):
-    """And a producer may say that it is never read directly."""
+    """Also, a producer may refuse direct reads."""
     for module in (layers, load):
         monkeypatch.setattr(module, "MIN_PIECE_BYTES", 1)
     p = start("p", "producer", seed=1, shape={"tp_size": 2}, paths={"direct": direct})
@@ -63,7 +63,7 @@ def test_layers_of_a_step_arrive_before_the_others_are_computed(start, direct, p
 
 
 def remote_offer(p, d):
-    """An offer whose lease the producer has published, which it has once a later request is over."""
+    """Make an offer whose lease the producer has published, as it has once a later request is over."""
     params = p.offer("r", [9, 3], 30)
     name = f"later {p.child.pid}"
     d.load(name, p.offer(name, [0], 5), [0], 6)
@@ -74,8 +74,8 @@ def remote_offer(p, d):
 def test_another_process_is_read_directly_may_be_killed_meanwhile_and_serves_again(
     start, monkeypatch
 ):
-    """The consumer is held right after it found the lease; its engine's thread makes no progress inline. What is mapped
-    outlives its producer, and the lease was never taken back.
+    """The consumer is held right after it finds the lease, and its engine's thread makes no inline progress. Mapped
+    memory outlives the producer, and the lease was never taken back.
     """
     found, may_go_on, original = threading.Event(), threading.Event(), RemotePools.is_published
 

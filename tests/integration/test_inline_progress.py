@@ -18,7 +18,7 @@ NUM_REQUESTS = 20
 
 @pytest.fixture
 def engines(start):
-    """A producer and a consumer that have met."""
+    """A producer and a consumer that have greeted each other."""
 
     def make(direct):
         paths = {"paths": {"direct": direct}}
@@ -33,7 +33,7 @@ def engines(start):
 def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct):
     p, d = engines(direct)
     interval_s = sys.getswitchinterval()
-    # no thread takes the GIL from this one, which is interpreted code from here on
+    # from here on no thread takes the GIL from this one, which runs interpreted code
     sys.setswitchinterval(10 * DEADLINE_S)
     blocks = list(range(1, NUM_REQUESTS + 1))
     names = {f"r{block}" for block in blocks}
@@ -50,7 +50,7 @@ def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct
 
 @pytest.mark.parametrize("error", [RuntimeError("a bug"), KeyboardInterrupt()], ids=["bug", "^C"])
 def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, monkeypatch, error):
-    # drivers' own threads leave all that is pending to engines' threads, however long it takes these to come
+    # the drivers' threads leave all pending work to the engines' threads, however late these come
     for name in ("_GRACE_NS", "_LONG_GIL_WAIT_NS"):
         monkeypatch.setattr(driver_lock, name, round(DEADLINE_S * 1e9))
     p, d = engines("always")

@@ -1,4 +1,4 @@
-"""Engines do not move known beginnings of prompts again, and swap requests out of full pools.
+"""Engines do not move known prefixes again, and swap requests out of full pools.
 
 Real processes, real UCX. The completions must be those of a single-rank model that computes everything in this process.
 """
@@ -26,7 +26,7 @@ SLOW = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def bytes_of(model, **tokens):
-    """Bytes of `tokens` tokens of each kind of layer, without replicated heads; of a state, one token is all."""
+    """Return the bytes of `tokens` tokens of each kind of layer, without replicated heads; a state is one token."""
     head_bytes = model.head_dim * ITEM_BYTES
     kv_bytes = 2 * model.num_kv_heads * head_bytes
     # the convolution's last inputs, and the state
@@ -36,9 +36,9 @@ def bytes_of(model, **tokens):
     return sum(tokens[kind] * token_bytes[kind] for kind in model.layer_kinds)
 
 
-# Per request: tokens of its prompt that are the first ones of the request before it and its answer, new ones after
-# them, and tokens to answer with; found at P; found at D, by all groups; loaded by each kind of layer.
-# P has blocks of 16 tokens and a state every 64, D blocks of 6 and a state every 66. Windows and chunks have 64 tokens.
+# Per request: leading prompt tokens in common with the previous request and its answer, new tokens after them, and
+# tokens to generate; found at P; found at D, by all groups; loaded by each kind of layer. P has blocks of 16 tokens and
+# a state every 64, D blocks of 6 and a state every 66. Windows and chunks have 64 tokens.
 TURNS = {
     "llama": [
         ((0, 150, 50), 0, 0, {"full": 149}),
@@ -55,7 +55,7 @@ TURNS = {
         ((5, 30, 6), 0, 0, {"full": 34, "window": 34}),
     ],
     "chunked-local": [
-        # tokens 128 to 148 are in the chunk of the last one
+        # tokens 128 to 148 are in the last one's chunk
         ((0, 150, 50), 0, 0, {"full": 149, "chunk": 149 - 128}),
         ((200, 20, 6), 144, 198, {"full": 219 - 198, "chunk": 219 - 198}),
         # D never had the tokens from 64 on
@@ -76,7 +76,7 @@ TURNS = {
     "architecture", ["chunked-local", *map(SLOW, ("llama", "hybrid", "mamba"))]
 )
 def test_a_known_beginning_is_neither_computed_nor_moved_again(architecture, run_cluster):
-    """The missing tokens start anywhere in P's blocks and differ between layers. A stage has layers of one kind."""
+    """The missing tokens start anywhere in P's blocks and differ between layers. A stage has a single kind of layer."""
     decode_shape = "pp=2,layers=7+1,block=6,layout=NHD"
     model = ModelConfig(architecture=architecture)
     common = ["--model", architecture, "--failure-policy", "fail"]
@@ -122,7 +122,7 @@ TOKENS_TO_SWAP = 24
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("shape", ["pp=2,block=8", SLOW("dcp=2,interleave=4,block=4")])
 def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device, run_cluster):
-    """Six requests grow to twice its pool. Its block tables are on the device, which on a CPU is not the default."""
+    """Six requests grow to twice its pool. Its block tables are on the device, which is not the default on a CPU."""
 
     async def main(cluster):
         on_device = ["--device", device, "--block-tables", "device", "--failure-policy", "fail"]
@@ -136,7 +136,7 @@ def test_requests_that_do_not_fit_into_a_decode_engine_are_swapped(shape, device
         await asyncio.gather(*(answered(cluster, router, p, TOKENS_TO_SWAP) for p in prompts))
         values = await decode.metrics(cluster.session)
         assert values["minillm_swapped_blocks"] > 0
-        # none is computed twice, and of each prompt all but the last token come from the other engine
+        # none is computed twice, and all but the last token of each prompt come from the other engine
         assert values["minillm_computed_tokens"] == len(prompts) * TOKENS_TO_SWAP
         await wait_all_blocks_free(cluster, prefill, decode)
 

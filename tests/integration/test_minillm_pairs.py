@@ -1,7 +1,7 @@
-"""Prefill on one engine, decode on another, over every kind of difference between the two, offered and streamed.
+"""Prefill on one engine, decode on another, with every kind of difference between the two, offered and streamed.
 
 Real processes, real UCX. The tokens must be those of a single-rank model that computes everything in this process.
-Property tests have all shapes; these are kinds of parallelism, of block sizes and of layouts in whole engines.
+Property tests cover all shapes; these tests cover the kinds of parallelism, block sizes and layouts in whole engines.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ ENCODER = ModelConfig(architecture="encoder-decoder")
 @dataclass(frozen=True)
 class Case:
     """Two engines and their model. Every load's path includes `path`. Engines compute each `long` prompt in one step,
-    so long that the first layers are read while the others are computed.
+    which is so long that its first layers are read while the others are computed.
     """
 
     prefill: str
@@ -112,7 +112,7 @@ ALL = [
 
 
 def token_bytes(case):
-    """Bytes of one token on all ranks of D: a rank stores it once if it has the head and shares the token."""
+    """Return one token's bytes on all ranks of D: a rank stores it once if it has the head and shares the token."""
     model, shape = case.model, parse_engine_options(case.decode)
     dcp_size = int(shape.get("dcp", 1))
     copies = int(shape.get("tp", dcp_size)) // model.cache_heads // dcp_size
@@ -130,13 +130,13 @@ class Pair:
     decode: Server
 
     async def offered(self, prompt):
-        """One engine after the other: the prefill engine's offer, and the tokens that the decode engine knew."""
+        """One engine after the other. Returns the offer, and the tokens that the decode engine already had."""
         encoder_prompt = self._encoder_prompt(prompt)
         offer = await offer_of(self.cluster, self.prefill, prompt, encoder_prompt=encoder_prompt)
         return offer, await self._decoded(prompt, offer)
 
     async def streamed(self, offer, prompt, late_s=0.0):
-        """Both at once, by a router that knows the prefill engine from an offer: the tokens that the other knew."""
+        """Both at once, as by a router that has had an offer. Returns the tokens that the decode engine already had."""
         names = {"transfer_id": secrets.token_hex(8), "transfer_secret": secrets.token_hex(16)}
         address = {key: offer[key] for key in ("remote_engine_id", "remote_host", "remote_port")}
         theirs = {"do_remote_prefill": True, **address, **names}
@@ -181,8 +181,8 @@ class Pair:
 
 @pytest.mark.parametrize("case", ALL)
 def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_path):
-    """Prompts inside a block, of a step and a bit, of many steps, each offered and streamed in turn; and prompts that D
-    knows the beginning of, whose rest may begin inside a turn of the interleave.
+    """Prompts shorter than a block, a little longer than a step, and of many steps, each offered and streamed in turn;
+    and prompts whose beginning D knows, whose rest may begin inside a group of interleaved tokens.
     """
 
     async def main(cluster):
@@ -206,7 +206,7 @@ def test_decode_continues_what_another_engine_prefills(case, run_cluster, tmp_pa
         begun = prompt_of(LONG) + prompt_of(20)
         _, known = await pair.offered(begun)
         known_streamed = await pair.streamed(offer, prompt_of(LONG, 7) + prompt_of(90))
-        # windows, chunks and states are known after fewer tokens than were loaded, what depends on an encoder never
+        # windows, chunks and states are known after fewer tokens than were loaded; with an encoder nothing is
         if case.model in (LLAMA, MLA, ONE_HEAD):
             assert known == known_streamed == LONG // block * block
         for seed, length in enumerate(case.long):

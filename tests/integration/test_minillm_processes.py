@@ -1,4 +1,4 @@
-"""The demo leaves no process running, whatever ends it."""
+"""The demo leaves no process running, however it ends."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""Of requests that go wrong, and of many at once, no engine keeps blocks, and clients get tokens or an error."""
+"""After failing requests and crowds of requests no engine keeps blocks, and clients get tokens or an error."""
 
 import asyncio
 import random
@@ -25,7 +25,7 @@ PROMPT = prompt_of(40)
 
 
 async def wrong_params(cluster, prefill, decode):
-    """Parameters that a client falsifies give no other tokens, and do not end the engine."""
+    """Send falsified parameters: they must neither give other tokens nor end the engine."""
     for change, status in (
         ({"transfer_secret": "0" * 32}, 200),
         ({"remote_block_ids": [[1 << 30] * 3]}, 200),
@@ -44,10 +44,10 @@ async def wrong_params(cluster, prefill, decode):
 
 def test_short_prompts_and_wrong_parameters(run_cluster):
     async def main(cluster):
-        # without prefix hits, so that every prompt is asked for as a whole
+        # without prefix hits, so that every prompt is loaded whole
         common = ["--engine", "block=16,prefix=off"]
         prefill, decode, router = await start_pair(cluster, common, common, is_routed=True)
-        # a prompt of one token moves nothing, also while the two engines do not know each other yet
+        # a prompt of one token moves nothing, even before the two engines know each other
         for length in (1, 5, 1):
             await answered(cluster, router, prompt_of(length), MAX_TOKENS)
             await wait_all_blocks_free(cluster, prefill)
@@ -58,7 +58,7 @@ def test_short_prompts_and_wrong_parameters(run_cluster):
 
 
 async def leave_after(cluster, url, length, delay_s):
-    """A client that closes its connection, wherever its request is at that moment."""
+    """Be a client that closes its connection, wherever its request is at that moment."""
     body = {"prompt": prompt_of(length), "max_tokens": 300, "stream": True}
     try:
         async with cluster.session.post(f"{url}/v1/completions", json=body) as response:

@@ -30,7 +30,7 @@ MAX_TOKENS = 4
 PROMPTS = tuple(prompt_of(length) for length in (17, 64, 150, 333))
 CLIENTS = 3
 CALM_REQUESTS = 6
-"""Answered between two restarts."""
+"""Requests answered between two restarts."""
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Fleet:
         options = ["--connector", str(connector or {}).replace("'", '"')]
         with self.monkeypatch.context() as patch:
             if is_last_release:
-                # before this release's: a child imports from where it is, then by its parent's path
+                # before this release's: a child imports from its own folder, then by its parent's path
                 paths = [str(self.tree / each) for each in ("", "kernels", "examples")]
                 patch.setattr(sys, "path", paths + sys.path)
                 patch.chdir(self.tree)
@@ -61,7 +61,7 @@ class Fleet:
         await self.cluster.wait_healthy(server)
 
     async def restart(self, name):
-        """Kill an engine, and start one of this release under its name; meanwhile a router sends it nothing."""
+        """Kill an engine, and start one of this release under its name; the router sends it nothing meanwhile."""
         self.restarting.add(name)
         self.restarts[name] = self.restarts.get(name, 0) + 1
         server = self.cluster.servers.pop(name)
@@ -148,7 +148,7 @@ def test_a_rolling_upgrade_loses_only_what_the_restarted_engine_held(monkeypatch
 
 
 async def _calm(fleet):
-    """Wait until some more requests are answered."""
+    """Wait until a few more requests are answered."""
     wanted = fleet.answered + CALM_REQUESTS
     while fleet.answered < wanted:
         await asyncio.sleep(0.02)

@@ -18,8 +18,8 @@ WAYS = pytest.mark.parametrize(
     ids=["over UCX", "over ZMQ"],
 )
 DESCRIPTORS_A_CONNECTION = 5
-BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB a token, 128 MiB a request of 8192 tokens
-# endings in mid stream; test_direct_reads has those of direct reads
+BIG_DIM, BIG_BLOCKS = 256, 512  # 16 KiB per token, 128 MiB for a request of 8192 tokens
+# endings during a packed stream; test_direct_reads has those of direct reads
 PACKED = {"paths": {"direct": "never"}}
 
 
@@ -95,7 +95,7 @@ def test_an_engine_of_both_roles_loads_from_itself(start):
 
 
 def test_a_long_control_message_beside_the_chunks_of_another_read(start):
-    # a block a token: 64 KiB of block ids, which UCX does not send in one piece
+    # a block per token: 64 KiB of block ids, which UCX does not send in one piece
     num_tokens = 1 << 14
     shape = {"head_dim": 8, "block": 1, "num_blocks": 2 * num_tokens + 1}
     options = {"shape": shape, **PACKED}

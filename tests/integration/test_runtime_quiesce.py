@@ -1,4 +1,4 @@
-"""A worker whose engine sleeps: nothing reads or writes the caches, over real UCX and ZMQ."""
+"""A worker whose engine sleeps, over real UCX and ZMQ: nothing reads or writes the caches."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_producer_that_sleeps_gives_up_its_leases_and_serves_again(pair):
     d.load("late", params, [5, 6], 31)
     until(lambda: "late" in d.received, d, p)
     assert "TransferAbortedError" in d.failed["late"]
-    # orders that come while it sleeps end at once
+    # orders that arrive while it sleeps end at once
     p.offer("asleep", [1], 9)
     until(lambda: "asleep" in p.sent, p)
     assert "the engine sleeps" in p.unsent["asleep"]

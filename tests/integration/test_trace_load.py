@@ -1,4 +1,4 @@
-"""`scripts/trace_load`: what a small load takes in Python is counted, on both sides and both paths."""
+"""`scripts/trace_load` counts the Python work of a small load, on both sides and both paths."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Producers that close while consumers have mapped their CUDA memory; on a CPU they only believe that it is mapped."""
+"""Producers that close while consumers have mapped their CUDA memory, which on a CPU is only pretended."""
 
 import multiprocessing
 import time
@@ -35,7 +35,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
 
 
 def _consume(pipe, params, unmaps):
-    """A consumer in a process of its own, which goes on until it is asked to end."""
+    """Run a consumer, in a process of its own, until it is asked to end."""
     close, unmapped_at = RemotePools.close, []
 
     def close_and_note(pools):

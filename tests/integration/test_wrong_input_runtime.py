@@ -1,4 +1,4 @@
-"""Wrong input, over real UCX and ZMQ: a clear error for the bad request, and the good one beside it completes."""
+"""Wrong input, over real UCX and ZMQ: the bad request gets a clear error, and a good one beside it completes."""
 
 import pytest
 
@@ -62,7 +62,7 @@ def test_an_offer_that_was_falsified(pair, name, change, error):
     ],
 )
 def test_local_blocks_that_cannot_be_fail_their_load_alone(pair, name, blocks, text):
-    """A good load of the same step goes on; the producer gets the blocks of both back at once."""
+    """A good load of the same step continues; the producer gets the blocks of both back at once."""
     p, d = pair
     offers = {
         f"{name}-good": p.offer(f"{name}-good", [10, 11], 30),

@@ -1,7 +1,7 @@
 """A model of the block manager in dicts: the memory that its copies write, and a prefix cache.
 
 The modelled KV of a token is its request's extra keys and all tokens up to it, so what a sequence reads through its
-block table shows whether the blocks are its own. A block can be found if it was computed and holds all of its tokens.
+block table shows whether the blocks are its own. A block can be reused if it was computed and holds all its tokens.
 """
 
 from hypothesis import strategies as st
@@ -13,7 +13,7 @@ STALE = "stale"
 
 
 class Request:
-    """A group whose sequences have equal lengths and progress; `tokens` has the tokens of each sequence."""
+    """A group whose sequences have equal lengths and progress; `tokens` has each sequence's tokens."""
 
     def __init__(self, group, tokens, extra_keys=(), num_encoder_tokens=0):
         self.group = group
@@ -76,7 +76,7 @@ class BlockModel:
         return -(-num_tokens // self.block_size)
 
     def oldest(self, num_computed):
-        """The oldest token that the token after `num_computed` others sees."""
+        """Return the oldest token that the token after `num_computed` others sees."""
         if self.has_chunks:
             return num_computed // self.extent * self.extent
         return max(0, num_computed - self.extent + 1) if self.forgets else 0
@@ -86,7 +86,7 @@ class BlockModel:
         return min(request.num_tokens, num_computed + step)
 
     def owners(self, device):
-        """The number of tables that hold each block."""
+        """Return the number of tables that hold each block."""
         owners = {}
         for request in self.on(device):
             for seq in request.tokens:
@@ -118,7 +118,7 @@ class BlockModel:
             self.memory[destination, destination_id][:] = self.memory[source, source_id]
 
     def hand_out(self, device, blocks):
-        """These blocks get new owners: their old content is neither cached nor readable."""
+        """Give these blocks new owners: their old content is neither cached nor readable."""
         cache = self.cache[device]
         self.cache[device] = {kv: block for kv, block in cache.items() if block not in blocks}
         for block in blocks:
@@ -134,7 +134,7 @@ class BlockModel:
         return self.cache[GPU].get(request.kv(seq, (index + 1) * self.block_size - 1))
 
     def expected_hit(self, request):
-        """The most leading tokens, in whole blocks and without the last, whose visible blocks are all cached."""
+        """Return the most leading tokens, in whole blocks and without the last, whose visible blocks are all cached."""
         (seq, *_), size = request.tokens, self.block_size
         for num_blocks in range((request.num_tokens - 1) // size, 0, -1):
             # a query that sees no earlier token needs no block, but a hit needs the last block
@@ -162,7 +162,7 @@ class BlockModel:
                     self.cache[GPU].setdefault(kv, table[index])
 
     def expected_append(self, request, seq, lookahead):
-        """The indices of new blocks for a sequence's next slots, each with True if it is a copy of a shared block."""
+        """Return indices of new blocks for a sequence's next slots, each with True if it copies a shared block."""
         table, owners = self.manager.get_block_table(seq), self.owners(GPU)
         end = max(request.num_slots, self.step_end(request, request.num_computed)) + lookahead
         touched = range(request.num_slots // self.block_size, self.num_blocks(end))

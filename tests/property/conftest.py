@@ -1,4 +1,4 @@
-"""A fixture of the races."""
+"""The races' fixture."""
 
 import pytest
 

@@ -9,7 +9,7 @@ LONG_IDLE_S = 300.0
 
 @st.composite
 def settings_of_an_engine(draw):
-    """Settings in which two engines may differ."""
+    """Draw settings in which two engines may differ."""
     timeout_s = draw(st.sampled_from([3.0, 15.0, 60.0]))
     duration_s = draw(st.sampled_from([8.0, 30.0]))
     return {
@@ -34,7 +34,7 @@ def settings_of_an_engine(draw):
 
 
 def longest_wait_s(settings):
-    """The longest wait of an engine with working links, in seconds: the sum of its deadlines."""
+    """Return the longest wait of an engine with working links, in seconds: the sum of its deadlines."""
     times = {"hello_timeout_s": 3, "timeout_s": 2, "transfer_timeout_s": 2, "progress_timeout_s": 1}
     times |= {"duration_s": 1, "early_follow_s": 1}
     waits = [each["peer"] | each["lease"] for each in settings]
@@ -53,8 +53,8 @@ def are_apart(engines):
 @dataclass
 class Held:
     """A request that a producer engine holds: its blocks and their bytes. `num_computed` tokens are reported; `is_void`
-    means that its blocks were taken in mid-prompt. The step under way computes the tokens up to `step_stop`, and its
-    first `num_layers` layers are written.
+    means that its blocks were taken before the prompt's end. The step under way computes the tokens up to `step_stop`,
+    and its first `num_layers` layers are written.
     """
 
     engine: object

@@ -1,4 +1,4 @@
-"""Producers that get their blocks back while a slow consumer reads them, many times in one process.
+"""Races between producers that get their blocks back and a slow consumer that reads them, many times in one process.
 
 Real drivers and data paths run over UCX, in one thread with a fake clock: random draws decide what happens between two
 turns, and no deadline takes real time. Every engine reuses its blocks in the first turn in which it may.
@@ -23,7 +23,7 @@ from tests.support.world import Offer, World
 
 MODEL = attention_model(num_layers=2, total_heads=2, head_dim=64)
 BLOCK, LENGTHS = 16, (16, 32, 96)
-"""A token has 1 KiB: reads have one chunk, as many as a window, or three times as many."""
+"""A token has 1 KiB: reads have one chunk, as many as a window has, or three times as many."""
 BLOCKS = list(range(LENGTHS[-1] // BLOCK))
 OTHER_BLOCKS = [block + len(BLOCKS) for block in BLOCKS]
 SETTINGS = {"staging": {"chunk_bytes": 16 * 1024, "budget_bytes": 80 * 1024, "window": 2}}
@@ -35,12 +35,12 @@ SECONDS_PER_TURN = 0.2
 
 
 class StaleBytesError(AssertionError):
-    """A load succeeded with bytes that its producer did not hold for it, or wrote outside its blocks."""
+    """A load succeeded with bytes that its producer did not hold for it, or it wrote outside its blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """A prompt that `p` computes while it is read, in turns of probability `pace`. `granted` are its final bytes."""
+    """A prompt that `p` computes while it is read, in a turn with probability `pace`. `granted` are its final bytes."""
 
     name: str
     offer: Offer
@@ -106,7 +106,7 @@ class Races:
         return self.world.start(shape, role=role, peer=peer, lease=lease, **settings)
 
     def run(self, count, *causes):
-        """`count` races, each cause in turn, all of them by default."""
+        """Run `count` races, each cause in turn, by default all of them."""
         causes = causes or (*CAUSES, *(STREAM_CAUSES if self._is_streamed else ()))
         is_met = False
         for number in range(count):
@@ -194,7 +194,7 @@ class Races:
         self.p.grant(prompt.name, [ids], num_tokens, **how)
 
     def abort(self, name):
-        """`p` withdraws a request. It has the blocks of an unfinished prompt back at once."""
+        """Let `p` withdraw a request. It gets the blocks of an unfinished prompt back at once."""
         self.p.withdraw(name)
         prompt = self._prompt
         if prompt is not None and prompt.name == name and not prompt.is_over:
@@ -202,7 +202,7 @@ class Races:
             self.p.workers[0].caches.scribble(0, prompt.block_ids)
 
     def preempt(self, name, *, is_reported=True):
-        """`p` takes a prompt's blocks and computes it again in others; if `is_reported`, it aborts the prompt first."""
+        """Let `p` take a prompt's blocks and compute it again in others; if `is_reported`, it aborts it first."""
         prompt = self._prompt
         was_over, count = prompt.is_over, len(prompt.block_ids)
         if is_reported or was_over:
@@ -220,12 +220,12 @@ class Races:
         engine.load(name, offer, [blocks], [tokens])
 
     def _outcome(self, name):
-        """The outcome of a load: "read", or the error's name."""
+        """Return the outcome of a load: "read", or the error's name."""
         self._until(lambda: name in self._ended)
         return self._ended.pop(name)
 
     def read_by(self, engine):
-        """A consumer reads other blocks, and reconnects for this if it must. All bytes must be right."""
+        """Let a consumer read other blocks, reconnecting if it must. All bytes must be right."""
         outcome = ""
         for _ in range(MAX_ATTEMPTS):
             if outcome == "read":
@@ -239,7 +239,7 @@ class Races:
         _check_same(found, granted, f"{name} of {engine.shape.engine_id} is stale")
 
     def cut_off_other(self):
-        """Break the link to `e` while chunks are on their way, so that other memory replaces their slots."""
+        """Break the link to `e` while chunks are in flight, so that other memory replaces their slots."""
         name, offer, _ = self._offer(OTHER_BLOCKS)
         self._load(self.e, name, offer, BLOCKS, range(LENGTHS[-1]))
         self._turn(2)
@@ -256,20 +256,20 @@ class Races:
         self._until(lambda: name not in self._held)
 
     def confirm(self, name, offer):
-        """Another consumer reads the last token of the request, and confirms it."""
+        """Let another consumer read the request's last token, and confirm it."""
         tokens = range(offer.num_tokens - 1, offer.num_tokens)
         self._load(self.e, f"{name}-again", offer, OTHER_BLOCKS, tokens)
 
     @contextmanager
     def stopped(self):
-        """`d` takes no turns."""
+        """Within this context `d` takes no turns."""
         self.world.freeze(self.d)
         yield
         self.world.freeze(self.d, frozen=False)
 
     @contextmanager
     def losing_messages(self):
-        """The control channel loses all messages."""
+        """Within this context the control channel loses all messages."""
         self.world.hub.faults = ControlFaults(drop_probability=1.0)
         yield
         self.world.hub.faults = ControlFaults()
@@ -281,7 +281,7 @@ class Races:
             self._turn()
 
     def lose(self):
-        """The producer drops the link to `d` without a message."""
+        """Let the producer drop the link to `d` without a message."""
         driver, channel = self.p.workers[0].driver, self.d.workers[0].control
         with self.losing_messages():
             handles = {end.other.handle for end in channel.ends() if end.other}
@@ -366,4 +366,4 @@ STREAM_CAUSES: dict[str, Callable[[Races, str, Offer], None]] = {
     "preempted": lambda races, name, offer: races.preempt(name),
     "moved to other blocks": lambda races, name, offer: races.preempt(name, is_reported=False),
 }
-"""Causes that exist only for a prompt that is computed while it is read."""
+"""Causes that exist only for prompts that are computed while they are read."""

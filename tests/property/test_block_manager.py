@@ -15,9 +15,9 @@ from kvconnector.cache.block_manager import (
 )
 from tests.property.block_model import CPU, GPU, BlockModel, Request
 
-# One choice each, which costs a fraction of drawing token by token.
+# One choice per prompt, which costs a fraction of drawing token by token.
 TAILS = [[*map(list, product((0, 1), repeat=length))] for length in range(5)]
-# Few different beginnings, so that prompts often share a prefix.
+# Few different prefixes, so that prompts often share one.
 PROMPTS = st.sampled_from(
     [[0] * num_common + tail for num_common in range(1, 13) for tail in chain(*TAILS)]
 ).map(list)
@@ -57,7 +57,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
     @precondition(lambda self: self.is_caching)
     @rule(data=st.data(), prompt=PROMPTS)
     def share_a_prefix_and_take_all_other_blocks(self, data, prompt):
-        """The prefix is what would be evicted first for the blocks that the prompt does not share."""
+        """The prefix would be evicted first for the blocks that the prompt does not share."""
         for tokens in (prompt, [self.new_id()] * len(prompt)):
             request = self.arrives(data, tokens)
             if request in self.live:
@@ -285,7 +285,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
 
 
 def of(**settings):
-    """The machine's test case, of managers with these settings."""
+    """Return the machine's test case for managers with these settings."""
     return type("BlockManager", (BlockManagerMachine,), settings).TestCase
 
 

@@ -1,4 +1,4 @@
-"""`verify=checksum`: a chunk that is corrupted on its way fails its load, and is not unpacked."""
+"""`verify=checksum`: a chunk that is corrupted in transit fails its load, and is not unpacked."""
 
 import sys
 

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.ucx
 SHAPE = Shape(layers=2, heads=2, dim=64, block=16)
 TOKENS = range(16 * BLOCKS)
 CUT = {"chunk_tokens": 64, "chunk_rows": 4}
-# The producer retracts earlier after a successful read and later after a refused one, so that both happen often on a
-# machine of any speed.
+# The producer retracts earlier after a successful read and later after a refused one, so that both happen often on any
+# machine.
 EARLIER, LATER = 0.8, 1.25
 
 
 class DirectRaces:
-    """Reads of all of a producer's blocks, whose content is different for each lease."""
+    """Reads of all of a producer's blocks, whose content differs for each lease."""
 
     def __init__(self, pair):
         self._pair = pair
@@ -100,7 +100,7 @@ def test_direct_reads_never_return_retracted_bytes(num_races, num_threads, show,
     monkeypatch.setattr(CopyThreads, "num_idle", lambda threads: num_threads - 1)
     monkeypatch.setattr(copies_cpu, "SHARED_PIECE_BYTES", 1 << 12)
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # so that the taker runs in between
+    sys.setswitchinterval(1e-5)  # lets the other thread run in between
     try:
         with closing(
             DirectPair.connect(SHAPE, replace(SHAPE, layout="NHD"), num_threads=num_threads)

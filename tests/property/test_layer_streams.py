@@ -107,7 +107,7 @@ MARKS = st.builds(Watermark, st.integers(0, 9), st.integers(0, 9), st.integers(0
 
 @given(MARKS, MARKS)
 def test_watermarks_continue_only_over_reported_layers(before, after):
-    """Cell by cell: reported layers must stay, and no reported layer is computed again."""
+    """Checked cell by cell: reported layers must stay, and no reported layer is computed again."""
 
     def cells(mark):
         whole = {(t, layer) for t in range(mark.num_tokens) for layer in range(4)}

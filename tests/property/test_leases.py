@@ -1,4 +1,4 @@
-"""The leases of one producer session under random orders, messages and deadlines."""
+"""One producer session's leases under random orders, messages and deadlines."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule

@@ -86,7 +86,7 @@ def batched(orders, length):
 
 
 def _serve(queue, names):
-    """The producer computes these requests, as many at a time as it has blocks, and the consumer loads each one."""
+    """Let the producer compute these requests, as many at a time as it has blocks, and the consumer load each one."""
     for first in range(0, len(names), NUM_BLOCKS):
         batch = names[first : first + NUM_BLOCKS]
         queue.order(queue.p, [queue.hold(name, block) for block, name in enumerate(batch)])

@@ -74,7 +74,7 @@ def check_order(read):
 
 
 def check_cuts(transfer, segment, tokens, chunks):
-    """Few large chunks: rows together where a row fits, else one row in pieces of whole blocks."""
+    """Check that chunks are few and large: several rows where a row fits, else one row in pieces of whole blocks."""
     fit = transfer.chunk_bytes // segment.part_token_bytes
     num_rows = len(segment.layers) * segment.num_parts
     if fit >= len(tokens):

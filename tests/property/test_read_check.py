@@ -1,4 +1,4 @@
-"""The check of a peer's read against a check of every single token and layer."""
+"""The check of a peer's read, compared with a check of every single token and layer."""
 
 import pytest
 from hypothesis import given
@@ -67,7 +67,7 @@ WRONG_SEGMENTS = (
     segment(0, 0, (7,), range(1, 3)),
     segment(0, 0, (3, 5, 7), range(1, 3)),
     segment(0, 0, (1, 5), range(1, 3)),
-    # all tokens; those of the other rank; those of another interleave
+    # all tokens; the other rank's; those of another interleave
     segment(1, 0, (2,), range(1, 4), num_parts=1),
     segment(1, 0, (2,), range(1, 4), (0, 1, 2), num_parts=1),
     segment(1, 0, (2,), range(1, 4), (1, 2, 4), num_parts=1),
@@ -88,7 +88,7 @@ def lease_of(watermark):
 
 @st.composite
 def reads(draw, route):
-    """A read inside its lease, or with one wrong field. Returns it and the name of that field or None."""
+    """Draw a read inside its lease, or with one wrong field. Returns it and that field's name, or None."""
     edges = draw(st.sampled_from([st.integers(4, 20), st.integers(0, NUM_TOKENS)]))
     ranges = [tuple(sorted((draw(edges), draw(edges)))) for _ in MINE]
     layers = tuple(sorted(draw(st.just((0, 7)) | st.tuples(st.integers(0, 7), st.integers(0, 7)))))
@@ -120,7 +120,7 @@ def reads(draw, route):
 
 
 def cells(read, segments):
-    """The group, layer and token of each cell that a read asks for."""
+    """Return the group, layer and token of each cell that a read asks for."""
     return {
         (segment.group, layer, token)
         for segment in segments

@@ -1,4 +1,4 @@
-"""The missing tokens of a cache group, against the tokens that a query sees, one by one."""
+"""The missing tokens of a cache group, compared one by one with the tokens that a query sees."""
 
 import pytest
 from hypothesis import given

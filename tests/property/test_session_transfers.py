@@ -1,4 +1,4 @@
-"""For engines of any shapes, a consumer loads the bytes that its producer held."""
+"""Between engines of any shapes, a consumer loads the bytes that its producer held."""
 
 import numpy as np
 from hypothesis import given
@@ -93,6 +93,6 @@ def test_loaded_bytes_equal_the_producers(case):
 
 
 def _others(worker, ours):
-    """The bytes of all blocks that are not the request's."""
+    """Return the bytes of all blocks that are not the request's."""
     arrays = worker.caches.arrays.items()
     return [np.delete(array, ours[group], axis=0) for (group, _, _), array in arrays]

@@ -42,7 +42,7 @@ def shapes_of(name):
 
 
 class Deployment(RuleBasedStateMachine):
-    """Two producers and one consumer, beside the records that their engines would keep."""
+    """Two producers and one consumer, with the records that their engines would keep."""
 
     @initialize(
         seed=st.integers(0, 2**16),
@@ -82,7 +82,7 @@ class Deployment(RuleBasedStateMachine):
         pause=st.integers(0, 3),
     )
     def request(self, producer, num_tokens, skip, pause):
-        """A request is held, wanted and loaded, with a few turns in between."""
+        """Hold, want and load a request, with a few turns in between."""
         held = self._hold(producer, num_tokens, is_computed=True)
         if held is not None:
             self.turns(pause)
@@ -92,7 +92,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(producer=st.integers(0, 1), num_tokens=st.integers(1, 14), early=st.booleans())
     def queue(self, producer, num_tokens, early):
-        """A request is held, and perhaps queued at the consumer."""
+        """Hold a request, and perhaps queue it at the consumer."""
         held = self._hold(producer, num_tokens, is_computed=True)
         if held is not None and early:
             self._want(held)
@@ -105,7 +105,7 @@ class Deployment(RuleBasedStateMachine):
         pause=st.integers(0, 8),
     )
     def stream(self, producer, num_tokens, steps, skip, pause):
-        """A request is queued at both engines at once; some steps compute it, reported by layers or at their end."""
+        """Queue a request at both engines at once; some steps compute it, reported by layers or at their end."""
         held = self._hold(producer, num_tokens, is_computed=False)
         if held is None:
             return
@@ -130,7 +130,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 99), num_tokens=st.integers(1, 9), pause=st.integers(0, 3))
     def a_step_computes(self, pick, num_tokens, pause):
-        """A step of a prompt; with the last one the engine holds the blocks, even if no consumer wants them."""
+        """Take a step of a prompt; with the last one the engine holds the blocks, even if no consumer wants them."""
         computing = [held for held in self.held if not held.is_complete]
         if computing:
             held = computing[pick % len(computing)]
@@ -139,7 +139,7 @@ class Deployment(RuleBasedStateMachine):
 
     @rule(pick=st.integers(0, 99))
     def preempt(self, pick):
-        """Another request writes at once to the blocks of one in mid-prompt, which goes on elsewhere."""
+        """Let another request write at once to an unfinished prompt's blocks; the prompt continues elsewhere."""
         computing = [held for held in self.held if not (held.is_complete or held.is_void)]
         if computing:
             held = computing[pick % len(computing)]
@@ -271,7 +271,7 @@ class Deployment(RuleBasedStateMachine):
             self._remember(worker, range(NUM_BLOCKS))
 
     def _remember(self, worker, block_ids):
-        """These blocks must stay as they are now."""
+        """Remember that these blocks must stay as they are now."""
         shadow = self.shadows.setdefault(
             worker, {key: array.copy() for key, array in worker.caches.arrays.items()}
         )
@@ -317,7 +317,7 @@ class Deployment(RuleBasedStateMachine):
             self.free[2] += wanted.block_ids
 
     def _check_loaded(self, worker, wanted):
-        """The asked tokens have the producer's bytes, and all others their own."""
+        """Check that the loaded tokens have the producer's bytes, and all others their own."""
         size = self.shapes[2].block_sizes[0]
         for (group, layer, part), array in worker.caches.arrays.items():
             heads = worker.caches.rank.groups[group].parts[part]
@@ -330,7 +330,7 @@ class Deployment(RuleBasedStateMachine):
             assert np.array_equal(array[wanted.block_ids], expected)
 
     def _check_untouched(self, worker):
-        """Blocks that this rank is not loading are unchanged."""
+        """Check that blocks that this rank is not loading are unchanged."""
         loading = {
             block
             for wanted in self.wanted
@@ -342,7 +342,7 @@ class Deployment(RuleBasedStateMachine):
             assert np.array_equal(array[rest], self.shadows[worker][key][rest])
 
     def _settle(self):
-        """With working links, everything ends within its deadlines, and no record is left."""
+        """Check that with working links everything ends within its deadlines, and no record is left."""
         self.world.hub.faults = ControlFaults()
         self.world.network.faults = LoopbackFaults()
         self.thaw()

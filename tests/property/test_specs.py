@@ -1,4 +1,4 @@
-"""Worst-case memory against the pages of every step, and pools whose blocks do not overlap."""
+"""Worst-case memory compared with the pages of every step, and pools whose blocks do not overlap."""
 
 from dataclasses import replace
 

@@ -94,7 +94,7 @@ def test_a_cache_is_replicated_if_two_ranks_hold_one_token(pair):
 
 
 def readers_by_replica(consumer, producer):
-    """For each (group, layer, family, head, token), the number of consumer ranks that read it from each holder."""
+    """Count, for each (group, layer, family, head, token), the consumer ranks that read it from each holder."""
     readers = defaultdict(Counter)
     for rank in consumer.ranks:
         for target in TpKVTopology(consumer, rank.rank).get_target_remote_ranks(producer):
@@ -120,7 +120,7 @@ def test_readers_spread_evenly_over_replicas(pair):
 
 
 def in_memory(engine, order):
-    """The engine with its caches stored as "HND" or "NHD"."""
+    """Return the engine with its caches stored as "HND" or "NHD"."""
 
     def stored(group):
         counts = {"N": group.block_size}
@@ -146,7 +146,7 @@ def in_memory(engine, order):
 
 
 def first_blocks(group, part, order):
-    """The (head, token) pairs of a rank's first blocks, in memory order."""
+    """Return the (head, token) pairs of a rank's first blocks, in memory order."""
     own = (
         t for t in range(10_000) if t // group.interleave_tokens % group.dcp_size == group.dcp_rank
     )

@@ -20,7 +20,7 @@ from tests.support.strategies import engines, model_shapes
 MESSAGES = st.sampled_from(list(messages().values()))
 NUMBERS = {known: kind for kind, known in KINDS.items()}
 ENVELOPE = struct.Struct("<4sHH")
-# memory that a refusal may take, beside a small multiple of the message's length
+# memory that a refusal may take, besides a small multiple of the message's length
 MAX_OVERHEAD_BYTES = 256 << 10
 
 
@@ -29,7 +29,7 @@ def envelope(kind, body):
 
 
 def check_harmless(payload):
-    """Bytes decode to a message that survives the wire, or raise one of the two errors."""
+    """Check that bytes decode to a message that survives the wire, or raise one of the two errors."""
     try:
         message = decode(payload)
     except (RemoteProtocolError, IncompatiblePeerError):
@@ -65,7 +65,7 @@ def test_overwritten_bytes_are_refused_or_decode(message, data):
     check_harmless(bytes(payload))
 
 
-# values of every type that msgpack knows, huge ones among them, nested at random
+# values of every msgpack type, huge ones among them, nested at random
 anything = st.recursive(
     st.none()
     | st.booleans()
@@ -97,7 +97,7 @@ def test_appended_fields_are_skipped(message, more):
 
 @given(message=MESSAGES, data=st.data())
 def test_announced_lengths_allocate_nothing(message, data):
-    """A header that announces four billion elements or bytes, put anywhere in a real message."""
+    """A header that announces four billion elements or bytes is inserted anywhere in a real message."""
     payload = encode(message)
     position = data.draw(st.integers(ENVELOPE.size, len(payload)))
     header = data.draw(st.sampled_from([b"\xc6", b"\xc9", b"\xdb", b"\xdd", b"\xdf"]))

@@ -1,4 +1,4 @@
-"""A hybrid model's pool, and a pool's part of `KVArgs`."""
+"""A hybrid model's pool, and a pool's entries in `KVArgs`."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import torch
 
 
 def listed(pool, page_size, draft=None, num_layers=4):
-    """The listing that SGLang's queues make of a pool, by its own functions."""
+    """Return the entries that SGLang's queues make for a pool, by SGLang's own functions."""
     from sglang.srt.disaggregation.utils import build_kv_layer_ids, setup_state_kv_args
 
     args = SimpleNamespace(page_size=page_size)
@@ -27,7 +27,7 @@ def listed(pool, page_size, draft=None, num_layers=4):
 
 
 def hybrid_pool(page_size, device, *, size, heads, dim, groups, attention_layers, tp_size=1):
-    """A pool of attention layers, and of Mamba 2 states in layers 0 and 2 whose convolutions have these `groups`."""
+    """Return a pool of attention layers and, in layers 0 and 2, of Mamba 2 states whose convolutions have `groups`."""
     from sglang.srt.configs.mamba_utils import (
         Mamba2CacheParams,
         Mamba2StateDType,

@@ -23,7 +23,7 @@ def make_tables(place, **changes):
 
 
 def make_host_tables(**changes):
-    """Host tables, which device tables must equal."""
+    """Make host tables, which device tables must equal."""
     return MultiGroupBlockTable(**(SIZES | CPU | changes))
 
 
@@ -37,7 +37,7 @@ def gather(tables, requests):
 
 
 def slots(tables, starts, positions):
-    """The slots of the tokens. All slots after them must be padding."""
+    """Return the tokens' slots. All slots after them must be padding."""
     mapped = tables.compute_slot_mappings(
         vector(tables, starts, torch.int32), vector(tables, positions, torch.int64)
     )

@@ -27,8 +27,8 @@ PLACES = ["naive", "cpu", "triton"]
 
 @pytest.fixture(scope="module", params=PLACES)
 def place(request):
-    """A device and its kernels: Triton runs natively on a GPU, else in its interpreter. Writes may run in any order, so
-    the last one runs first here.
+    """A device and its kernels: Triton runs natively on a GPU, else in its interpreter. Since writes may run in any
+    order, the last one runs first here.
     """
     device = "cuda" if request.param == "triton" and HAS_GPU else "cpu"
     kernels = implementation(request.param)
@@ -64,7 +64,7 @@ class TestSteps:
         assert dummy_slots.data_ptr() == mapped.data_ptr()
         assert not any(table.any() for table in dummy_rows)
         assert (dummy_slots == PAD_SLOT_ID).all()
-        # the rows are empty, not only zero: a token finds no block
+        # the rows are empty, not just zero: a token finds no block
         assert slots(tables, [0, 1], [0]) == [[-1], [-1]]
         assert gather(tables, [0])[0] == [[5, 0, 0, 0, 0, 0]]
 
@@ -209,7 +209,7 @@ def test_a_full_staging_buffer_is_flushed(place):
 
 
 def test_rows_longer_than_a_tile(place):
-    """Rows of 3000 ids and requests of 2500 tokens fill several tiles and a part of one."""
+    """Rows of 3000 ids and requests of 2500 tokens fill several tiles and part of another."""
     sizes = {"max_model_len": 12_000, "max_num_batched_tokens": 7000}
     tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
     random = np.random.default_rng(0)

@@ -15,7 +15,7 @@ LOADS, STORES, FENCE = ("ldar", "ldapr"), ("stlr",), "dmb"
 
 
 def on_aarch64(function):
-    """The ordered loads, stores and fences in a function's machine code for aarch64."""
+    """Return the ordered loads, stores and fences in a function's machine code for aarch64."""
     compiled = njit(function.py_func)
     compiled.compile(function.signatures[0])
     (ir,) = compiled.inspect_llvm().values()
@@ -58,5 +58,5 @@ def test_only_ready_entries_with_the_whole_key_are_found(place):
     board.write(entries["ready"][place:].ctypes.data, 7)
     board.clear(bucket + place * board.ENTRY_BYTES)
     assert board.look_up(bucket, 1, KEY) == (-1, 0)
-    # a cleared entry is not found by the key of an empty one
+    # a look-up of an empty entry's key does not find a cleared entry
     assert board.look_up(bucket, 1, (0, 0, 0, 0)) == (-1, 0)

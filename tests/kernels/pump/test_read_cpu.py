@@ -28,7 +28,7 @@ class Reader:
         return self._read(0, read.ctypes.data, self._fence.ctypes.data, self.num_calls)
 
     def finish(self, read):
-        """Call until nothing is left, and return the last status. The fence must be set then, and not before."""
+        """Call until nothing is left, and return the last status. The fence must be set then, not earlier."""
         status = MORE
         while status == MORE:
             assert self._fence[0] != self.num_calls or not self.num_calls

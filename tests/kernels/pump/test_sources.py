@@ -1,4 +1,4 @@
-"""Processes that compile at the same time: they take turns and share the cache."""
+"""Processes that compile at the same time take turns and share the cache."""
 
 import multiprocessing
 import os

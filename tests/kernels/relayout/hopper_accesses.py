@@ -1,6 +1,6 @@
 """Compiles the kernel for compute capability 9.0, without a GPU, and prints how it reads and writes memory.
 
-A process of its own: in the tests' process Triton may be in its interpreter, which compiles nothing.
+It is a process of its own, because Triton may run in its interpreter in the tests' process, which compiles nothing.
 """
 
 import json
@@ -23,7 +23,7 @@ HEADS, DIM, ITEM, TOKENS = 8, 128, 2, 512
 
 
 def side(order, block_size):
-    """A pool of bf16 with 8 heads of 128, or for block size 0 a chunk; addresses are never read."""
+    """Return a pool of bf16 with 8 heads of 128, or for block size 0 a chunk; its addresses are never read."""
     address = 1 << 30
     if block_size == 0:
         return PackedSide(address, 1 << 40, order, "cpu")
@@ -35,7 +35,7 @@ def side(order, block_size):
 
 
 def accesses(src, dst):
-    """Every distinct load and store of a tile's words in the compiled kernel."""
+    """Return every distinct load and store of a tile's words in the compiled kernel."""
     geometry = CopyGeometry(1, HEADS, TOKENS, DIM, ITEM)
     tiling = plan_tiles(src, dst, geometry)
     constants = dict(kernels.kernel_constants(tiling))

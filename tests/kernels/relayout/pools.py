@@ -24,7 +24,7 @@ SENTINEL_BYTE = 0xA5
 
 
 def inner_strides(order, heads, tokens, dims):
-    """The strides of heads, tokens and dims in a block, in elements."""
+    """Return the strides of heads, tokens and dims in a block, in elements."""
     return {
         "HND": (tokens * dims, dims, 1),
         "NHD": (dims, heads * dims, 1),
@@ -33,7 +33,7 @@ def inner_strides(order, heads, tokens, dims):
 
 
 def part_table(rows, sizes, device="cpu"):
-    """A part table; `sizes` are blocks, tokens a block, heads, elements of a head's token, and bytes an element."""
+    """A part table; `sizes` are blocks, tokens per block, heads, elements of a head's token, and bytes per element."""
     names = ("num_blocks", "block_size", "num_heads", "head_dim", "item_size_bytes")
     return PartTable(
         np.array(rows, np.int64), **dict(zip(names, sizes, strict=True)), device=device
@@ -74,7 +74,7 @@ class Pool:
         return (self.block_items, *inner)
 
     def views(self, buffer):
-        """The parts of a buffer of this pool's shape, as logical `[block, head, token, dim]`."""
+        """Return the parts of a buffer of this pool's shape, as logical `[block, head, token, dim]`."""
         shape = (self.num_blocks, self.num_heads, self.block_size, self.head_dim)
         starts = [GUARD_ITEMS + part * self.part_items for part in range(self.num_parts)]
         return [buffer.as_strided(shape, self.strides, start) for start in starts]
@@ -168,7 +168,7 @@ class Chunk:
         )
 
     def parts(self, buffer):
-        """Parts of one block each, `[1, num_heads, num_tokens, head_dim]`, in the buffer's memory."""
+        """Return parts of one block each, `[1, num_heads, num_tokens, head_dim]`, in the buffer's memory."""
         sizes = {"H": self.num_heads, "N": self.num_tokens, "D": self.head_dim}
         stored = buffer[GUARD_ITEMS:-GUARD_ITEMS].view(
             self.num_parts, *(sizes[axis] for axis in self.order)
@@ -178,12 +178,12 @@ class Chunk:
 
 
 TILED_BLOCK_SIZES = st.sampled_from([8, 16, 24, 32, 40, 64, 96, 128, 256])
-"""Block sizes that hold tiles of 8 tokens or more. The first tile of a copy may begin before the copy."""
+"""Block sizes for tiles of 8 tokens or more. The first tile of a copy may begin before the copy."""
 
 
 @st.composite
 def token_runs(draw):
-    """Adjacent tokens, or runs of one or more tokens with gaps between them; the copy may begin inside a run."""
+    """Draw adjacent tokens, or runs of one or more tokens with gaps between them; the copy may begin inside a run."""
     run = draw(st.none() | st.sampled_from([1, 2, 3, 8, 16]))
     if run is None:
         return ADJACENT
@@ -193,7 +193,7 @@ def token_runs(draw):
 
 @st.composite
 def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **pool):
-    """Windows of this size in pools of any shape except for the sizes in `pool`, or of the shape of `like`'s."""
+    """Draw windows of this size in pools of any shape except for the sizes in `pool`, or of the shape of `like`'s."""
     token_start = draw(st.just(0) | st.integers(0, 40) | st.integers(1, 40).map(lambda n: 8 * n))
     runs = runs or draw(token_runs())
     if like is None:
@@ -213,7 +213,7 @@ def windows(draw, *, num_parts, num_heads, num_tokens, like=None, runs=None, **p
 
 
 def expected_buffer(src, dst, *, num_heads, num_tokens):
-    """The whole destination buffer after the copy, with guards and gaps."""
+    """Return the whole destination buffer after the copy, with guards and gaps."""
     want = dst.buffer.clone()
     relayout_naive(
         src.parts(src.buffer),

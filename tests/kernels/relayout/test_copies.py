@@ -44,8 +44,8 @@ def test_empty_copies_change_nothing(copy, device, empty):
 @pytest.mark.parametrize("orders", [("HND", "NHD"), ("HDN", "HDN"), ("HDN", "HND")], ids="-".join)
 @pytest.mark.parametrize("starts", [(11, 18), (11, 19), (8, 18), (16, 24)], ids=str)
 def test_first_tiles_may_begin_before_the_copy(copy, device, orders, starts):
-    """Tiles of 8 tokens fit into the blocks of both sides. They begin with the destination's blocks, and so inside the
-    source's blocks or before the first token.
+    """Tiles of 8 tokens fit into both sides' blocks. They begin at the destination's blocks, so inside the source's
+    blocks or before the first token.
     """
     pools = (Pool(order, size, device=device) for order, size in zip(orders, (32, 24), strict=True))
     src, dst = (Window(pool, 0, start) for pool, start in zip(pools, starts, strict=True))
@@ -71,7 +71,7 @@ def test_runs_that_fill_tiles(copy, device, run, step, block_size):
     kind=st.sampled_from(["relayout", "tiled", "alike", "pack", "unpack"]),
     num_heads=st.integers(1, 5),
     num_tokens=st.integers(1, 70) | st.sampled_from([16, 32, 64]),
-    # also the widths of a latent and of an opaque state
+    # includes the widths of a latent and of an opaque state
     head_dim=st.integers(1, 40) | st.sampled_from([72, 300]),
     item=st.sampled_from([1, 2, 4, 8]),
 )
@@ -107,6 +107,6 @@ def test_any_geometry_is_copied_like_the_naive_one(
     if copy is relayout_triton:
         asked["max_programs"] = data.draw(st.sampled_from([None, 1, 3, 10_000]))
     with pytest.MonkeyPatch.context() as patch:
-        # also stream past the caches, as copies too large for them do
+        # also bypass the caches, as copies that are too large for them do
         patch.setattr(cpu, "MIN_STREAMED_COPY_BYTES", data.draw(st.sampled_from([1, 2 << 20])))
         check_copy_equals_naive(copy, src, dst, **counts, **asked)

@@ -1,4 +1,4 @@
-"""Prepared launches give a kernel the numbers that a launch by Triton would, whatever was prepared before.
+"""Prepared launches pass a kernel the same numbers as a launch by Triton, whatever was prepared before.
 
 No GPU is needed: tables and block ids are addresses, and a fake compiler records its arguments.
 """
@@ -144,7 +144,7 @@ def test_prepared_launches_equal_tritons_own(src, dst, swapped, sizes):
     expected = {name: value for name, value in named.items() if value is not None}
     assert dict(zip(prepared.kernel.names, prepared.values, strict=True)) == expected
     assert prepared.tiles_per_part == per_part
-    # and the kernel is the one compiled for them
+    # and the kernel is the one that was compiled for them
     alignment = [None if address is None else address % 16 for address in pointers]
     constants = kernel_constants(tiling).values()
     assert prepared.kernel.function == hash((*alignment, *map(str, constants)))

@@ -1,4 +1,4 @@
-"""The errors of wrong re-layouts."""
+"""The errors for invalid re-layouts."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""`python -m tests.sglang.harness [CASE...]`: every case, as Markdown and JSON."""
+"""`python -m tests.sglang.harness [CASE...]`: runs every case, and reports as Markdown and JSON."""
 
 import shutil
 import sys
@@ -26,7 +26,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def main():
-    """0 when no case has a complaint."""
+    """Run the cases. Exit status 0 if no case has a complaint."""
     arguments = arguments_of()
     folder, backend = arguments.folder, arguments.backend
     chosen = [BY_NAME[name] for name in arguments.cases]
@@ -69,7 +69,7 @@ class Alone:
         stack.callback(self._stop)
 
     def of(self, model, options):
-        """The engine for this model."""
+        """Return the engine for this model."""
         if (model, options) != self._model:
             self._stop()
             log = self._folder / "alone.log"
@@ -80,7 +80,7 @@ class Alone:
         return self
 
     def ask(self, prompt, **options):
-        """Its answer, remembered from an earlier time if it was asked before."""
+        """Return its answer, which is remembered if it was asked before."""
         key = repr((prompt, options))
         if key not in self._known:
             self._known[key] = self._engine.ask(prompt, **options)
@@ -92,7 +92,7 @@ class Alone:
 
 
 def run_case(case, folder, alone, backend):
-    """Start the two engines, run the scenario, end them."""
+    """Start the two engines, run the scenario, and end them."""
     outcome, place = Outcome(), folder / case.name
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()

@@ -12,7 +12,7 @@ class Case:
     """Two engines and the scenario that drives them.
 
     `prefill` and `decode` are options of `sglang.launch_server`. `is_quick`: run for every change. `is_ours`: it needs
-    settings or errors of kvconnector, or moves that SGLang's own backends lack. `why_not`: why it cannot run on a CPU.
+    settings or errors of ours, or transfers that SGLang's backends lack. `why_not`: why it cannot run on a CPU.
     """
 
     name: str
@@ -48,7 +48,7 @@ SOON = {
     "KVCONNECTOR_PEER_TIMEOUT_S": "3",
     "KVCONNECTOR_PEER_HELLO_TIMEOUT_S": "3",
 }
-"""Deadlines that let cases of loss end soon."""
+"""Deadlines with which cases of loss end soon."""
 
 
 def _ours(name, *arguments, **options):

@@ -1,7 +1,7 @@
-"""Hooks that dump what an engine has in its caches for a prompt, and the comparison of both engines' dumps.
+"""Hooks that dump an engine's cache content for a prompt, and the comparison of both engines' dumps.
 
-The prefill engine writes digests of its bytes when a prompt is complete, the decode engine when the transfer is: one
-file for each room and rank. SGLang's pages do not matter here: its table of a request names a row for each token.
+The prefill engine writes digests of its bytes when a prompt is complete, the decode engine when the transfer is, one
+file per room and rank. SGLang's pages do not matter here: its table of a request names a row for each token.
 """
 
 import functools
@@ -20,7 +20,7 @@ STATE_PARTS = ((512, 64, 64), (16,))
 
 
 def dump_into(folder):
-    """Hook the engine that this process becomes."""
+    """Hook the engine that will run in this process."""
     from sglang.srt.disaggregation.decode import DecodeTransferQueue
     from sglang.srt.disaggregation.prefill import SchedulerDisaggregationPrefillMixin
 
@@ -132,11 +132,11 @@ def compare(folder, room):
     """Compare what the two engines had for the request in `room`.
 
     Args:
-        folder: where the engines dumped.
-        room: the request's `bootstrap_room`.
+        folder: Where the engines have dumped.
+        room: The request's `bootstrap_room`.
 
     Returns:
-        What differs, in words; empty if nothing does.
+        A description of the differences; empty if there are none.
     """
     prefill, decode = (_merged(folder, room, side) for side in ("prefill", "decode"))
     return difference(prefill, decode) if prefill else "the prefill engine dumped nothing"

@@ -1,7 +1,7 @@
-"""SGLang servers, forked from this process after it has imported SGLang: one starts in four seconds, not in sixty.
+"""SGLang servers, forked from this process after it has imported SGLang, so that one starts in four seconds, not sixty.
 
-Each `Engine` is a fork that runs SGLang's own `run_server`, with a free port and a log of its own. What that spawns is
-forked too. Requests go over HTTP, without threads: `submit` writes one, `answer` waits for it.
+Each `Engine` is a fork that runs SGLang's own `run_server`, with a free port and a log of its own. Processes that it
+spawns are forked too. Requests use HTTP without threads: `submit` sends one, `answer` waits for it.
 """
 
 import http.client
@@ -21,7 +21,7 @@ from tests.vllm.harness.report import NoAnswerError
 START_TIMEOUT_S = 180.0
 ANSWER_TIMEOUT_S = 60.0
 POLL_S = 0.1
-HEALTH_S = 5.0  # it computes a token, and looks for it a second later
+HEALTH_S = 5.0  # its health check computes a token, and looks for it a second later
 IDLE_S = 0.002
 OK = 200
 MODULES = (
@@ -66,7 +66,7 @@ class EngineSpec:
 
     @property
     def arguments(self):
-        """The command line."""
+        """Return the command line."""
         flags = []
         for name, value in {"model-path": self.model, **OPTIONS, **self.options}.items():
             flags += [f"--{name}"] if value is True else [f"--{name}", str(value)]
@@ -83,7 +83,7 @@ class Answer:
 
 
 class Request:
-    """A request under way: POST, or GET without a body."""
+    """A request in progress: POST, or GET without a body."""
 
     def __init__(self, port, path, body=None):
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ANSWER_TIMEOUT_S)
@@ -94,10 +94,10 @@ class Request:
             raise NoAnswerError(f"the engine is gone: {error}") from error
 
     def answer(self):
-        """Wait for it.
+        """Wait for the answer.
 
         Raises:
-            NoAnswerError: the engine is gone, or took longer than `ANSWER_TIMEOUT_S`.
+            NoAnswerError: The engine is gone, or took longer than `ANSWER_TIMEOUT_S`.
         """
         status, text = self._response(ANSWER_TIMEOUT_S)
         if status != OK:
@@ -108,7 +108,7 @@ class Request:
         return Answer(content.get("output_ids") or [], error)
 
     def status(self, timeout_s=ANSWER_TIMEOUT_S):
-        """The HTTP status alone."""
+        """Wait for the HTTP status only."""
         return self._response(timeout_s)[0]
 
     def _response(self, timeout_s):
@@ -130,10 +130,10 @@ class Engine(EngineProcess):
         super().__init__(spec, _run, [*spec.arguments, "--port", str(self.port)], spec.dumps)
 
     def wait_until_ready(self):
-        """Wait until it answers.
+        """Wait until the engine answers.
 
         Raises:
-            NoAnswerError: it ended, or took longer than `START_TIMEOUT_S`.
+            NoAnswerError: The engine ended, or took longer than `START_TIMEOUT_S`.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -146,17 +146,17 @@ class Engine(EngineProcess):
         raise NoAnswerError("the engine did not start in time")
 
     def submit(self, prompt, *, max_tokens=8, **options):
-        """Ask for the greedy tokens after `prompt`; returns the `Request`."""
+        """Request the greedy tokens after `prompt`. Returns the `Request`."""
         sampling = {"temperature": 0.0, "max_new_tokens": max_tokens, "ignore_eos": True}
         body = {"input_ids": prompt, "sampling_params": sampling, **options}
         return Request(self.port, "/generate", body)
 
     def ask(self, prompt, **options):
-        """Ask this engine alone."""
+        """Ask only this engine."""
         return self.submit(prompt, **options).answer()
 
     def abort(self, request_id):
-        """Give a request up, as a client's disconnect does."""
+        """Abort a request, as a client's disconnect does."""
         Request(self.port, "/abort_request", {"rid": request_id}).status()
 
     def is_idle(self):
@@ -164,11 +164,11 @@ class Engine(EngineProcess):
         return Request(self.port, "/flush_cache", {}).status() == OK
 
     def log_text(self):
-        """Its log so far."""
+        """Return its log so far."""
         return self.spec.log.read_text(errors="replace") if self.spec.log.exists() else ""
 
     def last_error(self):
-        """The last line of the log that names an error."""
+        """Return the log's last line that names an error."""
         lines = [line for line in self.log_text().splitlines() if "Error" in line]
         return lines[-1] if lines else "see its log"
 
@@ -200,7 +200,7 @@ def _run(arguments, dumps):
 
 
 def rest_when_idle():
-    """Let SGLang's scheduler, which polls without a pause when it is idle, leave the cores to the others."""
+    """Let SGLang's scheduler, which polls without a pause when idle, leave the cores to other processes."""
     from sglang.srt.managers.scheduler import Scheduler
 
     on_idle = Scheduler.on_idle

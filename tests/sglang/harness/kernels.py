@@ -1,5 +1,5 @@
-"""Plain PyTorch in place of kernels that SGLang has for GPUs and AMX alone, so that engines with MLA and Mamba 2 layers
-run on any CPU: all engines that a case compares compute by the same ones.
+"""Plain PyTorch in place of kernels that SGLang has only for GPUs and AMX, so that engines with MLA and Mamba 2 layers
+run on any CPU. All engines that a case compares use the same ones.
 """
 
 from itertools import pairwise
@@ -12,14 +12,14 @@ UNUSED_OPS = ("fused_gdn_gating_cpu", "fused_sigmoid_gating_delta_rule_update_cp
 
 
 def stand_in():
-    """Put them into SGLang's modules; before the engine starts."""
+    """Put them into SGLang's modules, before the engine starts."""
     from sglang.srt.layers.attention.mamba import mamba
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         AttnForwardMethod,
     )
 
-    # SGLang takes torch's attention for one that has kernels for prompts without latents
+    # SGLang assumes that torch's attention has kernels for prompts without latents
     AttentionBackendRegistry.register("torch_native", lambda *_: AttnForwardMethod.MLA)
     for name in UNUSED_OPS:
         setattr(torch.ops.sgl_kernel, name, None)
@@ -49,7 +49,7 @@ def convolve_prompts(
         bias: `[channel]`.
         activation: "silu".
         conv_states: The last inputs of each slot, `[slot, channel, width - 1]`; changed in place.
-        has_initial_state: Per prompt: it goes on with its slot's state.
+        has_initial_state: Per prompt, True if it continues with its slot's state.
         cache_indices: Its slot.
         query_start_loc: Where each prompt begins, and the last one's end.
 
@@ -71,7 +71,7 @@ def convolve_prompts(
 
 
 def convolve_tokens(x, conv_states, weight, bias, activation, *, conv_state_indices):
-    """The same for one more token of each request: `x` is `[request, channel]`."""
+    """Do the same for one more token of each request: `x` is `[request, channel]`."""
     joined = torch.cat([conv_states[conv_state_indices].to(x.dtype), x.unsqueeze(2)], dim=2)
     conv_states[conv_state_indices] = joined[:, :, 1:].to(conv_states.dtype)
     return functional.silu((joined * weight).sum(2) + bias)
@@ -94,7 +94,7 @@ def scan_prompts(x, dt, a, b, c, *, D, dt_bias, cu_seqlens, initial_states, out,
         state_dtype: Of the states that are returned.
 
     Returns:
-        None, the prompts' last states, None: states in between are for SGLang's prefix cache alone.
+        None, the prompts' last states, None: only SGLang's prefix cache needs intermediate states.
     """
     bounds, last = cu_seqlens.tolist(), []
     for number, (start, stop) in enumerate(pairwise(bounds)):
@@ -110,7 +110,7 @@ def scan_prompts(x, dt, a, b, c, *, D, dt_bias, cu_seqlens, initial_states, out,
 
 
 def scan_tokens(states, x, dt, *weights, dt_bias, state_batch_indices, out, **_):
-    """One more token of each request, whose states are changed in place."""
+    """Process one more token of each request, and change their states in place."""
     a, b, c, d = weights
     for number, slot in enumerate(state_batch_indices.tolist()):
         state, out[number] = _step(

@@ -1,4 +1,4 @@
-"""Small models of random weights, as the vLLM cases make them, in the forms that SGLang's CPU code can run."""
+"""Small models with random weights, made as for the vLLM cases, in forms that SGLang's CPU code can run."""
 
 import json
 
@@ -6,16 +6,16 @@ from tests.vllm.harness.model import make_model
 
 
 def model_of(folder, *, kind="llama", kv_heads=4, window=0):
-    """Make one of `kind` "llama", "mla", "states" or with a `window`, once."""
+    """Make a model of `kind` "llama", "mla", "states" or with a `window`, once."""
     layers = 2 if kind == "mla" else 4
     path = make_model(folder, kind=kind, kv_heads=kv_heads, layers=layers, window=window)
     if kind == "mla":
-        # the only rotary embedding of DeepSeek's that SGLang computes on a CPU
+        # DeepSeek's only rotary embedding that SGLang computes on a CPU
         rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 1.0}
         rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
         _change(path, rope_parameters=rope, rope_scaling=rope, moe_layer_freq=1)
     if window:
-        # SGLang keeps such layers in a pool of their own where the model says so
+        # SGLang keeps such layers in a separate pool if the model says so
         _change(path, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (layers // 2))
     return path
 

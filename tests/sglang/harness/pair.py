@@ -1,4 +1,4 @@
-"""A prefill and a decode engine, asked as a router does, and an engine alone that gives the right tokens."""
+"""A prefill and a decode engine, asked as by a router, and an engine alone, which gives the right tokens."""
 
 import os
 import secrets
@@ -16,7 +16,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Asked:
-    """One request at both engines or at one of them, where its id is `prefill-` or `decode-` and `name`."""
+    """A request at one or both engines, where its id is `prefill-` or `decode-` and `name`."""
 
     room: int
     name: str
@@ -73,7 +73,7 @@ class Pair:
         getattr(self, side).wait_until_ready()
 
     def alone(self, prompt, **options):
-        """Tokens that one engine alone gives."""
+        """Return the tokens that one engine alone gives."""
         return self._alone.ask(prompt, **options).tokens
 
     def submit(self, prompt, to=("prefill", "decode"), **options):
@@ -104,7 +104,7 @@ class Pair:
         self.compare(outcome, what, self.submit(prompt, **options), expected)
 
     def check_idle(self, outcome, *sides):
-        """Complain about an engine that still holds memory of a request, after waiting for its deadlines."""
+        """Complain about an engine that still holds a request's memory after its deadlines."""
         for side in sides or ("prefill", "decode"):
             engine = getattr(self, side)
             deadline = time.monotonic() + IDLE_TIMEOUT_S
@@ -126,7 +126,7 @@ class Pair:
 
 
 def threads_of(ranks):
-    """Variables that name a core for each rank: SGLang finds them itself only up to one rank per NUMA node."""
+    """Return variables that name a core for each rank: SGLang finds cores itself only for one rank per NUMA node."""
     if ranks == 1:
         return {}
     cores = [str(rank % (os.cpu_count() or 1)) for rank in range(ranks)]

@@ -8,19 +8,19 @@ from tests.support.keys import keyed_controls
 from tests.vllm.harness.pair import prompt_of
 
 LENGTHS = (7, 16, 64, 79, 130, 500)
-"""Below a page, a page, a chunk, a chunk and less than one more page, and several chunks."""
+"""Prompt lengths: less than a page, a page, a chunk, a chunk and less than one more page, several chunks."""
 SETTLE_S = 0.3
 ROUNDS = 9
 
 
 def tokens(pair, outcome):
-    """Prompts of several lengths, one after the other."""
+    """Prompts of several lengths, one after the other, get the right tokens."""
     for length in LENGTHS:
         pair.ask(outcome, f"{length} tokens", prompt_of(length))
 
 
 def prefix_hits(pair, outcome):
-    """The engines do not move tokens again that one or both of them have, and the rest is right."""
+    """The engines do not transfer tokens that one or both of them already have, and the rest is right."""
     prompt = prompt_of(200, seed=1)
     pair.ask(outcome, "first", prompt)
     pair.ask(outcome, "the same again", prompt)
@@ -33,7 +33,7 @@ def prefix_hits(pair, outcome):
 
 
 def crowd(pair, outcome):
-    """More requests at once than an engine takes."""
+    """More requests at once than an engine runs get the right tokens."""
     prompts = [prompt_of(40 + 37 * number, seed=6) for number in range(8)]
     expected = [pair.alone(prompt) for prompt in prompts]
     asked = [pair.submit(prompt) for prompt in prompts]
@@ -43,7 +43,7 @@ def crowd(pair, outcome):
 
 
 def retraction(pair, outcome):
-    """The decode engine has no room for all answers: it takes requests back and resumes them."""
+    """The decode engine has no room for all answers: it retracts requests and resumes them."""
     prompts = [prompt_of(100, seed=20 + number) for number in range(3)]
     expected = [pair.alone(prompt, max_tokens=200) for prompt in prompts]
     asked = [pair.submit(prompt, max_tokens=200) for prompt in prompts]
@@ -54,7 +54,7 @@ def retraction(pair, outcome):
 
 
 def logprobs(pair, outcome):
-    """The first token's log probabilities move with it."""
+    """The first token's log probabilities are transferred with it."""
     pair.ask(outcome, "with log probabilities", prompt_of(90), return_logprob=True)
 
 
@@ -108,7 +108,7 @@ def abort(pair, outcome):
 
 
 def kill(pair, outcome, side, other):
-    """One engine dies while the other has a request for it, which fails in time by an error of ours; no other does."""
+    """One engine dies while the other has a request for it. Only that request fails, in time, by an error of ours."""
     prompt, left = prompt_of(400, seed=8), getattr(pair, other)
     pair.ask(outcome, "before", prompt)
     pair.forget()
@@ -140,7 +140,7 @@ def restart_prefill(pair, outcome):
 
 
 def lost_router(pair, outcome):
-    """Only one of the engines is asked: it gives up by its deadline, with an error of ours."""
+    """Only one of the engines is asked: it gives up at its deadline, with an error of ours."""
     prompt = prompt_of(150, seed=11)
     for side in ("prefill", "decode"):
         engine = getattr(pair, side)
