@@ -163,11 +163,6 @@ def test_each_look_is_a_line_of_json(capsys, monkeypatch):
     assert "refused" in first["http://127.0.0.1:1/metrics"]
 
 
-def test_a_status_of_1_says_that_no_engine_can_be_seen(capsys):
-    assert main(["top", "127.0.0.1:1", "--count", "1"]) == 1
-    assert "http://127.0.0.1:1/metrics: " in capsys.readouterr().out
-
-
 def test_an_engine_that_cannot_be_seen_is_a_line_with_the_reason(capsys, monkeypatch):
     with serving([b"# nothing of ours\n"]) as other, serving(pages_of_an_engine()) as endpoint:
         out = shown(capsys, monkeypatch, "127.0.0.1:1", other, endpoint)
@@ -196,7 +191,7 @@ def test_a_page_that_no_engine_exports_is_a_line_with_the_reason(capsys, monkeyp
     assert "d0" in out
 
 
-def test_what_speaks_no_http_is_a_line_with_the_reason(capsys):
+def test_what_speaks_no_http_is_a_line_with_the_reason_and_a_status_of_1(capsys):
     """As the port of another service does."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 

@@ -105,11 +105,11 @@ def test_mistakes_are_refused_before_anything_changes(scheduler):
     scheduler.on_new_request("w", PARAMS)
     right = {"blocks": [[1, 2]], "num_tokens": 3}
     for wrong in (
-        {"blocks": [[1], [2]]},
+        {"blocks": [[1], [2]], "first_blocks": [0]},
         {"blocks": [[-1]]},
         *({"num_tokens": each} for each in ("3", None, 1.5, -1, 1 << 31)),
         {"num_encoder_tokens": -1},
-        *({"first_blocks": each} for each in ("x", [-1])),
+        *({"first_blocks": each} for each in ("x", [-1], [0, 0])),
         *({"computed_tokens": each} for each in (1, "x", [-1], [0, 0])),
     ):
         with pytest.raises(BlockIdError):
@@ -362,15 +362,3 @@ def test_states_of_different_positions_are_not_loaded():
     offer = {**PARAMS, "remote_block_ids": [[1], [1]], "remote_first_blocks": [5, 6]}
     scheduler.on_new_request("w", offer)
     assert scheduler.matched_tokens("w", 8, 0) == (0, False)
-
-
-@pytest.mark.parametrize(
-    "change", [{"first_blocks": [0]}, {"computed_tokens": [0] * 5}, {"blocks": [[1]]}]
-)
-def test_every_group_is_named_once(change):
-    scheduler = hybrid()
-    scheduler.on_new_request("w", _offer())
-    given = {"blocks": [[1]] * 4, "first_blocks": [0] * 4, "computed_tokens": [0] * 4, **change}
-    with pytest.raises(BlockIdError, match="of each cache group"):
-        scheduler.load("w", num_tokens=3, **given)
-    assert _orders(scheduler.build_step(), LoadRequest) == []
