@@ -3,7 +3,8 @@
 A producer and a consumer run in this process over UCX, with their drivers' threads. The first loads create what all
 loads share. The later ones are traced with `sys.setprofile`, from the consumer's order until both engines know that the
 load has ended. Threads interleave differently each time, so only what every traced load does is counted. A function
-counts once. Objects are new instances of kvconnector's classes among the functions' locals and results.
+counts once. Objects are new instances of kvconnector's classes among the functions' locals and results. What an
+engine step without requests calls as well is counted apart: that belongs to the loop, not to the load.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 from kvconnector.session import WorkerOutput  # noqa: E402
-from kvconnector.session.orders import LoadRequest  # noqa: E402
+from kvconnector.session.orders import LoadRequest, StepMetadata  # noqa: E402
 from tests.integration import runtime_pair  # noqa: E402
 
 new_engine: Any = runtime_pair.Engine
@@ -76,14 +77,24 @@ def main(arguments: list[str]) -> int:
         ):
             for number in range(NUM_WARM + NUM_TRACED):
                 _load(trace, p, d, f"r{number}", is_traced=number >= NUM_WARM)
+            idle = Trace()
+            for _ in range(NUM_TRACED):
+                _step(idle, p, d)
         threading.setprofile(None)
         sys.setprofile(None)
         for side, name in SIDES.items():
             called, made = (_common(counters[side]) for counters in (trace.called, trace.made))
-            counts = f"{len(called)} functions, {called.total()} calls, {made.total()} objects"
-            print(f"{path}, {name}: {counts}")
+            own = called.keys() - _common(idle.called[side]).keys()
+            counts = f"{called.total()} calls, {made.total()} objects"
+            print(
+                f"{path}, {name}: {len(called)} functions, {len(own)} not in every step, {counts}"
+            )
             if "--list" in arguments:
-                print("".join(f"  {count:3} {each}\n" for each, count in sorted(called.items())))
+                marks = {each: " " if each in own else "*" for each in called}
+                rows = [
+                    f"  {count:3}{marks[each]} {each}\n" for each, count in sorted(called.items())
+                ]
+                print("".join(rows))
                 print("".join(f"  {count:3} {each}\n" for each, count in sorted(made.items())))
     return 0
 
@@ -94,6 +105,17 @@ def _common(counters: list[Counter[str]]) -> Counter[str]:
     for counter in counters:
         found = found & counter
     return found
+
+
+def _step(trace: Trace, p: Any, d: Any) -> None:
+    """Take a step without requests in each engine."""
+    trace.begin()
+    for side, engine in (("d", d), ("p", p)):
+        trace.side = side
+        engine.workers[0].start_step(StepMetadata())
+        engine.workers[0].poll()
+        engine.workers[0].wait(0.02)
+    trace.is_on = False
 
 
 def _load(trace: Trace, p: Any, d: Any, name: str, *, is_traced: bool) -> None:
