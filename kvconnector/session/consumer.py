@@ -81,7 +81,8 @@ class ConsumerSession:
         """
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
-            self._fail_if_lost(event.read, now)
+            if event.read.load.engine.loss is not None:
+                self._fail_if_lost(event.read, now)
         handler = self._HANDLERS.get(ev.kind_of(event))
         if handler is None:  # it concerns a link
             self._engines.handle(event, now)

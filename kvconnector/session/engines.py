@@ -141,13 +141,10 @@ class RemoteEngines:
             return
         engine.idle_since = now
         if engine.is_ready:
-            self._send_all(engine, ending)
+            for worker in engine.workers.values():
+                self._port.send(worker.link, ending)
         elif engine.state in (EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
-
-    def _send_all(self, engine: RemoteEngine, message: m.Message) -> None:
-        for worker in engine.workers.values():
-            self._port.send(worker.link, message)
 
     def _resolve(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.RESOLVING)
@@ -239,7 +236,9 @@ class RemoteEngines:
 
     def _send_endings(self, engine: RemoteEngine) -> None:
         for _ in range(min(MAX_AT_ONCE, len(engine.unsent_endings))):
-            self._send_all(engine, engine.unsent_endings.popleft())
+            ending = engine.unsent_endings.popleft()
+            for worker in engine.workers.values():
+                self._port.send(worker.link, ending)
 
     def _due(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
         engine.accept(event, now)

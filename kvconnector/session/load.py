@@ -112,8 +112,8 @@ class Load(Tracked[LoadState]):
 
     `left[group]` are the tokens that no read covers yet; of `begun` only some layers are covered. The first
     `filled_tokens` tokens are in our blocks. If it `is_followed`, `progress` has the latest report of each producer
-    worker, by its link's number, and the engine asks for the load once it `has_begun`. It is given up at `deadline`,
-    unless it makes progress before.
+    worker, by its link's number, `extra` the bytes that the producer's engine added to the end of the prompt, and the
+    engine asks for the load once it `has_begun`. It is given up at `deadline`, unless it makes progress before.
     """
 
     def __init__(self, wanted: WantRequest, engine: RemoteEngine, now: float) -> None:
@@ -128,6 +128,7 @@ class Load(Tracked[LoadState]):
         self.filled_tokens: int | None = None
         self.begun: Piece | None = None
         self.progress: dict[int, m.Progress] = {}
+        self.extra = b""
         self.reads: dict[int, RankRead] = {}
         self.deadline = NEVER
         self.error: KVConnectorError | None = None
@@ -161,6 +162,7 @@ class Load(Tracked[LoadState]):
         is_new = known is None or _extent(reported) > _extent(known)
         if is_new:
             self.progress[link] = reported
+            self.extra = self.extra or reported.extra
         return is_new
 
     def should_notify(self, link: int, *, is_streamed: bool) -> bool:
@@ -287,11 +289,6 @@ class Load(Tracked[LoadState]):
             total_bytes=trace.total_bytes,
             seconds=0.0 if trace.first_read_s is None else now - trace.first_read_s,
         )
-
-    @property
-    def extra(self) -> bytes:
-        """The bytes that the producer's engine added to the end of a followed prompt: see `Progress`."""
-        return next((each.extra for each in self.progress.values() if each.extra), b"")
 
     @property
     def is_read(self) -> bool:

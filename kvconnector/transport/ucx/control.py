@@ -78,7 +78,8 @@ class ControlReceives:
             return ControlRefused(tag, nbytes)
         # one byte more: memory of none has no address, and an address of none refuses a message
         memory = bytearray(nbytes + 1)
-        address = _address(memory)
+        # of one character, whatever the length: ctypes makes a type for every length of an array
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         posted = self._libucp.receive_unexpected(handle, address, nbytes)
         taken = memory if posted.status in (OK, IN_PROGRESS) else None
         if not (posted.request or queue):
@@ -117,8 +118,3 @@ def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
     if memory is None:
         return ControlRefused(tag, nbytes)
     return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))
-
-
-def _address(memory: bytearray) -> int:
-    # of one character, whatever the length: ctypes makes a type for every length of an array
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
