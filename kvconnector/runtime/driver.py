@@ -33,9 +33,8 @@ session relies on; a session's exception must leave its state as it was, since t
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 from kvconnector.config import ConnectorConfig
@@ -103,10 +102,9 @@ class Driver:
         datapath: DataPath,
         outbox: Outbox,
         context: CudaContext | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.datapath = datapath
-        self.clock = clock
+        self.clock = datapath.clock
         self._events = datapath.events  # what follows from a session's call comes here, too
         self.links = Links(control, transport, config.control, report=self._events.append)
         self.port = Executor(
@@ -115,7 +113,6 @@ class Driver:
             datapath,
             outbox=outbox,
             hello=hello_of(engine, rank, incarnation, config, transport),
-            clock=clock,
         )
         self.producer: ProducerSession | None = None
         self.consumer: ConsumerSession | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,11 +21,9 @@ from kvconnector.runtime.links import Links
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session import RequestTrace
 from kvconnector.session import events as ev
-from kvconnector.session.lease import lease_key
 from kvconnector.session.link import Link
 from kvconnector.session.load import Load
 from kvconnector.session.port import Port
-from kvconnector.session.reads import RankRead
 from kvconnector.session.remote_engine import RemoteWorker
 from kvconnector.session.trace import HoldTrace
 from kvconnector.topology import EngineGeometry, Segment
@@ -52,21 +49,19 @@ class Executor(Port):
         *,
         outbox: Outbox,
         hello: m.Hello,
-        clock: Callable[[], float],
     ) -> None:
         self._links = links
         self._datapath = datapath
         self._outbox = outbox
         self._hello = hello
         self._slow_load_s = config.slow_load_s
-        self._clock = clock
         # nothing of ours is in between where it would only pass on
         sends, reads = datapath.sends, datapath.reads
         self.send, self.begun = links.send, outbox.begun  # type: ignore[method-assign]
         self.open_endpoint, self.probe = sends.open_endpoint, sends.probe  # type: ignore[method-assign]
         self.start_send, self.stop_send = sends.submit, sends.stop  # type: ignore[method-assign]
-        self.expect_reads, self.stop_receive = sends.expect, reads.stop  # type: ignore[method-assign]
-        self.drain_receive = datapath.receives.drain  # type: ignore[method-assign]
+        self.expect_reads, self.start_receive = sends.expect, reads.submit  # type: ignore[method-assign]
+        self.stop_receive, self.drain_receive = reads.stop, datapath.receives.drain  # type: ignore[method-assign]
 
     def open_link(self, link: Link, address: str, public_key: str, version: int) -> None:
         try:
@@ -118,15 +113,6 @@ class Executor(Port):
         if reply.export is not None:
             self._open_export(worker, reply.export)
 
-    def start_receive(self, read: RankRead) -> None:
-        if read.worker.link.pools is None:
-            self._datapath.receives.submit(read)
-        else:
-            key, is_followed = read.load.key, read.load.is_followed
-            # a lease that is followed is published under its id and secret alone
-            known_blocks = () if is_followed else read.remote_blocks
-            self._datapath.reads.submit(read, lease_key(key.transfer_id, key.secret, known_blocks))
-
     def _open_export(self, worker: RemoteWorker, export: PoolExport) -> None:
         producer = (worker.engine.name.engine_id, worker.geometry.rank)
         try:
@@ -141,7 +127,7 @@ class Executor(Port):
         )
 
     def release(self, request_id: str, outcome: str, trace: HoldTrace) -> None:
-        phases = trace.phases(self._clock(), time.time() - time.monotonic())
+        phases = trace.phases(self._datapath.clock(), time.time() - time.monotonic())
         held = RequestTrace(request_id=request_id, kind="hold", outcome=outcome, phases=phases)
         self._outbox.released(request_id, outcome, held)
 
@@ -149,18 +135,9 @@ class Executor(Port):
         if error is not None:
             # the scheduler half warns, once for all ranks
             logger.debug("load of request %s failed: %s", load.request_id, error)
-        now, seen = self._clock(), load.trace
-        trace = RequestTrace(
-            request_id=load.request_id,
-            kind="load",
-            peer=seen.peer,
-            nbytes=seen.nbytes,
-            path="+".join(sorted(seen.paths)),
-            outcome="done" if error is None else type(error).__name__,
-            phases=seen.phases(now, time.time() - time.monotonic()),
-            waited_s=seen.waited_s(now),
-            seconds=seen.seconds,
-        )
+        outcome = "done" if error is None else type(error).__name__
+        ahead_s = time.time() - time.monotonic()
+        trace = load.trace.ended(load.request_id, outcome, self._datapath.clock(), ahead_s)
         if 0.0 < self._slow_load_s < trace.waited_s:
             logger.warning("a load took %.3f s: %s", trace.waited_s, trace)
         self._outbox.load_ended(

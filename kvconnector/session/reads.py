@@ -78,7 +78,9 @@ class Reads:
             else load.asked.remote_blocks
         )
         read = RankRead(next(self._numbers), load, worker, source, load.asked.local_blocks, theirs)
-        load.trace.began(source.total_bytes, now)
+        trace = load.trace
+        trace.first_read_s, trace.last_read_s = trace.first_read_s or now, now
+        trace.total_bytes += source.total_bytes
         load.reads[read.read_id] = load.engine.reads[read.read_id] = read
         self._port.start_receive(read)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvconnector.session.completion import Phase
+from kvconnector.session.completion import Phase, RequestTrace
 
 if TYPE_CHECKING:
     from kvconnector.session import events as ev
@@ -30,12 +30,6 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
     paths: frozenset[str] = frozenset()
     parts: dict[str, Phase] = {}
 
-    def began(self, nbytes: int, now: float) -> None:
-        """Record that a read of `nbytes` begins."""
-        self.first_read_s = self.first_read_s or now
-        self.last_read_s = now
-        self.total_bytes += nbytes
-
     def finished(self, event: ev.ReceiveFinished, nbytes: int) -> None:
         """Record that a read of `nbytes` finished. Phases of one name are merged over all reads."""
         self.nbytes += nbytes
@@ -47,18 +41,26 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
                 times = min(old.start_s, new.start_s), max(old.end_s, new.end_s)
                 self.parts[new.name] = Phase(new.name, *times)
 
-    def phases(self, now: float, ahead_s: float) -> tuple[Phase, ...]:
-        """Return the phases up to `now`, in seconds of a clock that is `ahead_s` ahead of the session's."""
+    def ended(self, request_id: str, outcome: str, now: float, ahead_s: float) -> RequestTrace:
+        """Return what is reported of the load, which ends `now`. Its phases are in seconds of a clock that is `ahead_s`
+        ahead of the session's. The blocks of a followed prompt waited for its last part only.
+        """
         times = (self.wanted_s, self.asked_s, self.first_read_s)
         reached = [at + ahead_s for at in times if at is not None]
         waits = map(Phase, ("want", "greeting", "read"), reached, [*reached[1:], now + ahead_s])
-        parts = self.parts.values()
-        return (*waits, *[Phase(p.name, p.start_s + ahead_s, p.end_s + ahead_s) for p in parts])
-
-    def waited_s(self, now: float) -> float:
-        """Return the seconds for which its blocks waited; for a followed prompt, for its last part."""
-        since = self.last_read_s if self.is_followed else self.asked_s
-        return 0.0 if since is None else now - since
+        parts = [Phase(p.name, p.start_s + ahead_s, p.end_s + ahead_s) for p in self.parts.values()]
+        since_s = self.last_read_s if self.is_followed else self.asked_s
+        return RequestTrace(
+            request_id=request_id,
+            kind="load",
+            peer=self.peer,
+            nbytes=self.nbytes,
+            path="+".join(sorted(self.paths)),
+            outcome=outcome,
+            phases=(*waits, *parts),
+            waited_s=0.0 if since_s is None else now - since_s,
+            seconds=self.seconds,
+        )
 
 
 class HoldTrace(msgspec.Struct, eq=False, gc=False):

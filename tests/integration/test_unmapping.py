@@ -23,7 +23,7 @@ def test_close_names_the_consumers_that_do_not_unmap_the_caches(start, monkeypat
     theirs, ours = (engine.workers[0]._thread._datapath for engine in (p, d))
     monkeypatch.setattr(theirs, "export", cuda_export(theirs.export))
     monkeypatch.setattr(ours.reads, "open", lambda link, export: setattr(link, "pools", export))
-    monkeypatch.setattr(ours.reads, "submit", lambda read, lease_key: ours.receives.submit(read))
+    monkeypatch.setattr(ours.reads, "submit", ours.receives.submit)
     monkeypatch.setattr(ours.reads, "close", lambda link, then: None)
     d.load("w", p.offer("r", [1, 2], 30), [5, 6], 31)
     until(lambda: "w" in d.received and "r" in p.sent, d, p)

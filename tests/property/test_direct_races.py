@@ -15,6 +15,7 @@ from kvconnector.datapath.pump.copy_threads import CopyThreads
 from kvconnector.errors import LeaseExpiredError
 from kvconnector.layout import Watermark
 from kvconnector.session import events as ev
+from kvconnector.session.lease import lease_key
 from tests.property.races import StaleBytesError
 from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Shape
@@ -43,18 +44,18 @@ class DirectRaces:
     def run(self, number):
         """Read under one lease, while the producer retracts it at a random time and writes other bytes."""
         p, d = self._pair.p, self._pair.d
-        key = number.to_bytes(8, "little") + b"lease of"
+        key = lease_key(str(number), "", ())
         content, next_content = 1 + number % 250, 1 + (number + 1) % 250
         for array in p.arrays.values():
             array[...] = content
         p.path.board.publish(key, Watermark(MANY_TOKENS))
         _, destination, theirs, program = both_programs(self._pair, TOKENS, **CUT)
-        read = direct_read(number, theirs, program, TOKENS, lease_key=key)
+        read = direct_read(number, theirs, program, TOKENS, transfer=str(number))
         begins = threading.Event()
         taker = threading.Thread(target=self._take_back, args=(begins, key, next_content))
         taker.start()
         begins.set()
-        d.path.reads.submit(*read)
+        d.path.reads.submit(read)
         ended = self._until_over()
         taker.join()
         if isinstance(ended, ev.ReceiveFinished):

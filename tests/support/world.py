@@ -73,7 +73,6 @@ class WorldWorker:
             transport=self.transport,
             datapath=self.datapath,
             outbox=self.outbox,
-            clock=world.clock,
         )
         self.metadata = WorkerMetadata(
             engine_id=geometry.engine_id,

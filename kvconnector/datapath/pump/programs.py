@@ -64,15 +64,12 @@ class Programs(Generic[T]):
         self.active[index] = program
 
     def forget(self, program: T) -> None:
-        """Take the row and the jobs of a program that is over."""
+        """Take the jobs of a program that is over, or will not begin, and its row if it has one."""
         index, program.row = program.row, -1
-        self._numbers[index * len(self._fields)] = r.VACANT  # its phase is the first field
-        self._vacant.append(index)
-        del self.active[index]
-        self._drop_jobs(program)
-
-    def _drop_jobs(self, program: T) -> None:
-        """Let go of the jobs of a program: no copy of them is under way or will be."""
+        if index >= 0:
+            self._numbers[index * len(self._fields)] = r.VACANT  # its phase is the first field
+            self._vacant.append(index)
+            del self.active[index]
         buffer, program.jobs = program.jobs[1], None
         if buffer is not None:
             buffer.give_back()

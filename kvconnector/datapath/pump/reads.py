@@ -14,6 +14,7 @@ from kvconnector.datapath.pump.programs import Programs
 from kvconnector.datapath.pump.state import NS_PER_S
 from kvconnector.errors import KVConnectorError, LeaseExpiredError, TransportError
 from kvconnector.session import events as ev
+from kvconnector.session.lease import lease_key
 from kvconnector.session.link import Link
 from kvconnector.session.reads import RankRead
 from kvconnector.wire.export import PoolExport
@@ -80,12 +81,12 @@ class DirectReads(Programs[RankRead]):
         link.pools.then = then
         self._close_if_unread(link)
 
-    def submit(self, read: RankRead, lease_key: bytes) -> None:
-        """Copy a read from the producer's pools, once its lease is published, or let the producer send it. Events
-        follow as after `Receives.submit`, but no `ReceivePosted`; a read fails with `LeaseExpiredError` if its lease
-        ended meanwhile.
+    def submit(self, read: RankRead) -> None:
+        """Copy a read from the producer's pools, once its lease is published. If they are not open, or the lease comes
+        late, the producer sends it: see `Receives.submit`. Events follow as there, but no `ReceivePosted`; a read fails
+        with `LeaseExpiredError` if its lease ended meanwhile.
         """
-        path = self.path
+        path, load = self.path, read.load
         remote: RemotePools | None = read.worker.link.pools
         if remote is None or remote.then is not None:
             path.receives.submit(read)
@@ -98,7 +99,10 @@ class DirectReads(Programs[RankRead]):
             path.receives.submit(read)
             return
         remote.num_reads += 1
-        read.lease_key, read.until_s = lease_key, path.clock() + MAX_PATIENCE_S
+        # a lease that is followed is published under its id and secret alone
+        known_blocks = () if load.is_followed else read.remote_blocks
+        read.lease_key = lease_key(load.key.transfer_id, load.key.secret, known_blocks)
+        read.until_s = path.clock() + MAX_PATIENCE_S
         if len(self.active) >= MAX_READS or not self._begin_or_send(read):
             self.waiting[read] = None
         if path.copies.on_gpu:
@@ -199,7 +203,7 @@ class DirectReads(Programs[RankRead]):
 
     def _drop(self, read: RankRead) -> None:
         """Let go of a read that has not begun, and will not."""
-        self._drop_jobs(read)
+        self.forget(read)
         link = read.worker.link
         link.pools.num_reads -= 1
         if link.pools.then is not None:

@@ -3,11 +3,12 @@
 from typing import ClassVar
 
 from kvconnector.session import events as ev
+from kvconnector.session.lease import lease_key
 from tests.support.waiting import until
 from tests.unit.datapath.caches import half
 from tests.unit.datapath.pump_pair import READS, Pair, receive_of
 
-KEY = b"sixteen bytes it"
+KEY = lease_key("t", "", ())
 MANY_TOKENS = 1 << 20
 CUT = {"chunk_tokens": 5, "chunk_rows": 3}
 
@@ -23,11 +24,12 @@ class DirectPair(Pair):
         assert d.path.reads.open(self.to_p, self.export)
 
 
-def direct_read(read_id, theirs, ours, tokens, *, remote_blocks=None, lease_key=KEY):
-    """A read of what halves of both sides are to move, and the key of its lease."""
+def direct_read(read_id, theirs, ours, tokens, *, transfer="t", remote_blocks=None):
+    """A read of what halves of both sides are to move."""
     (here,), (there,) = ours.source.route.here, theirs.source.route.here
     read = half(here, ours.source.cuts[0], ours.blocks[0], tokens, there=(there,))
-    return receive_of(read_id, read, remote_blocks=remote_blocks or theirs.blocks), lease_key
+    blocks = remote_blocks or theirs.blocks
+    return receive_of(read_id, read, transfer=transfer, remote_blocks=blocks)
 
 
 def only_consumer_steps(pair, read_id, kind):

@@ -19,6 +19,7 @@ from kvconnector.session.lease import Send
 from kvconnector.session.link import Link
 from kvconnector.session.reads import RankRead
 from kvconnector.transport.ucx import open_ucx_transport
+from kvconnector.wire import messages as m
 from tests.support.waiting import until
 from tests.unit.datapath.caches import BLOCKS, Caches, Shape
 
@@ -85,10 +86,11 @@ READS = {}  # the newest of each number
 LINKS = {"p": Link(1)}  # the newest one
 
 
-def receive_of(read_id, half, *, remote_blocks=()):
-    """The consumer's half of a read."""
+def receive_of(read_id, half, *, transfer="", remote_blocks=()):
+    """The consumer's half of a read, which follows the prompt of a transfer without a secret."""
+    load = SimpleNamespace(key=m.TransferKey(transfer_id=transfer, secret=""), is_followed=True)
     halves = half.source, half.blocks, remote_blocks
-    READS[read_id] = RankRead(read_id, None, SimpleNamespace(link=LINKS["p"]), *halves)
+    READS[read_id] = RankRead(read_id, load, SimpleNamespace(link=LINKS["p"]), *halves)
     return READS[read_id]
 
 

@@ -53,7 +53,7 @@ def pair(clock):
 
 def ask(pair, read_id):
     source, destination, theirs, ours = both_programs(pair, TOKENS, **CUT)
-    pair.d.path.reads.submit(*direct_read(read_id, theirs, ours, TOKENS))
+    pair.d.path.reads.submit(direct_read(read_id, theirs, ours, TOKENS))
     return source, destination
 
 
@@ -80,7 +80,7 @@ def test_any_geometry_arrives_byte_for_byte(data):
         theirs = pair.p.program(list(source), tokens, **cut)
         blocks = (GroupBlocks.of(list(source)[first:], first),)
         pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
-        pair.d.path.reads.submit(*direct_read(1, theirs, program, tokens, remote_blocks=blocks))
+        pair.d.path.reads.submit(direct_read(1, theirs, program, tokens, remote_blocks=blocks))
         only_consumer_steps(pair, 1, ev.ReceiveFinished)
         pair.check_arrived(list(source), list(destination), tokens, window)
 

@@ -54,7 +54,7 @@ class Consumer(Caches):
         there = theirs.program(source, tokens, **cut)
         blocks = (GroupBlocks.of(source[first_block:], first_block),)
         here = self.program(destination, tokens, **cut)
-        self.path.reads.submit(*direct_read(read_id, there, here, tokens, remote_blocks=blocks))
+        self.path.reads.submit(direct_read(read_id, there, here, tokens, remote_blocks=blocks))
         return source, destination
 
     def until_over(self, read_id):

@@ -73,9 +73,9 @@ def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
         path = pair.d.path
         pair.p.path.board.publish(KEY, Watermark(TOKENS.stop))
         for read in range(MAX_READS + num_waiting):
-            path.reads.submit(*direct_read(read, theirs, ours, TOKENS))
-        one, key = direct_read(-1, theirs, ours, TOKENS)
-        assert lines_of(lambda: path.reads.submit(one, key), lambda: path.reads.stop(one)) < 500
+            path.reads.submit(direct_read(read, theirs, ours, TOKENS))
+        one = direct_read(-1, theirs, ours, TOKENS)
+        assert lines_of(lambda: path.reads.submit(one), lambda: path.reads.stop(one)) < 500
         waiting = [MAX_READS + read for read in range(num_waiting)]
         assert f"waiting {waiting}>" in repr(path)
         pair.until(lambda: len(_finished(pair)) == MAX_READS + num_waiting)

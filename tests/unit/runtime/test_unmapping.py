@@ -42,7 +42,7 @@ class MappingPath:
             else:
                 self.unmapping.append(then)
 
-        def submit(self, read, lease_key):
+        def submit(self, read):
             self._receives.submit(read)
 
         def stop(self, read_id):
