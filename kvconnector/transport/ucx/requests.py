@@ -125,13 +125,12 @@ class RequestTable:
         self.operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
         return ticket
 
-    def send_control(self, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes) -> None:
-        """Post a control message, which gets no ticket. Raises the error that UCX returns at once."""
-        if endpoint.lost is not None:
-            raise endpoint.lost
-        posted = self._libucp.tag_send(endpoint.handle, payload, len(payload), tag, host=True)
-        if posted.status == OK:
-            return
+    def keep_control(
+        self, posted: Posted, endpoint: Endpoint, endpoint_id: int, tag: int, payload: bytes
+    ) -> None:
+        """Keep a control message that UCX did not send at once. It gets no ticket. Raises the error that UCX returned
+        instead.
+        """
 
         def end(error: KVConnectorError | None) -> None:
             if error is not None:

@@ -213,7 +213,11 @@ class UcxTransport:
             self._step()
             if opened.unsent_control_bytes + len(payload) > MAX_UNSENT_CONTROL_BYTES:
                 raise PeerLostError("the peer takes no control messages any more")
-        self._requests.send_control(opened, endpoint, tag, payload)
+        if opened.lost is not None:
+            raise opened.lost
+        posted = self._libucp.tag_send(opened.handle, payload, len(payload), tag, host=True)
+        if posted.status != OK:
+            self._requests.keep_control(posted, opened, endpoint, tag, payload)
 
     def receive_control(
         self, limits: Mapping[int, int], *, progress: bool = False
