@@ -75,12 +75,12 @@ ROOMS: dict[str, Size] = {
     "tests/unit/cli": Size(1231),
     "tests/unit/control": Size(96),
     "tests/unit/datapath": Size(2588),
-    "tests/unit/minillm": Size(1665),
+    "tests/unit/minillm": Size(1663),
     "tests/unit/runtime": Size(2211),
     "tests/unit/session": Size(1646),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(6997),
+    "tests/vllm": Size(6993),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

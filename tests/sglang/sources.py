@@ -1,7 +1,7 @@
-"""SGLang's Python sources without their dependencies: its pools, its queues' signatures and a backend's base classes.
+"""SGLang's Python sources without their dependencies: pools, the queues' signatures and a backend's base classes.
 
-SGLang imports 200 packages, of which those classes use torch. Stand-ins replace the others, its compiled kernels among
-them: any name of theirs can be imported, subclassed and called, and is a class without behaviour.
+SGLang imports 200 packages, of which those classes use only torch. Stand-ins replace the others, its compiled kernels
+among them: any of their names can be imported, subclassed and called, and is a class without behaviour.
 """
 
 import importlib.machinery
@@ -26,13 +26,13 @@ REAL = {
 }
 """Packages without a stand-in: SGLang uses them, or does without those that are missing."""
 OTHERWISE_VERSIONED = {"accelerate", "huggingface_hub", "pydantic", "torchvision", "transformers"}
-"""Packages with a stand-in even where they are installed: the version may not be the one that SGLang needs."""
+"""Packages with a stand-in even if they are installed, since their version may not be the one that SGLang needs."""
 
 
 def use_sources():
     """Make `sglang` importable from the folder that the environment names, if it names one.
 
-    The package's own module is left out, which imports clients of other services.
+    The package's own module is left out, because it imports clients of other services.
     """
     folder = os.environ.get(VARIABLE)
     if not folder:
@@ -42,7 +42,7 @@ def use_sources():
     sys.meta_path.append(Finder())
     sys.modules.setdefault(
         "regex", re
-    )  # names of another regular expression library, used at import
+    )  # names from another regular expression library, used at import
     spec = importlib.machinery.ModuleSpec(PACKAGE, None, is_package=True)
     spec.submodule_search_locations = [str(Path(folder, PACKAGE))]
     sys.modules[PACKAGE] = importlib.util.module_from_spec(spec)
@@ -83,7 +83,7 @@ def _attribute(owner, name):
 
 
 class StandIn(type):
-    """A class whose attributes, items and instances are stand-ins; a function that it decorates stays as it is."""
+    """A class whose attributes, items and instances are stand-ins. A function that it decorates is unchanged."""
 
     def __new__(mcs, name, bases, namespace, **_):
         return super().__new__(mcs, name, bases, namespace)

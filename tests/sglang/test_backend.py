@@ -1,4 +1,4 @@
-"""The backend's classes, called as SGLang's queues call them: SGLang's pools, metadata and hooks, and real workers."""
+"""The backend's classes, called as by SGLang's queues, with SGLang's pools, metadata and hooks, and real workers."""
 
 import secrets
 import time
@@ -93,14 +93,14 @@ class Side:
         return [torch.randn(TOKENS, *tensor.shape[1:]) for tensor, _, _ in self.buffers()]
 
     def slots(self):
-        """The request's recurrent states, `[layer, ...]` each."""
+        """Return the request's recurrent states, `[layer, ...]` each."""
         if self.kind != "mamba":
             return []
         cache = self.pool.mamba_pool.mamba_cache
         return [tensor[:, self.slot] for tensor in (*cache.conv, cache.temporal)]
 
     def states(self):
-        """Windows and states as SGLang's queues name them to a backend."""
+        """Return windows and states in the form in which SGLang's queues name them to a backend."""
         kept = (TOKENS - WINDOW) // self.page_size
         named = {"swa": [self.window_pages[kept:]], "mamba": [np.array([self.slot])]}
         return named.get(self.kind, [])
@@ -174,7 +174,7 @@ def sides(backend, request):
 
 
 def _asked(backend, sides):
-    """A sender and a receiver of one room, the receiver with its pages."""
+    """Make a sender and a receiver for one room, the receiver with its pages."""
     prefill, decode = sides
     room = secrets.randbits(62) + 1
     port = backend.get_disagg().disaggregation_bootstrap_port
@@ -204,7 +204,7 @@ def _until(wanted, *polled):
 
 
 def _send_first(prefill, sender):
-    """Compute a whole prompt and send its first chunk; returns its values."""
+    """Compute a whole prompt and send its first chunk. Returns its values."""
     values = prefill.values()
     _busy(prefill.device)
     prefill.write(values, 0, CHUNK)

@@ -1,4 +1,4 @@
-"""SGLang finds the backend, which has all that SGLang's base classes and queues ask for."""
+"""SGLang finds the backend, which has everything that SGLang's base classes and queues use."""
 
 import ast
 import inspect
@@ -19,7 +19,7 @@ OF_REFUSED = {
     "bootstrap_infos": "pages kept after an abort",
     "conclude_state": "allocation once a prompt is computed",
 }
-"""Names that SGLang uses only with these features, which are refused at the start or which a backend must offer."""
+"""Names that SGLang uses only with features that are refused at the start, or that a backend must declare."""
 ASKING = {"getattr", "hasattr"}
 KINDS = ("KVARGS", "MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER")
 

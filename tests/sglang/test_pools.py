@@ -31,14 +31,14 @@ SHAPE = Shape(
 
 
 def _registered(pool, shape, draft=None):
-    """Groups and their kinds, without the rows of metadata."""
+    """Return groups and their kinds, without the rows of metadata."""
     rows = SimpleNamespace(address=8, num_rows=1, row_bytes=8)
     (*groups, _), (*kinds, _) = registered_groups(listed(pool, PAGE, draft), shape, rows)
     return groups, kinds
 
 
 def _bytes_at(view, block, head, token):
-    """The elements of one head of one token."""
+    """Return the elements of one head of one token."""
     steps = zip((block, head, token), view.strides_bytes, strict=False)
     address = view.address + sum(index * stride for index, stride in steps)
     dim, size, stride = view.head_dim, view.item_size_bytes, view.strides_bytes[3]
@@ -50,7 +50,7 @@ def _fill(tensor):
 
 
 def _has(view, tensor, heads=HEADS):
-    """Every head of every token of some pages is where the view says."""
+    """Check that every head of every token of some pages is where the view says."""
     for block in (0, 1, SIZE // PAGE):
         for token in range(PAGE):
             for head in range(heads):

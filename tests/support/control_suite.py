@@ -1,5 +1,5 @@
-"""What a control channel must do, as tests: a subclass of `ControlChannelSuite` has `open(limits)`, which makes one
-that can reach, and be reached by, the others that one test opens.
+"""The contract of a control channel as tests. A subclass of `ControlChannelSuite` has `open(limits)`, which makes a
+channel that can reach, and be reached by, the others of its test.
 
 Nothing here sleeps and hopes: every wait polls the channels until a condition holds, and fails after `DEADLINE_S`.
 """
@@ -31,7 +31,7 @@ from kvconnector.errors import (
 from tests.support import waiting
 
 DEADLINE_S = 20.0
-"""After this long a test that waits for an event fails. Far beyond what a loaded machine needs."""
+"""A test that waits this long for an event fails. It is far more than a loaded machine needs."""
 
 STEP_S = 0.005
 
@@ -50,7 +50,7 @@ def small_limits(**changes):
 
 
 def new_keys(*also_authorized):
-    """A fresh key pair, which trusts itself and others."""
+    """Make a key pair, which trusts itself and others."""
     public, secret = (key.decode() for key in zmq.curve_keypair())
     return CurveKeys.from_values(secret_key=secret, authorized_clients=[public, *also_authorized])
 
@@ -69,7 +69,7 @@ class Recorder:
         waiting.until(condition, self.step, lambda: self.events)
 
     def payloads(self, channel, handle=None):
-        """Messages a channel received, from one handle or from all."""
+        """Return the messages that a channel received, from one handle or from all."""
         return [
             event.payload
             for event in self.events[channel]
@@ -77,7 +77,7 @@ class Recorder:
         ]
 
     def losses(self, channel, handle):
-        """The errors of every `Disconnected` of one handle."""
+        """Return the errors of all `Disconnected` events of one handle."""
         return [
             event.error
             for event in self.events[channel]
@@ -89,12 +89,12 @@ class Recorder:
         self.until(lambda: len(self.payloads(channel)) >= count)
 
     def wait_loss(self, channel, handle):
-        """Poll until a handle is reported lost; return why."""
+        """Poll until a handle is reported lost. Returns the error."""
         self.until(lambda: bool(self.losses(channel, handle)))
         return self.losses(channel, handle)[0]
 
     def link(self, near, far):
-        """Connect, send one message each way, forget it; the handle on either side."""
+        """Connect, send one message each way, and forget both. Returns the handle on either side."""
         near_handle = near.connect(far.address, far.server_key)
         greeting = os.urandom(8)
         near.send(near_handle, greeting)
@@ -112,7 +112,7 @@ class Recorder:
 
 
 class ControlChannelSuite:
-    """The contract of `kvconnector.control.zmq`. A subclass chooses the host and the keys in `open`."""
+    """The contract of `kvconnector.control.zmq`. A subclass's `open` chooses the host and the keys."""
 
     @contextlib.contextmanager
     def channels(self, *limits):

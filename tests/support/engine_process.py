@@ -12,19 +12,19 @@ STOP_TIMEOUT_S = 20.0
 
 
 class EngineProcess:
-    """An engine's first process, which leads a process group of all that it starts: `kill` is to other engines what the
-    loss of its host is.
+    """An engine's first process, which leads the process group of all processes that it starts. To other engines `kill`
+    looks like the loss of its host.
 
     Args:
-        spec: its `log` gets what the processes print, and they have its `environment` beside this one's.
-        run: what the process does, with `arguments`.
+        spec: The processes print to its `log`, and have its `environment` in addition to this process's.
+        run: The function that the process calls with `arguments`.
     """
 
     def __init__(self, spec, run, *arguments):
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=_main, args=(spec, run, arguments))
         self._process.start()
-        with suppress(OSError):  # the child may have done it already, or be gone
+        with suppress(OSError):  # the child may have done it already, or have ended
             os.setpgid(self._process.pid, self._process.pid)
 
     @property
@@ -40,7 +40,7 @@ class EngineProcess:
         self._signal(signal.SIGCONT)
 
     def kill(self):
-        """End all of its processes without a goodbye, also those that outlived the first."""
+        """End all of its processes without a message to peers, also those that outlived the first."""
         self._signal(signal.SIGKILL)
         self._process.join(STOP_TIMEOUT_S)
 
@@ -67,5 +67,5 @@ def _main(spec, run, arguments):
     except BaseException:
         traceback.print_exc()
     finally:
-        # an engine's threads must not keep the process alive
+        # the engine's threads must not keep the process alive
         os._exit(1)

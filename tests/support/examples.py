@@ -3,9 +3,9 @@
 from hypothesis import settings
 
 BY_DEFAULT = 50
-"""The default number of examples in the profiles of daily use."""
+"""Default number of examples in the everyday profiles."""
 
 
 def examples(count, **others):
-    """Settings of a property with `count` examples in daily use, and proportionally more in a thorough profile."""
+    """Return settings of a property with `count` examples by default, and proportionally more in a thorough profile."""
     return settings(max_examples=count * settings().max_examples // BY_DEFAULT, **others)

@@ -62,7 +62,7 @@ class FakeGroup:
 
 @dataclass(frozen=True, slots=True)
 class FakeModel:
-    """A model as far as its cache goes. Every layer from 0 to `num_layers` is in one of the groups."""
+    """A model's cache. Every layer from 0 to `num_layers - 1` is in one of the groups."""
 
     num_layers: int
     groups: tuple[FakeGroup, ...]
@@ -70,23 +70,23 @@ class FakeModel:
     dtype: str = "bfloat16"
 
     def description(self):
-        """The description that engines exchange."""
+        """Return the description that engines exchange."""
         return ModelDescription(model=self.name, dtype=self.dtype, num_layers=self.num_layers)
 
 
 def attention_model(num_layers=2, total_heads=2, head_dim=4, item_size_bytes=2):
-    """K and V in every layer, one cache group."""
+    """Return a model with K and V in every layer, in one cache group."""
     parts = tuple(FakePart(name, total_heads, head_dim, item_size_bytes) for name in ("k", "v"))
     return FakeModel(num_layers, (FakeGroup(tuple(range(num_layers)), parts),))
 
 
 def cut_engine(shape, *, engine_id, stages, block_sizes, tp_size, splits=None, dcp=()):
-    """An engine of `shape`: `stages[pp_rank]` are layers.
+    """Return the geometry of an engine of `shape`: `stages[pp_rank]` are layers.
 
-    `dcp[group]` are the number of neighbouring tensor ranks that share that group's tokens, and the tokens of a turn.
-    By default no ranks do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size` shares, by
-    default those of `TpKVTopology.heads_of`. No part of a rank's holding is ever empty, except that a stage may lack a
-    group's layers.
+    `dcp[group]` are the number of neighbouring tensor ranks that share that group's tokens, and the interleave in
+    tokens. By default no ranks do. `splits[total_heads, shares]` are the heads of each of the `tp_size / dcp_size`
+    shares, by default those of `TpKVTopology.heads_of`. No part of a rank's holding is ever empty, except that a stage
+    may lack a group's layers.
     """
     dcp = dcp or [(1, 1)] * len(shape.groups)
     ranks = tuple(
@@ -139,7 +139,7 @@ def _part(part, share, num_shares, splits):
 
 @dataclass(frozen=True, slots=True)
 class FakeEngine:
-    """The shape of an engine that runs a model. `block_sizes` and `num_blocks` have one entry a cache group.
+    """The shape of an engine that runs a model. `block_sizes` and `num_blocks` have one entry per cache group.
 
     `dcp_size` neighbouring tensor ranks hold the same heads and share the tokens, `interleave_tokens` at a time.
     """
@@ -155,7 +155,7 @@ class FakeEngine:
     interleave_tokens: int = 1
 
     def geometry(self):
-        """The geometry of all ranks, with layers and heads as `TpKVTopology` cuts them."""
+        """Return the geometry of all ranks, with layers and heads as `TpKVTopology` divides them."""
         layers = self.model.num_layers
         return cut_engine(
             self.model,
@@ -171,7 +171,7 @@ class FakeEngine:
 
 
 def metadata_of(shape=None, role="consumer"):
-    """The metadata that the workers of an engine, by default of "d", give to its scheduler."""
+    """Return the metadata that an engine's workers give to its scheduler; the engine's id is "d" by default."""
     shape = shape or FakeEngine("d", attention_model())
     geometry = shape.geometry()
     return [
@@ -190,7 +190,7 @@ def metadata_of(shape=None, role="consumer"):
 
 
 def make_caches(shape, rank, rng, device="cpu"):
-    """One rank's caches on a device."""
+    """Make one rank's caches on a device."""
     if device == "cpu":
         return FakeCaches(shape, rank, rng)
     from tests.support.gpu_caches import GpuCaches
@@ -218,7 +218,7 @@ class FakeCaches:
                         _fill(array, rng)
 
     def groups(self):
-        """The groups that a worker registers."""
+        """Return the groups that a worker registers."""
         return [
             CacheGroup(
                 group,
@@ -247,14 +247,14 @@ class FakeCaches:
                 array[list(block_ids)] = fresh
 
     def tokens(self, group, layer, part, block_ids):
-        """A copy of this rank's heads in these blocks, in order: `[num_heads, num_tokens, head_dim]`."""
+        """Return a copy of this rank's heads in these blocks, in order: `[num_heads, num_tokens, head_dim]`."""
         BHND = self.arrays[group, layer, part][list(block_ids)]
         return np.concatenate(list(BHND), axis=1) if len(BHND) else BHND[:, 0]
 
 
 def dense_of(caches, block_ids, num_tokens):
-    """A request's whole cache, gathered from all ranks: `[total_heads, num_tokens, head_dim]` by (group, layer, part).
-    Copies; replicas are made equal first.
+    """Return a copy of a request's whole cache, gathered from all ranks: `[total_heads, num_tokens, head_dim]` by
+    (group, layer, part). Replicas are made equal first.
     """
     dense = {}
     for cache in caches:
@@ -273,13 +273,13 @@ def dense_of(caches, block_ids, num_tokens):
 
 
 def _own_tokens(group, num_tokens):
-    """The tokens that a rank holds, in the order in which it stores them."""
+    """Return the tokens that a rank holds, in the order in which it stores them."""
     turns = group.interleave_tokens
     return [t for t in range(num_tokens) if t // turns % group.dcp_size == group.dcp_rank]
 
 
 def equalise_replicas(caches):
-    """Make ranks that hold the same heads and tokens hold the same bytes, as real ones do."""
+    """Make ranks with the same heads and tokens hold the same bytes, as real ones do."""
     first = {}
     for cache in caches:
         for (group, layer, part), array in cache.arrays.items():
@@ -313,7 +313,7 @@ def _allocate(group, num_blocks, layout):
 
 
 def shareable(shape, dtype):
-    """Zeros that a worker can share with its peers: in pages of their own."""
+    """Return zeros that a worker can share with its peers, because they are in pages of their own."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype, math.prod(shape)).reshape(shape)
 

@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported torch, numba and ucxx, which takes a new interpreter seconds."""
+"""Processes forked from one that has imported torch, numba and ucxx: these imports take a new interpreter seconds."""
 
 import asyncio
 import atexit
@@ -24,12 +24,12 @@ forkserver.set_forkserver_preload(["tests.support.preloaded"])
 
 
 def environment():
-    """The environment of a new interpreter with the import path of this one."""
+    """Return the environment of a new interpreter with this one's import path."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def run_python(*arguments, **variables):
-    """Run a new interpreter with the import path of this one. Returns its output; fails unless it succeeds."""
+    """Run a new interpreter with this one's import path. Returns its output; fails unless it succeeds."""
     done = subprocess.run(
         [sys.executable, *arguments],
         env={**environment(), **variables},
@@ -70,7 +70,7 @@ class Process(ForkServerProcess):
         return self.exitcode
 
     def wait(self, timeout=None):
-        """The exit status. Raises subprocess.TimeoutExpired."""
+        """Return the exit status. Raises subprocess.TimeoutExpired."""
         self.join(timeout)
         if self.exitcode is None:
             raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
@@ -89,7 +89,7 @@ POPEN = SimpleNamespace(
 
 
 def _become(command, environ, outputs, fds, server):
-    """Run `python command...` in this process. Its own processes are forked from the same `server`."""
+    """Run `python command...` in this process. Its child processes are forked from the same `server`."""
     os.setsid()
     forkserver._forkserver._forkserver_address = server
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None

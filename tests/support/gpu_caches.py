@@ -7,11 +7,11 @@ import torch
 from tests.support.fakes import FakeCaches
 
 MAX_SLEEP_CYCLES = 1_000_000
-"""About half a millisecond."""
+"""Clock cycles of about half a millisecond."""
 
 
 class GpuCaches(FakeCaches):
-    """Caches in GPU memory; `arrays` are host copies. Writes use a stream of their own, so they wait for nothing."""
+    """Caches in GPU memory; `arrays` are host copies. Writes use a stream of their own and wait for nothing."""
 
     def __init__(self, shape, rank, rng, device):
         super().__init__(shape, rank, rng)

@@ -1,4 +1,4 @@
-"""A kernel that a test ends, so that tests depend on the order of work on a stream and not on time."""
+"""A kernel that runs until a test ends it, so that tests depend on the order of work on a stream and not on time."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 MAX_LOADS = 1 << 26
-"""A kernel that is never released ends after about a minute."""
+"""Loads of the flag after which a kernel that is never released ends: about a minute."""
 
 
 @triton.jit

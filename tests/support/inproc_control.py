@@ -1,7 +1,7 @@
 """The control channel of a `World` in memory, over a hub, with faults that tests choose.
 
-Deterministic: one thread owns all channels of a hub, and the same calls and the same seed give the same events.
-Nothing in here waits or reads a clock; delays are counted in calls of `poll`.
+Deterministic: one thread owns all channels of a hub, and the same calls and the same seed give the same events. Nothing
+here waits or reads a clock; delays are counted in calls of `poll`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvconnector.errors import KVConnectorError, PeerLostError, PeerUnreachableE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlFaults:
-    """Faults of a hub. A message is lost or comes twice with these probabilities, and is held back for 0 to
-    `max_delay_polls` polls of its receiver, and later ones of its connection after it.
+    """Faults of a hub. A message is lost or duplicated with these probabilities, and held back for 0 to
+    `max_delay_polls` polls of its receiver, with later ones of its connection after it.
     """
 
     drop_probability: float = 0.0
@@ -29,8 +29,8 @@ class ControlFaults:
 
 @dataclass(slots=True, eq=False)
 class _End:
-    """One side of a connection. `inbox` holds what is under way to it, each message with the owner's poll count from
-    which on it may be delivered. An accepting side has no handle before its first message was delivered.
+    """One side of a connection. `inbox` holds messages under way to it, each with the owner's poll count from which it
+    may be delivered. An accepting side has no handle before its first message is delivered.
     """
 
     owner: InprocControlChannel
@@ -42,7 +42,7 @@ class _End:
     """Why the connection is over."""
     other: _End | None = None
     is_ignored: bool = False
-    """The accepting side disconnected: what still arrives is dropped, as a bound socket does."""
+    """The accepting side disconnected: messages that still arrive are dropped, as by a bound socket."""
 
 
 class ControlHub:
@@ -55,7 +55,7 @@ class ControlHub:
         self._ports = itertools.count(1)
 
     def open(self):
-        """A new channel under an address of its own, which is never given out again."""
+        """Make a channel with an address of its own, which is never reused."""
         address = str(HostPort("127.0.0.1", next(self._ports)))
         self.channels[address] = InprocControlChannel(self, address)
         return self.channels[address]
@@ -122,7 +122,7 @@ class InprocControlChannel:
             self._discard(near)
 
     def poll(self, timeout_s):
-        """The messages that are due, then the connections that are over and read."""
+        """Return the messages that are due, then the connections that are over and fully read."""
         self._polls += 1
         ready = [end for end in self._ends for due, _ in end.inbox if due < self._polls]
         self._hub.random.shuffle(ready)
@@ -146,11 +146,11 @@ class InprocControlChannel:
                 self._discard(end)
 
     def ends(self):
-        """This side of every connection that is not over."""
+        """Return this side of every connection that is not over."""
         return [end for end in self._ends if end.error is None]
 
     def _accept(self, end, payload):
-        """Put a message under way to `end`, with the hub's faults."""
+        """Send a message to `end`, with the hub's faults."""
         faults, choose = self._hub.faults, self._hub.random
         if end.is_ignored or choose.random() < faults.drop_probability:
             return

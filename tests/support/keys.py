@@ -4,7 +4,7 @@ from kvconnector.control.security import AUTHORIZED_CLIENTS_FILE, SECRET_KEY_FIL
 
 
 def keyed_controls(folder, **trusts):
-    """Make keys of engines, and control settings with which each trusts those that are named for it."""
+    """Make keys for engines, and control settings with which each engine trusts the ones named for it."""
     keys = {name: generate_keys(folder / name) for name in trusts}
     controls = {}
     for name, trusted in trusts.items():

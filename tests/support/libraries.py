@@ -1,4 +1,4 @@
-"""The UCX of all test processes: the one that KVCONNECTOR_UCX_LIBRARY names, or any."""
+"""The UCX that all test processes use: the one that KVCONNECTOR_UCX_LIBRARY names, or any."""
 
 import functools
 import os

@@ -66,13 +66,13 @@ class LocalEngine:
 
 
 def prompt_of(length, seed=0):
-    """Reproducible tokens from a small vocabulary."""
+    """Return reproducible tokens from a small vocabulary."""
     rng = random.Random(seed)
     return [rng.randrange(256) for _ in range(length)]
 
 
 def encoder_prompt_of(model, prompt):
-    """An encoder input of another length than the prompt, or [] for a model without encoder."""
+    """Return an encoder input of another length than the prompt, or [] for a model without encoder."""
     return [*prompt[::-1], *prompt[: len(prompt) // 3]] if model.is_encoder_decoder else []
 
 
@@ -86,7 +86,7 @@ def generate(
     block_size=16,
     **cache,
 ):
-    """The tokens that one rank without a connector generates after a prompt."""
+    """Return the tokens that one rank without a connector generates after a prompt."""
     encoder_prompt = encoder_prompt_of(model, prompt)
     num_tokens = len(prompt) + max_tokens + len(encoder_prompt)
     pool = {"block_size": block_size, "num_blocks": num_tokens // block_size + 5}

@@ -2,7 +2,7 @@
 
 A `LoopbackNetwork` joins any number of `LoopbackTransport`s of one thread, which polls them. Small messages are eager
 (copied when sent, complete at once); larger ones complete when their receive has taken them, as with a real library, so
-that code which relies on one or the other fails here first. Memory is the host's.
+code that relies on one or the other fails here first. Memory is host memory.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from kvconnector.transport.base import (
 )
 
 _ADDRESS_PREFIX = b"loopback:"
-NO_FILENO = -1  # of a transport that cannot wake a sleeper and must be polled
+NO_FILENO = -1  # for a transport that cannot wake a sleeper and must be polled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopbackFaults:
     """Faults of messages posted from now on, drawn from the network's seed.
 
-    `max_delay_calls`: a message arrives after a random number, at most this, of the receiver's `progress()` calls. So
-    messages overtake one another, except those of one tag and endpoint.
-    `drop_probability`: chance that a message never arrives. An eager send still completes; a larger one does not.
-    `corrupt_probability`: chance that a message arrives with its first byte changed; control messages never do.
+    `max_delay_calls`: a message arrives after a random number of the receiver's `progress()` calls, at most this many.
+    So messages overtake one another, except those of one tag and endpoint. `drop_probability`: chance that a message
+    never arrives. An eager send still completes; a larger one does not. `corrupt_probability`: chance that a message
+    arrives with its first byte changed; control messages never do.
     """
 
     max_delay_calls: int = 0
@@ -54,7 +54,7 @@ class LoopbackFaults:
 
 @dataclass(slots=True)
 class _Message:
-    """One message on its way. `ticket` is the sender's while the send is outstanding, else None."""
+    """One message in flight. `ticket` is the sender's while the send is outstanding, else None."""
 
     source: LoopbackTransport
     flow: int
@@ -85,7 +85,7 @@ class LoopbackNetwork:
     def lose(self, address, *, silently=False):
         """Cut a transport off, as if its process had died.
 
-        Later sends to it complete with `PeerLostError`. With `silently`, as when a host loses power, they stay
+        Later sends to it complete with `PeerLostError`; with `silently`, as when a host loses power, they stay
         outstanding.
         """
         member = self._members.pop(address)
@@ -304,7 +304,7 @@ class LoopbackTransport:
         return True
 
     def _withdraw(self, message):
-        """Take back a message that is not received yet."""
+        """Withdraw a message that has not been received yet."""
         for member in self._network._members.values():
             member._inbound = deque(m for m in member._inbound if m is not message)
 

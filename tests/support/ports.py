@@ -10,10 +10,10 @@ LOWEST, HIGHEST = 10_000, 65_535
 
 
 def free_ports(distances=(0,), highest=HIGHEST):
-    """A port up to `highest` that is free together with those at `distances` from it, on 127.0.0.1.
+    """Return a port up to `highest` that is free on 127.0.0.1, together with those at `distances` from it.
 
     They are outside the kernel's range of automatic ports, so no other socket takes them before the server starts.
-    Raises RuntimeError when there are none.
+    Raises RuntimeError if there are none.
     """
     first, last = map(int, RANGE.read_text().split())
     ports = [port for port in range(LOWEST, highest + 1) if not first <= port <= last]

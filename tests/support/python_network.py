@@ -15,14 +15,14 @@ from kvconnector.transport.ucx.abi import (
 
 _NS_PER_S = 1_000_000_000
 _FIRST_STATUS, _NUM_STATUSES = -20, 70
-"""The latest failures have these numbers, none of which means anything to the loop."""
+"""The status numbers of the latest failures, which mean nothing to the loop."""
 
 
 class PythonNetwork:
-    """A `LoopbackTransport` with functions of libucp's for the loop of one data path, for slots in host memory.
+    """A `LoopbackTransport` with libucp's functions for the loop of one data path, for slots in host memory.
 
-    A request is a ticket, an endpoint's handle its id. The loop reads the test's `clock`, too, once the data path is
-    attached. Who uses it keeps the slots until the transport is closed.
+    A request is a ticket, an endpoint's handle its id. Once the data path is attached, the loop also reads the test's
+    `clock`. The user must keep the slots until the transport is closed.
     """
 
     def __init__(self, transport, clock):
@@ -52,13 +52,13 @@ class PythonNetwork:
         return getattr(self._transport, name)
 
     def attach(self, datapath):
-        """Let a data path's loop read the test's clock; returns the data path."""
+        """Let a data path's loop read the test's clock. Returns the data path."""
         datapath.state.now_ns = self._now_ns
         datapath.state.record["clock_gettime"] = ctypes.cast(self._c_clock, ctypes.c_void_p).value
         return datapath
 
     def _as_c(self, count, function):
-        """What C can call with `count` arguments: an error is a status."""
+        """Return a function that C can call with `count` arguments; errors become status numbers."""
 
         def call(*arguments):
             try:
@@ -75,7 +75,7 @@ class PythonNetwork:
         return round(self._clock() * _NS_PER_S)
 
     def endpoint_handle(self, endpoint):
-        """See `UcxTransport`. Losses show where something is sent."""
+        """See `UcxTransport`. A loss shows at the next send."""
         return endpoint
 
     def lanes(self, endpoint):
@@ -97,7 +97,7 @@ class PythonNetwork:
         return others
 
     def check(self):
-        """Raise what went wrong in a function that the loop called, and that could not report it."""
+        """Raise an error of a function that the loop called, which could not raise it there."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -15,8 +15,8 @@ def _git(*arguments):
 
 
 def last_release():
-    """The tree of the newest tag before this commit; without tags, the last commit before wire versions. Its compiled
-    kernels are kept with it.
+    """Return the tree of the newest tag before this commit or, without tags, of the last commit before wire versions.
+    Its compiled kernels are kept with it.
     """
     commit = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^").decode().strip()
     if not commit:

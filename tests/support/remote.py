@@ -1,4 +1,4 @@
-"""Objects in other processes, whose methods are called from here.
+"""Objects in other processes, with methods that are called from here.
 
 Run as a program, this is such a process. Its arguments are the descriptor of a pipe, and "module:callable", which makes
 the object with the arguments of the first call. It serves calls until the other end of the pipe is closed.
@@ -19,9 +19,9 @@ END_S = 40.0
 
 
 class RemoteObject:
-    """The object that `maker` returns, in a forked process or in one that the command `prefix` starts.
+    """An object, made by `maker` in a forked process or in one that the command `prefix` starts.
 
-    Errors of the package that its methods raise are raised here.
+    The package's errors that its methods raise are raised here.
     """
 
     def __init__(self, maker, *arguments, prefix=(), **options):
@@ -45,7 +45,7 @@ class RemoteObject:
         return functools.partial(self.call, name)
 
     def call(self, name, *arguments, **options):
-        """Returns the result of a method, or the value of an attribute."""
+        """Return the result of a method, or the value of an attribute."""
         self.begin(name, *arguments, **options)
         return self.answer()
 
@@ -54,7 +54,7 @@ class RemoteObject:
         self._pipe.send((name, arguments, options))
 
     def answer(self):
-        """The answer to the oldest call that was begun."""
+        """Return the answer to the oldest call that was begun."""
         error, value = self._pipe.recv()
         if error is not None:
             raise error

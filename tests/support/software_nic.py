@@ -12,12 +12,12 @@ from kvconnector.errors import TransportError
 from kvconnector.transport.ucx.library import SOURCES, rdma_modules
 
 TLS = "rc_verbs,tcp"
-"""UCX agrees on lanes over tcp."""
+"""TCP is included because UCX agrees on lanes over it."""
 _SOURCES = Path(__file__).with_suffix(".c"), Path(__file__).with_suffix(".map")
 
 
 def ucx_with_ib():
-    """A `ucx.library` with transports for RDMA, or None if none is installed."""
+    """Return a `ucx.library` with transports for RDMA, or None if none is installed."""
     open_mpi = Path(sys.prefix, "lib/openmpi/libucp.so.0")
     named = os.environ.get("KVCONNECTOR_UCX_LIBRARY", "")
     for source in (named, "nixl", "system", str(open_mpi)):
@@ -31,7 +31,7 @@ def ucx_with_ib():
 
 
 class SoftwareNics:
-    """One network of such ports, in a folder. Every process has two: "soft_0:1" and "soft_1:1"."""
+    """A network of such ports, in a folder. Every process has two: "soft_0:1" and "soft_1:1"."""
 
     def __init__(self, folder):
         self.library = ucx_with_ib()
@@ -51,14 +51,14 @@ class SoftwareNics:
         assert built.returncode == 0, built.stderr
 
     def environment(self, **more):
-        """The variables of a process with these ports. `limit_bytes` bounds the memory that it may register."""
+        """Return the variables of a process with these ports. `limit_bytes` bounds the memory that it may register."""
         named = {"LD_PRELOAD": self._verbs, "SOFTWARE_NIC": self._folder}
         return {name: str(value) for name, value in {**named, **more}.items()} | {
             "KVCONNECTOR_UCX_LIBRARY": self.library
         }
 
     def set_link(self, device, *, is_up):
-        """Take the ports of all devices of this name down, or up again."""
+        """Take the ports of all devices with this name down, or up again."""
         down = self._folder / f"{device}.down"
         if is_up:
             down.unlink()

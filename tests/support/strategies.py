@@ -23,7 +23,7 @@ MAX_TOKENS = 60
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One consumer rank's load: token `token_ranges[group]` of everything it holds, in chunks of `chunk_bytes`."""
+    """One consumer rank's load: tokens `token_ranges[group]` of everything it holds, in chunks of `chunk_bytes`."""
 
     topology: TpKVTopology
     consumer: RankGeometry
@@ -34,7 +34,7 @@ class Transfer:
 
 @st.composite
 def part_shapes(draw):
-    """Parts of one group: K and V alike, K and V of different head sizes, an MLA latent, or a recurrent state."""
+    """Draw a group's parts: K and V alike, K and V of different head sizes, an MLA latent, or a recurrent state."""
     kind = draw(st.sampled_from(["kv", "unequal kv", "latent", "state"]))
     heads = draw(st.integers(1, MAX_HEADS))
     dim = draw(st.integers(1, 4))
@@ -50,7 +50,7 @@ def part_shapes(draw):
 
 @st.composite
 def model_shapes(draw):
-    """Models of one to three cache groups. A layer is in at least one group; every group has a layer."""
+    """Draw models of one to three cache groups. A layer is in at least one group; every group has a layer."""
     num_layers = draw(st.integers(1, MAX_LAYERS))
     num_groups = draw(st.integers(1, 3))
     some_layers = st.sets(st.integers(0, num_layers - 1), min_size=1)
@@ -64,7 +64,7 @@ def model_shapes(draw):
 
 @st.composite
 def pipeline_stages(draw, num_layers):
-    """Layers of each stage: contiguous and uneven, or dealt out in any way. No stage is without a layer."""
+    """Draw the layers of each stage: contiguous and uneven, or dealt out in any way. No stage is without a layer."""
     pp_size = draw(st.integers(1, min(MAX_PP, num_layers)))
     inner = st.lists(
         st.integers(1, max(num_layers - 1, 1)),
@@ -81,7 +81,7 @@ def pipeline_stages(draw, num_layers):
 
 @st.composite
 def head_splits(draw, total_heads, tp_size):
-    """Heads of each rank: those of `heads_of`, or any intervals that cover all heads, overlapping or not."""
+    """Draw the heads of each rank: those of `heads_of`, or any intervals that cover all heads, overlapping or not."""
     if draw(st.booleans()):
         return [
             TpKVTopology.heads_of(total_heads, tp_rank=tp_rank, tp_size=tp_size)
@@ -100,7 +100,7 @@ def head_splits(draw, total_heads, tp_size):
 
 @st.composite
 def token_shares(draw, tp_size, block_size):
-    """A context parallel group's size and its turns in tokens; every other time, no such group."""
+    """Draw a context parallel group's size and its interleave in tokens; every other time, no such group."""
     if draw(st.booleans()):
         return (1, 1)
     return (
@@ -139,7 +139,7 @@ def engines(draw, shape, *, engine_id="engine", even_heads=False):
 
 @st.composite
 def engine_pairs(draw, *, even_heads=False):
-    """A consumer engine and a producer engine of one model, cut independently."""
+    """Draw a consumer engine and a producer engine of one model, cut independently."""
     shape = draw(model_shapes())
     return (
         draw(engines(shape, engine_id="consumer", even_heads=even_heads)),
@@ -149,14 +149,14 @@ def engine_pairs(draw, *, even_heads=False):
 
 @st.composite
 def token_ranges(draw):
-    """The missing tokens of one group: none, or a range that starts and ends anywhere in blocks."""
+    """Draw the missing tokens of one group: none, or a range that starts and ends anywhere in blocks."""
     start = draw(st.integers(0, MAX_TOKENS))
     return range(start, start + draw(st.integers(0, MAX_TOKENS)))
 
 
 @st.composite
 def transfers(draw):
-    """Loads that can be planned: `chunk_bytes` holds at least one token of the consumer's widest part."""
+    """Draw loads that can be planned: `chunk_bytes` holds at least one token of the consumer's widest part."""
     consumer_engine, producer = draw(engine_pairs())
     consumer = draw(st.sampled_from(consumer_engine.ranks))
     widest = max(part.token_bytes for group in consumer.groups for part in group.parts)

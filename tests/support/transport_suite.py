@@ -57,9 +57,9 @@ class Worker:
 
 @dataclass(frozen=True)
 class TransportPair:
-    """Two connected workers. `release` frees what else the factory started, after the transports are closed. `lose_b`
-    ends the second worker as a crash would. `begin_close` lets the second close while the first does, which otherwise
-    waits for it.
+    """Two connected workers. `release` frees whatever else the factory started, after the transports are closed.
+    `lose_b` ends the second worker like a crash. `begin_close` lets the second close while the first, which otherwise
+    waits for it, does.
     """
 
     a: Worker
@@ -76,7 +76,7 @@ class TransportPair:
 
 
 class Ledger:
-    """Drives both sides and records each completion. A ticket that ends twice is an error."""
+    """Drives both sides and records each completion. A ticket that completes twice is an error."""
 
     def __init__(self, *transports):
         self._transports = transports
@@ -94,7 +94,7 @@ class Ledger:
         return count
 
     def wait(self, *keys):
-        """Drive until all of these (side, ticket) have ended. Returns their errors."""
+        """Drive until all of these (side, ticket) pairs have ended. Returns their errors."""
         until(lambda: all(key in self._ended for key in keys), self.step)
         return [self._ended[key].error for key in keys]
 
@@ -110,7 +110,7 @@ def exchange(ledger, a, b, tag):
 
 
 def quiet(transport, ledger):
-    """Returns the poller of an idle driver thread, after all pending work."""
+    """Finish all pending work. Returns the poller of an idle driver thread."""
     poller = select.poll()
     poller.register(transport.fileno(), select.POLLIN)
     ledger.step()
@@ -119,7 +119,7 @@ def quiet(transport, ledger):
 
 
 def pattern(nbytes, seed):
-    """Bytes that differ by position and by seed."""
+    """Return bytes that differ by position and by seed."""
     period = bytes((seed * 37 + i * 11) % 251 for i in range(251))
     return (period * (nbytes // 251 + 1))[:nbytes]
 
@@ -144,7 +144,7 @@ class Inbox(Ledger):
 
 
 def send_control(worker, *payloads):
-    """Send control messages by the worker's endpoint."""
+    """Send control messages over the worker's endpoint."""
     for payload in payloads:
         worker.transport.send_control(worker.endpoint, TAG, payload)
 
@@ -154,7 +154,7 @@ class TransportSuite:
 
     @contextlib.contextmanager
     def workers(self):
-        """A pair for one test, closed afterwards; close reports each outstanding ticket once."""
+        """A pair for one test. It is closed afterwards, and close must report each outstanding ticket once."""
         pair = self.pair()
         ledger = Inbox(pair.a.transport, pair.b.transport)
         try:

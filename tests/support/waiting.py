@@ -3,7 +3,7 @@
 import time
 
 DEADLINE_S = 40.0
-"""The longest wait. It is generous: it ends a hung test and measures nothing."""
+"""The longest wait, in seconds. It is generous: it ends a hung test and measures nothing."""
 
 
 def until(condition, step=lambda: time.sleep(1e-3), seen=lambda: "no details"):

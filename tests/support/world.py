@@ -40,7 +40,7 @@ from tests.support.python_network import PythonNetwork
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The content of a producer's answer: the place of a request's blocks, and the secret to read them."""
+    """The content of a producer's answer: where a request's blocks are, and the secret to read them."""
 
     engine_id: str
     address: str
@@ -145,7 +145,7 @@ class WorldEngine:
         return Offer(engine_id, self.directory.address, request_id, secret, blocks, num_tokens)
 
     def withdraw(self, request_id):
-        """The producer aborts a request."""
+        """Abort a request at the producer."""
         self._order(WithdrawRequest(request_id))
 
     def want(self, request_id, offer, *, is_followed=False):
@@ -161,13 +161,13 @@ class WorldEngine:
         self._order(LoadRequest(request_id, ranges, blocks, offer.blocks))
 
     def load_from(self, producer, request_id, block_ids, into, num_tokens):
-        """Load all tokens of one group into blocks `into`; `producer` holds them in `block_ids` from now on."""
+        """Load all tokens of one group into blocks `into`; from now on `producer` holds them in `block_ids`."""
         offer = producer.grant(request_id, [block_ids], num_tokens)
         self.want(request_id, offer)
         self.load(request_id, offer, [into], [range(num_tokens)])
 
     def drop(self, request_id):
-        """The consumer gives a request up."""
+        """Give up a request at the consumer."""
         self._order(DropRequest(request_id))
 
     def _order(self, order):
@@ -183,10 +183,10 @@ class World:
     """All engines, the links between them, and time.
 
     Args:
-        seed: of the order of turns, the links' faults and the caches' bytes.
-        settings: connector settings for all engines, as `ConnectorConfig.from_mapping` takes them.
-        network: makes the workers' transports.
-        make_caches: as `FakeCaches`.
+        seed: Seed of the order of turns, the links' faults and the caches' bytes.
+        settings: Connector settings for all engines, as `ConnectorConfig.from_mapping` takes them.
+        network: Makes the workers' transports.
+        make_caches: Makes a worker's caches, like `FakeCaches`.
     """
 
     def __init__(self, *, seed=0, settings=None, network=None, make_caches=FakeCaches):
@@ -219,7 +219,7 @@ class World:
         return network.attach(open_datapath(config, pools, network, self.clock))
 
     def kill(self, engine, *, silently=False):
-        """End an engine as SIGKILL would, or with `silently` as a power cut would: its peers get no message."""
+        """End an engine as SIGKILL would, or with `silently` as a power cut would: peers then get no message."""
         self.engines.remove(engine)
         for worker in engine.workers:
             self.network.lose(worker.transport.address, silently=silently)
@@ -230,7 +230,7 @@ class World:
             engine.directory.close()
 
     def freeze(self, engine, frozen=True):
-        """Let an engine take no turns, as SIGSTOP would, or let it go on."""
+        """Let an engine take no turns, as after SIGSTOP, or let it continue."""
         engine.is_frozen = frozen
 
     def sever(self, first, second):
@@ -239,7 +239,7 @@ class World:
                 self.hub.sever(mine.control, other)
 
     def turn(self):
-        """Every engine that runs takes one turn, in a random order."""
+        """Let every engine that runs take one turn, in a random order."""
         running = [engine for engine in self.engines if not engine.is_frozen]
         members = [engine.responder for engine in running]
         members += [worker.driver for engine in running for worker in engine.workers]

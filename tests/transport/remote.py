@@ -1,4 +1,4 @@
-"""A transport in a second process, through a proxy that fulfils the same contract."""
+"""A transport in a second process, behind a proxy that fulfils the same contract."""
 
 import select
 import time
@@ -28,7 +28,7 @@ class RemoteMemory:
 
 
 class RemoteTransport(RemoteObject):
-    """A `UcxTransport` in a child process, with its settings. `prefix` is the command that runs the child elsewhere."""
+    """A `UcxTransport` in a child process, with its settings. `prefix` is a command that runs the child elsewhere."""
 
     def __init__(self, settings, prefix=()):
         super().__init__("tests.transport.remote:Child", settings, prefix=prefix)
@@ -68,7 +68,7 @@ class RemoteTransport(RemoteObject):
 
 
 def first_error(transport, ticket):
-    """Drive one side until a ticket ends; its error."""
+    """Drive one side until a ticket completes. Returns its error."""
     ended = {}
 
     def step():
@@ -79,7 +79,7 @@ def first_error(transport, ticket):
 
 
 class Child:
-    """The other end: a transport, and what tests do beside its own methods."""
+    """The other end: a transport, with further methods for tests."""
 
     def __init__(self, settings):
         self._memory = []
@@ -99,7 +99,7 @@ class Child:
         return self._memory[key].read()
 
     def drive(self, seconds):
-        """Progress for a while; the number of completions."""
+        """Progress for a while. Returns the number of completions."""
         count, end_s = 0, time.monotonic() + seconds
         while time.monotonic() < end_s:
             count += len(self._transport.progress())
@@ -107,7 +107,7 @@ class Child:
         return count
 
     def wakeups(self, seconds):
-        """Sleep as a driver does, for a while; how often the transport woke it."""
+        """Sleep for a while, as a driver does. Returns how often the transport woke it."""
         count, end_s = 0, time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._transport.fileno(), select.POLLIN)

@@ -1,4 +1,4 @@
-"""Connections to UCX's ports that speak no kvconnector, as whoever reaches a port can make them."""
+"""Connections to UCX's ports from programs that are not kvconnector, as anybody who reaches a port can make them."""
 
 import os
 import socket
@@ -10,7 +10,7 @@ LISTENING = "0A"
 
 
 def listening_ports(pid):
-    """The TCP ports that a process listens on."""
+    """Return the TCP ports that a process listens on."""
     folder = f"/proc/{pid}/fd"
     names = [f"{folder}/{fd}" for fd in os.listdir(folder)]
     links = [os.readlink(name) for name in names if os.path.islink(name)]
@@ -25,5 +25,5 @@ def connect(port):
 
 
 def unknown_message(payload):
-    """A message of a kind that UCX's tcp does not know."""
+    """Return a message of a kind that UCX's tcp does not know."""
     return struct.pack("<BI", 25, len(payload)) + payload

@@ -1,4 +1,4 @@
-"""What a process may know of whether a peer's lives."""
+"""How a process can find out if a peer's process lives."""
 
 import ctypes
 import os
@@ -39,7 +39,7 @@ def test_a_process_that_is_not_reaped_or_has_anothers_id_is_dead():
 
 
 def test_a_process_may_have_any_bytes_as_its_name():
-    """The kernel cuts names after 15 bytes, in the middle of a letter too."""
+    """The kernel cuts names after 15 bytes, even in the middle of a letter."""
     libc, set_name, own = ctypes.CDLL(None), 15, Path("/proc/self/comm").read_bytes().strip()
     libc.prctl(set_name, b") \xc3", 0, 0, 0)
     try:

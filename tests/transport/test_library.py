@@ -1,4 +1,4 @@
-"""Which libucp a process uses, and that our idea of its structs is right."""
+"""The choice of libucp for a process, and the offsets in its structs."""
 
 import ctypes
 import importlib.util
@@ -17,7 +17,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="needs g
 
 
 def in_a_new_process(program, **variables):
-    """What an interpreter prints that has loaded no UCX yet."""
+    """Return what a program prints in an interpreter that has loaded no UCX yet."""
     program = f"import os\nos.environ.pop('KVCONNECTOR_UCX_LIBRARY', '')\n{program}"
     return run_python("-c", program, **variables).strip()
 
@@ -27,7 +27,7 @@ LOAD = "from kvconnector.transport.ucx import load_library as load\n"
 
 @pytest.fixture
 def wheel():
-    """The folder of the wheel's libraries."""
+    """Return the folder of the wheel's libraries."""
     pytest.importorskip("libucx")
     return library.SOURCES["wheel"]().parent
 
@@ -54,7 +54,7 @@ def test_the_systems_is_found_where_the_loader_looks(wheel, tmp_path):
 
 @pytest.fixture
 def too_old(tmp_path):
-    """A folder with a libucp of a version that is not known."""
+    """A folder with a libucp of an unknown version."""
     source = tmp_path / "old.c"
     source.write_text(
         "void ucp_get_version(unsigned *a, unsigned *b, unsigned *c) { *a = 1; *b = 13; *c = 1; }"
@@ -171,7 +171,7 @@ def test_a_system_without_transports_for_rdma_is_no_better_than_the_wheel(instal
 def test_auto_takes_nixls_where_ports_are_active_and_warns_without(
     wheel, too_old, nixl, source, words
 ):
-    """NIXL's is made of the wheel, with a name of its own and a module for RDMA."""
+    """NIXL's library is made from the wheel's, with a name of its own and a module for RDMA."""
     package = too_old / "nixl_cu13"
     libraries = too_old / "nixl_cu13.libs"
     (libraries / "ucx").mkdir(parents=True)
@@ -194,7 +194,7 @@ def test_auto_takes_nixls_where_ports_are_active_and_warns_without(
     assert taken == source
     assert words in "".join(log)
     assert bool(log) == bool(words)
-    if words:  # what kept the others from being taken
+    if words:  # the reasons for not using the others
         assert "wheel: " in log[0]
         assert f"{too_old}/libucp.so.0 has no transports for RDMA" in log[0]
         assert "layout may have changed" in log[0]

@@ -1,4 +1,4 @@
-"""Foreign connections to UCX's ports: they take only spare descriptors, and peers connect after they have closed."""
+"""Foreign connections to UCX's ports take only spare descriptors, and peers can connect once they are closed."""
 
 import logging
 import resource

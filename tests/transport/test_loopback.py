@@ -1,4 +1,4 @@
-"""The loopback transport is a transport like others."""
+"""The loopback transport passes the conformance tests of transports."""
 
 from tests.support.loopback import LoopbackNetwork
 from tests.support.transport_suite import TransportPair, TransportSuite, Worker

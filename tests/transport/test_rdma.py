@@ -1,4 +1,4 @@
-"""RDMA between hosts: which ports are picked, on made-up trees of sysfs, and what is logged where UCX takes TCP."""
+"""RDMA between hosts, on made-up trees of sysfs: which ports are chosen, and what is logged if UCX takes TCP."""
 
 import ctypes
 import logging
@@ -22,7 +22,7 @@ from kvconnector.transport.ucx.rdma import LOCKED_BYTES_PER_DEVICE, RdmaChoice
 
 
 class Sysfs:
-    """A made-up /sys. Devices are put by their path of PCI addresses, the root complex first."""
+    """A made-up /sys. Devices are added by their path of PCI addresses, the root complex first."""
 
     def __init__(self, root):
         self.root = root
@@ -128,7 +128,7 @@ TCP = {("tcp", "eth0"), ("tcp", "lo"), ("sysv", "memory")}
 
 
 def offering(*resources):
-    """A UCX that has these unless an option leaves them out."""
+    """A UCX that has these transports unless an option leaves them out."""
 
     def offers(options):
         devices, tls = options.get("NET_DEVICES", "all"), options.get("TLS", "all")
@@ -140,13 +140,13 @@ def offering(*resources):
 
 
 def choice(offers, path="/libucp.so.0", **settings):
-    """The choice among what a made-up UCX offers."""
+    """Return the choice among the devices that a made-up UCX offers."""
     return RdmaChoice(SimpleNamespace(path=Path(path)), offers=offers, **settings)
 
 
 @pytest.fixture
 def two_ports(sysfs):
-    """RDMA ports, the first of which is near to every CPU that there is."""
+    """RDMA ports, the first of which is near to every CPU."""
     for node in (0, 1):
         sysfs.port(f"mlx5_{node}", sysfs.pci(f"pci0000:{node}0/0000:{node}0:01.0", node))
     sysfs.cpus(0, *range(os.cpu_count() or 1))
@@ -178,7 +178,7 @@ def test_a_device_that_ucx_cannot_use_is_named_beside_those_it_can():
 
 @pytest.fixture
 def lock_limit(monkeypatch):
-    """Bounds what this process may lock; None: no limit."""
+    """Bounds the memory that this process may lock; None: no limit."""
 
     def limit(nbytes):
         monkeypatch.setattr("kvconnector.transport.ucx.rdma.lockable_bytes", lambda: nbytes)
@@ -261,7 +261,7 @@ def test_why_ucx_has_no_rdma_lane(two_ports, lock_limit, options, offers, remedy
     ],
 )
 def test_why_ucx_opens_no_port_though_it_has_the_transports(sysfs, driver, brought, remedy):
-    """The transports are here a library that can be loaded."""
+    """The transports are a library that can be loaded here."""
     device = sysfs.pci("pci0000:00/0000:00:01.0", 0)
     (sysfs.root / "drivers" / driver).mkdir(parents=True)
     (device / "driver").symlink_to(sysfs.root / "drivers" / driver)
@@ -275,7 +275,7 @@ def test_why_ucx_opens_no_port_though_it_has_the_transports(sysfs, driver, broug
 
 
 def on_another_host(transport):
-    """A transport's address as if its host were another."""
+    """Return a transport's address as if it were on another host."""
     here = WorkerAddress.decode(transport.address)
     return replace(here, host_id=b"?" * HOST_ID_BYTES, shares_memory=False).encode()
 
@@ -294,7 +294,7 @@ def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_require
         UcxTransport(load_library(), options={"TLS": "tcp"}, require_rdma=strict)
         for strict in (False, False, True)
     )
-    caplog.clear()  # a process's first UCX may have been chosen just now
+    caplog.clear()  # a process's first UCX may have been chosen only now
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             assert not warned.falls_back_to_tcp(warned.connect(peer.address))
@@ -306,7 +306,7 @@ def test_tcp_to_another_host_is_warned_of_once_and_refused_where_rdma_is_require
         for _ in range(2):
             assert warned.falls_back_to_tcp(warned.connect(on_another_host(peer)))
     (record,) = caplog.records
-    lanes = warned.lanes(endpoint)  # not of lo, whatever 1.20.0 of UCX is given
+    lanes = warned.lanes(endpoint)  # not lo's, which UCX 1.20.0 cannot use
     assert f"by {lanes}, although" in record.getMessage()
     assert "mlx5_0:1, mlx5_1:1" in record.getMessage()
     strict.connect(peer.address)

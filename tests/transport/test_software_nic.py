@@ -1,4 +1,4 @@
-"""UCX's transports for RDMA, over ports in software: bytes, lanes, a port that goes down, refused registration."""
+"""UCX's transports for RDMA over ports in software: bytes, lanes, a port that goes down, refused registration."""
 
 import os
 
@@ -35,7 +35,7 @@ LITTLE_MEMORY = [*AS_ANY_USER, "prlimit", f"--memlock={LOCK_LIMIT}"]
 
 
 def start(nics, *, device="", within=(), require_rdma=False, **environment):
-    """A transport of a process that has these ports, or one of them alone. `within`: the command that starts it."""
+    """Start a transport in a process that has these ports, or one of them. `within`: the command that starts it."""
     options = {"TLS": TLS}
     if device:
         interfaces = {name for _, name in offered(load_library(), {"TLS": "tcp"})}
@@ -47,7 +47,7 @@ def start(nics, *, device="", within=(), require_rdma=False, **environment):
 
 
 def join(a, b):
-    """Both sides of a new connection."""
+    """Connect. Returns both sides."""
     return TransportPair(
         Worker(a, a.connect(b.address), a.allocate),
         Worker(b, b.connect(a.address), b.allocate),
@@ -58,7 +58,7 @@ def join(a, b):
 
 
 def move(ledger, pair, nbytes, tag):
-    """One message, from the first to the second."""
+    """Send one message, from the first to the second."""
     sent, received = pair.a.allocate(nbytes), pair.b.allocate(nbytes)
     sent.write(pattern(nbytes, tag))
     receive = pair.b.transport.recv(tag, received.buffer)
@@ -92,7 +92,7 @@ def test_lanes_are_all_ports_or_the_named_one(nics, device, num_lanes):
 
 
 def test_a_port_that_goes_down_loses_its_peers_alone_and_they_meet_again(nics):
-    """A message is announced, then the cable is out: its receiver waits, and cancels."""
+    """A message is announced, then the cable is pulled: its receiver waits, and cancels."""
     a, b, *others = (start(nics, device=f"soft_{number}:1") for number in (0, 0, 1, 1))
     pair, spared = join(a, b), join(*others)
     ledger, others = Ledger(a, b), Ledger(*others)

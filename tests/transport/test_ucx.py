@@ -1,4 +1,4 @@
-"""UCX transports: conformance within and between processes, loss of a peer, orderly ends."""
+"""UCX transports: conformance within and between processes, loss of a peer, orderly shutdown."""
 
 import gc
 import os
@@ -28,7 +28,7 @@ from tests.transport.remote import RemoteTransport, first_error
 TCP = {"TLS": "tcp"}
 OPTIONS_JUDGED_SINCE = (1, 20, 1)
 RENDEZVOUS_OVER_TCP = {**TCP, "RNDV_THRESH": "64k"}
-"""Older libucx sends even megabytes over tcp without waiting for a receive."""
+"""A length that waits for its receive: older libucx sends even megabytes over tcp without waiting."""
 SEGMENT_BYTES = 512 << 10
 
 
@@ -60,14 +60,14 @@ class TestOneProcess(TransportSuite):
 
 
 class TestTwoProcessesOfOneHost(TransportSuite):
-    """Shared memory, as the settings' defaults have it."""
+    """Shared memory, with default settings."""
 
     def pair(self):
         return remote_pair()
 
 
 class TestTwoProcessesAsOfTwoHosts(TransportSuite):
-    """Endpoints that UCX watches, over tcp, as the settings' defaults have it."""
+    """Endpoints that UCX watches, over tcp, with default settings."""
 
     def pair(self):
         return remote_pair(options=TCP, tcp_segment_bytes=SEGMENT_BYTES)
@@ -111,7 +111,7 @@ def test_a_large_message_of_a_killed_process_fails_its_receive(options):
     a, doomed = open_ucx_transport(options=options), RemoteTransport({"options": options})
     here, there = met(a, doomed, 1)
     doomed.send(there.endpoint, 2, doomed.allocate(4 << 20).buffer)
-    # Announced to us by the time that a later small message has arrived.
+    # It has been announced to us once a later small message has arrived.
     exchange(Ledger(a, doomed), here, there, 3)
     doomed.kill()
     doomed.child.wait(30)
@@ -160,7 +160,7 @@ def test_a_transport_needs_no_thread_and_leaves_no_descriptor():
 
 @pytest.fixture
 def judges_options():
-    """For tests of what becomes of an option that UCX has no use for: older ones only warn, and of more of them."""
+    """For tests of options that UCX does not use: older versions only warn, and about more of them."""
     transport = open_ucx_transport()
     version = transport.libucp.library.version
     transport.close()
@@ -198,7 +198,7 @@ def live(lanes):
 
 
 def check_silent(lanes, capfd):
-    """An interpreter that uses these lanes writes nothing until its end."""
+    """Check that an interpreter that uses these lanes writes nothing until it ends."""
     process = RemoteObject("tests.transport.test_ucx:live", lanes, prefix=["env"])
     process.release()
     assert process.child.returncode == 0
@@ -218,7 +218,7 @@ def test_options_without_a_use_are_no_trouble_and_unknown_ones_are_refused(capfd
 
 
 def shared_segments():
-    """Segments of other processes' memory that are mapped here."""
+    """Return the segments of other processes' memory that are mapped here."""
     return Path("/proc/self/maps").read_text().count("/SYSV")
 
 

@@ -1,4 +1,4 @@
-"""UCX's log: a fatal message does not end the process, and needs no GIL."""
+"""UCX's log: a fatal message does not end the process and does not need the GIL."""
 
 import ctypes
 import logging
@@ -86,7 +86,7 @@ def test_only_expected_leaks_are_kept_quiet_and_the_rest_of_a_place_is_counted(c
             for _ in range(MAX_PER_PLACE + 2):
                 log(b"/a/other.c", WARN, b"something else")
         transport.close()
-        LOG_GUARD.report(is_last=True)  # a transport of another test may be open
+        LOG_GUARD.report(is_last=True)  # another test's transport may be open
     assert caplog.text.count("something else") == MAX_PER_PLACE
     assert "other.c:7): 2 more like these" in caplog.text
     assert "expected" not in caplog.text + capfd.readouterr().out

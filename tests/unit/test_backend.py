@@ -65,7 +65,7 @@ def logical_tensor(backend, dtype=np.int32):
 
 
 def parts_of(tensor, axes):
-    """The tensor as `[layers][part][block, head, token, dim]`, split by the names of its axes."""
+    """Return the tensor as `[layers][part][block, head, token, dim]`, split by the names of its axes."""
     if "l" not in axes:
         tensor, axes = tensor[None], "l" + axes
     tensor = tensor.transpose([axes.index(axis) for axis in "l2bhtdp" if axis in axes])
@@ -79,7 +79,7 @@ def parts_of(tensor, axes):
 
 
 def indices_in_memory(view, base_address):
-    """The index in memory of each element `[block, head, token, dim]` of a view, from the pool's first element."""
+    """Return each element's index in memory, `[block, head, token, dim]`, counted from the pool's first element."""
     steps = np.ogrid[tuple(slice(count) for count in view.shape)]
     offsets = sum(step * stride for step, stride in zip(steps, view.strides_bytes, strict=True))
     return (offsets + (view.address - base_address)) // view.item_size_bytes

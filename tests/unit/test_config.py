@@ -58,7 +58,7 @@ REFUSED = [
             ("control", "max_message_bytes", 100),
             ("ucx", "library", 1, ""),
             ("ucx", "tls", 3),
-            # as variables with bytes that are not UTF-8 are read
+            # as Python reads variables with bytes that are not UTF-8
             ("peer", "timeout_s", "\udcff"),
             ("control", "secret_key_file", "\udcff", "\0"),
             ("ucx", "library", "\udcff", "\0"),
@@ -71,7 +71,7 @@ REFUSED = [
         {"staging": {"chunk_bytes": 1 << 31, "budget_bytes": 1 << 33}},
         r"chunk_bytes: expected `int` <=",
     ),
-    # of two settings that contradict each other, both are named
+    # the error names both of two contradicting settings
     ({"peer": {"timeout_s": 5.0}}, "timeout_s=.*heartbeat_interval_s="),
     ({"peer": {"idle_timeout_s": 15.0}}, "idle_timeout_s=.*timeout_s="),
     ({"lease": {"duration_s": 4}}, "duration_s=.*heartbeat_interval_s="),
@@ -103,7 +103,7 @@ def test_wrong_settings_are_refused_by_name(number):
     ],
 )
 def test_constructors_check_their_values(wrong, complaint):
-    """Constructors of msgspec structs alone do not. Errors name sections as those of a mapping do."""
+    """Plain constructors of msgspec structs do not. Errors name sections as those for a mapping do."""
     with pytest.raises(ConfigError, match=complaint):
         ConnectorConfig(**{"engine_id": "e", "control": ControlConfig(insecure=True)} | wrong)
 

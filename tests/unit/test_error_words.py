@@ -57,7 +57,7 @@ class Pair:
 
 
 def failed_load(first=bool, before=bool, after=bool, verify=("none", "none"), **changes):
-    """Makes a load of a changed offer fail, and gives the error text. Callbacks run before and after its orders."""
+    """Makes a load of a changed offer fail, and returns the error text. Callbacks run before and after its orders."""
 
     def trigger():
         pair = Pair(verify)
@@ -98,7 +98,7 @@ def cut_the_route_back(pair):
 
 
 def raised_by(call, *args, **kwargs):
-    """The error of a call."""
+    """Return the error of a call."""
 
     def trigger():
         with pytest.raises(e.KVConnectorError) as found:
@@ -109,7 +109,7 @@ def raised_by(call, *args, **kwargs):
 
 
 def raised_by_scheduler(method, **arguments):
-    """The error of a call of a consumer's scheduler."""
+    """Return the error of a call to a consumer's scheduler."""
     return raised_by(lambda: getattr(consumer_scheduler(), method)("r", **arguments))
 
 

@@ -18,7 +18,7 @@ def test_every_public_name_exists_and_is_documented():
     "module, heavy",
     [
         ("kvconnector", {"torch", "numpy", "numba", "msgspec", "zmq", "ucxx"}),
-        # vLLM on a CPU looks through all modules when a worker starts, and fails on llvmlite's
+        # vLLM on a CPU inspects all modules when a worker starts, and fails on llvmlite's
         ("kvconnector.runtime", {"numba", "llvmlite"}),
     ],
 )

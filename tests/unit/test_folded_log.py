@@ -1,4 +1,4 @@
-"""Refusals are counted and logged once a minute a peer, and the memory for peers is bounded."""
+"""Refusals are counted and logged once a minute per peer, and the memory for peers is bounded."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Common mistakes of an engine's author: the call refuses each one with a clear error and changes nothing."""
+"""Common mistakes of engine authors: the call refuses each with a clear error and changes nothing."""
 
 import numpy as np
 import pytest

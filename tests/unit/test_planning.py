@@ -8,7 +8,7 @@ from tests.support.fakes import FakeEngine, attention_model
 
 
 def planned(ranges):
-    """The reads of one rank from an engine like its own."""
+    """Return the reads of one rank from an engine like its own."""
     engine = FakeEngine("e", attention_model(num_layers=1)).geometry()
     return plan_transfer(TpKVTopology(engine, Rank(0, 0)), engine, ranges, chunk_bytes=1 << 20)
 

@@ -29,7 +29,7 @@ def group(**changes):
 
 
 def split(ranks=slice(None), order=(0, 1, 2, 3), **sizes):
-    """An engine of two stages of two ranks each, or some of its ranks, in any order, with other sizes."""
+    """Make an engine of two stages of two ranks each, or some of its ranks, in any order, with other sizes."""
     base = engine(tp_size=2, stages=((0, 1), (2, 3)))
     return relisted(base, [base.ranks[i] for i in order][ranks], **sizes)
 

@@ -12,7 +12,7 @@ from tests.unit.topologies import LAYERS, engine, mla, relisted, sharing, topolo
 
 
 def stored(order, **cut):
-    """An engine whose parts have this memory order."""
+    """Make an engine whose parts have this memory order."""
 
     def rank_of(rank):
         (group,) = rank.groups
@@ -117,7 +117,7 @@ def test_a_segments_layers_are_adjacent_on_both_sides():
 
 
 def overlapping():
-    """One rank has all heads, and the other has the last two."""
+    """Make an engine of which one rank has all heads, and the other the last two."""
     whole, halves = engine(tp_size=1), engine(tp_size=2)
     return relisted(halves, [whole.ranks[0], halves.ranks[1]])
 
@@ -130,7 +130,7 @@ def overlapping():
         (engine(tp_size=8), True, True),
         (mla(1), False, False),
         (mla(2), True, True),
-        # eight ranks, but pairs of ranks share the tokens
+        # eight ranks, of which pairs share the tokens
         (engine(tp_size=8, dcp=(2, 1)), False, False),
         (engine(tp_size=8, heads=2, dcp=(2, 1)), True, True),
         (sharing(4, 1), False, False),

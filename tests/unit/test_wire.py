@@ -23,7 +23,7 @@ DIRECTORY = m.Directory(
 
 
 def travelling(message, **changes):
-    """The bytes of a message with some fields changed, also those of its geometry."""
+    """Return the bytes of a message with some fields changed, also those of its geometry."""
     payload = encode(message)
     fields = msgspec.msgpack.decode(payload[ENVELOPE.size :])
     places = {name: (fields, i) for i, name in enumerate(message.__struct_fields__)}
@@ -126,7 +126,7 @@ def test_too_many_segments_are_refused():
 
 def test_deep_nesting_is_refused():
     depth = 100_000
-    # a complete appended field would be skipped
+    # a whole appended field would be skipped
     hostile = encode(m.HeartbeatReply())[: ENVELOPE.size] + b"\x91" + b"\x91" * depth + b"\xc0"
     with pytest.raises(RemoteProtocolError, match="malformed HeartbeatReply"):
         decode(hostile)

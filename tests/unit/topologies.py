@@ -23,7 +23,7 @@ def mla(tp_size):
 
 
 def sharing(dcp_size, interleave_tokens, block_size=16):
-    """An engine whose ranks hold all heads and share the tokens."""
+    """Make an engine whose ranks hold all heads and share the tokens."""
     return engine(
         tp_size=dcp_size, heads=1, block_size=block_size, dcp=(dcp_size, interleave_tokens)
     )
@@ -34,6 +34,6 @@ def relisted(base, ranks, **changes):
 
 
 def topology(whole, rank=(0, 0)):
-    """The topology of a rank that reads the replica of its own number."""
+    """Return the topology of a rank that reads the replica with its own number."""
     rank = Rank(*rank)
     return TpKVTopology(whole, rank, replica_index=rank.global_rank(whole.tp_size))

@@ -19,14 +19,14 @@ NAMES = [f"model.layers.{number}.self_attn.attn" for number in range(LAYERS)]
 
 
 def placed(tp_rank=0, **shared):
-    """A worker of one pipeline stage; with arguments of `ContextParallel`, one that shares tokens."""
+    """Place a worker in one pipeline stage; with arguments of `ContextParallel`, as one that shares tokens."""
     return Placement(
         rank=Rank(0, tp_rank), tp_rank=tp_rank, context_parallel=ContextParallel(**shared)
     )
 
 
 def read(view):
-    """The `[B, H, N, D]` bytes of a view, as an engine's memory holds them."""
+    """Return the `[B, H, N, D]` bytes of a view, as an engine's memory holds them."""
     steps = zip(view.shape, view.strides_bytes, strict=True)
     span_bytes = sum((count - 1) * stride for count, stride in steps) + view.item_size_bytes
     memory = (ctypes.c_uint8 * span_bytes).from_address(view.address)
@@ -37,13 +37,13 @@ def read(view):
 
 
 def raw(tensor):
-    """A logical `[B, H, N, D]` tensor as `read` gives it."""
+    """Return a logical `[B, H, N, D]` tensor in the form of `read`."""
     dense = tensor.contiguous()
     return dense.view(torch.uint8).numpy().reshape(*dense.shape, -1)
 
 
 def model_of(kv_heads, num_layers=LAYERS, **overrides):
-    """A model's configuration; `overrides[number]` are the KV heads of layers that differ."""
+    """Return a model's configuration; `overrides[number]` are the KV heads of layers that differ."""
     heads = [overrides.get(f"layer_{n}", kv_heads) for n in range(num_layers)]
     return SimpleNamespace(
         get_total_num_kv_heads=lambda: kv_heads,
@@ -86,7 +86,7 @@ def attention(kind=kv.FullAttentionSpec, **options):
 
 
 def one_group(spec, layout, kernel_block_size=None, names=NAMES, num_blocks=BLOCKS):
-    """One group in one allocation, as vLLM makes it."""
+    """Return one group in one allocation, as vLLM makes it."""
     names = list(names)
     page = spec.page_size_bytes
     is_compact = layout.is_layer_compact
@@ -118,7 +118,7 @@ def registered(
     place=placed(),  # noqa: B008  it is not changed
     **engine,
 ):
-    """A group as a worker registers it, and its caches by layer."""
+    """Return a group as a worker registers it, and its caches by layer."""
     config, caches = one_group(spec, layout, kernel_block_size)
     (group,) = register_groups(vllm_config(backend, **engine), config, caches, place)
     return group, caches

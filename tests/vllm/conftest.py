@@ -27,7 +27,7 @@ def world(model):
         specs = specs or [attention()]
         infos = tuple(group_info(spec, n, 1) for n, spec in enumerate(specs))
         config = w.vllm_config(model, role, **options)
-        # an engine that also hands its blocks back both reads and is read
+        # an engine that also offers its blocks both reads and is read
         of_workers = "kv_both" if options.get("bidirectional_kv_xfer") else role
         shakes = {(0, 0): w.handshake(infos, role=of_workers)}
         made = w.World(config, w.cache_config(specs), shakes, is_async=is_async)

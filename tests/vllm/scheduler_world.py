@@ -1,4 +1,4 @@
-"""vLLM's real scheduler with our connector in it; the test says what the workers report."""
+"""vLLM's real scheduler with our connector in it; tests say what the workers report."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 TRANSFER = {"transfer_id": "t", "transfer_secret": SECRET}
 ADDRESS = {"remote_engine_id": "p", "remote_host": "127.0.0.1", "remote_port": 9}
 FOLLOWED = {"do_remote_prefill": True, **ADDRESS, **TRANSFER}
-"""Parameters that a router which has named a transfer gives a decode engine while the prompt is computed."""
+"""Parameters that a router which has named a transfer sends a decode engine while the prompt is computed."""
 
 
 def offer(num_tokens, **changes):
-    """A producer's parameters as a router brings them."""
+    """Return a producer's parameters as a router passes them on."""
     blocks = -(-num_tokens // BLOCK_SIZE)
     return {
         "do_remote_prefill": True,
@@ -59,8 +59,8 @@ def vllm_config(
     engine=None,
     **extra,
 ):
-    """The configuration that `vllm serve` would make of these arguments. `beside`: the connector before ours in a
-    `MultiConnector`, or after it if ours `is_first`. `is_ranged`: the `MultiConnector` is ours, too.
+    """Return the configuration that `vllm serve` would make of these arguments. `beside`: the connector before ours in
+    a `MultiConnector`, or after it if ours `is_first`. `is_ranged`: the `MultiConnector` is ours, too.
     """
     transfer = {
         "kv_connector": "KVConnector",
@@ -95,7 +95,7 @@ def vllm_config(
 
 
 def state_spec():
-    """A recurrent layer's, as large as the attention's pages."""
+    """Return a recurrent layer's spec, with pages as large as the attention's."""
     return kv_cache_interface.MambaSpec(
         block_size=1024, shapes=((2 * BLOCK_SIZE * HEADS * DIM,),), dtypes=(torch.float32,)
     )
@@ -169,7 +169,7 @@ class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return tokens, tokens > 0 and self.is_async
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens):
-        """Nothing to remember."""
+        """Do nothing."""
 
     def get_transfer_results(self, finished_req_ids):
         results, self.results = self.results, base.KVConnectorTransferResults()
@@ -182,7 +182,7 @@ class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return True, None
 
 
-# the rest of the interface is for workers, and there are none
+# the rest of the interface is for workers, of which there are none
 KeepingConnector.__abstractmethods__ = frozenset()
 
 
@@ -209,8 +209,8 @@ class World:
         self._count = 0
 
     def add(self, num_tokens, params=None, prompt=None, trace_headers=None, forms=None, **sampling):
-        """Queue a request. Requests of one `prompt` number share their tokens. `forms`: the prompt as vLLM's `Request`
-        takes it.
+        """Queue a request. Requests with one `prompt` number share their tokens. `forms`: the prompt as vLLM's
+        `Request` takes it.
         """
         extra = {"kv_transfer_params": params} if params else None
         sampling = {"max_tokens": 4, "ignore_eos": True, "extra_args": extra, **sampling}
@@ -237,7 +237,7 @@ class World:
 
     def news(self, planned):
         step = planned.kv_connector_metadata
-        # a MultiConnector's children each have their own
+        # each child of a MultiConnector has its own
         children = getattr(step, "metadata", [step])
         (ours,) = (child for child in children if isinstance(child, ConnectorStep))
         return News(ours.decode())
@@ -273,7 +273,7 @@ class World:
 
 
 class TierStep:
-    """A step of an engine beside vLLM's `OffloadingConnector`, whose workers do what they are ordered. `news`: our
+    """A step of an engine beside vLLM's `OffloadingConnector`, whose workers carry out their orders. `news`: our
     orders; `tier`: the tier's loads; `extra`: the number of children that a worker waits for besides the last one, by
     request; `outputs`: the requests' outputs.
     """

@@ -1,6 +1,6 @@
 """vLLM engines whose ranks may share tokens, with its own scheduler, cache tensors, slots and aggregator of workers.
 
-Only the model is left out: a forward pass writes a known value for each layer, token and head.
+Only the model is missing: a forward pass writes a known value for each layer, token and head.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNWRITTEN = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """One engine. `kv_heads` 0 is a latent. Without a kernel block size, the attention backend takes vLLM's blocks."""
+    """An engine's shape. `kv_heads` 0 is a latent. Without a kernel block size, attention uses vLLM's blocks."""
 
     tp_size: int = 1
     dcp_size: int = 1
@@ -57,11 +57,11 @@ class Shape:
 
     @property
     def content(self):
-        """Elements of one head of a token: K and V, or a latent."""
+        """Number of elements of one head of a token: K and V, or a latent."""
         return 2 * DIM if self.kv_heads else DIM
 
     def heads(self, tp_rank):
-        """KV heads of a rank, in the whole model's numbering."""
+        """Return the KV heads of a rank, in the whole model's numbering."""
         return (
             TpKVTopology.heads_of(self.kv_heads, tp_rank=tp_rank, tp_size=self.tp_size)
             if self.kv_heads
@@ -78,7 +78,7 @@ class Shape:
 
 
 def written(prompt, heads, content):
-    """Values that a forward pass over a prompt leaves in the cache: `[layer, token, head, content]`."""
+    """Return the values that a forward pass over a prompt leaves in the cache: `[layer, token, head, content]`."""
     layers, dims = torch.arange(LAYERS)[:, None, None, None], torch.arange(content)
     tokens = torch.tensor(prompt)[None, :, None, None]
     places = torch.arange(len(prompt))[None, :, None, None]
@@ -89,9 +89,9 @@ def written(prompt, heads, content):
 
 @lru_cache
 def _v1_kernel():
-    """vLLM's kernel in the real Triton's interpreter: without a GPU, vLLM replaces Triton by a dummy."""
+    """Return vLLM's kernel in the real Triton's interpreter: without a GPU, vLLM replaces Triton by a dummy."""
     here = ComputeSlotMappingKernel.kernel, None
-    # in whose place vLLM may have registered one for this platform
+    # vLLM may have registered another one for this platform
     name = "vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel"
     kernel, _ = dispatcher._registry.get(name, here)
     source = getattr(kernel, "fn", kernel)
@@ -102,8 +102,8 @@ def _v1_kernel():
 
 
 def v1_slots(block_ids, num_tokens, block_size, shared):
-    """Slots of a request's first tokens on one rank, in vLLM's blocks; -1 where another rank has the token. vLLM's V1
-    model runner computes them, since its CPU code has no context parallelism.
+    """Return the slots of a request's first tokens on one rank, in vLLM's blocks; -1 where another rank has the token.
+    vLLM's V1 model runner computes them, since its CPU code has no context parallelism.
     """
     table = torch.tensor([list(block_ids)], dtype=torch.int32)
     slots = torch.full((num_tokens,), PAD_SLOT_ID - 1, dtype=torch.int64)
@@ -126,7 +126,7 @@ def v1_slots(block_ids, num_tokens, block_size, shared):
 
 
 class Rank:
-    """One worker's memory and connector."""
+    """A worker's memory and connector."""
 
     def __init__(self, config, shape, placement):
         self.shape, self.placement = shape, placement
@@ -176,7 +176,7 @@ class Rank:
             layer[place] = value[positions.start : positions.stop][is_own]
 
     def right_tokens(self, token_ids, block_ids):
-        """Positions whose slots on this rank hold the values that a forward pass over the tokens leaves."""
+        """Return the positions whose slots on this rank hold the values that a forward pass over the tokens leaves."""
         slots = self.slots(block_ids, len(token_ids))
         values = written(token_ids, self.heads, self.shape.content)
         is_right = slots != PAD_SLOT_ID
@@ -208,7 +208,7 @@ class SharedEngine:
         )
         self.config = config
         config.kv_transfer_config.engine_id = role
-        # vLLM's CPU platform has not the model runner that knows prefill context parallelism
+        # vLLM's CPU platform lacks the model runner that supports prefill context parallelism
         config.parallel_config.prefill_context_parallel_size = shape.pcp_size
         config.parallel_config.decode_context_parallel_size = shape.dcp_size
         backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
@@ -245,7 +245,7 @@ class SharedEngine:
         return self.end_step(self.begin_step())
 
     def begin_step(self):
-        """Plan a step, do the forward pass, and give the workers their orders."""
+        """Plan a step, run the forward pass, and give the workers their orders."""
         planned = self.world.scheduler.schedule()
         self.num_computed.update(planned.num_scheduled_tokens)
         for request_id, count in planned.num_scheduled_tokens.items():
@@ -307,7 +307,7 @@ def prefilled(producer, prompt_number, num_tokens):
 
 
 def check_read(producer, consumer, prompt_number, num_tokens):
-    """Check that a prompt which one engine prefills is, token by token, where vLLM reads it on the other's ranks."""
+    """Check, token by token, that a prompt which one engine prefills is where vLLM reads it on the other's ranks."""
     prompt, params = prefilled(producer, prompt_number, num_tokens)
     request = consumer.world.add(num_tokens, params, prompt=prompt_number)
     until(lambda: request.num_output_tokens > 0, consumer, producer)

@@ -1,4 +1,4 @@
-"""Our aggregator and vLLM's own, which merges the outputs of our vLLM workers, over the same outputs."""
+"""Our aggregator compared with vLLM's own, which merges the outputs of our vLLM workers, over the same outputs."""
 
 import random
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ PACKED = {"kind": "load", "outcome": "done", "phases": (), "path": "packed"}
 
 
 def events_of(names):
-    """A worker's events, as a connector of vLLM's makes them."""
+    """Return a worker's events, as a connector of vLLM's makes them."""
     events = LMCacheKVEvents(1)
     events.add_events([BlockRemoved(block_hashes=[1], medium=name) for name in names])
     return events
@@ -35,7 +35,7 @@ class Worker:
         self._left = {way: rng.sample(REQUESTS, len(REQUESTS)) for way in ("send", "recv")}
 
     def step(self, events, expected):
-        """The worker's output of one step in our form; None if it is empty."""
+        """Return the worker's output of one step in our form; None if it is empty."""
         rng = self._rng
         sent, received = (
             frozenset(left.pop() for _ in range(rng.randint(0, min(2, len(left)))))
@@ -65,7 +65,7 @@ class Worker:
 
 
 def as_vllm(output):
-    """A worker's output in vLLM's form."""
+    """Return a worker's output in vLLM's form."""
     found = None
     if output is not None:
         found = KVConnectorOutput(
@@ -92,13 +92,13 @@ def test_both_aggregate_any_outputs_alike(seed):
     )
     workers = [Worker(rng) for _ in range(world_size)]
     while not all(worker.is_done for worker in workers):
-        # of an event that not all workers report at once, vLLM's class leaves the rest to the connector
+        # vLLM's class leaves the fields of events that not all workers report at once to the connector
         events = rng.sample("abcd", rng.randint(0, 2))
         expected = rng.choice([0, 0, 0, 1, 2])
         step = [worker.step(events, expected) for worker in workers]
         rank = rng.randrange(world_size)
         found = theirs.aggregate([as_vllm(output) for output in step], rank).kv_connector_output
-        # an absent output of ours is one that vLLM's worker has without a connector's
+        # a missing output of ours is one of vLLM's worker without the connector's
         mine = ours.aggregate([output or WorkerOutput() for output in step], rank)
         assert mine.finished_sending == (found.finished_sending or set())
         assert mine.finished_recving == (found.finished_recving or set())

@@ -137,7 +137,7 @@ def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, t
             part = group.cache.geometry.parts[0]
             assert part.total_heads == total
             shares.append((part.head_start, part.head_stop))
-        # as vLLM loads the weights: rank r has the run of heads number r // replicas
+        # as vLLM loads the weights: rank r has run r // replicas of the heads
         replicas = max(1, tp_size // total)
         assert shares == [
             (rank // replicas * held, (rank // replicas + 1) * held) for rank in range(tp_size)
@@ -145,7 +145,7 @@ def test_the_ranks_hold_each_head_of_a_target_and_of_its_draft(draft, tp_size, t
 
 
 def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
-    """A single head is recognised if vLLM's configuration has a number of heads for that layer."""
+    """A single head is recognised if vLLM's configuration gives that layer's number of heads."""
     own = {"tp_size": 2, "total_kv_heads": 8, "place": placed(1)}
     part = registered(attention(num_kv_heads=2), **own)[0].cache.geometry.parts[0]
     assert (part.total_heads, part.head_start, part.head_stop) == (4, 2, 4)
@@ -163,7 +163,7 @@ def test_a_layer_with_heads_of_its_own_is_cut_by_its_own_number():
 
 @pytest.mark.parametrize(
     "spec,backend,expected",
-    [  # a latent is one head on every rank, and quantised content is moved with its scales
+    [  # a latent is one head on every rank, and quantised content is transferred with its scales
         (
             attention(kv.MLAAttentionSpec, num_kv_heads=1, head_size=576, dtype=torch.bfloat16),
             "FLASHMLA",

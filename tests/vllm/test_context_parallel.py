@@ -22,7 +22,7 @@ WINDOW = attention(SlidingWindowSpec, sliding_window=48)
 
 
 def vllm_placements(monkeypatch, tp_size, pp_size, pcp_size, dcp_size):
-    """The place of every worker in the groups that vLLM makes."""
+    """Return the place of every worker in the groups that vLLM makes."""
     parallel = ParallelConfig(
         tensor_parallel_size=tp_size,
         pipeline_parallel_size=pp_size,
@@ -125,7 +125,7 @@ CASES = {
     "to heads": (Shape(tp_size=2, kv_heads=2), Shape(**GQA, dcp_size=2, interleave_tokens=16)),
     "kernel blocks": (
         Shape(**GQA, dcp_size=2, interleave_tokens=4, block_size=32, kernel_block_size=8),
-        # shorter than a turn: they are joined
+        # shorter than the interleave: they are joined
         Shape(
             **GQA,
             dcp_size=2,
@@ -146,10 +146,10 @@ CASES = {
 @pytest.mark.ucx
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_arrive_in_the_slots_that_vllm_reads(tmp_path_factory, name):
-    """Tokens also arrive after a prefix hit. All but the model is vLLM's: scheduling, blocks, tensors, slots."""
+    """Tokens also arrive after a prefix hit. Except for the model all is vLLM's: scheduling, blocks, tensors, slots."""
     prefill, decode = CASES[name]
     virtual_block = decode.block_size * decode.dcp_size
-    # vLLM lets ranks share the tokens of a head that they would else hold twice
+    # vLLM lets ranks share the tokens of a head that they would otherwise hold twice
     folder = tmp_path_factory.getbasetemp()
     model = make_model(folder / "models", kv_heads=max(prefill.kv_heads, 1))
     with engines(str(model), prefill, decode) as (producer, consumer):

@@ -1,4 +1,4 @@
-"""The options that the documentation gives to `vllm serve`, by vLLM's own parser."""
+"""The documentation's options for `vllm serve`, checked by vLLM's own parser."""
 
 import shlex
 from itertools import pairwise
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def parser():
-    # vLLM 0.32's place of it
+    # where vLLM 0.32 has it
     arguments = pytest.importorskip("vllm.entrypoints.launchers.cli_args")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,6 +1,6 @@
 """The prefill engine's token is the decode engine's first one: vLLM's schedulers on both sides.
 
-It comes with the offer, or of a streamed prompt with the end of its load.
+It comes with the offer, or for a streamed prompt with the end of its load.
 """
 
 import logging
@@ -34,7 +34,7 @@ def vllm_is_left_as_it_was(monkeypatch):
 
 
 def sampled(world, num_tokens, sampling=None, **options):
-    """A prefill engine's offer of a prompt, with `TOKEN` in place of a token that it sampled and sends."""
+    """Return a prefill engine's offer of a prompt, with `TOKEN` in place of a token that it sampled and sends."""
     producer = world(role="kv_producer", **options)
     asked = {"max_tokens": 1, **(sampling or {})}
     producer.add(num_tokens, dict(w.REMOTE_DECODE), prompt=1, **asked)
@@ -47,7 +47,7 @@ def sampled(world, num_tokens, sampling=None, **options):
 
 
 def reported(world, num_tokens, sampling=None, **options):
-    """The extra bytes that a prefill engine's workers send with the end of a streamed prompt."""
+    """Return the extra bytes that a prefill engine's workers send with the end of a streamed prompt."""
     producer = world(role="kv_producer", **options)
     asked = {"max_tokens": 1, **(sampling or {})}
     producer.add(num_tokens, w.REMOTE_DECODE | w.TRANSFER, prompt=1, **asked)
@@ -63,7 +63,7 @@ def of_token(extra, **changes):
 
 
 def followed(engine, num_tokens=100, **sampling):
-    """Let a request for a streamed prompt begin to load; returns it and that step's orders and outputs."""
+    """Let a request for a streamed prompt begin to load. Returns it and that step's orders and outputs."""
     request = engine.add(num_tokens, dict(w.FOLLOWED), prompt=1, **sampling)
     engine.step()
     engine.step(kv_connector_worker_meta=WorkerReport({request.request_id}))
@@ -87,7 +87,7 @@ class Seeded:
         assert outputs == []
 
     def end(self, **report):
-        """End the load as the workers report it; returns the requests' outputs."""
+        """End the load as the workers report it. Returns the requests' outputs."""
         if self.extra is not None:
             said = report.setdefault("kv_connector_worker_meta", WorkerReport())
             said.extras["r1"] = self.extra
@@ -111,7 +111,7 @@ def test_the_token_is_emitted_when_the_load_has_ended_and_is_all_that_is_compute
     load = Seeded(world, engine, is_streamed="streamed" in way)
     prompt = list(load.request.prompt_token_ids)
     assert [each.token_ranges for each in load.news.loads] == [((0, 100),)]
-    if way == "streamed to several":  # one worker was done before the others
+    if way == "streamed to several":  # one worker is done before the others
         report = WorkerReport(extras={"r1": load.extra})
         assert engine.step(kv_connector_worker_meta=report)[1] == []
         load.extra = None
@@ -219,7 +219,7 @@ def test_a_token_that_was_sampled_differently_or_is_malformed_is_not_taken(
         engine.step()
         assert request.num_prompt_tokens == 100
         assert request.output_token_ids[0] == 7
-    # once, however many requests there are
+    # once, no matter how many requests there are
     assert caplog.text.count(f"compute first tokens for requests with {reason}") == 1
 
 
@@ -257,7 +257,7 @@ FORGETS = {"specs": [attention(), WINDOWED], "first_token": "always"}
     [*((each, {}) for each in NOBODYS), ({}, {"first_token": "never"}), ({}, FORGETS)],
 )
 def test_no_token_is_sent_or_expected_that_no_engine_can_take(world, sampling, options):
-    """The offer of a model that forgets tokens has one, see below; its stream has none."""
+    """A model that forgets tokens sends one with its offer, see below, but none with a stream."""
     if "specs" not in options:
         assert FIRST_TOKEN not in sampled(world, 100, sampling, **options)
     assert FIRST_TOKEN not in sampled(world, 100, {"max_tokens": 2}, bidirectional_kv_xfer=True)

@@ -1,4 +1,4 @@
-"""Launchers and routers take our connector and its parameters: tested by their own packages where these are installed.
+"""Launchers and routers accept our connector and its parameters: tested with their own packages where installed.
 
 `scripts/test_vllm --launchers` installs them; a test whose package is missing says so. Whole engines run in the cases
 of `tests.vllm.harness.launchers`.

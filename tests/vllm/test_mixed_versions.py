@@ -1,6 +1,6 @@
-"""Engines of two vLLM releases exchange the same parameters, whichever of them makes or takes these.
+"""Engines of two vLLM releases exchange the same parameters, in either direction.
 
-`scripts/test_vllm --contracts` runs this against the other release: both make and take the parameters of one file.
+`scripts/test_vllm --contracts` runs this against the other release: both make and accept the parameters of one file.
 """
 
 import json

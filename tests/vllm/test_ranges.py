@@ -21,7 +21,7 @@ SPLIT = 2 * SIZE
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Sets what the connector beside ours has of each prompt."""
+    """Sets the tokens that the connector beside ours has of each prompt."""
 
     def set_(loads, *, is_async=True):
         monkeypatch.setattr(w.KeepingConnector, "loads", loads)
@@ -31,7 +31,7 @@ def fake(monkeypatch):
 
 
 def _loading(engine, stored=SPLIT, num_tokens=200, **changes):
-    """Let the tier alone have `stored` tokens of a prompt; returns a request for it and its first step."""
+    """Let only the tier have `stored` tokens of a prompt. Returns a request for it and its first step."""
     engine.add(stored, max_tokens=1, prompt=1)
     for _ in range(3):
         w.TierStep(engine)
@@ -111,13 +111,13 @@ def test_a_state_is_loaded_as_it_is_after_the_last_range(world, fake, monkeypatc
     request = engine.add(100, offer)
     (load,) = engine.step()[0].loads
     assert load.token_ranges == ((SPLIT, 99), (98, 99))
-    # vLLM treats the others as not restored
+    # vLLM treats the others as not loaded
     assert engine.connector.get_loaded_kv_cache_group_ids(request) == (0,)
 
 
 @pytest.mark.parametrize("loads,is_async", [(40, True), (SPLIT, False)])
 def test_a_prefix_that_nothing_can_follow_is_loaded_alone(world, fake, loads, is_async):
-    """The prefix ends inside a block, or the step that computes with it loads it."""
+    """The prefix ends inside a block, or is loaded in the step that computes with it."""
     fake(loads, is_async=is_async)
     engine = world(**FAKE)
     request = engine.add(100, w.offer(100))
@@ -160,7 +160,7 @@ def test_a_range_that_is_lost_fails_the_request_once(world, policy, lost):
     name = request.request_id
     (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(name)
     steps = []
-    if lost == "ours":  # whose blocks are known while the tier still loads
+    if lost == "ours":  # its blocks are known while the tier still loads
         report = WorkerReport(failed={name: "PeerLostError: gone"})
         steps.append(w.TierStep(engine, report, invalid_block_ids=set(ids[SPLIT // SIZE :])))
     failed = set() if lost == "ours" else {name}
@@ -192,7 +192,7 @@ def test_an_aborted_request_keeps_its_blocks_until_both_have_ended(world):
 
 @pytest.mark.parametrize("is_ranged,stored", [(True, SPLIT), (False, 0)])
 def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch, is_ranged, stored):
-    """The tier stores blocks as they fill, and so has the producer's tokens as well."""
+    """The tier stores blocks as they fill, so it has the producer's tokens as well."""
     engine = world(beside="OffloadingConnector", is_ranged=is_ranged)
     request, ended, step = _loading(engine, stored or 1)
     assert [load.token_ranges for load in step.news.loads] == [((stored, 199),)]
@@ -200,7 +200,7 @@ def test_a_preempted_request_comes_back_from_the_tier_alone(world, monkeypatch, 
     while request.num_output_tokens < 2:
         w.TierStep(engine)
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
-    with monkeypatch.context() as patch:  # vLLM's connector does not take both in one step
+    with monkeypatch.context() as patch:  # vLLM's connector does not accept both in one step
         patch.setattr(engine.connector, "get_num_new_matched_tokens", lambda *_: (None, False))
         w.TierStep(engine)
     step = w.TierStep(engine)
@@ -254,7 +254,7 @@ def test_a_worker_reports_each_request_when_its_last_child_has_ended(model, seed
 
 
 def _worker(model, num_children):
-    """A worker's connector whose children report what the test sets."""
+    """Return a worker's connector whose children report what the test sets."""
     config = w.vllm_config(model, **FAKE)
     options = config.kv_transfer_config.kv_connector_extra_config
     options["connectors"] = [options["connectors"][0]] * num_children

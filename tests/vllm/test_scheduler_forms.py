@@ -1,4 +1,4 @@
-"""Our readers and transforms, and vLLM's own, give the same of the same values."""
+"""Our readers and transforms give the same results as vLLM's own."""
 
 import random
 from types import SimpleNamespace
@@ -50,7 +50,7 @@ def test_a_steps_requests_are_those_that_this_release_of_vllm_yields(seed):
 
 
 def table(cache_BHND):
-    """A pool of one part, for the kernels."""
+    """Return a pool of one part, for the kernels."""
     num_blocks, num_heads, block_size, head_dim = cache_BHND.shape
     return PartTable(
         part_table([view_of(cache_BHND)]),

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.vllm
 
 
 def _load(world, num_tokens=100, **changes):
-    """A request that waits for its load."""
+    """Add a request that waits for its load."""
     request = world.add(num_tokens, w.offer(num_tokens, **changes))
     news, _ = world.step()
     return request, news
@@ -63,7 +63,7 @@ def test_another_connectors_reports_reach_vllm(world):
     engine.add(100, dict(w.REMOTE_DECODE), max_tokens=1)
     engine.step()
     assert engine.used_blocks == 6
-    # the first is kept by the other connector alone, the second by both, whose workers report it when both are done
+    # the first is kept only by the other connector, the second by both, and reported once both are done
     engine.step(finished_sending={"r1"})
     assert engine.used_blocks == 4
     engine.step(finished_sending={"r2"})
@@ -164,7 +164,7 @@ def test_a_producer_offers_a_finished_prompt_and_keeps_its_blocks(world):
 
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_a_prompts_last_token_is_left_to_the_decode_engine_in_all_its_forms(world, is_mixed):
-    """Several requests of one process may share their prompt."""
+    """Several requests of one process may share their prompt object."""
     window = attention(SlidingWindowSpec, sliding_window=32)
     engine = world(role="kv_producer", specs=[attention(), window])
     forms = {"prompt_token_ids": list(range(100))}
@@ -187,7 +187,7 @@ def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
     engine.abort("r1")
     assert engine.step()[0].holds == []
     assert engine.used_blocks == 0
-    consumer = world()  # which is not asked to hand over
+    consumer = world()  # which is not asked for a transfer
     consumer.add(40, dict(w.REMOTE_DECODE), max_tokens=1)
     outputs += consumer.step()[1]
     assert [output.kv_transfer_params for output in outputs] == [None] * 3
@@ -253,7 +253,7 @@ def test_an_engine_that_hands_over_delivers(world):
 
 
 def test_handshakes_that_are_not_this_engines_are_refused_and_a_repeated_one_changes_nothing(world):
-    """vLLM 0.33 hands it over again when the engine wakes up; keys may name context parallel ranks."""
+    """vLLM 0.33 passes it again when the engine wakes up; keys may name context parallel ranks."""
     engine = world()
     request, _ = _load(engine)
     engine.connector.set_xfer_handshake_metadata_pp_aware({(0, 0, 0): engine.handshakes[0, 0]})
@@ -289,7 +289,7 @@ def test_workers_wait_for_loads_only_where_nothing_is_computed(world, is_async):
 
 
 def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
-    """Only the stop token's step is known when the request ends; the next has been planned, and the state with it."""
+    """When the request ends with its stop token, the next step has been planned already, which moves the state on."""
     specs = [attention(), w.state_spec()]
     for is_async in (False, True):
         engine = world(

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ucx]
 
 
 def sleep_and_wake(engine):
-    """Sleep and wake up as vLLM's worker and engine core do, with idempotent calls made twice. The caches are lost."""
+    """Sleep and wake up like vLLM's worker and engine core, making idempotent calls twice. The caches are lost."""
     assert KVConnector.supports_sleep_mode(engine.config.kv_transfer_config)
     for rank in engine.ranks:
         rank.connector.unregister_kv_caches()

@@ -1,4 +1,4 @@
-"""A decode engine reads prompts while a prefill engine computes them, a part in each step."""
+"""A decode engine reads prompts while a prefill engine computes them, a part per step."""
 
 from contextlib import closing, contextmanager
 from cProfile import Profile
@@ -32,7 +32,7 @@ WINDOWED = [attention(), attention(SlidingWindowSpec, sliding_window=32)]
 
 
 def holds(news):
-    """A prefill engine's orders to its workers: tokens, blocks of each group, and True with the last one."""
+    """Return a prefill engine's orders to its workers: tokens, blocks of each group, and True with the last one."""
     return [
         (
             hold.watermark.step_stop,
@@ -51,13 +51,13 @@ IN_STEPS = [*[(0, 0, False), (48, 2, False), (96, 3, False), (100, 4, False)], (
     [
         (100, IN_STEPS, {}),
         (100, IN_STEPS, {"is_async": True}),
-        # a draft model's layers a step later
+        # a draft model's layers come a step later
         (
             90,
             [(0, 0, False), (0, 1, False), (48, 2, False), (90, 3, True)],
             {"engine": {**CHUNKS, "speculative_config": DRAFTS}},
         ),
-        # windows when the prompt is done
+        # windows come when the prompt is done
         (
             91,
             [(0, 0, 0, False), (48, 2, 0, False), (90, 3, 0, False), (90, 3, 2, True)],
@@ -88,7 +88,7 @@ def test_a_prompt_that_is_preempted_is_given_up(world):
     news, _ = engine.step()
     assert (news.withdrawn, holds(news)) == (["r1"], [])
     orders = [engine.step()[0] for _ in range(3)]
-    # the workers know the name, and free the blocks at once
+    # the workers know the request, and free the blocks at once
     assert [holds(news) for news in orders] == [[], [], [(140, 5, True)]]
     assert orders[-1].holds[0].transfer_id == "t"
     engine.step(finished_sending={"r1"})
@@ -143,7 +143,7 @@ LENGTH = 150
 
 @contextmanager
 def acquainted(model, prefill=None, decode=None, policy="fail", **options):
-    """A prefill engine that computes 48 tokens in a step, and a decode engine that knows it."""
+    """A prefill engine that computes 48 tokens per step, and a decode engine that knows it."""
     shape = Shape(step_tokens=48, kv_heads=4)
     with engines(model, prefill or shape, decode or shape, policy, **options) as both:
         producer, consumer = both
@@ -162,7 +162,7 @@ def begin(producer, consumer, address, number=1):
 
 
 def arrived(consumer, request):
-    """Number of a request's leading tokens that are right in the decode engine's blocks."""
+    """Return the number of a request's leading tokens that are right in the decode engine's blocks."""
     if not consumer.world.scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]:
         return 0
     right = set(range(LENGTH))
@@ -231,7 +231,7 @@ def test_both_engines_know_the_beginning_of_a_prompt(model):
 @pytest.mark.ucx
 @pytest.mark.parametrize("stream", [(False, True), (True, False)])
 def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream):
-    """Where the prefill engine names the transfer, the router hands its answer to the decode engine."""
+    """Here the prefill engine names the transfer, and the router passes its answer to the decode engine."""
     with (
         closing(
             SharedEngine(model, "kv_producer", Shape(step_tokens=48), stream=stream[0])
@@ -261,14 +261,14 @@ def test_engines_that_do_not_stream_move_a_prompt_when_it_is_done(model, stream)
 @pytest.mark.parametrize("policy,direct", [("fail", "auto"), ("recompute", "never")])
 @pytest.mark.parametrize("end", ["abort", "preempt", "sleep", "close", "close before the token"])
 def test_a_prefill_engine_gives_up_a_prompt(model, end, direct, policy):
-    """The decode engine's request fails, or the engine computes it: after the loss of the prefill engine only what has
-    not arrived. An engine that slept offers the prompt, and the lease ends unread.
+    """The decode engine's request fails, or the engine computes it: after the loss of the prefill engine only the
+    tokens that have not arrived. An engine that slept offers the prompt, and the lease ends unread.
     """
     options = {"paths": {"direct": direct}, "lease": {"duration_s": 6}}
     with acquainted(model, policy=policy, **options) as acquaintance:
         producer, consumer, address = acquaintance
         prompt, request = begin(producer, consumer, address)
-        # each part is asked for once the one before is in place
+        # each part is requested once the previous one is in place
         for computed in (48, 96, 144, LENGTH)[: 4 if end == "close before the token" else 2]:
             producer.step()
             until(lambda: arrived(consumer, request) == computed, consumer)  # noqa: B023
@@ -315,7 +315,7 @@ def test_blocks_that_are_filled_anew_before_they_are_withdrawn_do_not_count(mode
         def after_a_read(planned):
             assert set(producer.block_ids(other.request_id)) & set(blocks)
             until(lambda: has_read(consumer, request), consumer)
-            for _ in range(20):  # in which the read ends
+            for _ in range(20):  # the read ends meanwhile
                 consumer.step()
             take_orders(planned)
 

@@ -49,7 +49,7 @@ def test_the_rest_of_the_blocks_is_unwritten(
     tokens = range(start, start + length)
     touched = {token // blocks.virtual_block_tokens for token in tokens}
     rest = {block * size * ratio + slot for block in touched for slot in range(size * ratio)}
-    # a request whose blocks are numbered as they come has its tokens in these slots
+    # a request whose blocks have ascending numbers has its tokens in these slots
     rest -= {naive_slot(range(99), token, blocks) for token in tokens}
     group = geometry(size, dcp_size=ranks, dcp_rank=rank, interleave_tokens=interleave)
     info = GroupInfo(vllm_group=0, kernel_blocks=ratio)
@@ -78,7 +78,7 @@ def made_of_nan(spec, **engine):
 
 
 LATENT = attention(MLAAttentionSpec, num_kv_heads=1, head_size=16, block_size=2 * SIZE)
-# of this rank is the second half of each 4 x SIZE tokens
+# this rank has the second half of each 4 x SIZE tokens
 SHARED = placed(1, world_size=2, rank=1, interleave_tokens=2 * SIZE)
 SECOND = {"tp_size": 2, "place": SHARED}
 AROUND = ([4, 2, 3], (5, SIZE + 3)), {4: range(5), 2: range(3, SIZE)}
@@ -96,7 +96,7 @@ CASES = {
         ([6, 7], (0, SIZE)),
         {7: range(SIZE)},
     ),
-    # up to SIZE + 5 of its own in the second block: of the joined one, whose kernel blocks are 4 and 5
+    # up to SIZE + 5 of its own in the second block, the joined one of kernel blocks 4 and 5
     "joined kernel blocks": (
         LATENT,
         {"backend": "FLASHMLA", "layout": LBNHC, "kernel_block_size": SIZE, **SECOND},

@@ -53,7 +53,7 @@ def load(request_id="d", ids=(4, 2, 3), tokens=(3 * c.SIZE, 6 * c.SIZE)):
 
 @pytest.fixture
 def host_buffer(monkeypatch):
-    """A host buffer whose device is the CPU, on a rank that shares tokens: two kernel blocks are one of ours, and
+    """A host buffer whose device is the CPU, on a rank that shares tokens: two kernel blocks make one of ours, and
     vLLM's own operation copies.
     """
 
@@ -86,7 +86,7 @@ def test_loaded_blocks_are_copied_to_the_device_before_they_are_reported(host_bu
     mirror.fill_(777)
     host_buffer.after_load("another", is_filled=True)
     host_buffer.after_load("d", is_filled=True)
-    # the ranks' blocks have 4 x SIZE tokens: the load's are in the first and second of the request
+    # the ranks' blocks have 4 x SIZE tokens: the load is in the request's first and second block
     assert (device[[8, 9, 4, 5]] == 777).all()
     assert torch.equal(device[[0, 1, 2, 3, 6, 7]], before[[0, 1, 2, 3, 6, 7]])
 
@@ -142,7 +142,7 @@ def worker_half(worker, host_buffer=None, *, is_clearing=False):
 
 
 def test_layers_are_reported_in_order_and_before_the_step():
-    """vLLM calls for each layer, and hands over the step's orders after it has launched the last one."""
+    """vLLM calls for each layer, and passes the step's orders after it has launched the last one."""
     worker, written = TakingWorker(), []
     worker.layer_written = written.append
     half = worker_half(worker)
@@ -158,7 +158,7 @@ def test_layers_are_reported_in_order_and_before_the_step():
     half.start_step(step)
     computed = replace(grown, watermark=Watermark(7))
     assert worker.orders[1:] == [computed, orders.DropRequest("x")]
-    half.layer_written(step, LAYER)  # of a draft model's kernels
+    half.layer_written(step, LAYER)  # while a draft model's kernels run
     half.layer_written(ConnectorStep.of(StepMetadata()), LAYER)
     assert len(worker.orders) == 3
 
@@ -207,7 +207,7 @@ def test_an_idle_engine_reports_a_load_in_the_step_that_began_it():
 
 
 def test_a_load_that_ended_does_not_wait_for_others():
-    """vLLM takes the results of the load's step after the next step, which it has planned before."""
+    """vLLM takes the results of the load's step only after the next step, which it has already planned."""
     worker = TakingWorker()
     connector = object.__new__(integration.KVConnector)
     connector._worker_half, connector._has_ended_loads = worker_half(worker), False
@@ -248,7 +248,7 @@ def test_an_idle_engine_waits_for_the_beginning_of_a_prompt_that_it_follows(end)
 
 
 def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
-    """The worker carries out the rest of the step, and notifies the other engines of the refused requests."""
+    """The worker carries out the rest of the step, and notifies the refused requests' other engines."""
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)
     bad, good = load("bad", ids=(3,)), load()
@@ -263,7 +263,7 @@ def test_a_request_whose_caches_cannot_be_made_ready_fails_alone(host_buffer):
 
 
 def test_copies_of_a_failed_load_are_forgotten(host_buffer):
-    """When a request of the same name is loaded, the old one's blocks may belong to another request."""
+    """When a request with the same id is loaded, the old one's blocks may belong to another request."""
     worker = TakingWorker()
     half = worker_half(worker, host_buffer)
     half.start_step(ConnectorStep.of(StepMetadata(orders=(load("bad", ids=(3,)), load()))))

@@ -15,11 +15,11 @@ from tests.sglang.pure.pools import Pools
 from tests.support.ports import free_ports
 
 DEADLINE_S = 110.0
-"""The first test compiles the kernels."""
+"""Generous, since the first test compiles the kernels."""
 
 
 class Gathered:
-    """Gathers the payloads of all ranks, each in a thread of its own."""
+    """Gathers the payloads of all ranks, each of which runs in a thread of its own."""
 
     def __init__(self, num_ranks):
         self._barrier = threading.Barrier(num_ranks, timeout=DEADLINE_S)
@@ -105,7 +105,7 @@ class Pair:
         return found
 
     def compute(self, sent, pages, start, stop, *, is_last=False, slot=2, row=1, token=7):
-        """Compute and publish the tokens from `start`, where a page begins, to `stop`; with the last ones also states
+        """Compute and publish the tokens from `start`, where a page begins, to `stop`; with the last tokens also states
         and metadata.
         """
         for transfer, pools in zip(sent, self.prefill.pools, strict=True):
@@ -129,7 +129,7 @@ class Pair:
             transfer.send_metadata(taken, row, states, prefix)
 
     def _states(self, pools, pages, num_tokens, prefix, slot):
-        """A window's pages, and the slot of a state, as SGLang names them."""
+        """Return a window's pages, and a state's slot, as SGLang names them."""
         states = []
         size = pools.page_size
         if self.model.windows:
@@ -140,7 +140,7 @@ class Pair:
         return states
 
     def until_over(self, *transfers):
-        """Poll as SGLang does until each of them is done or has failed; returns their stages."""
+        """Poll as SGLang does until each of them is done or has failed. Returns their stages."""
         until_s = time.monotonic() + DEADLINE_S
         while True:
             stages = [transfer.poll() for transfer in transfers]
@@ -150,7 +150,7 @@ class Pair:
             time.sleep(0.001)
 
     def check(self, pages, num_tokens, *, prefix=0, slot=3, row=2, token=7):
-        """Check that the decode engine's ranks have all that they should have."""
+        """Check that the decode engine's ranks have all the values that they should have."""
         for pools in self.decode.pools:
             kept = num_tokens - self.model.window_tokens
             spans = [(pools.kv, 0, prefix), (pools.draft, 0, prefix), (pools.window, 4, kept)]
@@ -170,7 +170,7 @@ class Pair:
 
 
 def error_of(transfer):
-    """The error that SGLang gets from a request which has failed, here or in another rank."""
+    """Return the error that SGLang gets for a request that has failed, here or in another rank."""
     with pytest.raises(KVConnectorError) as raised:
         transfer.failure_exception()
     return raised.value

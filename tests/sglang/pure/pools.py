@@ -1,7 +1,7 @@
 """Pools as SGLang lays them out, and their listing in `KVArgs`, without SGLang.
 
-The value of each element says which part, layer, head, token or channel it belongs to, so that a rank of any engine
-knows what it must have after a load.
+Each element's value encodes its part, layer, head, token or channel, so that a rank of any engine can tell what it must
+have after a load.
 """
 
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ class Model:
         self.draft = draft
 
     def code(self, part, layer, outer, inner):
-        """A value of its own for each element."""
+        """Return a different value for each element."""
         return ((((part * 16 + layer) * 4096) + outer) * 64 + inner).to(DTYPE)
 
 
@@ -118,7 +118,7 @@ class Pools:
         return args
 
     def rows_of(self, pages, first_token, tokens):
-        """Rows of these tokens, if the pages begin with the page of `first_token`."""
+        """Return the rows of these tokens, if the pages begin with the page of `first_token`."""
         base = first_token // self.page_size
         return [
             pages[token // self.page_size - base] * self.page_size + token % self.page_size
@@ -126,19 +126,19 @@ class Pools:
         ]
 
     def expected_pages(self, part, layer, tokens):
-        """Values of these tokens on this rank, `[token, head, dim]`."""
+        """Return the values of these tokens on this rank, `[token, head, dim]`."""
         heads = torch.tensor([*self.heads]).view(-1, 1) * HEAD_DIM
         tokens = torch.tensor([*tokens], dtype=torch.int64).view(-1, 1, 1)
         return self.model.code(part, layer, tokens, heads + torch.arange(HEAD_DIM))
 
     def expected_conv(self, layer):
-        """The channels of this rank, group after group."""
+        """Return this rank's channels, group after group."""
         channels = torch.arange(sum(CONV_GROUPS)).split(CONV_GROUPS)
         own = [group.chunk(self.shape.tp_size)[self.shape.tp_rank] for group in channels]
         return self.model.code(8, layer, torch.cat(own).view(-1, 1), torch.arange(CONV_WIDTH))
 
     def expected_temporal(self, layer):
-        """The state heads of this rank."""
+        """Return this rank's state heads."""
         own = torch.arange(STATE_HEADS).chunk(self.shape.tp_size)[self.shape.tp_rank]
         inner = torch.arange(STATE_DIMS[0] * STATE_DIMS[1])
         return self.model.code(9, layer, own.view(-1, 1), inner).view(-1, *STATE_DIMS)

@@ -40,7 +40,7 @@ def pair():
 
 @pytest.fixture
 def patient():
-    """For tests that wait for no deadline: on no busy machine do these pass."""
+    """Settings for tests that wait for no deadline: deadlines that do not pass even on a busy machine."""
     with closing(Pair(Model(), decode={"tp_size": 2})) as made:
         yield made
 

@@ -14,7 +14,7 @@ from sglang_1p1d.run import engine_command
 
 
 class Engine:
-    """Answers with `status` `delay_s` after `other` was asked for the same room; never if `delay_s` is None."""
+    """Answers with `status`, `delay_s` after `other` was asked for the same room; never if `delay_s` is None."""
 
     def __init__(self, status=200, delay_s=0.0):
         self.status, self.delay_s, self.other, self.bodies = status, delay_s, self, []
@@ -36,7 +36,7 @@ class Engine:
 
 
 def through_router(prefill, decode, prompts):
-    """Send one request after the other; returns their statuses and bodies."""
+    """Send one request after the other. Returns their statuses and bodies."""
 
     async def ask():
         prefill.other, decode.other = decode, prefill

@@ -1,4 +1,4 @@
-"""The SGLang backend takes settings from its surroundings, and refuses in words what it cannot move."""
+"""The SGLang backend takes settings from its environment, and refuses with a worded error what it cannot move."""
 
 from types import SimpleNamespace
 
@@ -82,7 +82,7 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
     ids=ascii,
 )
 def test_a_bootstrap_address_is_a_host_and_a_port(address):
-    """A client may name any: nothing but the request may end."""
+    """A client may send any address: only its request may fail."""
     with pytest.raises(ConfigError, match="control address"):
         prefill_address(address, _config(is_prefill=False))
 

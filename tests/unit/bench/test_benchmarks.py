@@ -1,4 +1,4 @@
-"""Every benchmark with tiny sizes: it runs, reports every contender, and reports nothing for a wrong result."""
+"""Every benchmark, with tiny sizes, runs, reports every contender, and reports nothing for a wrong result."""
 
 import importlib.util
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_handover_of_prompts_of_one_step_and_of_many(monkeypatch):
     shapes = {"prefill": TP2, "decode": EngineShape(pp=2, block=64)}
     sizes = {"tokens": (70, 2500), "compute": Compute(100_000, 1024, (1, 3))}
     cases = _run("handover", **sizes, **shapes)
-    # three of the longer ones would be more than the longest alone
+    # three of the longer ones would take more than the longest alone
     assert [case.ours.figures["prompts"] for case in cases] == [1, 1, 3]
     assert [len(case.ours.samples_s) for case in cases] == [2, 2, 6]
     assert all(_kinds(case) == {"ours", "naive"} for case in cases)

@@ -1,4 +1,4 @@
-"""The processes of a benchmark: what they answer, what a failing one leaves running, and on which GPUs they are."""
+"""A benchmark's processes: their answers, that a failing one leaves none running, and their GPUs."""
 
 import multiprocessing
 import os

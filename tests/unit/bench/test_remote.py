@@ -34,7 +34,7 @@ def bench(capsys):
 
 
 def _keys(folder, *names):
-    """A key pair for each name, all of whom trust each other: their settings."""
+    """Make a key pair for each name, all trusting each other. Returns their settings."""
     _, controls = keyed_controls(folder, **dict.fromkeys(names, names))
     return [
         {f"KVCONNECTOR_CONTROL_{key}".upper(): value for key, value in controls[name].items()}
@@ -44,7 +44,7 @@ def _keys(folder, *names):
 
 @contextmanager
 def _serving(settings=None, host=None):
-    """A `bench serve`, on a host or here: what it says to pass to --connect."""
+    """Run a `bench serve`, on a host or here. Yields the address to pass to --connect."""
     command = [*BENCH, "serve"]
     server = subprocess.Popen(
         host.command(command) if host else command,

@@ -34,10 +34,10 @@ def test_what_is_malformed_is_refused(parse, texts):
 
 
 def test_a_mixed_cache_moves_what_each_of_its_groups_keeps():
-    # of 8,192 tokens: entries for 4 and for 128, and a window of 128
+    # 8,192 tokens: one entry for each 4 and each 128 tokens, and a window of 128
     entries = 30 * 2048 * (576 + 132) + 31 * 64 * 576
     assert DEEPSEEK_V4_PRO.request_bytes(2048) == entries + 61 * 128 * 576
-    # by pages of 16 tokens
+    # in pages of 16 tokens
     shape = EngineShape(block=4)
     assert shape.first_blocks(DEEPSEEK_V4_PRO, 2048) == [(0, 512), (0, 512), (0, 64), (504, 8)]
 

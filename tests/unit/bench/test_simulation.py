@@ -1,4 +1,4 @@
-"""A simulated cluster: one case that is computed by hand, and properties of others."""
+"""A simulated cluster: one case computed by hand, and properties of others."""
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation

@@ -1,4 +1,4 @@
-"""`soak`: what it keeps, how it goes on after an interruption, and that it finds what it looks for."""
+"""`soak`: the records it keeps, how it resumes after an interruption, and that it finds faults."""
 
 import io
 import math
@@ -63,7 +63,7 @@ def test_what_days_leave_behind_is_bounded(monkeypatch):
     for number in range(10_000):
         samples.add(number / 10_000, rng)
     assert (samples.num_seen, len(samples.kept_s), samples.longest_s) == (10_000, 100, 0.9999)
-    # drawn from all of them, not from the first or the last
+    # drawn from all samples, not from the first or the last
     assert 0.4 < sum(samples.kept_s) / 100 < 0.6
     points = life("prefill", 1, 10.0, 1.0, 500).usage["prefill"]
     assert len(points) <= 51
@@ -93,7 +93,7 @@ PAIRS = ("this to this", "this to other", "other to this", "other to other")
 
 
 def restarted(state, now, rounds=1):
-    """The pairs that meet after each restart of that many rounds of all faults."""
+    """Return the pairs that meet after each restart in this many rounds of all faults."""
     for fault in rounds * FAULTS:
         if fault.is_restart:
             now[fault.engine] = state.least_met(now, fault.engine)
@@ -149,7 +149,7 @@ def test_a_report_has_what_each_pair_of_releases_served_and_what_failed():
 
 
 def release(folder, wire="WireVersions(3, 3)"):
-    """A folder with this release, but for the wire versions that it speaks."""
+    """Make a folder with this release, except for the wire versions that it speaks."""
     package = Path(kvconnector.__file__).parent
     for name, each in (("kvconnector", package), ("kvconnector_kernels", KERNELS)):
         shutil.copytree(each, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -204,12 +204,12 @@ def test_a_wheel_and_a_folder_are_opened_alike_with_this_releases_benchmarks(tmp
             bench, wire = (Path(each).resolve() for each in files)
         assert bench == Path(kvconnector.__file__).parent / "bench" / "__init__.py"
         assert (tmp_path in wire.parents) == (path == folder)
-    assert not wire.exists()  # what was unpacked is gone
+    assert not wire.exists()  # the unpacked files are removed
     assert folder.exists()
 
 
 def soaked(is_over, monkeypatch, **options):
-    """The cases of a soak of an hour that is interrupted once `is_over(state)`."""
+    """Return the cases of a soak of an hour that is interrupted once `is_over(state)`."""
     step = soak.Soak._step
 
     def interrupted(self):

@@ -1,4 +1,4 @@
-"""The block manager's refusals, hits and evictions. Minillm's scheduler tests cover how it is used."""
+"""The block manager's refusals, hits and evictions. Minillm's scheduler tests cover normal use."""
 
 import pytest
 
@@ -184,7 +184,7 @@ def test_eviction_is_least_recently_used_and_from_the_chains_end():
     manager = manager_of(num_gpu_blocks=8, enable_caching=True)
     prompts = {seq_id: [seq_id * 100 + i for i in range(9)] for seq_id in (1, 2)}
     groups = {seq_id: computed(manager, seq_id, tokens) for seq_id, tokens in prompts.items()}
-    for seq_id, now in ((1, 9.0), (2, 2.0)):  # the order of their release differs
+    for seq_id, now in ((1, 9.0), (2, 2.0)):  # their order of release differs
         manager.access_all_blocks_in_seq(groups[seq_id].seqs()[0], now)
         manager.free(groups[seq_id].seqs()[0])
     (other,) = start(manager, 10, range(900, 919)).seqs()

@@ -155,7 +155,7 @@ CHANGES = st.one_of(
 
 
 def changed(rows, change, *arguments):
-    """Lists of ids by row and group, after a change."""
+    """Return lists of ids by row and group, after a change."""
     rows = [[list(ids) for ids in row] for row in rows]
     match change, arguments:
         case "append_row", (ids, row):

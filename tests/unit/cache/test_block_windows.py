@@ -1,4 +1,4 @@
-"""The block manager for layers that keep a part of the tokens: windows, chunks and states."""
+"""The block manager for layers that keep only some tokens: windows, chunks and states."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kvconnector.cache.block_manager import AllocStatus, Sequence
 from kvconnector.errors import ConfigError
 from tests.unit.cache.block_managers import group_of, manager_of, start
 
-# A window of 10 and steps of 8 tokens reach over ceil((9 + 8) / 4) + 1 blocks of 4.
+# A window of 10 and steps of 8 tokens span ceil((9 + 8) / 4) + 1 blocks of 4.
 MOST_BLOCKS = 6
 
 

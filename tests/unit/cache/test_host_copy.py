@@ -13,7 +13,7 @@ LAYOUT = st.sampled_from(LAYOUTS)
 
 
 def make_pool(num_blocks, block_size, layout, seed):
-    """`(arrays as logical [block, head, token, dim], pool)`; the arrays are the pool's memory."""
+    """Return `(arrays as logical [block, head, token, dim], pool)`; the arrays are the pool's memory."""
     sizes = {"block_sizes": (block_size,), "num_blocks": (num_blocks,), "layout": layout}
     engine = FakeEngine("e", attention_model(), **sizes)
     caches = FakeCaches(engine, engine.geometry().ranks[0], np.random.default_rng(seed))
@@ -79,7 +79,7 @@ def test_a_pool_has_as_many_blocks_as_its_smallest_part():
 
 @pytest.mark.gpu
 def test_copies_within_a_gpu():
-    """Minillm's swaps test copies from and to host memory."""
+    """Minillm's swaps test copies between device and host memory."""
     import torch
 
     from kvconnector.runtime import view_of

@@ -74,7 +74,7 @@ PAGE = FULL.page_size_bytes
 
 
 def pool(*tensors, groups=(ONE,), num_blocks=2):
-    """A pool with tensors `(pages, layer name, ...)`."""
+    """Make a pool with tensors `(pages, layer name, ...)`."""
     placed = tuple(KVCacheTensor(pages * PAGE, tuple(names)) for pages, *names in tensors)
     return KVCacheConfig(num_blocks, placed, groups)
 

@@ -25,7 +25,7 @@ BENCH = "bench relayout --model qwen3-8b,layers=1 --tokens 64 --iterations 2 --o
 
 @pytest.fixture
 def kvconnector(capsys, monkeypatch):
-    """Runs the command line in this process: (exit status, stdout, stderr)."""
+    """Runs the command line in this process. Returns (exit status, stdout, stderr)."""
     monkeypatch.setenv("COLUMNS", "120")
 
     def run(line, *more):

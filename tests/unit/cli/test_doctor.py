@@ -16,7 +16,7 @@ from tests.support.forked import POPEN
 
 @pytest.fixture
 def no_transfer(monkeypatch):
-    """Leaves out what needs UCX."""
+    """Leaves out the checks that need UCX."""
     monkeypatch.setattr(doctor_module, "_ucx", lambda device: iter(()))
 
 
@@ -151,7 +151,7 @@ def test_it_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict,
     ports = [f"mlx5_{number}:1" for number in range(num_ports)]
     offered = {(transport, port) for port in ports or ["lo"]}
     monkeypatch.setenv("UCX_MAX_RNDV_RAILS", rails)
-    monkeypatch.setenv("KVCONNECTOR_STAGING_BUDGET_BYTES", "a")  # a finding of its own
+    monkeypatch.setenv("KVCONNECTOR_STAGING_BUDGET_BYTES", "a")  # a separate finding
     monkeypatch.setattr(rdma, "lockable_bytes", lambda: lockable)
     places = dict.fromkeys(ports, Place((), frozenset([0])))
     for module in (doctor_rdma, rdma):

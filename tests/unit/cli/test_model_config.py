@@ -121,11 +121,11 @@ QWEN_2 = {**MISTRAL_7B, "model_type": "qwen2", "max_window_layers": 28}
 
 
 def kv(layers, tokens, heads, dim):
-    """Bytes of K and V of bfloat16."""
+    """Bytes of K and V in bfloat16."""
     return layers * tokens * 2 * heads * dim * 2
 
 
-# of each kind, its layers and the bytes that a load of `TOKENS` tokens moves of them
+# for each kind, its layers and the bytes that a load of `TOKENS` tokens moves of them
 EXPECTED: list[tuple[dict, dict]] = [
     (
         JAMBA,
@@ -243,7 +243,7 @@ def test_the_table_names_the_kinds_and_their_layers(capsys, tmp_path):
 def test_latents_have_no_heads_and_draft_layers_are_named(capsys, tmp_path):
     report = json.loads(planned(capsys, tmp_path, DEEPSEEK_V32, "--json"))
     nbytes = {row["kind"]: row["bytes"] for row in report["reads"]}
-    # of the indexer 128 elements of one byte and a scale of four
+    # the indexer has 128 elements of one byte and a scale of four bytes
     assert nbytes == {"full attention": 61 * TOKENS * 576 * 2, "indexer": 61 * TOKENS * 132}
     text = planned(capsys, tmp_path, DEEPSEEK_V32).replace("\n", " ")
     assert text.count("latent") == 3  # the summary, and a row for each kind

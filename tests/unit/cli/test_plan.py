@@ -98,7 +98,7 @@ def test_the_predicted_time_is_that_of_the_busiest_link(capsys):
     [
         ("layout=HND", "layout=NHD", True),
         ("layout=HND", "layout=HND", False),
-        ("tp=8,layout=HND", "tp=8,layout=NHD", False),  # one head a rank: both orders are the same
+        ("tp=8,layout=HND", "tp=8,layout=NHD", False),  # one head per rank: the same order
         ("block=32", "block=16", True),
     ],
 )
@@ -111,7 +111,7 @@ def test_blocks_of_another_layout_are_laid_out_anew(capsys, prefill, decode, nee
 
 
 def drawn_texts(path):
-    """The labels of a picture; matplotlib notes each in a comment beside its glyphs."""
+    """Return a picture's labels, which matplotlib writes in comments beside their glyphs."""
     return re.findall(r"<!-- (.*?) -->", path.read_text())
 
 
@@ -126,7 +126,7 @@ def test_a_picture_names_every_rank_and_draws_a_ribbon_for_each_read(capsys, tmp
     ranks, page = len(report["producers"]) + len(report["consumers"]), 1
     assert path.read_text().count('id="patch_') == ranks + page
     assert path.read_text().count('id="read_') == len(report["reads"])
-    # the ranks' bytes are those of their ribbons
+    # the ranks' bytes are the sums of their ribbons
     for side, rows in (("producer", report["producers"]), ("consumer", report["consumers"])):
         for row in rows:
             assert row["bytes"] == sum(
@@ -166,7 +166,7 @@ def test_kinds_of_layers_are_named_and_coloured_and_a_rank_s_heads_are_those_of_
         assert len(ribbons) == len([row for row in report["reads"] if row["kind"] == kind])
         (colors[kind],) = set(ribbons)
     assert len(set(colors.values())) == 2
-    # layers that alternate take one line of the table
+    # alternating layers take one line of the table
     assert main(["plan", *cut]) == 0
     assert "12 within" in capsys.readouterr().out
 

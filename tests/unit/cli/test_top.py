@@ -20,7 +20,7 @@ from kvconnector.session.completion import RequestTrace
 
 
 class Gauges:
-    """What EngineMetrics asks of a scheduler half."""
+    """The part of a scheduler half that EngineMetrics uses."""
 
     num_loading = 3
     held = frozenset({"a", "b"})
@@ -28,7 +28,7 @@ class Gauges:
 
 @contextmanager
 def serving(pages, transfers=None):
-    """An endpoint that answers with one page after the other, the last one for ever: its HOST:PORT."""
+    """Serve one page after the other, and the last one forever. Yields the endpoint's HOST:PORT."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -80,7 +80,7 @@ def test_loads_that_failed_are_not_kept_where_nobody_asks_for_those_under_way(mo
     monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     for request_id, now_s[0] in (("failed", 0.0), ("later", 2 * prometheus.FRESH_S)):
         metrics.observe(WorkerStats(loading=(under_way(request_id),)))
-    now_s[0] = 0.0  # what is kept is fresh again
+    now_s[0] = 0.0  # stored values are fresh again
     assert [each.request_id for each in metrics.in_flight()] == ["later"]
 
 
@@ -118,7 +118,7 @@ def test_loads_between_two_looks_become_rates_times_paths_and_failures(
     assert out.endswith("\n")
     for text in ("d0", "< 5 ms", "< 100 ms", *counted):
         assert text in out
-    # what was loaded before the first look counts for nothing
+    # loads before the first refresh do not count
     assert "500 ms" not in out
     assert "PeerLostError" in picture.read_text()
 
@@ -192,7 +192,7 @@ def test_a_page_that_no_engine_exports_is_a_line_with_the_reason(capsys, monkeyp
 
 
 def test_what_speaks_no_http_is_a_line_with_the_reason_and_a_status_of_1(capsys):
-    """As the port of another service does."""
+    """The address may be the port of another service."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer():

@@ -1,4 +1,4 @@
-"""Sealed frames: what an inbox lets through, and what not."""
+"""Sealed frames: which ones an inbox accepts and which it drops."""
 
 import pytest
 from hypothesis import given

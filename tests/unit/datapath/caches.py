@@ -31,7 +31,7 @@ class Shape:
 
 @st.composite
 def unlike_sides(draw):
-    """Two workers with the same layers and heads but blocks and layouts of their own; tokens and heads of a read."""
+    """Two workers with the same layers and heads but different blocks and layouts; tokens and heads of a read."""
     layers, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     dim, item = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 4, 8]))
     source, destination = (
@@ -47,7 +47,7 @@ def unlike_sides(draw):
 
 @dataclass(frozen=True)
 class Half:
-    """A read as one side has it: its route, its chunks, and the blocks that it is from or for."""
+    """One side of a read: its route, its chunks, and the blocks that it reads or fills."""
 
     source: SourceRead
     blocks: tuple[GroupBlocks, ...]
@@ -58,7 +58,7 @@ class Half:
 
 
 def half(window, cut, blocks, tokens, *, there=()):
-    """A read of one segment, cut in any way."""
+    """Return a read of one segment, cut in any way."""
     num_rows = cut.rows[-1]
     nbytes = num_rows * len(tokens) * window.part_token_bytes
     route = Route(Rank(0, 0), 1, (), (), here=(window,), there=there)
@@ -66,7 +66,7 @@ def half(window, cut, blocks, tokens, *, there=()):
     source = SourceRead(
         route, (tokens,), ALL_LAYERS, 1, (tokens,), (range(num_rows),), nbytes, *ends
     )
-    vars(source)["cuts"] = [cut]  # not as its route would be
+    vars(source)["cuts"] = [cut]  # not as its route would cut it
     return Half(source, (blocks,))
 
 

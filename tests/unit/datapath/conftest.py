@@ -9,7 +9,7 @@ from tests.unit.datapath.pump_pair import Pair
 
 @pytest.fixture
 def make_pair():
-    """Makes pairs, see `Pair.connect`, and closes them."""
+    """Makes pairs as `Pair.connect` does, and closes them."""
     with ExitStack() as stack:
 
         def make(*shapes, **knobs):

@@ -1,4 +1,4 @@
-"""A pair whose consumer reads the producer's pools itself, and reads that it is asked for."""
+"""A pair whose consumer reads the producer's pools itself, and the reads for it."""
 
 from typing import ClassVar
 
@@ -33,7 +33,7 @@ def direct_read(read_id, theirs, ours, tokens, *, transfer="t", remote_blocks=No
 
 
 def only_consumer_steps(pair, read_id, kind):
-    """Go on without the producer until a read has had an event."""
+    """Step only the consumer until a read has had an event."""
 
     def step():
         pair.d.path.pump(1e-3, ())
@@ -43,7 +43,7 @@ def only_consumer_steps(pair, read_id, kind):
 
 
 def give_up(pair, read_id):
-    """End a read that its producer was asked for, and does not send."""
+    """End a read that its producer was asked to send, and does not send."""
     pair.stop(read_id)
     pair.d.path.receives.drain(READS[read_id], None)
     pair.until(lambda: pair.find(ev.ReceiveDrained, read_id))

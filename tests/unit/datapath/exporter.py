@@ -22,7 +22,7 @@ CONTAINER = [
 
 
 class Exporter(RemoteObject):
-    """An `Exporting` in an interpreter of its own, as CUDA wants it, started by the command `prefix`."""
+    """An `Exporting` in an interpreter of its own, as CUDA requires, started by the command `prefix`."""
 
     def __init__(self, shape, *, seed, device="cpu", folder="", prefix=("env",)):
         maker = "tests.unit.datapath.exporter:Exporting"
@@ -30,14 +30,14 @@ class Exporter(RemoteObject):
         self.export = self.call("message")
 
     def close(self):
-        """End it in order, if it still lives."""
+        """End it in good order, if it still lives."""
         if self.child.poll() is None:
             self.call("close")
         self.release()
 
 
 class Exporting:
-    """Its caches hold what `Caches(shape, seed=seed)` holds."""
+    """A worker whose caches have the content of `Caches(shape, seed=seed)`."""
 
     def __init__(self, shape, seed, device, folder):
         self._caches = Caches(shape, seed=seed, device=device)
@@ -64,7 +64,7 @@ class Exporting:
 
 
 def writer_on(device, stream=None):
-    """What opens a lease board's writer on a stream of this thread's device from now on."""
+    """Return a factory of lease board writers that use a stream of this thread's current device."""
     import torch
 
     torch.cuda.set_device(device)

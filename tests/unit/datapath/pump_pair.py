@@ -75,7 +75,7 @@ class Side(Caches):
         )
 
     def step(self):
-        """What happened meanwhile, and now."""
+        """Take a step. Returns the events since the last call."""
         self.path.step()
         events = list(self.path.events)
         self.path.events.clear()
@@ -95,18 +95,18 @@ def receive_of(read_id, half, *, transfer="", remote_blocks=()):
 
 
 def _number_of(event):
-    """Of the read that an event is about: a send's is what the consumer has posted."""
+    """Return the number of the read that an event is about; for a send, that of the consumer's posted read."""
     return (event.send if isinstance(event, ev.SendOver) else event).read.read_id
 
 
 class Pair:
-    """Producer `p` and consumer `d`, connected and warm. `KNOBS` are what both sides are made with unless told."""
+    """Producer `p` and consumer `d`, connected and warm. `KNOBS` are both sides' default settings."""
 
     KNOBS: ClassVar = {"slot_bytes": 1 << 12, "num_slots": 3}
 
     @classmethod
     def connect(cls, source=None, destination=None, **knobs):
-        """A producer with data and a consumer with zeros, alike unless told."""
+        """Connect a producer with data and a consumer with zeros, with the same shape by default."""
         knobs, source = {**cls.KNOBS, **knobs}, source or Shape()
         return cls(Side(source, seed=1, **knobs), Side(destination or source, seed=None, **knobs))
 
@@ -138,7 +138,7 @@ class Pair:
         return self.until(lambda: self.find(ev.ReceivePosted, read_id))
 
     def serve(self, posted, send):
-        """Let the producer stream a read that was asked for. Returns the send."""
+        """Let the producer send a read that the consumer has posted. Returns the send."""
         begun = Send(self.to_d, None, posted.read, send.source, send.blocks, 0.0)
         self.p.path.sends.submit(begun)
         return begun
@@ -149,7 +149,7 @@ class Pair:
         self.d.path.reads.stop(READS[read_id])
 
     def check_arrived(self, source, destination, tokens, heads):
-        """The consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
+        """Check that the consumer's blocks hold the producer's tokens of these heads, and otherwise zeros."""
         found = self.d.dense(destination, range(len(destination) * self.d.shape.block))
         expected, part = np.zeros_like(found), slice(heads.start, heads.stop)
         expected[:, part, tokens.start : tokens.stop] = self.p.dense(source, tokens)[:, part]
@@ -161,7 +161,7 @@ class Pair:
 
 
 def both_programs(pair, tokens, **cut):
-    """Blocks and halves of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
+    """Return blocks and halves of a read of `tokens` from the producer's blocks, last first, to the consumer's."""
     source = list(range(BLOCKS))[::-1][: -(-tokens.stop // pair.p.shape.block)]
     destination = list(range(BLOCKS))[: -(-tokens.stop // pair.d.shape.block)]
     return (

@@ -1,4 +1,4 @@
-"""Direct reads that several threads copy: right bytes, and an end only after the last of them."""
+"""Direct reads that several threads copy: right bytes, and no end before the last thread has left."""
 
 import ctypes
 import os
@@ -26,7 +26,7 @@ from tests.unit.datapath.direct_pair import KEY, MANY_TOKENS, DirectPair, only_c
 from tests.unit.datapath.test_direct_reads import ask, check_read
 
 HELPER, OPEN = 1 << 16, 1 << 30
-"""What each thread that helps adds to a read's fence, and that others may join."""
+"""The amount that each helper adds to a read's fence, and the flag that others may join."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_any_read_by_several_threads_equals_the_naive_copy(threads, data):
 def test_helpers_go_on_while_the_driver_is_elsewhere_and_a_read_is_over_once_they_have_left(
     threads,
 ):
-    """The driver makes one call of a read of 8 MiB."""
+    """The driver makes one call for a read of 8 MiB."""
     src, dst = (Pool("NHD", 16, 128, 16, 64, 2) for _ in range(2))
 
     def copy(*sides, **counts):
@@ -90,7 +90,7 @@ def test_helpers_go_on_while_the_driver_is_elsewhere_and_a_read_is_over_once_the
         read = shared(job_of(*sides, **counts), piece_bytes=1 << 16)
         status = reader.call(read)
         until(lambda: read[1] >= 128 and reader.fence[0] & (0x3FFF * HELPER) == 0)
-        if status == MORE:  # else the helpers were faster
+        if status == MORE:  # otherwise the helpers were faster
             assert reader.fence[0] != 1
             assert reader.call(read) == ALL
         assert reader.fence[0] == 1
@@ -100,7 +100,7 @@ def test_helpers_go_on_while_the_driver_is_elsewhere_and_a_read_is_over_once_the
 
 
 def test_helpers_have_one_read_at_a_time(threads):
-    """A read that begins while one of them is in another is not shared; the next one is."""
+    """A read that begins while a helper is in another read is not shared; the next one is."""
     first, second, third = (SharedReader(threads) for _ in range(3))
     reads = [shared(piece_bytes=1) for _ in range(3)]
     first.finish(reads[0])

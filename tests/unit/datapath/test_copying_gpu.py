@@ -1,4 +1,4 @@
-"""What a GPU's copies take of the GPU that a model runs on: memory, and multiprocessors."""
+"""Resources that copies take from a GPU on which a model runs: memory and multiprocessors."""
 
 import threading
 
@@ -44,7 +44,7 @@ def test_a_model_keeps_half_of_the_multiprocessors():
 
 @pytest.mark.gpu
 def test_digests_are_written_from_pinned_memory():
-    # a copy from other memory may end after its call, and the chunk be sent with the digest of the one before
+    # a copy from other memory may end after its call, and the chunk be sent with its predecessor's digest
     state = np.zeros((), STATE)
     digests = Digests("cuda:0", SLOT_BYTES)
     digests.attach(state)
@@ -59,7 +59,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
 
     caches, copies = caches_and_copies()
     program = caches.program([2, 0, 1, 4, 3], range(18), order="HND", chunk_tokens=64, chunk_rows=3)
-    # the allocator has this memory for the next who asks on the same stream, kernels or not
+    # the allocator gives this memory to the next request on the same stream, whether or not kernels still use it
     freed = torch.empty(16, dtype=torch.int32, device="cuda:0")
     address = freed.data_ptr()
     del freed
@@ -141,7 +141,7 @@ def test_staging_can_be_mapped_by_a_peer_whatever_torch_allocates():
 
 @pytest.mark.gpu
 def test_the_drivers_thread_spoils_no_capture_of_a_graph():
-    """Its queries and allocations, while another thread captures in CUDA's strictest mode."""
+    """It queries and allocates while another thread captures in CUDA's strictest mode."""
     import torch
 
     context = CudaContext("cuda:0")

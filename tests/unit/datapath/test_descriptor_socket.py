@@ -1,4 +1,4 @@
-"""A descriptor handed over by a socket in a folder: to this user, who knows the nonce, while its owner lives."""
+"""A descriptor passed over a socket in a folder: to this user, who knows the nonce, while its owner lives."""
 
 import os
 import socket
@@ -41,14 +41,14 @@ def fetched(folder):
 
 
 def test_who_knows_the_nonce_gets_it_until_it_is_closed(tmp_path):
-    """Also where the folder's name is longer than a socket's address may be."""
+    """Also if the folder's name is longer than a socket's address may be."""
     folder = tmp_path / ("f" * 120)
     folder.mkdir()
     with server_of(folder):
         (path,) = folder.iterdir()
         assert path.stat().st_mode & 0o777 == 0o600
         assert NONCE.hex()[:16] not in path.name
-        # what says nothing, or something else, gets nothing, and is in nobody's way
+        # a client that sends nothing, or something else, gets nothing, and blocks nobody
         link = tmp_path / "short"
         link.symlink_to(path)
         with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as other:
@@ -64,7 +64,7 @@ def test_who_knows_the_nonce_gets_it_until_it_is_closed(tmp_path):
 
 
 def in_another_process(folder, program):
-    """Run a program in an interpreter of its own, where `t` is this module."""
+    """Run a program in an interpreter of its own, in which `t` is this module."""
     program = f"import os, tests.unit.datapath.test_descriptor_socket as t\n{program}"
     command = [sys.executable, "-c", program, str(folder)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Data paths that close while a GPU is at work, over a driver and a stream that say how far it is."""
+"""Data paths that close while a GPU is at work, over a fake driver and stream that report its progress."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ STREAM, CONTEXT = 11, 12
 
 
 class FakeCuda:
-    """What `StreamWriter` calls of libcuda. `queries` are what its stream answers."""
+    """The part of libcuda that `StreamWriter` calls. `queries` are the answers of its stream."""
 
     def __init__(self, queries, unregistering=OK):
         self.queries, self.unregistering = queries, unregistering
@@ -95,7 +95,7 @@ def _fails():
 
 
 def copies_over(query):
-    copies = CudaCopies.__new__(CudaCopies)  # which is otherwise made on a GPU only
+    copies = CudaCopies.__new__(CudaCopies)  # otherwise made only on a GPU
     copies.streams = SimpleNamespace(copies=[SimpleNamespace(query=query)])
     copies.pools = SimpleNamespace(device="cuda:0")
     return copies

@@ -1,4 +1,4 @@
-"""Direct reads on the CPU: a consumer's data path reads the pools of a producer's, here in one process."""
+"""Direct reads on the CPU: a consumer's data path reads a producer's pools, here in one process."""
 
 import fcntl
 import os
@@ -46,7 +46,7 @@ def clock():
 
 @pytest.fixture
 def pair(clock):
-    """A consumer whose time stands still, and that reads whatever it can."""
+    """A pair whose time stands still, and whose consumer reads directly whatever it can."""
     with closing(DirectPair.connect(clock=clock)) as opened:
         yield opened
 
@@ -87,7 +87,7 @@ def test_any_geometry_arrives_byte_for_byte(data):
 
 @pytest.mark.parametrize("num_tokens", [None, 19, MANY_TOKENS])
 def test_read_without_a_valid_lease_waits_a_little_and_is_sent(pair, clock, num_tokens):
-    """There is none, it is of fewer tokens, or it was retracted."""
+    """There is no lease, it has fewer tokens, or it was retracted."""
     if num_tokens is not None:
         pair.p.path.board.publish(KEY, Watermark(num_tokens))
     if num_tokens == MANY_TOKENS:
@@ -134,7 +134,7 @@ def test_stopped_read_writes_nothing_more(pair, waits):
     only_consumer_steps(pair, 1, ev.ReceiveDrained)
     assert pair.events[-2:] == [ev.ReceiveStopped(READS[1]), ev.ReceiveDrained(READS[1])]
     assert not pair.d.dense(destination, TOKENS).any()
-    # the row is as good as new
+    # the row can be used again
     ask(pair, 2)
     only_consumer_steps(pair, 2, ev.ReceiveFinished)
 
@@ -178,7 +178,7 @@ def test_worker_closes_while_a_read_waits(pair):
 
 
 def shared_file(nbytes, seals=fcntl.F_SEAL_SHRINK):
-    """A descriptor of memory that could be a producer's."""
+    """Return a descriptor of memory that could be a producer's."""
     fd = os.memfd_create("elsewhere", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, nbytes)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)

@@ -1,4 +1,4 @@
-"""Direct reads between GPUs' pools: another process on this GPU or on another one, and the own process."""
+"""Direct reads between GPUs' pools: of another process on this GPU or on another, and of this process."""
 
 import os
 
@@ -30,7 +30,7 @@ places = pytest.mark.parametrize("place", [on_one_gpu, on_another_gpu])
 
 
 class Consumer(Caches):
-    """Zeroed caches on a GPU, and a pump that reads whatever it can."""
+    """Zeroed caches on a GPU, and a pump that reads directly whatever it can."""
 
     def __init__(self, shape, *, max_programs=0, folder=""):
         super().__init__(shape, seed=None, device=OURS)
@@ -47,7 +47,7 @@ class Consumer(Caches):
         self.events = []
 
     def submit(self, read_id, theirs, tokens, heads=None, first_block=0):
-        """Read tokens, from the last block of `theirs` on downwards; the blocks there and here."""
+        """Read tokens, from the last block of `theirs` downwards. Returns the blocks there and here."""
         source = list(range(theirs.shape.blocks))[::-1]
         destination = list(range(self.shape.blocks))
         cut = {"order": "HND", "chunk_tokens": 64, "chunk_rows": 3, "heads": heads}
@@ -58,7 +58,7 @@ class Consumer(Caches):
         return source, destination
 
     def until_over(self, read_id):
-        """The event that ends a read."""
+        """Step until a read is over. Returns the event that ends it."""
         kinds = ev.ReceiveFinished | ev.ReceiveFailed | ev.ReceiveStopped
 
         def step():
@@ -77,7 +77,7 @@ class Consumer(Caches):
 
 @pytest.fixture
 def start():
-    """An exporting process with a lease on all of its blocks, and a consumer here that has opened its export."""
+    """Start an exporting process with a lease on all of its blocks, and a consumer here that has opened its export."""
     to_close = []
 
     def make(place, theirs, ours=None, *, max_programs=0, folder="", prefix=("env",)):
@@ -97,7 +97,7 @@ def start():
 
 
 def check(consumer, theirs, read_id, tokens, **window):
-    """Read, and compare the whole pool: what was read, and nothing else."""
+    """Read, and compare the whole pool: only the blocks of the read have changed."""
     before = consumer.dense(list(range(consumer.shape.blocks)), range(1 << 20))
     source, destination = consumer.submit(read_id, theirs, tokens, **window)
     ended = consumer.until_over(read_id)

@@ -1,4 +1,4 @@
-"""Memory for block ids on their way to a GPU, here host memory as well."""
+"""Memory for block ids in transit to a GPU, which is host memory here."""
 
 import ctypes
 
@@ -11,7 +11,7 @@ from kvconnector.planning import GroupBlocks
 
 
 def allocate(num_ids, stream, free):
-    """A buffer whose part on the GPU is aligned as there."""
+    """Return a buffer whose part on the GPU is aligned as on a real one."""
     here, there = np.zeros(num_ids, np.int32), np.zeros(num_ids + 4, np.int32)
     address = there.ctypes.data + -there.ctypes.data % 16
     room = memoryview(here).cast("B")
@@ -47,7 +47,7 @@ def test_memory_is_used_again():
     first, *_ = buffers.lend(few, 0)
     first.give_back()
     assert buffers.lend(many, 0)[0] is not first
-    # ids that were sent to it and never used may still be on their way on the first stream
+    # ids that were sent to it and never used may still be in transit on the first stream
     assert buffers.lend(few, 1)[0] is not first
     assert buffers.lend(few, 0)[0] is first
     assert buffers.lend(few, 0)[0] is not first

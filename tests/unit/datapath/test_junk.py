@@ -1,4 +1,4 @@
-"""Messages of no read, from whoever reaches the transport: dropped and counted, while reads go on."""
+"""Messages of no read, from anybody who reaches the transport, are dropped and counted, while reads go on."""
 
 import ctypes
 import logging

@@ -1,4 +1,4 @@
-"""The lease board, read as a peer reads it: raw bytes at any moment."""
+"""The lease board, read as by a peer: raw bytes at any moment."""
 
 import ctypes
 
@@ -18,7 +18,7 @@ AHEAD = st.tuples(
 
 
 def key_of(number, bucket=0, num_buckets=2):
-    """Different keys of one bucket."""
+    """Return different keys of one bucket."""
     return (number * num_buckets + bucket).to_bytes(8, "little") + b"\x01" * 8
 
 
@@ -27,7 +27,7 @@ def is_found(board, key, *stops):
 
 
 class SlowWriter:
-    """Writes when the test lets it, in order, as a stream after long kernels."""
+    """Writes in order when the test lets it, like a stream after long kernels."""
 
     def __init__(self, address, nbytes):
         self.range = range(address, address + nbytes)
@@ -65,7 +65,7 @@ def test_a_full_bucket_refuses_one_lease_and_takes_it_once_there_is_room():
 
 
 class Boards(RuleBasedStateMachine):
-    """Against what is published, and what of it the writer has written."""
+    """A board, compared with the leases that are published, and those of them that are written."""
 
     def __init__(self):
         super().__init__()

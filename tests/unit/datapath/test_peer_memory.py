@@ -1,4 +1,4 @@
-"""What a consumer knows of a producer on a GPU in another container, as far as that can be seen without a GPU."""
+"""A consumer's knowledge of a producer on a GPU in another container, as far as it can be tested without a GPU."""
 
 import os
 import time
@@ -26,7 +26,7 @@ def producer(tmp_path):
 
 
 def test_it_is_seen_to_live_and_to_end(producer, tmp_path):
-    """By the folder: its process id is of another namespace."""
+    """It is seen through the folder: its process id belongs to another namespace."""
     export = replace(producer.export, device="cuda", ranges=())
     with pytest.raises((PeerLostError, TransportError), match="both sides need paths"):
         map_file(export, "", ExitStack())
@@ -39,7 +39,7 @@ def test_it_is_seen_to_live_and_to_end(producer, tmp_path):
 
 
 def _check_for_a_while(statm, pid):
-    """The kernel ends the producer when `unshare` has ended."""
+    """The kernel ends the producer after `unshare` has ended."""
     for _ in range(1000):
         check_alive(statm, pid)
         time.sleep(0.01)

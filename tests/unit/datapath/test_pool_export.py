@@ -1,4 +1,4 @@
-"""What a worker exports on the CPU, taken back from its memory as a peer would, and exports that no peer believes."""
+"""A worker's export on the CPU, read back from its memory as by a peer, and exports that peers refuse."""
 
 import msgspec
 import numpy as np
@@ -57,7 +57,7 @@ class Exported:
 
 @pytest.mark.parametrize("options", [{}, {"layout": "NHD"}, {"pp_size": 3}], ids=str)
 def test_an_export_is_what_its_geometry_says(options):
-    """Of one group; of groups and families; of a stage without one group."""
+    """With one group, with groups and families, and with a stage that lacks a group."""
     mixed = {"model": MIXED, "block_sizes": (4, 8), "num_blocks": (8, 4)}
     worker = Exported(**(mixed | options if options else {}))
     check_export(worker.message, worker.geometry)

@@ -1,4 +1,4 @@
-"""The pumped data path over real UCX: bytes, slots, stops, failures, and how often it comes back to Python."""
+"""The pumped data path over real UCX: bytes, slots, stops, failures, and how often it returns to Python."""
 
 import ctypes
 import os
@@ -139,7 +139,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
     assert pair.find(ev.ReceiveDrained, 1) is None
     clock.now_s = QUARANTINE_S + 1
     pair.until(lambda: pair.find(ev.ReceiveDrained, 1))
-    # others receive into other memory, whatever becomes of what UCX still holds
+    # other reads receive into other memory, whatever UCX does with the memory that it still holds
     assert addresses.isdisjoint(slots.rows["address"].tolist())
     pair.serve(pair.ask(2, receive), send)
     pair.until(lambda: pair.find(ev.ReceiveFinished, 2))
@@ -159,7 +159,7 @@ def test_a_cancelled_receive_that_does_not_end_loses_its_slot_and_its_memory(
 def test_nobody_can_guess_a_tag_that_a_receive_is_posted_for():
     found = [new_tags() for _ in range(40)]
     assert all(0 <= tag < 1 << 62 and tag % MAX_CHUNKS == 0 for tag in found)
-    # each of 42 bits is one in about half of the blocks: none is always or never, but for once in 10^10 runs
+    # each of 42 bits is set in about half of the tags: all or none of them once in 10^10 runs
     always, ever = reduce(and_, found), reduce(or_, found)
     assert (ever ^ always) >> 20 == (1 << 42) - 1
 

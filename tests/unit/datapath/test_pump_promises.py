@@ -1,4 +1,4 @@
-"""A receive is promised slots before its copies are made: what may happen in between, and what if there are none."""
+"""A receive is promised slots before its copies are made: events in between, and a lack of slots."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def promised(pair, read_id, receive):
 
 
 def ends_of(pair, read_id):
-    """What the consumer told of a read, but for its progress."""
+    """Return the consumer's events of a read, except its progress."""
     kinds = (ev.ReceiveStopped, ev.ReceiveFailed, ev.ReceiveFinished, ev.ReceiveDrained)
     ends = [event for event in pair.events if isinstance(event, kinds)]
     return [type(event) for event in ends if event.read.read_id == read_id]
@@ -33,7 +33,7 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = promised(pair, 1, receive)
     pair.stop(1)
-    if drained:  # the producer never hears of it
+    if drained:  # the producer never learns of it
         pair.d.path.receives.drain(READS[1], 0)
     else:
         pair.serve(posted, send)

@@ -1,4 +1,4 @@
-"""Reads that wait for slots or for their turn: a read's own work is the same however many others wait."""
+"""Reads that wait for slots or for their turn: one read's work does not depend on how many others wait."""
 
 import sys
 
@@ -17,7 +17,7 @@ SMALL = {"chunk_tokens": 1, "chunk_rows": 1}
 
 
 def lines_of(*calls):
-    """How many lines of Python some calls take."""
+    """Return the number of Python lines that some calls execute."""
     count = 0
 
     def see(frame, event, argument):

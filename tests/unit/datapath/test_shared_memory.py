@@ -71,7 +71,7 @@ def test_pages_with_other_data_are_not_shared(start, stop):
 
 
 def test_caches_belong_to_one_open_worker():
-    """Consumers of the first worker would read memory that the engine no longer writes."""
+    """Otherwise consumers of the first worker would read memory that the engine no longer writes."""
     array, first = in_pages(PAGE), SharedMemory(1)
     (place,) = first.share([bounds(array)])
     with pytest.raises(TransportError, match="another worker"):

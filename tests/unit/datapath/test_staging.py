@@ -1,4 +1,4 @@
-"""Staging memory within its budget and when it runs out; caches that do not fit their geometry."""
+"""Staging memory within its budget and when it runs out, and caches that do not fit their geometry."""
 
 import numpy as np
 import pytest

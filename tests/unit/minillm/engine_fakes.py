@@ -49,7 +49,7 @@ class RecordingTransfer(SchedulerTransfer):
 
 
 def make_groups(architecture="llama"):
-    """The cache groups of a small model."""
+    """Return the cache groups of a small model."""
     model = ModelConfig(
         architecture=architecture,
         num_layers=2,
@@ -62,7 +62,7 @@ def make_groups(architecture="llama"):
 def make_blocks(
     num_blocks, *, host=0, architecture="llama", prefix=True, step_tokens=64, lookahead=0
 ):
-    """Pools of `num_blocks` blocks, and `host` in host memory, of every group."""
+    """Make pools of `num_blocks` blocks, and `host` in host memory, for every group."""
     groups = make_groups(architecture)
     sizes = [PoolSizes(num_blocks=num_blocks, num_host_blocks=host) for _ in groups]
     return RequestBlocks(
@@ -77,7 +77,7 @@ def make_blocks(
 
 
 def make(num_blocks=32, budget=64, policy="recompute", *, max_running=8, **pools):
-    """A scheduler of a small engine; `pools` as for `make_blocks`."""
+    """Make a scheduler of a small engine; `pools` are options of `make_blocks`."""
     transfer = RecordingTransfer()
     scheduler = Scheduler(
         make_blocks(num_blocks, step_tokens=budget, **pools),
@@ -91,25 +91,25 @@ def make(num_blocks=32, budget=64, policy="recompute", *, max_running=8, **pools
 
 
 def request(name, prompt, max_tokens=4, params=None):
-    """A request whose prompt of `prompt` tokens is no other request's beginning."""
+    """Return a request whose prompt of `prompt` tokens is no other request's prefix."""
     tokens = [zlib.crc32(name.encode()) % 1000 + index for index in range(prompt)]
     return Request(name, tokens, max_tokens, kv_transfer_params=params)
 
 
 def run_step(scheduler, events=NO_EVENTS):
-    """One step on ranks that compute nothing."""
+    """Run one step on ranks that compute nothing."""
     inputs = scheduler.schedule().inputs
     tokens = {item.request_id: [SampledToken(0, -1.0)] for item in inputs if item.num_samples}
     return scheduler.update(inputs, tokens, events)
 
 
 def next_token(tokens):
-    """The token that the fake model samples after `tokens`."""
+    """Return the token that the fake model samples after `tokens`."""
     return hash(tuple(tokens)) % 5
 
 
 def continuation(request, answer=0):
-    """The tokens that one answer of a request should get."""
+    """Return the tokens that one answer of a request should get."""
     tokens = list(request.prompt)
     for index in range(request.max_tokens):
         tokens.append(next_token(tokens) + (0 if index else 7 * answer))
@@ -166,7 +166,7 @@ class FakeRanks:
             target[target_id] = dict(source.get(source_id, {}))
 
     def _check(self, index, ids, tokens):
-        """The next query finds all cached tokens that it sees."""
+        """Check that the next query finds all cached tokens that it sees."""
         group = self.groups[index]
         if group.kind == "state":
             if tokens:
@@ -201,7 +201,7 @@ class FakeRanks:
                 self.write(index, unknown + ids, tokens, missing)
 
     def invalid_blocks(self, request, target, num_valid):
-        """Blocks in which such a load leaves something else, by their numbers."""
+        """Return the numbers of the blocks in which such a load leaves wrong tokens."""
         found = set()
         for index, group in enumerate(self.groups):
             ids, first = target.block_ids[index], target.first_blocks[index]
@@ -214,7 +214,7 @@ class FakeRanks:
         return frozenset(found)
 
     def check_offer(self, prompt, offer, num_tokens):
-        """A consumer finds all but the last token, as far as it needs them, in the connector's terms."""
+        """Check that a consumer finds all tokens that it needs, without the last one, in the connector's terms."""
         stop = num_tokens - 1
         for index, group in enumerate(self.groups):
             ids, first = offer.block_ids[index], offer.first_blocks[index]

@@ -1,5 +1,5 @@
-"""The demo's engines in one process, and what they call of the cache, the layouts, the topology, the aggregator and
-the receive transforms.
+"""The demo's engines in one process, and the functions of the cache, the layouts, the topology, the aggregator and the
+receive transforms that they call.
 
 `python -m tests.unit.minillm.seed_cases FOLDER` runs all cases, and writes the names of the public functions that the
 program under test calls, not the test itself, into `FOLDER/called`.
@@ -66,7 +66,7 @@ def config_of(architecture, role="mono", *, tables="host", direct="always", **ca
 
 
 def expected(architecture, prompt):
-    """Tokens that follow the prompt."""
+    """Return the tokens that follow the prompt."""
     return token_ids(generate(model_of(architecture), prompt, MAX_TOKENS))
 
 
@@ -77,9 +77,8 @@ def engines(folder, *configs):
 
 
 def hand_over(architecture, folder, direct="always"):
-    """Prefill on one engine; several answers on another of other blocks, which finds the prompt again the second time.
-
-    Where there is an encoder, one answer.
+    """Prefill on one engine; several answers (with an encoder, one) on another with other blocks, which finds the
+    prompt again the second time.
     """
     num_answers = 1 if model_of(architecture).is_encoder_decoder else 4
     prefill = config_of(architecture, "prefill", direct=direct, block_size=16, layout="CROSS")
@@ -111,19 +110,19 @@ def hand_over(architecture, folder, direct="always"):
 
 
 def request_of(architecture, name, prompt, max_tokens, params=None, **more):
-    """A request, with an input for the encoder of a model that has one."""
+    """Return a request, with an encoder input for a model that has one."""
     more["encoder_prompt"] = encoder_prompt_of(model_of(architecture), prompt)
     return Request(name, prompt, max_tokens, kv_transfer_params=params, **more)
 
 
 def offered_by(producer, architecture, name, prompt):
-    """The params of a prompt that the producer has computed."""
+    """Return the params of a prompt that the producer has computed."""
     producer.run(request_of(architecture, name, prompt, 1, {"do_remote_decode": True}))
     return producer.params[name]
 
 
 def consumer_answers(producer, consumer, request):
-    """The producer has to go on stepping while the consumer reads."""
+    """Step both engines until the consumer answers: the producer has to keep stepping while it reads."""
     stop = threading.Event()
 
     def serve():
@@ -136,11 +135,11 @@ def consumer_answers(producer, consumer, request):
             return [token_ids(answer) for answer in consumer.run(request)]
         finally:
             stop.set()
-            serving.result()  # what the producer raises fails the case, too
+            serving.result()  # an error of the producer fails the case, too
 
 
 def crowd(architecture, folder, **host):
-    """More requests than blocks, prompts longer than a step, swapping, prefix hits."""
+    """Run more requests than blocks allow, prompts longer than a step, swapping, and prefix hits."""
     prompts = [prompt_of(60 + 9 * index, index % 2) for index in range(6)]
     config = config_of(architecture, block_size=8, num_blocks=26, num_host_blocks=40, **host)
     with engines(folder, config) as (engine,):
@@ -156,7 +155,7 @@ def crowd(architecture, folder, **host):
 
 
 def plan(folder):
-    """A plan of two engines."""
+    """Make a plan for two engines."""
     from kvconnector.cli import main
 
     shapes = "--prefill tp=2 --decode pp=2,block=64 --tokens 2000"
@@ -184,7 +183,7 @@ CASES = {
 
 
 def public_functions():
-    """All public functions, methods, properties and calls of objects of these rooms but oracles, by name."""
+    """Return public functions, methods, properties and calls of objects of these rooms, but no oracles, by name."""
     found = {}
     modules = [
         importlib.import_module(info.name)

@@ -1,4 +1,4 @@
-"""Blocks that are swapped out and in again: the same tokens, whatever the form of the blocks in host memory."""
+"""Blocks that are swapped out and in again have the same tokens, whatever their form in host memory."""
 
 import pytest
 import torch

@@ -89,7 +89,7 @@ MOVED = {"bytes": 8, "seconds": 2e-9}
         (3, [1, 2], [-1.0, -2.01], MOVED, False),
         (3, [1, 3], [-1.0, -2.0], MOVED, False),
         (3, [1], [-1.0], MOVED, False),
-        # a prompt of more than one token has to be moved
+        # a prompt of more than one token has to be transferred
         (3, [1, 2], [-1.0, -2.0], None, False),
         (1, [1, 2], [-1.0, -2.0], None, True),
     ],

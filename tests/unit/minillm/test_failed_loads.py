@@ -1,4 +1,4 @@
-"""A decode engine whose load fails computes what did not arrive, and keeps what it had before."""
+"""A decode engine whose load fails computes the tokens that did not arrive, and keeps those that it had before."""
 
 import pytest
 from msgspec.structs import replace

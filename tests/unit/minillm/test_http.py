@@ -30,7 +30,7 @@ TRANSFER = {"bytes": 10, "seconds": 0.5, "path": "packed", "cached_tokens": 16, 
 
 
 class ScriptedEngine:
-    """Continues every prompt with its last token, plus one each time; counts what clients broke off."""
+    """Continues every prompt with its last token, plus one each time; counts requests that clients broke off."""
 
     def __init__(self, *, error="", endless=False):
         self.config = EngineConfig(role="decode", engine_id="scripted")
@@ -75,7 +75,7 @@ class ScriptedEngine:
 
 
 def ask(client_of, *bodies):
-    """Status and text of the answer to each completion request, which is JSON or an object that becomes it."""
+    """Send completion requests, as JSON or objects. Returns status and text of each answer."""
 
     async def run():
         answers = []
@@ -91,7 +91,7 @@ def ask(client_of, *bodies):
 
 @asynccontextmanager
 async def server_of(engine):
-    """A client of a server over `engine`."""
+    """Make a client of a server over `engine`."""
     async with TestClient(TestServer(create_app(engine))) as client:
         yield client
 
@@ -101,7 +101,7 @@ def test_a_completion_carries_tokens_usage_and_transfer_fields():
     ((_, text),) = ask(server_of(ScriptedEngine()), body)
     answer = msgspec.json.decode(text)
     (choice,) = answer["choices"]
-    last = "añ".encode()[-1]  # a string is its bytes
+    last = "añ".encode()[-1]  # a string stands for its bytes
     assert choice["token_ids"] == [last + 1, last + 2, last + 3]
     assert choice["logprobs"] == {"token_logprobs": [-0.5] * 3}
     assert choice["finish_reason"] == "length"
@@ -176,7 +176,7 @@ def test_a_client_that_goes_away_aborts_its_request(tmp_path):
 
 @asynccontextmanager
 async def router_between(first, second):
-    """A client of a router of two servers, which this starts."""
+    """Start two servers and a router. Yields a client of the router."""
     async with first, second:
         urls = [[str(server.make_url("")).rstrip("/")] for server in (first, second)]
         async with TestClient(TestServer(Router(*urls).app())) as client:
@@ -185,7 +185,7 @@ async def router_between(first, second):
 
 @asynccontextmanager
 async def router_of(prefill, decode, *, is_decode_up=True):
-    """A client of a router of servers with these handlers."""
+    """Make a client of a router of servers with these handlers."""
     first, second = TestServer(app_of(prefill)), TestServer(app_of(decode))
     async with router_between(first, second) as client:
         if not is_decode_up:
@@ -198,7 +198,7 @@ async def prefill_well(request):
 
 
 async def break_off(request):
-    """A decode server that is lost in mid-answer."""
+    """Be a decode server that is lost in the middle of an answer."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     await response.write(b"data: one\n\n")
@@ -235,9 +235,8 @@ def test_the_client_reports_a_stream_that_ends_early():
 
 
 class StreamingEngines:
-    """A prefill engine that streams and is reached at `port`, and a decode engine that finds it there alone.
-
-    Once it was restarted elsewhere, it `is_slow`: still computing when the decode engine answers.
+    """A prefill engine that streams at `port`, and a decode engine that finds it only there. After a restart elsewhere
+    it `is_slow`: still computing when the decode engine answers.
     """
 
     def __init__(self, *, recomputes=False, is_slow=False):
@@ -264,7 +263,7 @@ class StreamingEngines:
 
 
 async def statuses(client, count):
-    """Statuses of `count` completions, one after the other."""
+    """Return the statuses of `count` completions, one after the other."""
     found = []
     for _ in range(count):
         async with client.post("/v1/completions", json={"prompt": [1, 2]}) as response:

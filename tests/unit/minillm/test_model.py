@@ -38,7 +38,7 @@ from tests.support.local_engines import generate, prompt_of, token_ids
 from tests.unit.minillm.seed_cases import model_of
 
 WINDOW, CHUNK = 7, 6
-# by what a layer keeps: a model that has such a layer, and the first token that a query at a position sees
+# by the tokens that a layer keeps: a model with such a layer, and the first token that a query at a position sees
 KINDS = {
     "full": ("llama", lambda position: 0),
     "window": ("hybrid", lambda position: max(0, position - WINDOW + 1)),
@@ -69,7 +69,7 @@ def dense_attention(q_HTD, k_HLD, v_HLD, start, first_seen):
 )
 def test_paged_attention_equals_dense_attention(*, kind, layout, block_size, lengths, common, seed):
     """Several sequences in one batch, each with `start` cached tokens and `count` new ones, in shuffled blocks. With
-    full attention they have the first `common` ones in common.
+    full attention they share the first `common` tokens.
     """
     architecture, first_seen = KINDS[kind]
     common *= kind == "full"
@@ -166,7 +166,7 @@ def test_layout_block_size_and_chunks_do_not_change_tokens(architecture, layout,
     ],
 )
 def test_a_lost_block_of_one_layer_is_noticed(architecture, layer, position):
-    """Otherwise comparing two engines' completions would prove nothing about the cache in between."""
+    """Otherwise equal completions of two engines would prove nothing about the cache."""
     config = ModelConfig(architecture=architecture)
     prompt = [random.Random(3).randrange(config.vocab_size) for _ in range(300)]
 

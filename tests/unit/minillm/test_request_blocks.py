@@ -5,7 +5,7 @@ from tests.unit.minillm.engine_fakes import BLOCK_SIZE, make_blocks
 
 
 def start(blocks, name, tokens, salt=""):
-    """Take a request in; returns its hit."""
+    """Add a request. Returns the number of tokens that it hits."""
     blocks.add(name, tokens, salt=salt)
     hit = blocks.find_hit(name)
     blocks.allocate(name, hit)
@@ -13,7 +13,7 @@ def start(blocks, name, tokens, salt=""):
 
 
 def run_once(blocks, name, tokens, salt):
-    """A request that computes its tokens and is over; returns its hit."""
+    """Run a request that computes its tokens and ends. Returns the number of tokens that it hits."""
     hit = start(blocks, name, tokens, salt)
     assert blocks.grow(name, hit, len(tokens)) == []
     blocks.mark_computed(name, len(tokens))

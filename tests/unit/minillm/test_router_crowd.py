@@ -1,4 +1,4 @@
-"""minillm's router, and so that of vLLM's example, takes more requests at once than an HTTP client has connections."""
+"""minillm's router, like that of vLLM's example, takes more requests at once than an HTTP client has connections."""
 
 import asyncio
 import errno
@@ -75,7 +75,7 @@ def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once():
             url = await stack.enter_async_context(serving(app))
             connector = aiohttp.TCPConnector(limit=0)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-            # from whose answer the router learns that the prefill engine streams
+            # its answer shows the router that the prefill engine streams
             assert (await ask(session, url, 0))[0] == 200
             engines.expected += NUM_REQUESTS
             engines.all_asked.clear()

@@ -64,7 +64,7 @@ def test_more_answers_than_can_run_are_refused():
 
 
 def random_requests(rng):
-    """Local, remote and offered ones, whose prompts begin alike for a while."""
+    """Draw local, remote and offered requests, whose prompts often share a prefix."""
     stem = [rng.randrange(2) for _ in range(20)]
     params = {"local": None, "remote": REMOTE, "offer": OFFERED}
     requests = {}
@@ -84,7 +84,7 @@ def random_requests(rng):
 
 
 class Loads:
-    """Loads of two ranks, each of which gets some first tokens of its own."""
+    """Loads of two ranks, which may fail after different numbers of tokens."""
 
     def __init__(self, ranks, transfer):
         self.ranks, self.transfer = ranks, transfer
@@ -92,7 +92,7 @@ class Loads:
         self.num_valid = {}
 
     def report(self, request, *num_valid):
-        """End the load of one rank, or of both, with as many first tokens valid: the engine's events."""
+        """End a load on one or both ranks with some leading tokens valid. Returns the engine's events."""
         target, _ = self.transfer.loads[request.request_id]
         outputs = [None, None]
         known = self.num_valid.setdefault(request.request_id, [])
@@ -112,7 +112,7 @@ class Loads:
 @pytest.mark.parametrize("num_valid", [(18, 6), (6, 18), (18, 13), (18, 18), (10, 6), (0, 18)])
 @pytest.mark.parametrize("together", [True, False])
 def test_a_load_that_failed_is_computed_again_from_its_first_invalid_block_on(num_valid, together):
-    """Four tokens of it were here before. No rank's invalid blocks may get lost, whichever rank is the last."""
+    """Four of its tokens were here before. No rank's invalid blocks may be lost, whichever rank is the last."""
     scheduler, transfer = make()
     ranks = FakeRanks(scheduler)
     loads = Loads(ranks, transfer)
@@ -144,7 +144,7 @@ def test_a_load_that_failed_is_computed_again_from_its_first_invalid_block_on(nu
 
 
 def random_events(rng, loads, requests):
-    """Ranks end some loads, well or badly; some held requests were read, which all still can be."""
+    """Draw events: ranks end some loads, well or badly, and consumers have read some held requests."""
     ranks, transfer = loads.ranks, loads.transfer
     known = ranks.scheduler.requests
     loading = {RequestState.WAITING_FOR_REMOTE_KV, RequestState.DRAINING}
@@ -209,7 +209,7 @@ def test_every_request_ends_with_the_right_tokens_and_no_block_is_lost(
             break
         step = scheduler.schedule()
         tokens = ranks.run(step)
-        if scheduler.requests and rng.random() < 0.05:  # an abort may come while a step runs
+        if scheduler.requests and rng.random() < 0.05:  # an abort may arrive while a step runs
             name = rng.choice(sorted(requests))
             aborted.add(name)
             scheduler.abort(name)

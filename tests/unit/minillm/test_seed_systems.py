@@ -13,12 +13,12 @@ from tests.unit.minillm.seed_cases import public_functions
 pytestmark = [pytest.mark.integration, pytest.mark.ucx, pytest.mark.timeout(350)]
 
 DEADLINE_S = 300.0
-# what engines on the CPU have another function for
+# functions that engines on the CPU replace by others
 ON_A_GPU = {"cache.block_table.BlockTable.device_tensor"}
 
 
 def test_every_public_function_is_called_by_a_case(tmp_path):
-    """In a process of its own, where nothing has been computed before and is remembered."""
+    """The cases run in a process of their own, where no results are cached."""
     command = [sys.executable, "-m", "tests.unit.minillm.seed_cases", str(tmp_path)]
     with (tmp_path / "log").open("w") as log:
         process = Process(command, stdout=log, stderr=log)

@@ -23,7 +23,7 @@ def test_an_insecure_network_logs_a_warning(setting, caplog):
 
 @pytest.mark.parametrize("timeout_s", [0.5, 2.0, 15.0, 600.0])
 def test_control_timeouts_stay_within_the_peers_timeout(timeout_s):
-    """Also during the greeting, which may otherwise take `hello_timeout_s`, and three times as long at first."""
+    """Also during the greeting, which may otherwise take `hello_timeout_s`, or three times as long at first."""
     peer = {"timeout_s": timeout_s, "heartbeat_interval_s": 0.9 * timeout_s, "hello_timeout_s": 10}
     limits = control_limits(
         ConnectorConfig.from_mapping(

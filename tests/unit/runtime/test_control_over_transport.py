@@ -18,7 +18,7 @@ STAY = {"control": {"insecure": True, "over_ucx": False}}
 
 
 class Deployment:
-    """A producer of one rank and a consumer of two, and which kinds of messages they say on their control channels."""
+    """A producer of one rank and a consumer of two, and the kinds of messages that they send over control channels."""
 
     def __init__(self, producer=None, consumer=None):
         self.world = World(seed=5, network=LoopbackNetwork(seed=5, eager_limit_bytes=0))

@@ -1,4 +1,4 @@
-"""Whoever drives transfers works on the cache's device, and leaves the engine on its own; marks in its streams."""
+"""A thread that drives transfers works on the cache's device, and restores the engine's; marks in its streams."""
 
 import pytest
 

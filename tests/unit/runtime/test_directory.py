@@ -1,4 +1,4 @@
-"""The workers that a directory service names, and the wire version that it picks."""
+"""The workers that a directory service names, and the wire version that it chooses."""
 
 from fractions import Fraction
 
@@ -44,7 +44,7 @@ def test_a_request_without_ranks_gets_all_workers(size):
 
 
 def asked(service_speaks, asking_speaks, monkeypatch):
-    """The bytes of a service's answer, between releases that speak these versions."""
+    """Return the bytes of a service's answer, between releases that speak these versions."""
     hub = ControlHub(seed=0)
     asking, serving = hub.open(), hub.open()
     service = DirectoryService(serving, harness.directory())

@@ -1,4 +1,4 @@
-"""What a driver leaves for its thread after inline progress, and what its sessions hear."""
+"""The work that a driver leaves for its thread after inline progress, and the events that its sessions get."""
 
 import logging
 from contextlib import closing
@@ -32,14 +32,14 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
             driver.datapath.events.append(ended.pop())
 
     monkeypatch.setattr(driver.datapath, "step", step)
-    # nobody has asked for the load, so it fails at once; the peer of another request waits for what is said
+    # the load was never wanted, so it fails at once; another request's peer waits for a message
     want, load = WantRequest("w", "w", "5" * 32, ADDRESS), LoadRequest("unknown", (), (), ())
     driver.put([want, load])
     driver.progress_inline(MAX_WORK_S, orders_only=True)
     assert worker.poll().failed_recving.keys() == {"unknown"}
     assert not driver.links.with_unsent
     assert not ended
-    assert driver.num_queued  # the driver's thread does not sleep on it
+    assert driver.num_queued  # the driver's thread does not sleep until then
     world.close()
 
 
@@ -61,7 +61,7 @@ def test_a_session_that_refuses_a_tick_keeps_it_from_no_other(monkeypatch):
 
 @pytest.fixture
 def deployment():
-    """A producer and a consumer that have met, in a world."""
+    """A producer and a consumer that have greeted each other, in a world."""
     world = World(seed=3)
     p = world.start(FakeEngine("p", MODEL), role="producer")
     d = world.start(FakeEngine("d", MODEL), role="consumer")
@@ -77,7 +77,7 @@ def test_a_consumer_whose_link_the_producer_gives_up_is_told_why_at_once(deploym
     world, p, d, consumer = deployment
     (link,) = p.driver.links
     offer = world.engines[0].grant("r", [[1, 2]], 8)
-    # nothing of it reaches the producer's lease, so the load would wait for its deadline
+    # no part of it reaches the producer's lease, so the load would wait for its deadline
     send, p.driver.producer.handle = p.driver.producer.handle, lambda event, now: []
     consumer.want("r", offer)
     consumer.load("r", offer, [[3, 4]], [range(8)])
@@ -102,19 +102,19 @@ def test_a_consumer_whose_link_the_producer_gives_up_is_told_why_at_once(deploym
 
 
 def test_a_refused_lease_ends_at_once(deployment):
-    """Nobody else answers for it, and its engine keeps its blocks until somebody does."""
+    """No one else reports its end, and its engine keeps the blocks until then."""
     world, p, _, _ = deployment
     producer = world.engines[0]
     held = producer.grant("r", [[1, 2]], 8)
     world.run(lambda: not p.driver.num_queued)
     producer.grant("other", [[3]], 4)
     world.run(lambda: not p.driver.num_queued)
-    # another request under the transfer's name
+    # another request with the transfer's name
     order = HoldRequest("s", held.transfer_id, held.secret, held.blocks, 8)
     p.start_step(StepMetadata(orders=(order,)))
     world.turn()
     assert p.poll().finished_sending == {"s"}
-    # the same request once more: the end of its lease answers for both
+    # the same request once more: the end of its lease counts for both
     p.start_step(StepMetadata(orders=(HoldRequest("r", "r", "0" * 32, held.blocks, 8),)))
     world.turn()
     assert not p.poll().finished_sending
@@ -124,7 +124,7 @@ def test_a_refused_lease_ends_at_once(deployment):
 
 
 class Slow(FakeClock):
-    """A clock of a machine on which a look at it takes `tick_s`."""
+    """A clock that takes `tick_s` to read."""
 
     tick_s = 1e-4
 
@@ -202,7 +202,7 @@ def test_a_turn_decodes_no_more_messages_than_fit_into_its_time_and_loses_none(
             driver.progress_inline(MAX_WORK_S)
         else:
             driver.turn(0.0)
-        # a look at the clock before and after each message that came
+        # the clock is read before and after each message
         decoded = driver.num_queued + len(handled) - before
         assert decoded <= max(1, MAX_WORK_S / Slow.tick_s) * (sent // 250)
         assert driver.num_queued < MAX_QUEUED_EVENTS + sent // 250

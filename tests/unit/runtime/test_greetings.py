@@ -1,4 +1,4 @@
-"""What a producer worker tells of its pools."""
+"""The facts about its pools that a producer worker sends."""
 
 from contextlib import closing
 from types import SimpleNamespace

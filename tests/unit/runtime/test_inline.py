@@ -1,4 +1,4 @@
-"""Inline progress gives the data path back, wherever an interrupt comes."""
+"""Inline progress releases the data path, wherever an interrupt arrives."""
 
 import sys
 from itertools import count
@@ -22,7 +22,7 @@ def worker():
 
 
 class Inline(driver_thread.DriverThread):
-    """The engine's side of a driver's thread that would be asleep. `fail` takes what broke the driver."""
+    """The engine's side of a driver whose thread would be asleep. `fail` gets the error that broke the driver."""
 
     def __init__(self, worker, fail):
         self._driver, self._datapath, self._fail = worker.driver, worker.datapath, fail
@@ -70,12 +70,12 @@ def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_co
             pass
         assert not worker.datapath.lock.is_ours, f"instruction {at}"
         if interrupt.left > 0:
-            break  # it ended before
+            break  # it ended earlier
     assert len(driven) > 1
     assert failures
 
 
 def test_a_data_path_that_another_thread_owns_is_left_alone(worker):
     progress = Inline(worker, pytest.fail)
-    # as the driver's thread is at work
+    # as while the driver's thread works
     assert not progress._run_inline(0.0, pytest.fail)

@@ -1,4 +1,4 @@
-"""Two workers' `Links` over networks in memory: when links change over, how they end, and what is kept out."""
+"""Two workers' `Links` over networks in memory: when links switch to UCX, how they end, and what they reject."""
 
 import logging
 
@@ -35,7 +35,7 @@ class Side:
 
     @property
     def link(self):
-        """The first one."""
+        """Return the first link."""
         link, *_ = self.links
         return link
 
@@ -59,7 +59,7 @@ def texts(payloads):
 
 
 class Pair:
-    """A consumer that greeted a producer; `tap` overhears what an attacker on the wire would see."""
+    """A consumer that has greeted a producer; `tap` records what an attacker on the wire would see."""
 
     def __init__(self, consumer=None, producer=None):
         self.network, hub = LoopbackNetwork(), ControlHub(seed=0)
@@ -83,7 +83,7 @@ class Pair:
         return self
 
     def forge(self, payload, tag=None):
-        """What somebody without the key sends to the producer."""
+        """Send the producer a message, as somebody without the key would."""
         tag = CONTROL_TAG_BIT | self.reply.inbox_id if tag is None else tag
         self.attacker.send_control(self.to_p, tag, payload)
 

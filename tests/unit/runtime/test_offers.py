@@ -1,4 +1,4 @@
-"""What an engine offers, and of which workers it may be made."""
+"""An engine's offers, and the workers that a scheduler accepts."""
 
 from contextlib import nullcontext
 
@@ -77,7 +77,7 @@ def test_an_offer_that_no_consumer_could_read_is_refused_at_the_call(producer, c
 
 
 def test_held_requests_are_a_view(producer):
-    """Every step's report is compared with them, and thousands may be held."""
+    """It makes no copy: every step's report is compared with them, and thousands may be held."""
     held = producer.held
     producer.offer("r", blocks=[[1, 2]], num_tokens=8)
     assert held == {"r"}
@@ -154,7 +154,7 @@ def test_the_smallest_pool_of_a_rank_bounds_what_is_offered():
         ([range(10), [0, 0, 7, 8, 9], [8, 9], [5]], [0, 5, 8, 39], True),
         ([range(10), [8, 9], [8, 9], [5]], [0, 8, 8, 39], False),
         ([range(10), [7, 8, 9], [9], [5]], [0, 7, 9, 39], False),
-        # a state of an earlier position, and one of a later
+        # a state of an earlier position, and one of a later position
         ([range(10), [7, 8, 9], [8, 9], [5]], [0, 7, 8, 20], True),
         ([range(10), [7, 8, 9], [8, 9], [5]], [0, 7, 8, 40], False),
     ],

@@ -50,7 +50,7 @@ def test_a_broken_driver_whose_copies_go_on_ends_only_what_has_no_blocks():
     outbox = Outbox()
     outbox.expect([load("a"), hold("r"), follow("f")])
     outbox.break_off(KVConnectorError("broken"), may_write=True)
-    # what comes later was never given to the driver
+    # later orders were never given to the driver
     outbox.expect([load("late"), hold("s")])
     output = outbox.take()
     assert output.finished_sending == {"s"}
@@ -64,7 +64,7 @@ def test_blocks_whose_copies_go_on_are_never_reported_as_free():
     outbox.break_off(KVConnectorError("broken"), may_write=True)
     assert outbox.awaited() == ["a", "g", "r"]
     outbox.take()
-    # the engine has computed the rest of a prompt whose lease the driver had
+    # the engine has computed the rest of a prompt for which the driver had a lease
     outbox.expect([hold("g")])
     outbox.give_up()
     assert outbox.take().is_empty
@@ -121,7 +121,7 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     outbox.load_ended("over")
     orders = outbox.give_up()
     assert orders[:3] == [DropRequest("a"), DropRequest("b"), WithdrawRequest("r")]
-    # the session says nothing of the end of a lease that is not complete
+    # the session does not report the end of a lease that is not complete
     assert orders[3:] == [hold("g"), WithdrawRequest("g")]
     assert outbox.awaited() == ["a", "b", "g", "r"]
     outbox.load_ended("a", extra=b"token")

@@ -16,7 +16,7 @@ OFFER = TransferParams(
     remote_num_tokens=8,
     transfer_secret="0123456789abcdef" * 2,
 )
-# what routers know of NixlConnector's, and llm-d's sidecar copies
+# NixlConnector's keys, which routers know and llm-d's sidecar copies
 NIXL_KEYS = {
     *("do_remote_prefill", "do_remote_decode", "remote_block_ids", "remote_engine_id"),
     *("remote_request_id", "remote_host", "remote_port", "remote_num_tokens", "tp_size", "pp_size"),

@@ -1,4 +1,4 @@
-"""What a queued request keeps, in objects that Python's garbage collector goes through while the engine waits."""
+"""The number of objects that a queued request keeps and that Python's garbage collector traverses."""
 
 import gc
 
@@ -15,7 +15,7 @@ CONFIG = ConnectorConfig.from_mapping(
     {"engine_id": "d", "role": "consumer", "control": {"insecure": True}}
 )
 STRANGERS = 0.1
-"""Objects a request of which the rest of the process may have that many more or fewer."""
+"""Objects per request by which the rest of the process may grow or shrink meanwhile."""
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def num_tracked():
 
 
 def ask(queue, engine, orders):
-    """Let the worker of an engine handle orders, and the peer what follows from them."""
+    """Let an engine's worker handle orders, and its peer the messages that follow."""
     (worker,) = engine.workers
     worker.outbox.expect(orders)
     worker.driver.put(orders)

@@ -121,7 +121,7 @@ def test_mistakes_are_refused_before_anything_changes(scheduler):
 
 
 def test_a_name_that_is_used_again_within_a_step_belongs_to_the_new_request(scheduler):
-    """The old request's end comes before the new one's beginning, also where the workers heard of neither."""
+    """The old request's end comes before the new one's beginning, even if the workers have had no order for either."""
     scheduler.on_new_request("w", PARAMS)
     scheduler.build_step()
     scheduler.finish("w")
@@ -138,7 +138,7 @@ def test_a_name_that_is_used_again_within_a_step_belongs_to_the_new_request(sche
 
 
 def test_the_engine_is_told_until_a_request_has_come_through(scheduler):
-    """A step may be lost on its way to a worker, which can do nothing without the engine."""
+    """A step may be lost on its way to a worker, which can do nothing without it."""
     assert scheduler.build_step().engine is not None
     assert scheduler.build_step().is_empty
     _start(scheduler)
@@ -204,7 +204,7 @@ def test_each_role_refuses_the_other_s_requests(scheduler, producer):
 def test_whoever_follows_a_prompt_that_is_given_up_is_told(producer, ending):
     producer.on_new_request("r", STREAMED)
     producer.grow("r", blocks=[[3]], num_tokens=3)
-    # tokens that have to be computed again were never right
+    # tokens that must be computed again never counted as valid
     arguments = {"blocks": [[3]], "num_tokens": 2} if ending == "grow" else {}
     for _ in range(2):
         getattr(producer, ending)("r", **arguments)
@@ -234,7 +234,7 @@ def test_a_name_of_a_transfer_is_used_once_at_a_time(producer):
 
 
 def test_a_request_that_is_not_over_is_not_streamed_anew(producer):
-    """Its workers have one lease for each request: they would never end the second one, nor give its blocks back."""
+    """Workers have one lease per request: they would never end a second one, nor free its blocks."""
     other = {**STREAMED, "transfer_id": "u"}
     producer.on_new_request("r", STREAMED)
     for _ in ("computed", "held"):
@@ -276,7 +276,7 @@ STOP = NUM_PROMPT - 1
 
 
 def hybrid(retentions=RETENTIONS, role="consumer"):
-    """A scheduler of an engine with one cache group of one layer per retention."""
+    """Make a scheduler of an engine with one cache group of one layer per retention."""
     model = FakeModel(
         len(retentions),
         tuple(FakeGroup((layer,), (FakePart("k", 2, 8),)) for layer in range(len(retentions))),
@@ -297,7 +297,7 @@ def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
 
 
 def _load(scheduler, engine_computed, computed_tokens=None, **offer):
-    """The load of a request whose window's and chunk's early blocks were never allocated."""
+    """Return the load of a request whose window and chunk have no early blocks."""
     scheduler.on_new_request("w", _offer(**offer))
     count, _ = scheduler.matched_tokens("w", NUM_PROMPT, engine_computed)
     scheduler.load(
@@ -315,7 +315,7 @@ def _load(scheduler, engine_computed, computed_tokens=None, **offer):
     "computed_tokens, ranges",
     [
         ((32, 0, 0, 0), ((32, 40), (31, 40), (32, 40), (39, 40))),
-        # all of it but the window: nothing of the others
+        # everything but the window is loaded, so nothing for the others
         ((40, 8, 40, 40), ((40, 40), (31, 40), (40, 40), (40, 40))),
     ],
 )
@@ -334,7 +334,7 @@ def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
 
 @pytest.mark.parametrize(
     "state_position, engine_computed, stop",
-    # before the last token; earlier; after the end of this prompt; no further than here
+    # before the last token; earlier; after this prompt's end; no further than here
     [(40, 0, 40), (24, 8, 24), (41, 0, None), (24, 24, None)],
 )
 def test_a_request_goes_on_where_the_producer_s_state_is(state_position, engine_computed, stop):

@@ -1,4 +1,4 @@
-"""Traces of transfers: the times of their phases, in the log and as OpenTelemetry spans."""
+"""Traces of transfers: the times of their phases in the log and as OpenTelemetry spans."""
 
 import logging
 from contextlib import closing

@@ -1,4 +1,4 @@
-"""A producer that leaves waits for the consumers that have mapped its CUDA memory, and for no others."""
+"""A producer that closes waits for the consumers that have mapped its CUDA memory, and for no others."""
 
 import msgspec
 import pytest
@@ -15,15 +15,15 @@ ANYWHERE = IpcAllocation(handle=bytes(IPC_HANDLE_BYTES), address=1, nbytes=(1 <<
 
 
 def cuda_export(export):
-    """What a GPU's pools would tell."""
+    """Return the export that pools on a GPU would have."""
     return msgspec.structs.replace(export, device="cuda", ranges=(), allocations=(ANYWHERE,))
 
 
 class MappingPath:
-    """A data path that maps its peers' pools, and unmaps them when the test says so; reads are sent."""
+    """A data path that maps its peers' pools, and unmaps them when the test says so; reads are packed."""
 
     class Reads:
-        """Of other workers' pools."""
+        """Reads of other workers' pools."""
 
         def __init__(self, receives):
             self.can_map = True

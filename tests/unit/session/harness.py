@@ -1,4 +1,4 @@
-"""One session alone: its engine's orders, its peers' messages, and the calls that it makes."""
+"""A session by itself: its engine's orders, its peers' messages, and the calls that it makes."""
 
 import inspect
 from functools import partial
@@ -47,13 +47,13 @@ WORKER = RemoteWorker(None, Link(1), None, 0.0, 0.0, incarnation="one")
 
 
 def call(name, *arguments):
-    """A call that a session made: the name of a method of `Port`, and its arguments by name."""
+    """Return a call that a session made: the name of a method of `Port`, and its arguments by name."""
     _, *names = inspect.signature(getattr(Port, name)).parameters
     return SimpleNamespace(call=name, **dict(zip(names, arguments, strict=True)))
 
 
 class Recorder:
-    """A port that records its calls. Of links that peers opened it records the numbers."""
+    """A port that records its calls. Links that peers opened are recorded by number."""
 
     def __init__(self):
         self.calls = []
@@ -68,7 +68,7 @@ def _named(argument):
 
 
 class Side:
-    """A session with a recording port, and a clock that the test sets."""
+    """A session with a recording port and a clock that the test sets."""
 
     def __init__(self, make_session):
         self._port = Recorder()
@@ -89,7 +89,7 @@ class Side:
         return sum(len(each.reads) for each in self.session._engines._engines.values())
 
     def handle(self, *events):
-        """Returns the calls that the session makes after these events."""
+        """Return the calls that the session makes after these events."""
         for event in events:
             if isinstance(getattr(event, "link", None), int):
                 event = structs.replace(event, link=self.links[event.link])  # noqa: PLW2901
@@ -98,7 +98,7 @@ class Side:
         return calls
 
     def receive(self, link, message):
-        """Returns the calls that the session makes after a peer's message."""
+        """Return the calls that the session makes after a peer's message."""
         return self.handle(ev.FromPeer(link, message))
 
     def tick(self, after_s=0.0):
@@ -106,7 +106,7 @@ class Side:
         return self.handle(ev.Tick())
 
     def settle(self):
-        """Returns the calls until nothing is due at this time. No tick begins or ends more than a batch."""
+        """Return the calls until nothing is due at this time. No tick begins or ends more than a batch."""
         calls = []
         while self.session.next_deadline() <= self.now:
             batch = self.tick()
@@ -117,17 +117,17 @@ class Side:
 
 
 def messages(calls, kind):
-    """The messages of one kind that are sent."""
+    """Return the sent messages of one kind."""
     return [each.message for each in of(calls, "send") if isinstance(each.message, kind)]
 
 
 def refusals(calls):
-    """The refusals of the reads that are refused."""
+    """Return the refusals of reads."""
     return [each.refusal for each in messages(calls, m.ReadRefused)]
 
 
 def of(calls, *names):
-    """The calls of methods of these names."""
+    """Return the calls of the methods with these names."""
     assert all(hasattr(Port, name) for name in names)
     return [each for each in calls if each.call in names]
 
@@ -136,17 +136,17 @@ OK = [("w", type(None))]
 
 
 def finished(calls):
-    """The loads that ended, and the types of their errors."""
+    """Return the loads that ended, with the types of their errors."""
     return [(each.load.request_id, type(each.error)) for each in of(calls, "finish_load")]
 
 
 def released(calls):
-    """The leases that ended, and their outcomes."""
+    """Return the leases that ended, with their outcomes."""
     return [(each.request_id, each.outcome) for each in of(calls, "release")]
 
 
 def failed(error):
-    """The value of `finished` for one failed load."""
+    """Return the value of `finished` for one failed load."""
     return [("w", error)]
 
 
@@ -154,7 +154,7 @@ EXPORT = PoolExport(pid=1, fd=3, nonce=bytes(16), num_buckets=1, device="cpu", t
 
 
 def producer(export=None, **shape):
-    """A producer worker of rank 0."""
+    """Make a producer worker of rank 0."""
     reply = m.HelloReply(
         incarnation="one",
         max_chunk_bytes=CHUNK_BYTES,
@@ -189,7 +189,7 @@ def welcome(side, link=-1, geometry=None, tp_rank=0, **changes):
 
 
 def read(read_id=1, key=KEY, tokens=range(12), **changes):
-    """A correct read by consumer rank 0 from producer rank 0, with some fields changed."""
+    """Return a correct read by consumer rank 0 from producer rank 0, with some fields changed."""
     (source,) = plan_reads(ROUTES, [tokens], chunk_bytes=CHUNK_BYTES)
     load = Load(want(key=key), RemoteEngine(ADDRESS), 0.0)
     asked = posted(RankRead(read_id, load, WORKER, source, BLOCKS, BLOCKS)).read
@@ -197,7 +197,7 @@ def read(read_id=1, key=KEY, tokens=range(12), **changes):
 
 
 def posted(read):
-    """The event that the data path has slots for a read."""
+    """Return the event that the data path has slots for a read."""
     read.window, read.first_tag = 2, read.read_id << 20
     return ev.ReceivePosted(read)
 
@@ -220,7 +220,7 @@ def heartbeat(link=-1, *keys):
 
 
 def heartbeat_reply(link, number=0):
-    """A producer worker's reply to a heartbeat."""
+    """Return a producer worker's reply to a heartbeat."""
     return ev.FromPeer(link, m.HeartbeatReply(number=number))
 
 
@@ -229,13 +229,13 @@ def cancel(link, read_id):
 
 
 def read_ended(link, read_id, sent_chunks=0, refusal=m.Refusal.LEASE_EXPIRED):
-    """The producer's message that a read ended after some of its chunks."""
+    """Return the producer's message that a read ended after some of its chunks."""
     ended = m.ReadEnded(read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text="no")
     return ev.FromPeer(link, ended)
 
 
 def consumer(geometry=None, peer=PEER, **settings):
-    """A consumer worker of rank 0."""
+    """Make a consumer worker of rank 0."""
     settings |= {"chunk_bytes": CHUNK_BYTES, "orders": {(0, 0): "HND"}}
     return Side(partial(ConsumerSession, geometry or engine("d"), Rank(0, 0), peer, **settings))
 
@@ -264,12 +264,12 @@ def directory(geometry=None):
 
 
 def accepted(link, **changes):
-    """The events of a producer worker that accepts us as a consumer."""
+    """Return the events of a producer worker that accepts us as a consumer."""
     return ev.FromPeer(link, m.HelloReply(incarnation="one", **changes)), ev.WarmedUp(link)
 
 
 def resolve(side, geometry=None, request_id="w", is_followed=False):
-    """Want a request and answer the look-up. Returns the calls that open links to the workers."""
+    """Want a request, and answer the look-up. Returns the calls that open links to the workers."""
     links = of(side.handle(want(request_id, is_followed=is_followed)), "open_link")
     return of(side.receive(links[0].link, directory(geometry)), "open_link")
 
@@ -283,7 +283,7 @@ def connect(side, geometry=None, request_id="w", is_followed=False, **changes):
 
 
 def start_load(side, geometry=None):
-    """Start a load. Returns the links and its reads."""
+    """Start a load. Returns the links and the load's reads."""
     links = connect(side, geometry)
     reads = [each.read for each in of(side.handle(load_request()), "start_receive")]
     for each in reads:

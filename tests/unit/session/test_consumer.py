@@ -122,7 +122,7 @@ def test_a_load_that_cannot_be_planned_fails(side):
 
 @pytest.mark.parametrize("refusal", [m.Refusal.UNKNOWN_TRANSFER, None])
 def test_progress_under_another_secret_changes_nothing(side, refusal):
-    """Two requests of one consumer name one transfer, and only one of them has its secret."""
+    """Two requests of one consumer name the same transfer, and only one of them has its secret."""
     (link,) = harness.connect(side, is_followed=True)
     side.handle(harness.load_request())
     report = m.Progress(transfer_id="t", watermark=Watermark(12), blocks=harness.BLOCKS)

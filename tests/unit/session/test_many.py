@@ -88,7 +88,7 @@ def test_a_lost_engine_fails_its_loads_in_batches(side, is_early):
     stopped = [each.read for each in harness.of(calls, "stop_receive")]
     ended = harness.finished(calls + side.handle(*map(ev.ReceiveStopped, stopped)))
     assert sorted(ended) == sorted((name, PeerLostError) for name in names)
-    assert side.num_loads == 2  # "later", and "w", which has no load order
+    assert side.num_loads == 2  # "later", and "w", for which there is no load order
 
 
 def test_a_read_posted_after_its_link_was_lost_frees_its_slots(side):
@@ -105,7 +105,7 @@ def test_a_read_posted_after_its_link_was_lost_frees_its_slots(side):
 
 
 def _start_the_last(side, link, *, is_followed):
-    """Returns the name of the last of many requests, and its read."""
+    """Start the last of many requests. Returns its name and its read."""
     names = _want(side, MANY, is_followed=is_followed)
     begun = m.Progress(transfer_id=f"t{MANY - 1}", watermark=Watermark(4), blocks=harness.BLOCKS)
     side.receive(link, begun)
@@ -214,7 +214,7 @@ def test_ten_thousand_aborts_all_reach_the_producer(side, is_greeted):
 
 
 def _leasing(count):
-    """A producer with this many leases, each a millisecond younger than the one before."""
+    """Make a producer with `count` leases, each a millisecond younger than the one before."""
     side = harness.producer()
     for number in range(count):
         side.handle(harness.hold(f"r{number}", f"t{number}"))
@@ -246,7 +246,7 @@ def test_withdrawing_one_lease_keeps_the_others():
 
 
 def test_heartbeats_renew_leases_during_the_greeting(side):
-    """Greeting all ranks of an engine that starts may take longer than a lease, and than a silent peer's timeout."""
+    """Greeting all ranks of a starting engine may take longer than a lease and than a silent peer's timeout."""
     links = [opened.link for opened in harness.resolve(side, harness.engine(tp_size=2))]
     _want(side, 1)
     for _ in range(5):
@@ -301,7 +301,7 @@ def test_an_interrupted_agenda_keeps_the_rest():
     agenda = Agenda()
     for at, name in enumerate("abc"):
         agenda.plan(name, at)
-    assert next(iter(agenda.due(5.0))) == "a"  # the caller raises, and takes no more
+    assert next(iter(agenda.due(5.0))) == "a"  # the caller raises, and handles no more
     assert agenda.next_deadline() == 1.0
     assert [*agenda.due(5.0)] == ["b", "c"]
     assert agenda.next_deadline() == NEVER

@@ -22,7 +22,7 @@ def side():
 
 
 def _reading():
-    """A producer whose lease is read over one link. Returns it and the send."""
+    """Make a producer whose lease is read over one link. Returns it and the send."""
     side = harness.producer()
     side.handle(harness.hold())
     harness.welcome(side)
@@ -36,7 +36,7 @@ def _reading():
 def test_an_ending_lease_waits_for_its_send(ending):
     side, send = _reading()
     if ending == "time":
-        side.handle(harness.heartbeat())  # keeps the consumer; its lease then runs out
+        side.handle(harness.heartbeat())  # keeps the consumer alive; its lease then expires
         for _ in range(2):
             side.now += 14.0
             side.session.keep_alive(side.links[-1], side.now)
@@ -206,7 +206,7 @@ def test_a_lease_may_outlast_the_configured_duration(side):
     side.handle(replace(harness.hold(), lease_duration_s=4 * harness.LEASE_S))
     harness.welcome(side)
     side.handle(harness.heartbeat())
-    # the consumer is lost by its silence, and its heartbeat did not shorten the lease
+    # the consumer is lost because it is silent, and its heartbeat did not shorten the lease
     assert not harness.of(side.tick(2 * harness.LEASE_S), "release")
     assert harness.of(side.tick(2 * harness.LEASE_S), "release")
 

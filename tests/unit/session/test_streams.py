@@ -32,7 +32,7 @@ def _granted(num_tokens, *, is_complete=False, ids=IDS):
 
 
 def _filling(export=None):
-    """A producer that computes a prompt, with one follower."""
+    """Make a producer that computes a prompt, with one follower."""
     side = harness.producer(export)
     harness.welcome(side)
     side.handle(_granted(0), harness.follow())
@@ -70,7 +70,7 @@ def test_reads_are_expected_of_a_complete_leases_blocks():
 
 
 def _ended(how):
-    """A producer whose first transfer of these names has ended."""
+    """Make a producer whose first transfer with these names has ended."""
     side = _filling(harness.EXPORT)
     side.handle(_granted(12, is_complete=True))
     ending = {"released": harness.done(), "aborted": harness.abort(), "expired": ev.Tick()}[how]
@@ -211,7 +211,7 @@ def _report(num_tokens, *, is_complete=False, ids=IDS, **changes):
 
 
 def _following(tokens=(0, 12), geometry=None, **settings):
-    """A consumer that loads a prompt while it is computed. Returns it and its links."""
+    """Make a consumer that loads a prompt while it is computed. Returns it and its links."""
     side = harness.consumer(**settings)
     links = harness.connect(side, geometry, is_followed=True)
     if tokens is not None:
@@ -257,7 +257,7 @@ def test_a_prompt_that_ends_early_fails_its_load(event, error, is_asked):
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_load_without_new_bytes_times_out(tp_size):
-    """The chunks are lost, or every message of another producer rank."""
+    """Either the chunks or all messages of another producer rank are lost."""
     side, links = _following(geometry=harness.engine(tp_size=tp_size))
     complete = ev.FromPeer(links[0], _report(12, is_complete=True))
     calls = side.handle(complete)
@@ -281,7 +281,7 @@ def test_a_prompt_shorter_than_its_load_fails_it():
 
 
 def test_a_loss_after_the_last_token_keeps_all_tokens():
-    """The producer was still to report that the prompt is complete."""
+    """The producer has not reported yet that the prompt is complete."""
     side, (link,) = _following()
     (started,) = harness.of(side.receive(link, _report(12)), "start_receive")
     assert not harness.of(side.handle(ev.ReceiveFinished(started.read)), "finish_load")

@@ -9,7 +9,7 @@ TABLES = (LEASE_TABLE, PEER_TABLE, LOAD_TABLE, ENGINE_TABLE)
 
 
 def mermaid(table):
-    """The table as a Mermaid state diagram, in the table's order, without what may leave a state as it is."""
+    """Return the table as a Mermaid state diagram, in its order, without events that may leave a state unchanged."""
     lines = ["stateDiagram-v2", f"    [*] --> {table.start.value}"]
     for state, row in table.rows.items():
         edges = {}

@@ -1,4 +1,4 @@
-"""`scripts/bench_vllm`: two engines with kvconnector and two with NixlConnector, alive at once and asked in turns."""
+"""`scripts/bench_vllm`: two engines with kvconnector and two with NixlConnector, running at once and asked in turns."""
 
 import argparse
 import importlib.util
@@ -23,9 +23,9 @@ from tests.vllm.harness.runner import model_paths, preload, specs_of
 
 TIER = "tier"
 TIER_SHARES = {"tier-0": 0.0, "tier-80": 0.8, "tier-100": 1.0}
-"""Share of each prompt that the decode engine's tier has."""
+"""Shares of each prompt that the decode engine's tier has."""
 STREAMED = {OURS: "streamed", "computed": "computed-streamed"}
-"""Pairs that are also asked both at once, and that contender's name."""
+"""Pairs whose engines are also asked both at once, mapped to that contender's name."""
 PLANS = {
     "cpu": Plan(
         lengths=[128, 512], step_tokens=256, burst_requests=4, burst_tokens=256, churn_tokens=0
@@ -41,7 +41,7 @@ PLANS = {
 
 
 def main():
-    """0 when every request was answered."""
+    """Run the bench. Exit status 0 if every request was answered."""
     arguments = parse()
     folder = arguments.folder
     if arguments.draw:
@@ -78,7 +78,7 @@ def main():
                 contenders[STREAMED[name]] = Contender(pair, is_streamed=True)
         turns = Turns(contenders, plan, say, keep)
         is_whole = False
-        with suppress(KeyboardInterrupt):  # its results so far are kept
+        with suppress(KeyboardInterrupt):  # its earlier results are kept
             turns.run()
             is_whole = True
         report = keep(turns)
@@ -118,7 +118,7 @@ def _plan(arguments):
 
 
 def _case(name, plan, kind):
-    """Two engines of a small model on the CPU; on GPUs of Llama-3.1 8B's shape, whose weights each engine makes."""
+    """Two engines of a small model on the CPU; on GPUs of Llama-3.1 8B's shape, with weights that each engine makes."""
     arguments = {"max_num_seqs": 32, "max_num_batched_tokens": plan.step_tokens}
     if kind == "cpu":
         arguments |= {"enforce_eager": True, "max_model_len": 4096}
@@ -138,7 +138,7 @@ def _case(name, plan, kind):
         prefill=engine,
         decode=engine,
         model={} if kind == "cpu" else {"kind": "llama-8b"},
-        # the same connector, whose decode engine computes the prompt's last token
+        # the same connector, but the decode engine computes the prompt's last token
         options={"first_token": "never"} if name == "computed" else {},
         found_by="ranges" if name == TIER else "path",
         gpu_dtype="bfloat16",

@@ -1,4 +1,4 @@
-"""Requests to pairs of engines that live side by side, and take turns with the same prompts."""
+"""Requests to pairs of engines that run side by side and take turns with the same prompts."""
 
 import random
 from collections import defaultdict
@@ -22,7 +22,7 @@ CANDIDATES = 32
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The requests of a run. `step_tokens`: the engines' `max_num_batched_tokens`. `churn_tokens` run through every
-    pool first, so that free blocks lie scattered.
+    pool first, so that free blocks are scattered.
     """
 
     lengths: list[int]
@@ -52,8 +52,8 @@ class Contender:
     in_tier: float | None = None
 
     def handed_over(self, prompts):
-        """Hand prompts over. Returns both engines' answers, and seconds from the prefill engine's last answer, or if
-        not streamed from the request to the decode engine, to each first token.
+        """Prefill and decode prompts. Returns both engines' answers, and the seconds to each first token, from the
+        prefill engine's last answer or, if not streamed, from the request to the decode engine.
         """
         pair = self.pair
         if self.is_streamed:
@@ -72,7 +72,7 @@ class Contender:
         return _all(self.pair.decode, zip(prompts, params, strict=True), ANSWER_TOKENS)
 
     def forget(self, prompts):
-        """Empty every cache, but for what the decode engine's tier is to have."""
+        """Empty every cache, except for the tokens that the decode engine's tier should have."""
         for engine in (self.pair.prefill, self.pair.decode):
             engine.forget(has_tier=self.in_tier is not None)
         heads = [prompt[: round(len(prompt) * self.in_tier)] for prompt in prompts if self.in_tier]
@@ -93,11 +93,11 @@ def _good(answer):
 
 
 class Turns:
-    """Every contender does each thing in its turn; one that fails is left out, for the reason in `errors`. `keep` is
+    """Every contender runs each case in its turn; one that fails is left out, with the reason in `errors`. `keep` is
     called after each case.
 
-    `samples` are by case, contender and figure: seconds, and for `RIGHT` True if a request's first token was the
-    prefill engine's own.
+    `samples` are by case, contender and figure: seconds, or for `RIGHT` True if a request's first token was the prefill
+    engine's own.
     """
 
     def __init__(self, contenders, plan, say, keep):
@@ -159,7 +159,7 @@ class Turns:
         def ask(contender):
             if not gaps:
                 engine = contender.pair.prefill
-                _all(engine, [(head, None)], 1)  # all of them have it from the prefix cache
+                _all(engine, [(head, None)], 1)  # for the prefix cache
                 answers = _all(engine, [(prompt, None) for prompt in prompts], 1, logprobs=2)
                 gaps.extend(answer.least_gap for answer in answers)
 
@@ -196,7 +196,7 @@ def _request(prompt, contender):
         SECOND: [first_s[0] + answer.second - answer.first],
         BEST: [again.first_token_s],
         RIGHT: [answer.tokens[0] == offer.tokens[0]],
-        # it came with a step's output, long before the last
+        # it came with a step's output, long before the last token
         TRANSFER: contender.pair.decode.call("stats"),
     }
 

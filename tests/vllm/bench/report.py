@@ -1,4 +1,4 @@
-"""The bench's figures as tables, JSON and a plot: those of `kvconnector bench`."""
+"""The bench's figures as tables, JSON and a plot, in the form of `kvconnector bench`."""
 
 from io import StringIO
 from typing import Any
@@ -14,7 +14,7 @@ FIRST, SECOND = "first token", "second token"
 """Times from the prefill engine's answer to the decode engine's first and second token."""
 TRANSFER, RIGHT = "transfer", "right"
 BEST = "best possible"
-"""First tokens of the same requests again, when the decode engine has their prompts in its prefix cache."""
+"""First tokens of the same requests again, from the decode engine's prefix cache."""
 TITLES = {
     "streamed": "kvconnector, streamed",
     "computed": "kvconnector, first_token=never",
@@ -27,7 +27,7 @@ TITLES = {
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A run. Every time is compared with the first contender's first tokens."""
+    """A run's figures. Every time is compared with the first contender's first tokens."""
 
     command: str
     environment: dict[str, str]
@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def cases_of(turns):
-    """The results so far."""
+    """Return the results so far."""
     for asked, samples in turns.samples.items():
         measurements = []
         for name, found in samples.items():
@@ -69,10 +69,10 @@ def save(folder, report):
 
 
 def draw(report, path):
-    """The decode engine's first tokens by length, each request a dot, medians a line, beside the best possible.
+    """Draw the decode engine's first tokens by length, a dot per request, medians as a line, beside the best possible.
 
     Raises:
-        ImportError: matplotlib is missing.
+        ImportError: Matplotlib is missing.
     """
     cases = []
     for case in report.cases:

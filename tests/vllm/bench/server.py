@@ -9,7 +9,7 @@ from tests.vllm.harness.engine import Answer, sampling_of
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Answer):
-    """Times of the request and of its first two tokens: seconds of a clock that all processes share."""
+    """Times of a request and of its first two tokens, in seconds of a clock that all processes share."""
 
     asked: float
     first: float
@@ -21,7 +21,7 @@ class Timed(Answer):
 
 
 def serve(pipe, spec):
-    """The `run` of an engine that takes "submit", "reset_cache" and "stats"."""
+    """Run an engine that takes the commands "submit", "reset_cache" and "stats"."""
     asyncio.run(_serve(pipe, spec))
 
 

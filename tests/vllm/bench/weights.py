@@ -1,4 +1,4 @@
-"""Random weights that vLLM makes itself (`load_format="dummy"`), so large that tokens depend on the whole context."""
+"""Random weights that vLLM makes itself (`load_format="dummy"`), scaled so that tokens depend on the whole context."""
 
 import zlib
 
@@ -9,7 +9,7 @@ DEVIATION = 0.04
 
 
 def _load_weights(self, model, model_config):
-    """The same weights in every engine."""
+    """Load the same weights in every engine."""
     for name, parameter in model.named_parameters():
         source = torch.Generator(parameter.device).manual_seed(zlib.crc32(name.encode()))
         if parameter.dim() == 1:

@@ -1,4 +1,4 @@
-"""`python -m tests.vllm.harness [CASE...]`: every case, also with NixlConnector, as Markdown and JSON."""
+"""`python -m tests.vllm.harness [CASE...]`: runs every case, also with NixlConnector; Markdown and JSON."""
 
 import importlib.util
 import os
@@ -23,7 +23,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def main():
-    """0 when no case of ours has a complaint."""
+    """Run the cases. Exit status 0 if no case of ours has a complaint."""
     arguments = arguments_of()
     folder, device = arguments.folder, Device(arguments.device)
     reasons = {name: why_skipped(BY_NAME[name], device) for name in arguments.cases}

@@ -21,11 +21,11 @@ class Case:
 
     `prefill` and `decode` are arguments of `EngineSpec`, and "draft": they speculate with the model itself
     ("draft_model"), with an "eagle", or with the model's own layers ("mtp"). Of servers only "dp_size" counts.
-    `found_by`: vLLM finds the connector by a module's path, by its plugin's name, or as the child of a
-    `MultiConnector` ("multi"), which may have vLLM's OffloadingConnector first: ours loads from both ("ranges"), vLLM's
-    own from the first that has anything ("first-hit"). `servers` runs API servers in place of all this. `is_quick`: run
-    for every change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" if vLLM's CPU code cannot run it, "hosts"
-    made of namespaces, or packages of a launcher or router. `gpu_dtype`: for attention that takes no float32.
+    `found_by`: vLLM finds the connector by a module's path, by its plugin's name, or as the child of a `MultiConnector`
+    ("multi"), which may have vLLM's OffloadingConnector first: ours loads from both ("ranges"), vLLM's own from the
+    first that has anything ("first-hit"). `servers` runs API servers instead of all this. `is_quick`: run for every
+    change. `has_nixl`: NixlConnector runs it too. `needs`: "gpus" if vLLM's CPU code cannot run it, "hosts" made of
+    namespaces, or packages of a launcher or router. `gpu_dtype`: for attention that takes no float32.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Case:
 
 
 def _sharing(interleave_tokens):
-    """Two ranks that share the tokens of one KV head."""
+    """Return options for two ranks that share the tokens of one KV head."""
     interleave = {"cp_kv_cache_interleave_size": interleave_tokens}
     return {"tp_size": 2, "arguments": {"decode_context_parallel_size": 2, **interleave}}
 

@@ -1,4 +1,4 @@
-"""Engines of several data-parallel ranks: any rank decodes a prompt that any rank computed."""
+"""Engines of several data-parallel ranks: any rank decodes prompts that any other computed."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -12,8 +12,8 @@ BALANCED = 6
 
 
 def one_address(kind="llama", *, prefill, decode, more=""):
-    """A case: two servers with these numbers of ranks, each at one address. First every pair of ranks by name, then
-    whichever ranks vLLM's load balancers choose.
+    """Return a case: two servers with these numbers of ranks, each at one address. It asks every pair of ranks by name,
+    then whichever ranks vLLM's load balancers choose.
     """
 
     def run(folder, outcome, device):
@@ -36,8 +36,8 @@ def one_address(kind="llama", *, prefill, decode, more=""):
 
 
 def address_per_rank(kind, *, size, more=""):
-    """A case: both engines have `size` ranks, each of them a server of its own. vLLM takes that of a model with experts
-    alone.
+    """Return a case: both engines have `size` ranks, each a server of its own, which vLLM allows only for models with
+    experts.
     """
 
     def run(folder, outcome, device):
@@ -46,7 +46,7 @@ def address_per_rank(kind, *, size, more=""):
             ranks[role] = [(f"{role}-{rank}", rank) for rank in range(size)]
             for name, rank in ranks[role]:
                 options[name] = f"--data-parallel-size {size} --data-parallel-rank {rank} {more}"
-            # where the ranks of this engine find each other
+            # the address at which this engine's ranks find each other
             where = f" --data-parallel-address 127.0.0.1 --data-parallel-rpc-port {free_ports()}"
             options |= {name: options[name] + where for name, _ in ranks[role]}
         with ExitStack() as stack:
@@ -57,12 +57,12 @@ def address_per_rank(kind, *, size, more=""):
 
 
 def _every_pair(servers, outcome, ranks):
-    """Move a prompt from each prefill rank to each decode rank, given as `(server, rank)`. Returns their number."""
+    """Move a prompt from each prefill to each decode rank, given as `(server, rank)`. Returns the number of pairs."""
     pairs = list(product(ranks["prefill"], ranks["decode"]))
     sizes = Counter(server for places in ranks.values() for server, _ in places)
 
     def number(server, rank):
-        # vLLM takes it only where the server has several ranks
+        # vLLM accepts it only if the server has several ranks
         return rank if sizes[server] > 1 else None
 
     engines = {}

@@ -1,4 +1,4 @@
-"""The engines of a case run on cores of this host or on its GPUs."""
+"""The cores or GPUs of this host on which a case's engines run."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ PIPELINE_WORKER = "tests.vllm.harness.pipeline_worker.PipelineCPUWorker"
 MEMORY_SHARE = 0.04
 """Share of a GPU's memory for one engine: the engines of several cases share a GPU."""
 EXACT = {"TRITON_F32_DEFAULT": "ieee", "NVIDIA_TF32_OVERRIDE": "0"}
-"""Exact float32: with TF32 one engine and two engines would round differently and give different tokens."""
+"""Exact float32: with TF32 one engine and two engines would round differently and so give different tokens."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Device:
 
     @property
     def units(self):
-        """Names of the cores or GPUs, as vLLM takes them."""
+        """Return the names of the cores or GPUs, as vLLM takes them."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if self.kind == "cuda" and visible is not None:
             return [unit for unit in visible.split(",") if unit]
@@ -42,7 +42,7 @@ class Device:
         return f"{len(self.units)} x {self._gpus[0]}" if self._gpus else self.kind
 
     def environment(self, first, world_size):
-        """Variables of an engine whose ranks are on the units from `first` on; after the last unit comes the first."""
+        """Variables of an engine whose ranks are on the units from `first` on; after the last comes the first."""
         first += self.first
         units = [self.units[(first + rank) % len(self.units)] for rank in range(world_size)]
         if self.kind == "cpu":

@@ -1,4 +1,4 @@
-"""Compare a request's caches on two engines byte by byte, whatever their ranks, blocks and layouts."""
+"""The comparison of a request's caches on two engines, byte by byte, for any ranks, blocks and layouts."""
 
 import numpy as np
 import torch
@@ -31,26 +31,26 @@ class CacheDigests:
         return found
 
     def _first_head(self, rank, heads):
-        """The first KV head of a rank. Heads are cut, or copied if there are fewer heads than ranks."""
+        """Return the first KV head of a rank. Heads are split, or copied if there are fewer heads than ranks."""
         model = self.vllm_config.model_config
-        # a latent stands for all heads: every rank has it
+        # a latent stands for all heads, and every rank has it
         total = 1 if model.use_mla else model.get_total_num_kv_heads()
         size = self.vllm_config.parallel_config.tensor_parallel_size
         return rank * heads if heads * size <= total else rank * total // size
 
 
 def _layer(layer, num_blocks, block_ids, tokens):
-    """Digests `[tokens, heads]` of a layer, and the tokens' numbers."""
+    """Return digests `[tokens, heads]` of a layer, and the tokens' numbers."""
     cache = layer.kv_cache  # [blocks, heads, tokens of a block, content]; MLA's has no heads
     if cache.dim() == 3:
         cache = cache.unsqueeze(1)
-    ratio = cache.shape[0] // num_blocks  # kernel blocks in one of vLLM's
+    ratio = cache.shape[0] // num_blocks  # kernel blocks in one of vLLM's blocks
     block = cache.shape[2]
     numbers, places = tokens
     window = getattr(layer, "sliding_window", None) or np.inf
     ids = np.append(block_ids, 0)  # block 0 stands for one that is not kept
     owners = ids[np.minimum(places // (block * ratio), len(block_ids))]
-    # of a window, what the next token after the last one here sees
+    # of a window, the tokens that the next token sees
     is_kept = (owners > 0) & (numbers > numbers.max(initial=0) + 1 - window)
     numbers, places, owners = (each[is_kept] for each in (numbers, places, owners))
     kernel_ids, inverse = np.unique(
@@ -64,7 +64,7 @@ def _layer(layer, num_blocks, block_ids, tokens):
 
 
 def by_token(content):
-    """Blocks `[n, heads, tokens, 2 * dim]` of vLLM's CPU code, which stores K as `[dim][token]`, then V."""
+    """Return blocks `[n, heads, tokens, 2 * dim]` of vLLM's CPU code, which stores K as `[dim][token]`, then V."""
     blocks, heads, tokens, width = content.shape
     k, v = content.view(blocks, heads, -1).chunk(2, dim=2)
     k = k.reshape(blocks, heads, width // 2, tokens).transpose(2, 3)
@@ -73,7 +73,7 @@ def by_token(content):
 
 
 def tokens_of_rank(first_token, end_token, dcp_size, dcp_rank, interleave):
-    """Tokens that a context parallel rank keeps, and their places in the row of its own blocks."""
+    """Return the tokens that a context parallel rank keeps, and their positions in its own blocks."""
     numbers = np.arange(first_token, end_token)
     numbers = numbers[numbers // interleave % dcp_size == dcp_rank]
     return numbers, numbers // (interleave * dcp_size) * interleave + numbers % interleave
@@ -86,7 +86,7 @@ def digest(content):
 
 
 def merged(ranks):
-    """Join the digests of an engine's ranks. A token that two ranks keep differently equals no digest."""
+    """Merge the digests of an engine's ranks. A token on which two ranks differ equals no digest."""
     found = {}
     for rank in ranks:
         for key, digests in rank.items():

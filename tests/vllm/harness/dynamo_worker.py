@@ -1,13 +1,11 @@
-"""`python -m dynamo.vllm` where torchvision is not installed, of which PyPI has builds for CUDA alone: what imports it
-is for images.
-"""
+"""`python -m dynamo.vllm` without torchvision, which PyPI has for CUDA only: the code that imports it is for images."""
 
 import runpy
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-# looks for torchvision once, and remembers the answer
+# looks for torchvision once, and caches the result
 from transformers.utils import is_torchvision_available
 
 NAMES = ("torchvision", "transforms", "v2", "functional")

@@ -47,7 +47,7 @@ class EngineSpec:
 @dataclass(frozen=True)
 class Answer:
     """A finished request. `least_gap`: the smallest gap in log probability between the two likeliest tokens of a
-    position. `computed_tokens`: of its prompt; None before the first step.
+    position. `computed_tokens`: how many of its prompt were computed; None before the first step.
     """
 
     tokens: list[int]
@@ -78,8 +78,8 @@ class Answer:
 
 
 class Engine(EngineProcess):
-    """The parent's end of a child engine. `run(pipe, spec)` is what the child does: it sends "ready", then answers
-    commands. Requests are answered in whatever order they end.
+    """The parent's end of a child engine. The child calls `run(pipe, spec)`, which sends "ready" and then answers
+    commands. Requests are answered in the order in which they end.
     """
 
     def __init__(self, spec, run):
@@ -171,7 +171,7 @@ def run_steps(pipe, spec):
 
 
 def sampling_of(params, max_tokens, logprobs):
-    """Greedy, to the last token."""
+    """Greedy sampling that ignores stop tokens."""
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -186,7 +186,7 @@ def sampling_of(params, max_tokens, logprobs):
 
 class _Loop:
     """Steps the engine until asked to stop, also when it is idle: otherwise a producer never frees its blocks. Sends
-    back what `on_` methods return.
+    back the results of `on_` methods.
     """
 
     def __init__(self, pipe, engine):
@@ -238,7 +238,7 @@ class _Loop:
         return planned
 
     def _look(self):
-        """Note each request's blocks: after its end the engine does not tell them."""
+        """Record each request's blocks, which the engine does not reveal after its end."""
         for unique_id, request in self._scheduler.requests.items():
             request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
             blocks = self._scheduler.kv_cache_manager.get_block_ids(unique_id)

@@ -1,7 +1,7 @@
 """A tier for vLLM's `OffloadingConnector` on CPUs.
 
-The connector, its scheduler and its manager are vLLM's own. vLLM copies blocks to host memory on GPUs alone: here this
-worker does, at once. It reports a load `HOST_TIER_POLLS` polls later, so that another connector's may end before it.
+The connector, its scheduler and manager are vLLM's own. vLLM copies blocks to host memory only on GPUs, so this worker
+does, at once. It reports a load `HOST_TIER_POLLS` polls later, so that another connector's may end before it.
 """
 
 import os
@@ -19,7 +19,7 @@ class HostTierSpec(CPUOffloadingSpec):  # type: ignore[misc]
 
 
 class HostTierWorker(OffloadingWorker):  # type: ignore[misc]
-    """One block a chunk."""
+    """A worker whose chunks have one block each."""
 
     def __init__(self, kv_caches, num_chunks, polls):
         engine = [each.tensor for each in kv_caches.tensors]
@@ -44,7 +44,7 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc]
         return True
 
     def _copies(self, engine, tier):
-        """Blocks, chunks and both tensors, of each layer."""
+        """Yield blocks, chunks and both tensors, for each layer."""
         stops = [sum(engine.group_sizes[:number]) for number in range(len(engine.group_sizes) + 1)]
         for layers, (start, stop) in zip(self._groups, pairwise(stops), strict=True):
             blocks, chunks = (torch.tensor(each.block_ids[start:stop]) for each in (engine, tier))
@@ -57,4 +57,4 @@ class HostTierWorker(OffloadingWorker):  # type: ignore[misc]
         return [TransferResult(job_id, success=True) for job_id in ended]
 
     def wait(self, job_ids):
-        """Every copy is made when it is submitted."""
+        """Do nothing: every copy is made when it is submitted."""

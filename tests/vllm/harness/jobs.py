@@ -11,17 +11,17 @@ from tests.vllm.harness.runner import run_case
 from tests.vllm.harness.scenarios import slept
 
 GRACE_S = 45.0
-"""How long a case may take to end its engines after its time is up; then they end with it."""
+"""Seconds that a case may take to end its engines after its time limit; then they are killed with it."""
 
 
 def is_alone(case):
-    """Returns True if no other case may use its GPUs: vLLM compares the free memory before and after it sleeps."""
+    """Returns True if no other case may use its GPUs: vLLM compares free memory before and after it sleeps."""
     return case.scenario is slept
 
 
 def run_jobs(jobs, folder, device, *, at_once, limit_s):
     """Run each `(case, connector)`, the ones that run alone last, and yield the arguments of `Report.add` as they end.
-    The others are ended when the caller stops listening.
+    The rest are ended when the caller closes the generator.
     """
     waiting = sorted(enumerate(jobs), key=lambda each: is_alone(each[1][0]))
     running = {}

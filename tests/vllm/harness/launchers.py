@@ -1,4 +1,4 @@
-"""Launchers and routers around whole engines: a client gets through them what one engine alone answers."""
+"""Launchers and routers around whole engines: through them a client gets the answers of one engine alone."""
 
 import json
 import os
@@ -32,7 +32,7 @@ PROMPTS = 4
 MODEL = "tiny"
 SIDES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 RAY_PORTS = ("--port", "8000", "--metrics", "9400")
-"""On a host of its own every port is free."""
+"""A port for a host of its own, where every port is free."""
 RAY_APP = (sys.executable, "-m", "tests.vllm.harness.ray_app")
 
 
@@ -48,7 +48,7 @@ def compare_through(url, model, outcome, expected):
 
 
 def vllm_router(folder, outcome, device):
-    """vllm-router, with a prefill and a decode server."""
+    """Run vllm-router with a prefill and a decode server."""
     with ExitStack() as stack:
         servers = Servers(folder, stack, device)
         port = free_ports((0, 1))
@@ -59,14 +59,14 @@ def vllm_router(folder, outcome, device):
         router = example.start(stack, folder / "logs" / "router.log", command)
         url = f"http://127.0.0.1:{port}"
         example.wait_for(f"{url}/health", router, "router")
-        # by the prefill engine: the decode engine must not have the prompts in its prefix cache
+        # from the prefill engine: the decode engine must not have the prompts in its prefix cache
         alone = [complete(servers.urls["prefill"], servers.model, n).tokens for n in range(PROMPTS)]
         compare_through(url, servers.model, outcome, alone)
         _check_loaded(outcome, servers.metrics("decode"))
 
 
 def ray_serve(folder, outcome, device):
-    """`examples/launchers/ray_serve.py` on this host's CPUs."""
+    """Run `examples/launchers/ray_serve.py` on this host's CPUs."""
     model, expected = _alone(folder, device)
     with ExitStack() as stack:
         short = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
@@ -79,9 +79,7 @@ def ray_serve(folder, outcome, device):
 
 
 def ray_nodes(folder, outcome, device):
-    """The same on two Ray nodes, which are hosts of their own: the prefill engine on one, the decode engine on the
-    other.
-    """
+    """Run it on two Ray nodes, each a host of its own: the prefill engine on one, the decode engine on the other."""
     model, expected = _alone(folder, device)
     os.environ |= ray_token()
     with ExitStack() as stack:
@@ -122,14 +120,14 @@ def ray_nodes(folder, outcome, device):
 
 
 def dynamo(folder, outcome, device):
-    """Two workers of NVIDIA Dynamo and its frontend, which find each other by files."""
+    """Run two workers of NVIDIA Dynamo and its frontend, which find each other through files."""
     model, expected = _alone(folder, device)
     _complete_model(Path(model))
     with ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dynamo-")))
         generate_keys(own / "keys")
         common = {"DYN_FILE_KV": str(own / "discovery"), "HF_HUB_OFFLINE": "1"}
-        port = free_ports(range(5), highest=2**15 - 1)  # Dynamo reads 16 bits with a sign
+        port = free_ports(range(5), highest=2**15 - 1)  # Dynamo reads a signed 16-bit number
         url = f"http://127.0.0.1:{port}"
         for number, (side, role) in enumerate(SIDES.items(), 1):
             command, environment = _dynamo_worker(side, role, model, own / "keys", port + number)
@@ -145,7 +143,7 @@ def dynamo(folder, outcome, device):
 
 
 def _dynamo_worker(side, role, model, keys, port):
-    """Command and environment of a worker that serves its state and metrics at `port`."""
+    """Return command and environment of a worker that serves its state and metrics at `port`."""
     transfer = {
         "kv_connector": "NixlConnector",
         "kv_connector_module_path": "kvconnector.integrations.vllm",
@@ -180,7 +178,7 @@ def _complete_model(path):
 
 
 def _wait_for_a_transfer(url, metrics):
-    """Wait until the frontend has found both workers: before that it asks the decode worker alone."""
+    """Wait until the frontend has found both workers: until then it asks only the decode worker."""
     deadline = time.monotonic() + TIMEOUT_S
     for seed in count(PROMPTS):
         with suppress(RuntimeError, OSError):  # it is not there, or knows no model
@@ -205,8 +203,8 @@ def _samples(url):
 
 
 def ray_token():
-    """Variables of all processes of an application: else Ray writes a token into the user's home, and another host has
-    none.
+    """Return variables for all processes of an application. Without them Ray writes a token into the user's home, which
+    other hosts lack.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 

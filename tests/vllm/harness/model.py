@@ -18,7 +18,7 @@ LLAMA_8B = {
 
 
 def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
-    """A model under `folder`, made once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
+    """Make a model under `folder`, once: a "llama", an "eagle" that drafts for it, a model that drafts for itself with
     "mtp" (MiMo, which is a Qwen 2 with a layer more), one with "states" (Granite 4: every second layer is a Mamba 2),
     with "mla" (DeepSeek 2 without experts), with experts ("moe", a Mixtral), with both ("mla-moe"), or with a `window`
     in every second layer (Gemma 3). Of "llama-8b", Llama 3.1 8B, the configuration alone.
@@ -56,7 +56,7 @@ def make_model(folder, *, kind="llama", kv_heads=4, layers=4, window=0):
             if parameter.dim() > 1 and "conv1d" not in parameter_name:
                 parameter.mul_(10 if "embed" in parameter_name else 4)
     if kind == "eagle":
-        # the layers alone
+        # only the layers
         weights = {
             name.removeprefix("model."): value
             for name, value in model.state_dict().items()

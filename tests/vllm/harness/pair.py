@@ -1,4 +1,4 @@
-"""A prefill and a decode engine, and what a router does between them."""
+"""A prefill and a decode engine, with a router's part between them."""
 
 import random
 from functools import cached_property
@@ -27,7 +27,7 @@ class Pair:
         self._candidates = candidates
         self.prefill, self.decode = (Engine(spec, run) for spec in self.specs)
         self.address = {}
-        # the tokens that the decode engine's tier has, and their digests by layer and head
+        # tokens in the decode engine's tier, and their digests by layer and head
         self._tier = [], {}
         self._transfers = 0
 
@@ -46,13 +46,13 @@ class Pair:
         self.prefill.wait_until_ready()
 
     def alone(self, prompt):
-        """Ask the decode engine without a prefill engine, and empty its prefix cache. Returns the tokens."""
+        """Ask only the decode engine, and empty its prefix cache. Returns the tokens."""
         tokens = self.decode.ask(prompt).tokens
         self.decode.forget()
         return tokens
 
     def differs_alone(self, prompt, expected):
-        """Say how vLLM itself, without a transfer, gives other tokens than `expected`; "" if it does not."""
+        """Describe how vLLM itself, without a transfer, gives tokens other than `expected`; "" if it does not."""
         self.prefill.forget()
         if self.prefill.ask(prompt, max_tokens=1).tokens != expected[:1]:
             return "the prefill engine's own first token is another one"
@@ -62,7 +62,7 @@ class Pair:
 
     @cached_property
     def _differs_from_own_cache(self):
-        """Returns True if the decode engine does so when it computes one token of a prompt, as after a transfer."""
+        """Returns True if the decode engine does so when it computes only the last token, as after a transfer."""
         decode = self.specs[1]
         block = decode.block_size * decode.arguments.get("decode_context_parallel_size", 1)
         prompt = self.clear_prompt(CONTROL_TOKENS // block * block + 1)
@@ -73,7 +73,7 @@ class Pair:
         return again.cached_tokens > 0 and again.tokens != expected
 
     def clear_prompt(self, length, seed=0):
-        """Choose the prompt whose likeliest tokens are furthest apart, so that rounding decides nothing."""
+        """Choose the prompt whose two likeliest tokens are furthest apart, so that rounding decides nothing."""
         if self._candidates == 1:
             return prompt_of(length, seed)
         prompts = [prompt_of(length, 1000 * seed + each) for each in range(self._candidates)]
@@ -98,14 +98,14 @@ class Pair:
 
     def compared(self, prompt, cached=0, *, is_whole=False):
         """Prefill on one engine and decode on the other. Returns the answer, and how the caches differ after `cached`
-        tokens that the decode engine had; "" if they are equal. `is_whole`: it loads the prompt's last token, too.
+        tokens that the decode engine had; "" if they are equal. `is_whole`: it loads the last token, too.
         """
         prefill = self.prefill.answer(self.begin_prefill(prompt))
         decode = self.decode.submit(prompt, prefill.params)
         return self._compared(prompt, prefill, decode, cached, is_whole)
 
     def _compared(self, prompt, prefill, decode, cached=0, is_whole=False):
-        end = len(prompt) - (not is_whole)  # the last token is for the decode engine
+        end = len(prompt) - (not is_whole)  # the decode engine computes the last token
         expected = self.prefill.call("digests", prefill.block_ids, cached, end)
         answer = self.decode.answer(decode)
         found = self.decode.call("digests", answer.block_ids, cached, end)
@@ -121,7 +121,7 @@ class Pair:
 
     def fill_tier(self, prompt, cached):
         """Put the first `cached` tokens into the decode engine's tier alone. Returns how they differ from the prefill
-        engine's, which may compute them for this: a step of another length can round otherwise.
+        engine's, which may compute them for this, since a step of another length can round differently.
         """
         self._tier = [], {}
         if not cached:
@@ -143,7 +143,7 @@ class Pair:
         return self.begin_prefill(prompt, **names), decode
 
     def streamed(self, prompt, *, is_whole=False):
-        """`compared`, where both engines are asked at once."""
+        """Do what `compared` does, but ask both engines at once."""
         prefill, decode = self.begin_streamed(prompt)
         prefill = self.prefill.answer(prefill)
         return self._compared(prompt, prefill, decode, is_whole=is_whole)

@@ -1,4 +1,4 @@
-"""A CPU worker with pipeline stages: vLLM's own leaves out a buffer that later stages need when it does not compile."""
+"""A CPU worker with pipeline stages. Without compilation, vLLM's own lacks a buffer that later stages need."""
 
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker.cpu_worker import CPUWorker

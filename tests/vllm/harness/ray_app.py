@@ -1,4 +1,4 @@
-"""`examples/launchers/ray_serve.py` on CPUs, until it is terminated: `python -m tests.vllm.harness.ray_app`."""
+"""Runs `examples/launchers/ray_serve.py` on CPUs until terminated: `python -m tests.vllm.harness.ray_app`."""
 
 import argparse
 import os
@@ -26,7 +26,7 @@ ENGINE = {
 
 
 class Metrics(CallbackBase):  # type: ignore[misc] # Ray is not where types are checked
-    """Serves one engine's metrics on a port of its own: Ray's own export needs its dashboard, and more packages."""
+    """Serves one engine's metrics on a separate port, since Ray's own export needs its dashboard and more packages."""
 
     async def on_before_node_init(self):
         prometheus_client.start_http_server(self.kwargs["port"])
@@ -83,7 +83,7 @@ def engine(arguments, side, role):
     config["engine_kwargs"] |= ENGINE
     config["engine_kwargs"]["kv_transfer_config"]["kv_load_failure_policy"] = "fail"
     if side == "decode":
-        config["log_engine_metrics"] = False  # by Ray
+        config["log_engine_metrics"] = False  # set by Ray
         config["callback_config"] = {
             "callback_class": f"{__spec__.name}.Metrics",
             "callback_kwargs": {"port": arguments.metrics},

@@ -1,4 +1,4 @@
-"""The harnesses of vLLM and SGLang choose cases by name, collect outcomes and report them with this module."""
+"""The choice of cases by name, their outcomes, and the reports, for the harnesses of vLLM and SGLang."""
 
 import argparse
 import json
@@ -64,7 +64,7 @@ def cases_parser(prog):
 
 
 def parse(parser, by_name, is_chosen):
-    """The arguments; without names of cases, those that `is_chosen(case, arguments)` takes."""
+    """Parse the arguments. Without names of cases, take those for which `is_chosen(case, arguments)` is true."""
     arguments = parser.parse_args()
     unknown = [name for name in arguments.cases if name not in by_name]
     if unknown:
@@ -76,7 +76,7 @@ def parse(parser, by_name, is_chosen):
 
 
 def list_cases(reasons):
-    """Print the names of cases, and why some are not run."""
+    """Print the names of cases, with the reason for those that are not run."""
     say("\n".join(f"{name}: not run: {why}" if why else name for name, why in reasons.items()))
 
 
@@ -100,7 +100,7 @@ class Report:
         (self._folder / "report.md").write_text(as_markdown(self._rows, self._not_run))
 
     def end(self, connector=OURS):
-        """The exit status: 0 when no case of this connector has a complaint."""
+        """Return the exit status: 0 if no case of this connector has a complaint."""
         say(as_markdown(self._rows, self._not_run))
         rows = [row for row in self._rows if row["connector"] == connector and row["complaints"]]
         failed = [row["case"] for row in rows]
@@ -109,7 +109,7 @@ class Report:
 
 
 def in_own_process(make):
-    """Make models in a process of its own: the one that engines are forked from must use neither CUDA nor OpenMP."""
+    """Make models in a process of its own: that from which engines are forked must use neither CUDA nor OpenMP."""
     process = multiprocessing.get_context("fork").Process(target=make)
     process.start()
     process.join()
@@ -118,7 +118,7 @@ def in_own_process(make):
 
 
 def becomes(condition, timeout_s=60.0, poll_s=0.05):
-    """Poll `condition` until it is true, for at most `timeout_s`; returns its last value."""
+    """Poll `condition` until it is true, for at most `timeout_s`. Returns its last value."""
     deadline = time.monotonic() + timeout_s
     while not (found := condition()) and time.monotonic() < deadline:
         time.sleep(poll_s)

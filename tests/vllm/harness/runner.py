@@ -1,4 +1,4 @@
-"""One case with one connector, from two engines' start to their end."""
+"""A case with one connector, from the start of two engines to their end."""
 
 import importlib.metadata
 import importlib.util
@@ -17,12 +17,12 @@ from tests.vllm.harness.scenarios import restarted
 CANDIDATES = 40
 OUR_MODULE = "kvconnector.integrations.vllm"
 BY_NAME = ("name", "multi")
-"""vLLM finds our connector by its plugin."""
+"""The value of `found_by` with which vLLM finds our connector by its plugin."""
 BESIDE_TIER = ("ranges", "first-hit")
 
 
 def side_channel(connector, *, is_port_kept=False):
-    """Variables of the address at which an engine listens for its peers. NixlConnector needs a port, ours finds one."""
+    """Variables for the address at which an engine listens for peers. NixlConnector needs a port, ours finds one."""
     host = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     if connector != "nixl" and not is_port_kept:
         return host
@@ -30,7 +30,7 @@ def side_channel(connector, *, is_port_kept=False):
 
 
 def transfer_config(case, connector, device, names, tier_bytes):
-    """`--kv-transfer-config` of one engine, whose role and id are `names`."""
+    """Return the `--kv-transfer-config` of an engine with `names` for role and id."""
     config = {
         "kv_connector": "NixlConnector" if connector == "nixl" else "KVConnector",
         "kv_role": names["kv_role"],
@@ -49,7 +49,7 @@ def transfer_config(case, connector, device, names, tier_bytes):
 
 
 def _tier(device, num_bytes):
-    """vLLM's own, which copies blocks on GPUs alone."""
+    """Return vLLM's own tier, which copies blocks only on GPUs."""
     copies = {"spec_name": "HostTierSpec", "spec_module_path": "tests.vllm.harness.host_tier"}
     options = {"cpu_bytes_to_use": num_bytes, **(copies if device.kind == "cpu" else {})}
     config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
@@ -86,7 +86,7 @@ def why_skipped(case, device):
 
 
 def model_paths(case, folder):
-    """Make a case's model and its draft; returns their paths, "" without a draft."""
+    """Make a case's model and its draft. Returns their paths, "" without a draft."""
     model = str(make_model(folder / "models", **case.model))
     draft = case.decode.get("draft", "")
     if draft == "eagle":
@@ -152,7 +152,7 @@ def _run_pair(case, connector, folder, outcome, device):
 
 
 def preload(device):
-    """Import what every engine imports, once. Nothing here may touch CUDA: engines are forked from this process."""
+    """Import what every engine needs, once. Nothing here may touch CUDA: engines are forked from this process."""
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_WORKER_MULTIPROC_METHOD": "fork",

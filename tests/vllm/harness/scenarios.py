@@ -12,7 +12,7 @@ SETTLE_S = 0.5
 
 
 def tokens(pair, outcome):
-    """Prompts of lengths that are and are not multiples of blocks."""
+    """Prompts whose lengths are and are not multiples of blocks get the right tokens."""
     for length in LENGTHS:
         prompt = pair.clear_prompt(length)
         _compare(pair, outcome, f"{length} tokens", prompt, pair.alone(prompt))
@@ -34,8 +34,8 @@ def _compare(pair, outcome, what, prompt, expected, *, cached=0):
 
 
 def first_tokens(pair, outcome, *, is_streamed=False):
-    """The decode engine computes nothing of a prompt: it goes on from the prefill engine's token, which may be the only
-    one.
+    """The decode engine computes nothing of a prompt: it continues from the prefill engine's token, which may be the
+    only one.
     """
     pair.prefilled(prompt_of(40))
     for length in LENGTHS:
@@ -60,7 +60,7 @@ def first_tokens(pair, outcome, *, is_streamed=False):
 
 
 def prefix_hits(pair, outcome):
-    """The decode engine already has a prefix of each length in blocks, and the prefill engine another one."""
+    """The decode engine already has a prefix of each length in blocks, and the prefill engine a different one."""
     length = 600
     block = pair.specs[1].block_size
     for cached in range(block - 3, length + block, block):
@@ -90,14 +90,14 @@ def crowd(pair, outcome):
 
 
 def preempted(pair, outcome):
-    """More tokens than the decode engine's cache can hold: it preempts requests that it has loaded."""
+    """More tokens than fit into the decode engine's cache: it preempts requests that it has loaded."""
     prompts = [prompt_of(750, seed=20 + number) for number in range(5)]
     _at_once(pair, outcome, prompts, max_tokens=150)
     outcome.check("preemptions", pair.decode.call("report")["preemptions"] > 0)
 
 
 def slept(pair, outcome):
-    """Either engine sleeps and wakes up: transfers before and after are right."""
+    """Each engine sleeps and wakes up; transfers before and after are right."""
     for turn, sleeper in enumerate((None, pair.prefill, pair.decode)):
         if sleeper is not None:
             sleeper.call("sleep")
@@ -110,8 +110,8 @@ def completions(pair, outcome):
 
 
 def streamed(pair, outcome):
-    """The decode engine reads prompts while they are computed, in turn with offered ones and several at once; then a
-    client leaves in mid-prompt.
+    """The decode engine reads prompts while they are computed, in turn with offered ones, and several at once; then a
+    client leaves in the middle of a prompt.
     """
     pair.prefilled(prompt_of(40))
     for number, length in enumerate(LENGTHS):
@@ -137,7 +137,7 @@ def streamed(pair, outcome):
 
 
 def streamed_then_killed(pair, outcome):
-    """The prefill engine dies in mid-prompt: the decode engine computes the prompt itself."""
+    """The prefill engine dies in the middle of a prompt: the decode engine computes the prompt itself."""
     pair.prefilled(prompt_of(40))
     pair.streamed(prompt_of(300, seed=2))
     prompt = prompt_of(3000, seed=2)
@@ -172,7 +172,7 @@ def abort(pair, outcome):
 
 
 def _killed_during_a_load(pair, prompt):
-    """Kill the prefill engine before the decode engine has loaded a prompt; returns the answer."""
+    """Kill the prefill engine before the decode engine has loaded a prompt. Returns the answer."""
     offer = pair.prefilled(prompt)
     pair.prefill.pause()
     request = pair.decode.submit(prompt, offer)
@@ -182,8 +182,8 @@ def _killed_during_a_load(pair, prompt):
 
 
 def killed(pair, outcome):
-    """The prefill engine dies in the middle of a transfer: by its policy the decode engine computes the prompt itself,
-    or fails this request alone.
+    """The prefill engine dies in the middle of a transfer: depending on its policy, the decode engine computes the
+    prompt itself or fails only this request.
     """
     is_recomputed = pair.specs[1].transfer["kv_load_failure_policy"] == "recompute"
     warm, prompt = prompt_of(300, seed=2), prompt_of(2000, seed=2)
@@ -271,7 +271,7 @@ def from_both(pair, outcome):
 
 
 def from_tier_alone(pair, outcome):
-    """vLLM's own `MultiConnector` takes the tier's prefix alone: the decode engine computes the rest, and the prefill
+    """vLLM's own `MultiConnector` takes only the tier's prefix: the decode engine computes the rest, and the prefill
     engine frees its blocks.
     """
     length, cached = 600, 448

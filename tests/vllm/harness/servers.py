@@ -1,4 +1,4 @@
-"""Two API servers, as an operator starts them, and the transfers in their `/metrics` and logs."""
+"""Two API servers, started as by an operator, and the transfers in their `/metrics` and logs."""
 
 import json
 import os
@@ -59,14 +59,14 @@ class Servers:
             example.wait_for(url + "/health", self._processes[name], name)
 
     def ask(self, name, seed, rank=None, **body):
-        """`complete` by one of the servers, with token ids."""
+        """Call `complete` on one of the servers, with token ids."""
         return complete(self.urls[name], self.model, seed, rank, return_token_ids=True, **body)
 
     def offer(self, seed, name="prefill", rank=None):
         return self.ask(name, seed, rank, max_tokens=1, kv_transfer_params=REMOTE_DECODE).params
 
     def metrics(self, name, rank=0):
-        """kvconnector's samples of `/metrics`, under their names and the label that is ours."""
+        """Return kvconnector's samples in `/metrics`, by name and our own label."""
         return samples_of(fetch("GET", f"{self.urls[name]}/metrics"), rank)
 
     def log(self, name):
@@ -88,10 +88,10 @@ def fetch(method, url, *body, **more):
 
 
 def complete(url, model, seed, rank=None, *, is_streamed=False, **body):
-    """Ask for a completion of the prompt that `seed` makes, by data-parallel `rank` if there are several.
+    """Request a completion of the prompt made from `seed`, from data-parallel `rank` if there are several.
 
     Of the answer `tokens` are words, or token ids with `return_token_ids`; `num_tokens` also counts words that are not
-    written, as "w0"; it came in `num_parts`.
+    written, such as "w0"; the answer came in `num_parts`.
     """
     if is_streamed:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -115,7 +115,7 @@ def complete(url, model, seed, rank=None, *, is_streamed=False, **body):
 
 
 def gpus_of(device, number, options):
-    """The GPUs of the `number`-th engine with these options; None for CPUs."""
+    """Return the GPUs of the `number`-th engine with these options; None for CPUs."""
     ranks = example.num_ranks(options.split())
     return device.environment(number, ranks).get("CUDA_VISIBLE_DEVICES")
 
@@ -125,8 +125,8 @@ def own_options(device):
 
 
 def samples_of(text, rank=0):
-    """`{name or name:label: value}` of kvconnector's samples in a scrape, of one data-parallel rank, without creation
-    times and buckets.
+    """Return `{name or name:label: value}` of one data-parallel rank's kvconnector samples in a scrape, without
+    creation times and buckets.
     """
     found = {}
     for line in text.splitlines():
@@ -144,7 +144,7 @@ def metrics(folder, outcome, device):
     """An operator sees transfers, an expired lease and a lost producer."""
     # of this process, which is the case's own
     os.environ |= {"KVCONNECTOR_LEASE_DURATION_S": "6", "VLLM_LOG_STATS_INTERVAL": "1"}
-    # an engine without a token when its interval ends logs the interval's transfers at this level alone
+    # an engine without a token when its interval ends logs the interval's transfers only at this level
     os.environ["VLLM_LOGGING_LEVEL"] = "DEBUG"
     # a direct read of a producer that was killed may still end well: its shared pools outlive it
     os.environ["KVCONNECTOR_PATHS_DIRECT"] = "never"
@@ -198,7 +198,7 @@ def _a_lost_producer(servers, outcome):
 
 
 def http_example(folder, outcome, device, more=""):
-    """`examples/vllm_1p1d`, as its README starts it: two servers, each with `more` options, and a router."""
+    """Run `examples/vllm_1p1d` as docs/vllm.md does: two servers, each with `more` options, and a router."""
     command = [sys.executable, example.__file__, "--once", "--port", str(free_ports(PORTS))]
     command += ["--folder", str(folder / "logs" / "example")]
     for number, name in enumerate(PLAIN):
@@ -211,13 +211,13 @@ def http_example(folder, outcome, device, more=""):
 
 
 def transfers(samples):
-    """Number of loads that ended well, by any path."""
+    """Return the number of successful loads, by any path."""
     found = samples.items()
     return sum(value for name, value in found if name.startswith("num_transfers_total"))
 
 
 def failures(samples):
-    """Number of failed loads by cause, without causes that never occurred."""
+    """Return the number of failed loads by cause, without causes that never occurred."""
     prefix = "num_failed_transfers_total:"
     return {
         name.removeprefix(prefix): value
@@ -227,7 +227,7 @@ def failures(samples):
 
 
 def _compare(servers, outcome, what, seed, offer=None):
-    """Compare the decode server's tokens, by this offer or a new one, with the prefill server's own."""
+    """Compare the decode server's tokens, with this offer or a new one, to the prefill server's own."""
     expected = servers.ask("prefill", seed).tokens
     offer = offer or servers.offer(seed)  # last: its lease is short
     outcome.compare(what, servers.ask("decode", seed, kv_transfer_params=offer), expected)

@@ -1,4 +1,4 @@
-"""Our threads do not stay on the core to which an engine binds its main thread."""
+"""Our threads leave the core to which an engine binds its main thread."""
 
 import os
 import threading
@@ -10,7 +10,7 @@ from kvconnector.integrations.vllm.cores import parents_cores
 
 @pytest.mark.parametrize("has_parent", [True, False])
 def test_new_threads_may_run_where_the_parent_process_may(monkeypatch, has_parent):
-    """Older threads stay where they are, and so do new ones if the parent process is gone."""
+    """Older threads stay on their cores, and so do new ones if the parent process is gone."""
     before = os.sched_getaffinity(0)
     if len(before) < 2:
         pytest.skip("one usable core")

@@ -1,4 +1,4 @@
-"""The cases compare the caches of whole engines by digests: these must notice every difference."""
+"""The digests by which cases compare the caches of whole engines must notice every difference."""
 
 import numpy as np
 import pytest

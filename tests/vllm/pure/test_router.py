@@ -71,7 +71,7 @@ def test_a_prefill_engine_is_asked_for_no_more_tokens_than_it_may_sample():
 
 @pytest.mark.parametrize("offer", [None, {}])
 def test_without_an_offer_the_decode_engine_computes_the_prompt(offer):
-    """The router drops an offer that the client itself brings: it could send the decode engine to any host."""
+    """The router drops an offer that comes from the client, which could send the decode engine to any host."""
     decoded = []
     prefill = engine([], {"kv_transfer_params": offer})
     asyncio.run(routed(prefill, engine(decoded, {}), {**BODY, "kv_transfer_params": OFFER}))
@@ -86,7 +86,7 @@ def test_a_body_that_is_no_json_object_is_the_clients_mistake(body):
 
 
 def streaming(decoding=None):
-    """The answers of a prefill engine that streams; it waits for `decoding` before the second one."""
+    """Return the answers of a prefill engine that streams; it waits for `decoding` before the second one."""
 
     async def answer(body):
         names = body["kv_transfer_params"]
