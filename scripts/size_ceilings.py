@@ -38,11 +38,11 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2927),
     "kvconnector/control": Size(1290, target=1330),
     "kvconnector/datapath": Size(4350, target=4050),
-    "kvconnector/integrations": Size(3371, target=3510),
+    "kvconnector/integrations": Size(3398, target=3510),
     "kvconnector/integrations/sglang": Size(1305, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(580, target=560),
-    "kvconnector/runtime": Size(3645, target=2800),
+    "kvconnector/runtime": Size(3673, target=2800),
     "kvconnector/session": Size(3558, target=2900),
     "kvconnector/topology": Size(899, target=980),
     "kvconnector/transport": Size(2751, target=2530),
@@ -63,7 +63,7 @@ ROOMS: dict[str, Size] = {
     "tests/docs": Size(449),
     "tests/golden": Size(112),
     "tests/hosts": Size(1415),
-    "tests/integration": Size(1688),
+    "tests/integration": Size(1712),
     "tests/kernels": Size(1972),
     "tests/property": Size(3078),
     "tests/sglang/pure": Size(858),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1646),
     "tests/sglang": Size(720),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(6993),
+    "tests/vllm": Size(7006),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

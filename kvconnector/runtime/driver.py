@@ -221,11 +221,12 @@ class Driver:
     def _take_orders(self) -> None:
         """Queue what the engine's thread has left."""
         while self._inbox:
-            orders, blocks, mark = self._inbox.popleft()
+            orders, blocks, mark = self._inbox[0]
             if mark is not None and self._context is not None:
                 self.datapath.copies.order_after(mark, blocks)
                 self._context.give_back(mark)
             self._events += orders
+            self._inbox.popleft()  # last, so that `num_queued` always counts them
 
     def _work(self, *, inline: bool, ticks: bool = True) -> bool:
         """Handle what is queued and what follows from it, until nothing moves or the time is over, and send the

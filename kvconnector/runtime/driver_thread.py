@@ -176,6 +176,21 @@ class DriverThread:
                 self._outbox.wait(min(left_s, RETRY_S))
         return True
 
+    def await_withdrawal(self, request_ids: Sequence[str], timeout_s: float) -> None:
+        """Drive, for `timeout_s` at most, until consumers can read the blocks of these withdrawn prompts no more."""
+        driver = self._driver
+        assert driver is not None  # it got the orders
+        producer, until_s = driver.producer, time.monotonic() + timeout_s
+        assert producer is not None  # these are its orders
+        progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
+        # what is queued may still grant one
+        while driver.num_queued or any(map(producer.holds, request_ids)):
+            if time.monotonic() >= until_s:
+                logger.warning("withdrawn prompts can be read for longer: %s", request_ids)
+                return
+            if not self._run_inline(WAIT_LIMIT_S, progress):
+                time.sleep(YIELD_S)
+
     def in_flight(self) -> tuple[LoadInFlight, ...]:
         """Return the loads that are read now."""
         return () if self._driver is None else self._driver.in_flight()

@@ -72,8 +72,13 @@ class Outbox:
         filled = "filled" if self.is_filled else "empty"
         return f"<Outbox {filled}, {waits}{state}>"
 
-    def expect(self, orders: Iterable[Order]) -> None:
-        """Note that the engine waits for these from now on. A refused lease is reported with its reason."""
+    def expect(self, orders: Iterable[Order]) -> list[str]:
+        """Note that the engine waits for these from now on. A refused lease is reported with its reason.
+
+        Returns:
+            The requests that the orders withdraw while they are computed: the engine fills their blocks anew at once.
+        """
+        withdrawn = []
         with self._lock:
             for order in orders:
                 if isinstance(order, DropRequest):  # first: an engine may abort thousands at once
@@ -83,11 +88,12 @@ class Outbox:
                 elif isinstance(order, WantRequest):
                     if order.is_followed:
                         self._loads[order.request_id] = False
-                else:
-                    self._expect_lease(order)
+                elif self._expect_lease(order):
+                    withdrawn.append(order.request_id)
             failure = self._failure
         if failure is not None:
             self.break_off(failure)
+        return withdrawn
 
     @property
     def is_waiting(self) -> bool:
@@ -253,13 +259,14 @@ class Outbox:
         if self._bell.locked():
             self._bell.release()
 
-    def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> None:
+    def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> bool:
+        """Returns True if the order withdraws an incomplete lease."""
         # a complete lease goes on until its end is reported
         if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
             if isinstance(order, WithdrawRequest):
-                self._leases.pop(order.request_id, None)
-            else:
-                self._leases[order.request_id] = order
+                return self._leases.pop(order.request_id, None) is not None
+            self._leases[order.request_id] = order
+        return False
 
     def _asked(self) -> list[str]:
         return [request_id for request_id, is_asked in self._loads.items() if is_asked]

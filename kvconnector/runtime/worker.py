@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 START_STEP_S = 1.0e-3
 """How long `start_step` checks orders and works on them: with `poll` an engine's step is delayed by less than 5 ms."""
 QUIESCE_POLL_S = 0.005
+WITHDRAW_S = 0.005
+"""How long `start_step` waits until consumers can read blocks no more that the engine takes back."""
 LOOK_S = 0.5
 """How often `poll` reports how far loads are."""
 
@@ -162,7 +164,8 @@ class Worker:
 
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
-        blocks: it leaves greetings, and copies on CPUs, to that thread.
+        blocks, but for a prompt that is withdrawn while it is computed: then it waits, 5 ms at most, until consumers
+        can read its blocks no more. It leaves greetings, and copies on CPUs, to the driver's thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
         alone, and the others go on: a load is reported as failed, and its producer notified; a lease is not granted,
@@ -205,8 +208,10 @@ class Worker:
         if orders:
             if self._config.role != "consumer":
                 self._layers = StepLayers(orders, pools)
-            self._outbox.expect(orders)
+            withdrawn = self._outbox.expect(orders)
             thread.put(orders, inline_s=began_s + START_STEP_S - time.monotonic())
+            if withdrawn:
+                thread.await_withdrawal(withdrawn, WITHDRAW_S)
 
     def refuse(self, orders: Iterable[Order], error: KVConnectorError) -> None:
         """End the requests of orders that this worker did not get or could not take. `poll` reports them: a load as

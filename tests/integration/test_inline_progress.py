@@ -14,6 +14,7 @@ from tests.support.waiting import DEADLINE_S
 pytestmark = [pytest.mark.ucx, pytest.mark.integration]
 
 NUM_REQUESTS = 20
+STREAMED = {"do_remote_decode": True, "transfer_id": "t", "transfer_secret": "5" * 32}
 
 
 @pytest.fixture
@@ -73,3 +74,26 @@ def test_inline_progress_that_fails_ends_every_load_and_not_the_engine(engines, 
         assert isinstance(error, KeyboardInterrupt)
         until(lambda: "r" in d.received, d)
     assert "driver failed" in d.failed["r"]
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_withdrawn_prompt_cannot_be_read_once_the_step_has_started(
+    engines, monkeypatch, caplog, is_stuck
+):
+    """The engine fills the blocks anew after `start_step`, whichever thread works on the order. A driver that does not
+    come delays the engine by a few milliseconds.
+    """
+    p, _ = engines("always")
+    p.scheduler.on_new_request("r", STREAMED)
+    p.scheduler.grow("r", blocks=[[1]], num_tokens=16)
+    p.step()
+    (thread,) = [worker._thread for worker in p.workers]
+    monkeypatch.setattr(thread, "_run_inline", lambda *_: False)
+    if is_stuck:
+        monkeypatch.setattr(thread._driver, "_take_orders", lambda: None)
+    else:
+        monkeypatch.setattr("kvconnector.runtime.worker.WITHDRAW_S", DEADLINE_S)
+    p.scheduler.withdraw("r")
+    p.workers[0].start_step(p.scheduler.build_step())
+    assert thread._driver.producer.holds("r") == is_stuck
+    assert ("can be read for longer" in caplog.text) == is_stuck

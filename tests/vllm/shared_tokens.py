@@ -142,8 +142,10 @@ class Rank:
         with patch.object(runner, "get_kv_transfer_group", lambda: self.connector):
             self._runner = runner.ActiveKVConnector(config, caches)
 
-    def begin_step(self, planned):
+    def before_forward(self, planned):
         self._runner.pre_forward(planned)
+
+    def after_forward(self):
         self._runner._start_load_kv()
 
     def end_step(self, planned):
@@ -247,6 +249,8 @@ class SharedEngine:
     def begin_step(self):
         """Plan a step, run the forward pass, and give the workers their orders."""
         planned = self.world.scheduler.schedule()
+        for rank in self.ranks:
+            rank.before_forward(planned)
         self.num_computed.update(planned.num_scheduled_tokens)
         for request_id, count in planned.num_scheduled_tokens.items():
             request = self.world.scheduler.requests[request_id]
@@ -255,7 +259,7 @@ class SharedEngine:
             for rank in self.ranks:
                 rank.write(list(request.all_token_ids), positions, self.block_ids(request_id))
         for rank in self.ranks:
-            rank.begin_step(planned)
+            rank.after_forward()
         return planned
 
     def end_step(self, planned):

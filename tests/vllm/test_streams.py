@@ -296,9 +296,12 @@ def test_a_prefill_engine_gives_up_a_prompt(model, end, direct, policy):
 
 
 @pytest.mark.ucx
+@pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize("direct", ["auto", "never"])
-def test_blocks_that_are_filled_anew_before_they_are_withdrawn_do_not_count(model, direct):
-    """vLLM gives an aborted prompt's blocks to another request, and its workers take orders after the kernels."""
+def test_blocks_that_are_filled_anew_do_not_count(model, direct, is_lost):
+    """vLLM gives an aborted prompt's blocks to another request. Its workers take orders after that request's kernels;
+    if the prefill engine is lost before, the decode engine keeps what it has read.
+    """
     with acquainted(model, policy="recompute", paths={"direct": direct}) as acquaintance:
         producer, consumer, address = acquaintance
         producer.world.scheduler.scheduler_reserve_full_isl = False
@@ -310,19 +313,25 @@ def test_blocks_that_are_filled_anew_before_they_are_withdrawn_do_not_count(mode
         blocks = producer.block_ids(prompt.request_id)
         producer.world.abort(prompt.request_id)
         other = producer.world.add(47, max_tokens=1)
-        take_orders = producer.ranks[0].begin_step
+        take_orders = producer.ranks[0].after_forward
 
-        def after_a_read(planned):
+        def after_a_read():
             assert set(producer.block_ids(other.request_id)) & set(blocks)
             until(lambda: has_read(consumer, request), consumer)
-            for _ in range(20):  # the read ends meanwhile
-                consumer.step()
-            take_orders(planned)
+            for _ in range(20):  # a read would end meanwhile
+                if not request.num_output_tokens:
+                    consumer.step()
+            if is_lost:
+                producer.close()
+            else:
+                take_orders()
 
         consumer.may_fail = True
-        with patch.object(producer.ranks[0], "begin_step", after_a_read):
-            producer.step()
-        until(lambda: request.num_output_tokens > 0, consumer, producer)
+        with patch.object(producer.ranks[0], "after_forward", after_a_read):
+            planned = producer.begin_step()
+        if not is_lost:
+            producer.end_step(planned)
+        until(lambda: request.num_output_tokens > 0, consumer, *[producer] * (not is_lost))
         assert arrived(consumer, request) == LENGTH
 
 

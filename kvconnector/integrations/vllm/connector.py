@@ -31,6 +31,7 @@ from kvconnector.topology import required_cache_layout
 if TYPE_CHECKING:
     import torch
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
@@ -117,6 +118,11 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> HandshakeMetadata | None:
         return self._worker.handshake()
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """End the leases on blocks that the step gives to other requests, before its kernels write to them."""
+        if isinstance(kv_connector_metadata, ConnectorStep):
+            self._worker.withdraw(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Take the step's orders, after its kernels are launched, or before if another connector loads for the step."""

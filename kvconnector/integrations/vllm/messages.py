@@ -15,6 +15,7 @@ from kvconnector.errors import LocalError
 from kvconnector.planning import Keeps
 from kvconnector.runtime import StepMetadata, WorkerMetadata
 from kvconnector.session import RequestTrace
+from kvconnector.session.orders import WithdrawRequest
 
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,14 +58,18 @@ class HandshakeMetadata(KVConnectorHandshakeMetadata):
 
 @dataclass
 class ConnectorStep(KVConnectorMetadata):
-    """A step's `StepMetadata`, encoded if not empty. `is_idle`: neither this step nor one in flight computes tokens."""
+    """A step's `StepMetadata`, encoded if not empty. `is_idle`: neither this step nor one in flight computes tokens.
+    `withdraws`: its orders take blocks back.
+    """
 
     payload: bytes
     is_idle: bool = False
+    withdraws: bool = False
 
     @classmethod
     def of(cls, step: StepMetadata, *, is_idle: bool = False) -> ConnectorStep:
-        return cls(b"" if step.is_empty else msgspec.msgpack.encode(step), is_idle)
+        withdraws = any(isinstance(order, WithdrawRequest) for order in step.orders)
+        return cls(b"" if step.is_empty else msgspec.msgpack.encode(step), is_idle, withdraws)
 
     def decode(self) -> StepMetadata:
         if not self.payload:

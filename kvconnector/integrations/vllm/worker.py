@@ -149,6 +149,19 @@ class WorkerHalf:
         if self._parts is not None:
             self._parts.expect(orders)
 
+    def withdraw(self, step: ConnectorStep) -> None:
+        """Take the step's orders that take blocks back, before its kernels are launched. `start_step` repeats them,
+        which changes nothing.
+        """
+        if not step.withdraws or self._is_asleep:
+            return
+        taken = step.decode()
+        orders = tuple(each for each in taken.orders if isinstance(each, WithdrawRequest))
+        try:
+            self._take(replace(taken, orders=orders))
+        except KVConnectorError as error:
+            logger.debug("blocks are taken back only after the step's kernels: %s", error)
+
     def _take(self, step: StepMetadata) -> None:
         with nullcontext() if self._is_started else parents_cores():
             self._registered().start_step(step)
@@ -311,6 +324,9 @@ class ReplicaHalf(WorkerHalf):
         self._unreported.finished_sending.update(
             order.request_id for order in step.decode().orders if isinstance(order, HoldRequest)
         )
+
+    def withdraw(self, step: ConnectorStep) -> None:
+        """Do nothing: no rank reads these caches."""
 
     def finished(self, *, is_idle: bool = False) -> KVConnectorTransferResults:
         """Return at once the requests that the others hold. This rank has no transfers to wait for."""
