@@ -55,9 +55,9 @@ class CurveKeys:
         A line that starts with `#`, which no key does, and whatever follows a key are comments. Raises ConfigError: a
         file is missing, malformed, or the secret is accessible to other users.
         """
-        secret = _read(secret_key_file)
+        secret = read_key_file(secret_key_file)
         _refuse_shared_secret(secret_key_file)
-        lines = (line.strip() for line in _read(authorized_clients_file).splitlines())
+        lines = (line.strip() for line in read_key_file(authorized_clients_file).splitlines())
         clients = [line.split(maxsplit=1)[0] for line in lines if line and not line.startswith("#")]
         return cls.from_values(secret_key=secret, authorized_clients=clients)
 
@@ -110,7 +110,8 @@ def check_key(key: str, what: str) -> None:
         raise ConfigError(f"{what} is not a CURVE key of 40 Z85 characters", characters=len(key))
 
 
-def _read(path: Path) -> str:
+def read_key_file(path: Path) -> str:
+    """Return a key file's text. Raises ConfigError: it cannot be read."""
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as exc:

@@ -16,6 +16,7 @@ from kvconnector.ids import Rank
 from kvconnector.integrations.sglang.caches import Shape, registered_groups
 from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.requests import Layout
+from kvconnector.integrations.sglang.settings import PrefillEngines
 from kvconnector.runtime import Worker
 from kvconnector.runtime.channels import open_control
 from kvconnector.runtime.directory import DirectoryService
@@ -57,7 +58,7 @@ class RankTransfers:
         model: str,
         gather: Callable[[bytes], Sequence[bytes]],
     ) -> None:
-        self.config = config
+        self.prefill_engines = PrefillEngines(config)
         self.kv_args = args
         self.rows = MetadataRows(args, shape.device)
         groups, kinds = registered_groups(args, shape, self.rows)

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
 from kvconnector.control.address import parse_address
+from kvconnector.control.security import read_key_file
 from kvconnector.errors import AuthenticationError, ConfigError
 from kvconnector.ids import EngineAddress, EngineId
 from kvconnector.runtime.channels import security_of
@@ -72,45 +73,55 @@ def connector_config(
     return config
 
 
-def prefill_address(bootstrap_addr: str, config: ConnectorConfig) -> EngineAddress:
-    """Return the address of a prefill engine's directory service, with its public key if keys are used.
-
-    The key comes from the line of `control.authorized_clients_file` that has `bootstrap_addr` after its key. If there
-    is no such line, it is the file's only key besides our own, or our own if all engines share one.
+class PrefillEngines:
+    """Where the directory services of prefill engines are, and their public keys, from key files that are read once.
 
     Args:
-        bootstrap_addr: `host:port`, as the router sends it.
         config: This engine's settings.
 
     Raises:
-        ConfigError: `bootstrap_addr` is not a host and a port.
-        AuthenticationError: the file has several other keys, and none with this address.
+        ConfigError: a key file cannot be read, or is malformed.
     """
-    host, _, port = bootstrap_addr.rpartition(":")
-    host = host.strip("[]")
-    address = parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
-    name = EngineId(prefill_engine_id(address.port))
-    return EngineAddress(name, str(address), _key_of(bootstrap_addr, config))
 
+    def __init__(self, config: ConnectorConfig) -> None:
+        security = security_of(config)
+        self._others = frozenset({""})  # without keys
+        self._listed: dict[str, str] = {}
+        if security is not None:
+            clients = security.authorized_clients
+            self._others = clients - {security.public_key} or clients
+            text = read_key_file(Path(config.control.authorized_clients_file))
+            for key, *comment in filter(None, map(str.split, text.splitlines())):
+                if comment and key in clients:
+                    self._listed.setdefault(comment[0], key)
 
-def _key_of(bootstrap_addr: str, config: ConnectorConfig) -> str:
-    security = security_of(config)
-    if security is None:
-        return ""
-    text = Path(config.control.authorized_clients_file).read_text(encoding="utf-8")
-    for line in text.splitlines():
-        key, *comment = line.split()[:2] or [""]
-        if comment == [bootstrap_addr] and key in security.authorized_clients:
-            return key
-    others = security.authorized_clients - {security.public_key} or security.authorized_clients
-    if len(others) > 1:
-        raise AuthenticationError(
-            "cannot tell which key is this prefill engine's: write its bootstrap address after its key in the file"
-            " that control.authorized_clients_file names",
-            address=bootstrap_addr,
-            keys=len(others),
-        )
-    return next(iter(others))
+    def address_of(self, bootstrap_addr: str) -> EngineAddress:
+        """Return the address of an engine's directory service, with its public key if keys are used.
+
+        The key comes from the line of `control.authorized_clients_file` that has `bootstrap_addr` after its key. If
+        there is no such line, it is the file's only key besides our own, or our own if all engines share one.
+
+        Args:
+            bootstrap_addr: `host:port`, as the router sends it.
+
+        Raises:
+            ConfigError: `bootstrap_addr` is not a host and a port.
+            AuthenticationError: the file has several other keys, and none with this address.
+        """
+        host, _, port = bootstrap_addr.rpartition(":")
+        host = host.strip("[]")
+        address = parse_address(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        key = self._listed.get(bootstrap_addr)
+        if key is None:
+            if len(self._others) > 1:
+                raise AuthenticationError(
+                    "cannot tell which key is this prefill engine's: write its bootstrap address after its key in the"
+                    " file that control.authorized_clients_file names",
+                    address=bootstrap_addr,
+                    keys=len(self._others),
+                )
+            (key,) = self._others
+        return EngineAddress(EngineId(prefill_engine_id(address.port)), str(address), key)
 
 
 def _address(host: str) -> str:

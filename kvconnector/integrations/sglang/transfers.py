@@ -39,7 +39,6 @@ from kvconnector.errors import (
     TransferAbortedError,
 )
 from kvconnector.integrations.sglang.requests import NO_BLOCKS
-from kvconnector.integrations.sglang.settings import prefill_address
 from kvconnector.layout import Watermark
 from kvconnector.session.orders import (
     DropRequest,
@@ -256,7 +255,7 @@ class LoadedPrompt(RoomTransfer):
         if self.stage is not Stage.BOOTSTRAPPING:
             return
         with self.failing():
-            engine = prefill_address(self._address, self.kv_mgr.config)
+            engine = self.kv_mgr.prefill_engines.address_of(self._address)
             self.kv_mgr.order(WantRequest(*self._names, engine, is_followed=True))
             self.stage = Stage.WAITING
 

@@ -10,8 +10,8 @@ from kvconnector.integrations.sglang.caches import registered_groups
 from kvconnector.integrations.sglang.metadata import MetadataRows
 from kvconnector.integrations.sglang.requests import Layout
 from kvconnector.integrations.sglang.settings import (
+    PrefillEngines,
     connector_config,
-    prefill_address,
     refuse_unsupported,
 )
 from kvconnector.integrations.sglang.transfers import transfer_names
@@ -30,10 +30,11 @@ def _config(is_prefill=True, host="127.0.0.1", **environ):
 
 def test_both_sides_derive_the_prefill_engines_name_and_the_transfers():
     prefill, decode = _config(), _config(is_prefill=False)
-    address = prefill_address(f"localhost:{PORT}", decode)
+    engines = PrefillEngines(decode)
+    address = engines.address_of(f"localhost:{PORT}")
     assert (address.engine_id, address.address) == (prefill.engine_id, f"tcp://localhost:{PORT}")
     assert (prefill.control.port, prefill.role, decode.role) == (PORT, "producer", "consumer")
-    assert prefill_address("fe80::1:7", decode).address == "tcp://[fe80::1]:7"
+    assert engines.address_of("fe80::1:7").address == "tcp://[fe80::1]:7"
     assert transfer_names(7) == transfer_names(7)
     assert not {*transfer_names(7)} & {*transfer_names(8)}
     assert len(transfer_names(7)[1]) == 32
@@ -67,7 +68,9 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
 
     def key_of(*lines):
         clients.write_text("\n".join(lines), "utf-8")
-        return prefill_address("p:1", _config(is_prefill=False, **files)).public_key
+        engines = PrefillEngines(_config(is_prefill=False, **files))
+        clients.unlink()  # it is read once, and not for each request
+        return engines.address_of("p:1").public_key
 
     assert key_of(ours.public_key) == ours.public_key
     assert key_of(ours.public_key, first) == first
@@ -84,7 +87,7 @@ def test_a_prefill_engines_key_is_the_only_other_one_or_that_of_its_line(tmp_pat
 def test_a_bootstrap_address_is_a_host_and_a_port(address):
     """A client may send any address: only its request may fail."""
     with pytest.raises(ConfigError, match="control address"):
-        prefill_address(address, _config(is_prefill=False))
+        PrefillEngines(_config(is_prefill=False)).address_of(address)
 
 
 def test_deployments_are_refused_by_name():
