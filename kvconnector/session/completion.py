@@ -166,17 +166,23 @@ class _Reports:
 
     def __init__(self) -> None:
         self._awaited: dict[str, tuple[int, set[int]]] = {}
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, tuple[str, int]] = {}
 
-    def failed(self, reasons: Mapping[str, str]) -> None:
-        """Record why requests failed; the first reason counts."""
+    def failed(self, reasons: Mapping[str, str], filled: Mapping[str, int]) -> None:
+        """Record why requests failed, and how many of their tokens a worker has: the first reason counts, and the
+        smallest number, unless a worker that failed does not know its own.
+        """
         for request_id, reason in reasons.items():
-            self._failed.setdefault(request_id, reason)
+            count = filled.get(request_id, _UNKNOWN)
+            first, smallest = self._failed.get(request_id, (reason, count))
+            self._failed[request_id] = first, min(smallest, count)
 
     def finished(
         self, worker: int, request_ids: Iterable[str], expected: int
-    ) -> tuple[set[str], dict[str, str]]:
-        """Record one worker's report. Returns the requests that are complete now, and why some of them failed."""
+    ) -> tuple[set[str], dict[str, tuple[str, int]]]:
+        """Record one worker's report. Returns the requests that are complete now, and what is known of those that
+        failed.
+        """
         complete = set()
         for request_id in request_ids:
             needed, workers = self._awaited.setdefault(request_id, (expected, set()))
@@ -185,6 +191,9 @@ class _Reports:
                 del self._awaited[request_id]
                 complete.add(request_id)
         return complete, {r: self._failed.pop(r) for r in complete if r in self._failed}
+
+
+_UNKNOWN = -1
 
 
 class _Events:
@@ -265,8 +274,8 @@ class KVOutputAggregator:
                 raise LocalError("a negative count is expected", expected_finished_count=count)
         # a failure counts even if another worker completes the request
         for _, output in present:
-            self._sending.failed(output.failed_sending)
-            self._recving.failed(output.failed_recving)
+            self._sending.failed(output.failed_sending, {})
+            self._recving.failed(output.failed_recving, output.filled_tokens)
         for worker, output in present:
             own = self._counted(worker, output, len(outputs))
             self._pending = self._pending.merged(own)
@@ -284,7 +293,8 @@ class KVOutputAggregator:
             output,
             finished_sending=sent,
             finished_recving=received,
-            failed_recving=failed,
-            failed_sending=unsent,
+            failed_recving={request_id: reason for request_id, (reason, _) in failed.items()},
+            failed_sending={request_id: reason for request_id, (reason, _) in unsent.items()},
+            filled_tokens={r: count for r, (_, count) in failed.items() if count != _UNKNOWN},
             kv_cache_events=self._events.take(worker, output.kv_cache_events, num_workers),
         )

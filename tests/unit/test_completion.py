@@ -13,6 +13,31 @@ def output(sent):
     return WorkerOutput(finished_sending={sent})
 
 
+def failed(**filled):
+    return WorkerOutput(
+        finished_recving={"r"}, failed_recving={"r": "PeerLostError: gone"}, filled_tokens=filled
+    )
+
+
+@pytest.mark.parametrize(
+    "reports, filled",
+    [
+        ([failed(r=32), failed(r=48)], {"r": 32}),
+        ([failed(r=48), failed(r=32)], {"r": 32}),
+        ([failed(r=32), WorkerOutput(finished_recving={"r"})], {"r": 32}),
+        ([failed(), failed(r=48)], {}),
+        ([failed(r=48), failed()], {}),
+    ],
+)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_tokens_that_every_worker_has_count_as_filled(reports, filled, is_late):
+    aggregator = KVOutputAggregator(2)
+    steps = [(reports[0], NOTHING), (NOTHING, reports[1])] if is_late else [tuple(reports)]
+    *before, last = [aggregator.aggregate(step) for step in steps]
+    assert before in ([], [NOTHING])
+    assert (last.finished_recving, last.filled_tokens) == ({"r"}, filled)
+
+
 @pytest.mark.parametrize("count, expected", [(None, 4), (0, 4), (2, 2)])
 def test_a_connectors_finished_count_is_used(count, expected):
     class Connector:
