@@ -113,8 +113,16 @@ class Outbox:
                 self.begun(order.request_id)
 
     def give_up(self) -> list[Order]:
-        """Return the orders that end every load and lease. A load that completes meanwhile is reported as failed."""
+        """Return the orders that end every load and lease. A load that completes meanwhile is reported as failed, as is
+        one whose end nobody has taken yet: the engine would use what it brought.
+        """
         with self._lock:
+            ended = self._unreported
+            for request_id in ended.finished_recving - ended.failed_recving.keys():
+                ended.failed_recving[request_id] = _text(_lost())
+                _count(ended.stats.failures, TransferAbortedError.__name__)
+            ended.extras.clear()
+            ended.filled_tokens.clear()
             loads = self._asked()
             self._given_up |= {*loads}
             orders: list[Order] = [DropRequest(request_id) for request_id in loads]
@@ -214,7 +222,7 @@ class Outbox:
             self._loads.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
-                error = error or TransferAbortedError("the engine gave up its loads")
+                error = error or _lost()
                 filled_tokens = None
             ended = self._unreported
             if error is not None:
@@ -277,6 +285,10 @@ class Outbox:
     def _forget_unasked(self, request_id: str) -> None:
         if not self._loads.get(request_id, True):
             del self._loads[request_id]
+
+
+def _lost() -> TransferAbortedError:
+    return TransferAbortedError("the engine gave up its loads")
 
 
 def _count(times: dict[str, int], reason: str) -> None:

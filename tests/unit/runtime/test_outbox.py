@@ -118,7 +118,8 @@ def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
 def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), grown("g"), follow("f"), load("over")])
-    outbox.load_ended("over")
+    outbox.load_ended("over", extra=b"token")  # the engine does not know it yet
+    outbox.load_ended("failed", KVConnectorError("lost"), filled_tokens=8)
     orders = outbox.give_up()
     assert orders[:3] == [DropRequest("a"), DropRequest("b"), WithdrawRequest("r")]
     # the session does not report the end of a lease that is not complete
@@ -131,8 +132,9 @@ def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
     assert outbox.awaited() == []
     assert outbox.is_waiting  # for the prompt that is followed
     output = outbox.take()
-    assert output.finished_recving == {"a", "b", "over"}
-    assert (output.failed_recving.keys(), output.extras) == ({"a", "b"}, {})
+    assert output.failed_recving.keys() == output.finished_recving
+    assert output.finished_recving == {"a", "b", "over", "failed"}
+    assert (output.extras, output.filled_tokens) == ({}, {})
     assert output.finished_sending == {"r"}
     # names may be used again
     outbox.expect([load("a"), hold("g")])
