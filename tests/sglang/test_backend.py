@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvconnector.errors import GeometryError, TransferAbortedError
+from kvconnector.errors import ConfigError, GeometryError, TransferAbortedError
 from tests.sglang.listed import hybrid_pool, listed
 from tests.support.ports import free_ports
 
@@ -139,7 +139,9 @@ def backend(monkeypatch):
         enable_kv_cache_sharding=False,
     )
     disagg = SimpleNamespace(
-        disaggregation_bootstrap_port=free_ports(), enable_pd_role_switch=False
+        disaggregation_bootstrap_port=free_ports(),
+        enable_pd_role_switch=False,
+        disaggregation_enable_kv_checksum=False,
     )
     model = SimpleNamespace(
         num_hidden_layers=LAYERS,
@@ -270,6 +272,12 @@ def test_an_aborted_request_fails_on_both_sides_with_its_reason(backend, sides, 
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):
     backend.get_parallel().attn_tp_size = 4
     with pytest.raises(GeometryError, match="heads of zeros"):
+        Side(backend, "prefill", 16, "cpu")
+
+
+def test_sglangs_checksum_of_whole_pages_is_refused(backend):
+    backend.get_disagg().disaggregation_enable_kv_checksum = True
+    with pytest.raises(ConfigError, match="enable_kv_checksum"):
         Side(backend, "prefill", 16, "cpu")
 
 

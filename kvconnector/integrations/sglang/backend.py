@@ -168,6 +168,8 @@ def _facts(server_args: Any) -> dict[str, object]:
         "dcp_size": parallel.attn_dcp_size,
         "enable_kv_cache_sharding": parallel.enable_kv_cache_sharding,
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
+        # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are moved
+        "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
     }
