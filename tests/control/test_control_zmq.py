@@ -72,7 +72,7 @@ def test_keys_that_do_not_fit_are_refused_by_name(near_security, far_security, s
         assert recorder.events[far] == []
 
 
-def test_who_sends_before_looking_hears_of_the_refusal():
+def test_a_sender_that_does_not_poll_learns_of_the_refusal():
     with channels(OURS, OTHERS, max_queued_messages=1_000_000) as (near, far):
         handle = near.connect(far.address, OTHERS.public_key)
 
@@ -87,7 +87,7 @@ def test_who_sends_before_looking_hears_of_the_refusal():
         assert isinstance(Recorder(near).wait_loss(near, handle), AuthenticationError)
 
 
-def test_exactly_one_side_with_keys_is_refused_before_connecting():
+def test_a_link_with_keys_on_one_side_only_is_refused_before_connecting():
     with channels(new_keys(), None) as (with_keys, plain):
         with pytest.raises(ConfigError, match="keys"):
             with_keys.connect(plain.address, plain.server_key)
@@ -137,7 +137,7 @@ def test_multipart_message_of_a_foreign_client_ends_its_connection():
 
 @pytest.mark.parametrize("has_read", [False, True], ids=["reset", "closed"])
 @pytest.mark.parametrize("uses_keys", [False, True])
-def test_peer_that_dies_in_the_handshake_is_lost_and_has_no_wrong_key(uses_keys, has_read):
+def test_a_peer_that_dies_in_the_handshake_is_lost_not_unauthorised(uses_keys, has_read):
     keys = new_keys()
     near = open_channel(keys if uses_keys else None)
     with closing(near), socket.create_server(("127.0.0.1", 0)) as dying:
@@ -183,7 +183,7 @@ def test_only_after_a_long_message_its_length_may_be_why_a_peer_left(num_bytes, 
         assert ("longer than" in str(error)) == is_suspect
 
 
-def test_peer_that_speaks_something_else_is_a_remote_error():
+def test_a_peer_with_another_protocol_is_a_remote_error():
     with (
         channels(None, connect_timeout_s=2.0, linger_s=0.0) as (near,),
         socket.create_server(("127.0.0.1", 0)) as other,
@@ -202,7 +202,7 @@ def test_host_name_that_does_not_resolve_is_unreachable():
         assert isinstance(Recorder(near).wait_loss(near, handle), PeerUnreachableError)
 
 
-def test_peer_that_says_nothing_is_unreachable_at_the_deadline():
+def test_a_silent_peer_is_unreachable_at_the_deadline():
     with (
         channels(None, connect_timeout_s=0.2, linger_s=0.0) as (near,),
         socket.create_server(("127.0.0.1", 0)) as silent,

@@ -57,7 +57,7 @@ class Consumer:
 @pytest.mark.parametrize(
     "fault", [given_up_while_stopped, killed_after_it_was_given_up, killed_before_it_was_given_up]
 )
-def test_a_consumer_that_ends_in_mid_transfer(network, fault):
+def test_a_consumer_ends_in_the_middle_of_a_transfer(network, fault):
     here, there = network.host("here"), network.host("there")
     producer = RemoteTransport(SETTINGS, here.command([]))
     messages = [producer.allocate(MESSAGE_BYTES) for _ in range(NUM_MESSAGES)]

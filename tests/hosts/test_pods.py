@@ -28,7 +28,7 @@ def pods(network, tmp_path):
     ],
     ids=["one volume", "the producer names none", "another volume"],
 )
-def test_pods_of_one_node_read_directly_by_a_volume_of_both(pods, theirs, path):
+def test_pods_of_one_node_read_directly_through_a_shared_volume(pods, theirs, path):
     p, d = pods.start("p", "producer", **theirs), pods.start("d", "consumer")
     assert load(p, d, "r") == {path}
     assert len(list(pods.volume.iterdir())) == (path == "direct")
@@ -46,6 +46,6 @@ def test_a_pod_that_takes_the_place_of_a_killed_one_replaces_its_socket(pods):
     assert current != stale
 
 
-def test_a_volume_that_is_missing_ends_the_start(pods):
+def test_a_missing_volume_ends_the_start(pods):
     with pytest.raises(ConfigError, match=r"paths.shared_folder must be a folder .*No such file"):
         pods.start("p", "producer", folder="/run/nowhere")

@@ -39,7 +39,7 @@ async def start(servers, network):
     return SimpleNamespace(servers=servers, running={"p": producer, "d": consumer, "r1": router})
 
 
-def test_tokens_are_equal_over_rdma_before_and_after_a_cable_is_out(network, tmp_path, monkeypatch):
+def test_tokens_are_equal_over_rdma_before_and_after_a_lost_cable(network, tmp_path, monkeypatch):
     nics = SoftwareNics(tmp_path)
     settings = {"KVCONNECTOR_UCX_TLS": TLS, "KVCONNECTOR_UCX_REQUIRE_RDMA": "true"}
     for name, value in nics.environment(**settings).items():

@@ -31,7 +31,7 @@ def engines(start):
 
 
 @pytest.mark.parametrize("direct", ["always", "never"])
-def test_an_engine_that_never_lets_go_of_the_gil_gets_its_blocks(engines, direct):
+def test_an_engine_that_never_releases_the_gil_gets_its_blocks(engines, direct):
     p, d = engines(direct)
     interval_s = sys.getswitchinterval()
     # from here on no thread takes the GIL from this one, which runs interpreted code

@@ -221,7 +221,7 @@ async def _step_count(cluster, server):
 
 
 @pytest.mark.parametrize("stream", [(True, True), (True, False), (False, True)])
-def test_the_router_streams_where_both_engines_do(stream, run_cluster):
+def test_the_router_streams_if_both_engines_do(stream, run_cluster):
     """Several answers of one prompt, and clients that leave in mid-prompt."""
     step = ["--max-batched-tokens", str(STEP_TOKENS), "--failure-policy", "fail"]
     options = [[*step, "--connector", json.dumps({"stream": each})] for each in stream]

@@ -49,7 +49,7 @@ def test_a_killed_producer_fails_its_load_in_time_and_serves_again_after_a_resta
 
 
 @WAYS
-def test_idle_engines_disconnect_without_a_word_and_meet_again(start, control, caplog):
+def test_idle_engines_disconnect_quietly_and_greet_again(start, control, caplog):
     peer = {**PEER, "timeout_s": 4, "idle_timeout_s": 4.5}
     p = start("p", "producer", seed=1, control=control)
     d = start("d", "consumer", control=control, peer=peer)

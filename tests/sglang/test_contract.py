@@ -51,7 +51,7 @@ def _class(utils, kind, backend="kvconnector"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_class_is_complete(utils, kind):
+def test_each_backend_class_is_complete(utils, kind):
     found = _class(utils, kind)
     assert not inspect.isabstract(found)
     if kind != "KVARGS":
@@ -70,7 +70,7 @@ def test_methods_take_what_those_of_sglang_take(utils, kind):
         assert has_any or not missing, f"{name} lacks {missing}"
 
 
-def test_the_backend_has_all_that_sglang_uses(utils):
+def test_the_backend_has_everything_that_sglang_uses(utils):
     import sglang
 
     used, asked_for = set(), set()

@@ -132,7 +132,7 @@ def test_states_of_unknown_parts_match_only_the_same_parallelism():
 
 
 @pytest.mark.parametrize("is_single", [False, True], ids=["groups", "one group"])
-def test_a_mamba_2_convolution_is_x_and_b_and_c_each_cut_by_itself(is_single):
+def test_a_mamba_2_convolution_is_x_and_b_and_c_each_split_by_itself(is_single):
     group = Heads(4, range(4)) if is_single else Heads(8, range(4, 8))
     conv_heads = [Heads(16, range(8, 16)), group, group]
     shape = replace(SHAPE, kv_layers=(), tp_size=2, tp_rank=1, conv_heads=conv_heads)

@@ -27,7 +27,7 @@ def test_a_process_is_alive_until_it_ends():
     assert not address.process_alive()
 
 
-def test_a_process_that_is_not_reaped_or_has_anothers_id_is_dead():
+def test_a_process_that_is_not_reaped_or_whose_id_is_reused_is_dead():
     child = subprocess.Popen(["sleep", "60"])
     here = address_of_this_process()
     assert not replace(here, process_id=child.pid).process_alive()
@@ -50,7 +50,7 @@ def test_a_process_may_have_any_bytes_as_its_name():
 
 
 @pytest.mark.parametrize("process_id", [0, -1, 1 << 31])
-def test_a_process_that_no_system_has_is_refused_before_it_is_looked_at(process_id):
+def test_an_impossible_process_id_is_refused_unused(process_id):
     address = replace(address_of_this_process(), process_id=process_id)
     with pytest.raises(RemoteProtocolError, match="malformed"):
         WorkerAddress.decode(address.encode())

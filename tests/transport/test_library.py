@@ -43,7 +43,7 @@ def test_loading_leaves_the_environment_alone():
     in_a_new_process(f"before = dict(os.environ)\n{LOAD}load()\nassert dict(os.environ) == before")
 
 
-def test_the_systems_is_found_where_the_loader_looks(wheel, tmp_path):
+def test_the_systems_ucx_is_found_where_the_loader_looks(wheel, tmp_path):
     for file in wheel.iterdir():
         (tmp_path / file.name).symlink_to(file)
     found = in_a_new_process(
@@ -67,7 +67,7 @@ def too_old(tmp_path):
 
 
 @needs_compiler
-def test_a_version_that_is_not_known_is_refused_by_name_and_keeps_no_other_out(wheel, too_old):
+def test_an_unknown_version_is_refused_by_name_and_others_are_still_used(wheel, too_old):
     program = (
         f"{LOAD}"
         "from kvconnector.errors import TransportError\n"
@@ -144,7 +144,7 @@ def installed(tmp_path, monkeypatch):
     "ports, order",
     [([], ["wheel", "nixl", "system"]), (["mlx5_0:1"], ["system", "nixl", "wheel"])],
 )
-def test_where_there_is_rdma_those_come_first_that_can_use_it(installed, ports, order):
+def test_with_rdma_libraries_that_can_use_it_come_first(installed, ports, order):
     installed(wheel=False, nixl=True, system=True)
     assert library.automatic_order(ports) == order
 

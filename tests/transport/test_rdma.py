@@ -99,7 +99,7 @@ def test_ports_without_a_link_or_a_place(sysfs):
         ("pci0000:80/0000:80:01.0", -1, "does not name"),
     ],
 )
-def test_how_far_a_port_is_from_a_gpu_in_words(sysfs, path, node, words):
+def test_the_distance_from_a_port_to_a_gpu_is_worded(sysfs, path, node, words):
     sysfs.pci("pci0000:00/0000:00:01.0/0000:01:00.0/0000:03:00.0", 0)
     sysfs.port("mlx5_0", sysfs.pci(path, node))
     (port,) = active_rdma_ports().values()
@@ -163,7 +163,7 @@ def two_ports(sysfs):
     ],
 )
 @pytest.mark.usefixtures("two_ports")
-def test_net_devices_as_ucx_gets_them(named, offers, settled):
+def test_net_devices_become_ucx_settings(named, offers, settled):
     options = {"TLS": "all", "NET_DEVICES": named}
     options = choice(offers).settle(options)
     assert options.pop("NET_DEVICES", None) == settled
@@ -241,7 +241,7 @@ def test_staging_memory_of_the_host_is_locked_too(lock_limit, device, counts):
         ({}, offering(TCP), "libuct_ib.so.0 cannot be loaded: .*ibverbs1"),
     ],
 )
-def test_why_ucx_has_no_rdma_lane(two_ports, lock_limit, options, offers, remedy):
+def test_the_reason_for_no_rdma_lane_is_reported(two_ports, lock_limit, options, offers, remedy):
     lock_limit(8 << 20 if "lock" in remedy else None)
     folder = two_ports / "lib"
     (folder / "ucx").mkdir(parents=True)
@@ -260,7 +260,7 @@ def test_why_ucx_has_no_rdma_lane(two_ports, lock_limit, options, offers, remedy
         ("efa", True, "NVIDIA's NICs .* set ucx.library=system"),
     ],
 )
-def test_why_ucx_opens_no_port_though_it_has_the_transports(sysfs, driver, brought, remedy):
+def test_the_reason_why_ucx_opens_no_port_is_reported(sysfs, driver, brought, remedy):
     """The transports are a library that can be loaded here."""
     device = sysfs.pci("pci0000:00/0000:00:01.0", 0)
     (sysfs.root / "drivers" / driver).mkdir(parents=True)

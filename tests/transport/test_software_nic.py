@@ -116,7 +116,7 @@ def test_a_port_that_goes_down_loses_its_peers_alone_and_they_meet_again(nics):
         each.release()
 
 
-def test_a_process_that_is_killed_fails_what_was_sent_to_it(nics):
+def test_a_killed_process_fails_the_sends_to_it(nics):
     pair = join(start(nics), start(nics))
     ledger = Ledger(pair.a.transport, pair.b.transport)
     exchange(ledger, pair.a, pair.b, 1)
@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_fails_what_was_sent_to_it(nics):
     pair.release()
 
 
-def test_a_process_that_may_lock_little_memory_starts_and_sends_by_tcp(nics):
+def test_a_process_that_may_lock_little_memory_starts_and_uses_tcp(nics):
     """The NIC registers no more at once than the process may lock, as a real one does."""
     little = {"within": LITTLE_MEMORY, "SOFTWARE_NIC_LIMIT": LOCK_LIMIT}
     pair = join(start(nics, **little), start(nics, **little))

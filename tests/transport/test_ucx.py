@@ -137,7 +137,7 @@ def test_peers_with_other_tcp_segments_are_refused_and_those_that_state_none_are
         each.close()
 
 
-def test_a_peer_of_another_ucx_is_refused_at_the_connection():
+def test_a_peer_with_another_ucx_is_refused_at_the_connection():
     ours, theirs = open_ucx_transport(), open_ucx_transport()
     other = replace(WorkerAddress.decode(theirs.address), ucx_version=(1, 17))
     with pytest.raises(IncompatiblePeerError, match="same version of UCX"):
@@ -211,7 +211,7 @@ def test_nothing_is_written_to_stderr(lanes, capfd):
 
 
 @pytest.mark.usefixtures("judges_options")
-def test_options_without_a_use_are_no_trouble_and_unknown_ones_are_refused(capfd):
+def test_unused_options_are_accepted_and_unknown_ones_refused(capfd):
     check_silent("no tcp", capfd)
     with pytest.raises(TransportError, match="UCX refused its configuration"):
         open_ucx_transport(options={"NO_SUCH_OPTION": "1"})

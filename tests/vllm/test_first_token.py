@@ -177,7 +177,7 @@ def test_a_prompt_as_long_as_the_model_allows_ends_with_its_first_token(world):
         ({"extra_args": {"mine": 1}}, "mine"),
     ],
 )
-def test_a_request_that_must_know_what_was_sampled_has_an_obstacle(world, sampling, obstacle):
+def test_a_request_that_must_compute_its_first_token_has_an_obstacle(world, sampling, obstacle):
     request = world().add(10, **sampling)
     assert first_token.request_obstacle(request) == obstacle
     greedy = world().add(10, temperature=0.0, seed=3, min_tokens=2, stop_token_ids=[1])
@@ -346,7 +346,7 @@ def test_one_of_several_completions_takes_the_token_and_the_others_sample_their_
 
 
 @pytest.mark.parametrize("kind", ["window", "state"])
-def test_a_model_that_forgets_hands_over_whole_prompts_where_both_engines_always_take_tokens(
+def test_a_model_that_forgets_offers_whole_prompts_if_both_engines_always_use_first_tokens(
     world, kind
 ):
     specs = [attention(), WINDOWED if kind == "window" else w.state_spec()]

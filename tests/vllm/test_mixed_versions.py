@@ -37,7 +37,7 @@ def test_every_release_makes_the_same_parameters(world, monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_every_release_takes_them(world, name):
+def test_every_release_accepts_the_parameters(world, name):
     params = GOLDEN[name]
     engine = world(role="kv_consumer", specs=SPECS[name.partition("-")[0]]())
     engine.add(200, params)

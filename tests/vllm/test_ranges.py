@@ -102,7 +102,7 @@ def test_windows_end_with_the_last_range(world, window, tier_blocks):
     assert job.dst_spec.block_ids.tolist() == full[:5] + seen[5 - tier_blocks : 5]
 
 
-def test_a_state_is_loaded_as_it_is_after_the_last_range(world, fake, monkeypatch):
+def test_a_state_is_loaded_with_the_last_range(world, fake, monkeypatch):
     fake(SPLIT)
     monkeypatch.setattr(w.KeepingConnector, "get_loaded_kv_cache_group_ids", lambda *_: (0,))
     specs = [attention(), w.state_spec()]
@@ -116,7 +116,7 @@ def test_a_state_is_loaded_as_it_is_after_the_last_range(world, fake, monkeypatc
 
 
 @pytest.mark.parametrize("loads,is_async", [(40, True), (SPLIT, False)])
-def test_a_prefix_that_nothing_can_follow_is_loaded_alone(world, fake, loads, is_async):
+def test_a_prefix_after_which_no_range_can_begin_is_loaded_alone(world, fake, loads, is_async):
     """The prefix ends inside a block, or is loaded in the step that computes with it."""
     fake(loads, is_async=is_async)
     engine = world(**FAKE)

@@ -212,7 +212,7 @@ def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
     assert load.token_ranges == ((0, 103),)
 
 
-def test_a_prefill_engine_computes_what_is_too_little_to_read(world):
+def test_a_prefill_engine_computes_few_tokens_itself(world):
     prefill = world(role="kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=64)
     prefill.add(200, w.offer(63, **w.REMOTE_DECODE))
     news, outputs = prefill.step()
@@ -241,7 +241,7 @@ def test_a_step_that_is_planned_ahead_changes_no_offer(world):
     assert {name: hold.num_tokens for name, hold in holds.items()} == {"r1": 100, "r2": 52}
 
 
-def test_an_engine_that_hands_over_delivers(world):
+def test_an_engine_that_offers_blocks_requires_their_delivery(world):
     ways = [
         ("kv_producer", False),
         ("kv_both", False),

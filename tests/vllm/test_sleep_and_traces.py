@@ -25,9 +25,7 @@ def sleep_and_wake(engine):
 
 @pytest.mark.parametrize("direct", ["auto", "never"])
 @pytest.mark.parametrize("sleeper", ["prefill", "decode"])
-def test_an_engine_that_slept_fails_what_was_under_way_and_reads_what_comes_next(
-    model, sleeper, direct
-):
+def test_an_engine_that_slept_fails_loads_under_way_and_reads_later_ones(model, sleeper, direct):
     paths = {"direct": direct}
     with engines(model, Shape(), Shape(), paths=paths) as (producer, consumer):
         check_read(producer, consumer, 1, 90)

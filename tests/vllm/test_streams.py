@@ -80,7 +80,7 @@ def test_each_step_orders_the_part_of_a_prompt_that_it_computes(
     assert params["remote_request_id"].split("|")[:2] == ["t", w.SECRET]
 
 
-def test_a_prompt_that_is_preempted_is_given_up(world):
+def test_a_preempted_prompt_is_given_up(world):
     engine = world(role="kv_producer", engine=CHUNKS)
     engine.add(140, dict(DECODE), max_tokens=1)
     engine.step()

@@ -61,7 +61,7 @@ def test_the_rest_of_the_blocks_is_unwritten(
     assert sorted(found) == sorted(rest)
 
 
-def test_a_state_has_nothing_unwritten():
+def test_states_have_no_unwritten_slots():
     info = GroupInfo(vllm_group=0, kernel_blocks=1, keeps="state")
     assert unwritten_slots(info, geometry(1), (99, 100)) == []
 
@@ -125,7 +125,7 @@ def test_slots_around_a_load_are_zero(name):
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_a_worker_clears_where_vllm_would(is_needed):
+def test_a_worker_clears_the_same_slots_as_vllm(is_needed):
     group, caches = made_of_nan(attention())
     half = worker_half(TakingWorker(), is_clearing=is_needed)
     half._groups = [group]

@@ -69,7 +69,7 @@ def test_device_copy_errors_are_returned(name):
     assert Loop(device=True, status=DEVICE_ERROR).call(name, np.zeros(100, np.uint8)) == 700
 
 
-def test_without_digests_chunks_stay_unchanged():
+def test_chunks_are_unchanged_without_digests():
     state, chunk = np.zeros((), r.STATE), np.full(64, 7, np.uint8)
     for name in ("append", "check"):
         assert compiled(name)(state.ctypes.data, chunk.ctypes.data, len(chunk)) == 0

@@ -99,7 +99,7 @@ def test_the_prefill_side_gives_up(pair, is_complete):
     assert {type(error_of(each)) for each in wanted} == {TransferAbortedError}
 
 
-def test_a_request_that_is_given_up_before_it_has_begun_can_be_asked_for_again(patient):
+def test_a_request_that_is_aborted_before_it_begins_can_be_repeated(patient):
     for each in (*patient.send(5), *patient.want(5)):
         each.abort()
         assert each.poll() is Stage.FAILED
@@ -156,7 +156,7 @@ def test_a_room_is_for_one_request_whichever_engine_is_asked_first(patient, is_p
     assert "its room was used before" in str(error_of(sent[0]))
 
 
-def test_a_prefill_engine_that_is_gone_fails_its_requests_and_one_in_its_place_is_met(pair):
+def test_a_lost_prefill_engine_fails_its_requests_and_a_new_one_serves(pair):
     wanted = pair.want(9)
     pair.load(wanted, OTHERS, TOKENS)
     pair.prefill.close()

@@ -116,7 +116,7 @@ def _pools(model=None, **changes):
     ],
     ids=["kind", "length", "layers", "layout", "state"],
 )
-def test_pools_that_are_not_what_they_should_be_are_refused(model, changes, text):
+def test_invalid_pools_are_refused(model, changes, text):
     pools = _pools(model)
     args = SimpleNamespace(**vars(pools.args) | changes)
     with pytest.raises(GeometryError, match=text):

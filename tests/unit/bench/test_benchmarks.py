@@ -174,12 +174,12 @@ def test_the_environment_tunes_both_engines_as_it_would_in_production(monkeypatc
         ("transfer", {"peer": "nixl", "tokens": (64, 40)}, "block_tokens=16"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(name, fields, named):
+def test_impossible_measurements_are_refused(name, fields, named):
     with pytest.raises(ConfigError, match=named):
         _run(name, **fields)
 
 
-def test_the_raw_socket_brings_as_many_bytes_as_it_is_asked_for():
+def test_the_raw_socket_brings_the_requested_number_of_bytes():
     size = 5_000_000
     with open_stream(("127.0.0.1", serve_stream("127.0.0.1", size)), size) as move:
         for count in (size, 3_000_000, size):

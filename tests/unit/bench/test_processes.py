@@ -20,7 +20,7 @@ DEPLOYMENT = Deployment(BenchOptions(model=MODEL, prefill=EngineShape(tp=2)), (1
 
 
 @pytest.mark.integration
-def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
+def test_an_error_in_a_process_names_its_rank_and_the_process_lives_on():
     with EngineProcess(DEPLOYMENT, "prefill") as engine:
         with pytest.raises(CallFailedError, match=r"prefill pp0tp0 failed: (.|\n)*_agent"):
             engine.call_ranks(RankProcess.read_blocks, [[[0]]], [[[0]]])
@@ -28,7 +28,7 @@ def test_what_a_process_cannot_do_is_told_with_its_rank_and_it_lives_on():
 
 
 @pytest.mark.integration
-def test_a_process_that_ends_is_told_with_the_end_of_its_output_and_none_stays():
+def test_a_process_that_ends_is_reported_with_its_last_output_and_none_stays():
     before = multiprocessing.active_children()
     with (
         pytest.raises(CallFailedError, match=r"pp0tp0 ended; its output: (.|\n)*no memory for"),

@@ -64,7 +64,7 @@ def _serving(settings=None, host=None):
 @pytest.mark.parametrize("with_keys", [False, True], ids=["loopback", "keys"])
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_a_server_is_measured_from_elsewhere_beside_a_raw_socket(
+def test_a_server_is_measured_from_another_host_beside_a_raw_socket(
     bench, monkeypatch, tmp_path, with_keys
 ):
     theirs, ours = _keys(tmp_path, "p", "d") if with_keys else ({}, {})
@@ -95,7 +95,7 @@ def test_a_client_sets_no_variables_of_a_server_but_those_for_tuning(monkeypatch
 
 
 @pytest.mark.parametrize("path, has_share", [("packed", True), ("direct", False)])
-def test_only_what_goes_by_ucx_is_held_against_it(path, has_share):
+def test_only_transfers_over_ucx_get_a_share_of_its_bandwidth(path, has_share):
     ours = Measurement("kvconnector", "ours", (0.5,), 10**9)
     (note,) = transfer._share_of([3e9, 5e9], ours, {path})
     assert "3.00 and 5.00 GB/s" in note
@@ -104,7 +104,7 @@ def test_only_what_goes_by_ucx_is_held_against_it(path, has_share):
 
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
+def test_the_reason_why_two_hosts_cannot_connect_is_reported(bench, monkeypatch, tmp_path):
     theirs, _ = _keys(tmp_path / "a", "p", "d")
     (ours,) = _keys(tmp_path / "b", "d")
     with _serving(theirs) as address:
@@ -134,7 +134,7 @@ def test_what_keeps_two_hosts_apart_is_said(bench, monkeypatch, tmp_path):
         ("pairs", "torchrun"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(bench, monkeypatch, line, named):
+def test_impossible_options_are_refused(bench, monkeypatch, line, named):
     monkeypatch.delenv("RANK", raising=False)
     status, out, err = bench(line)
     assert (status, out) == (2, "")

@@ -27,13 +27,13 @@ def test_sizes_are_read_with_their_unit(text, nbytes):
         (ModelShape.parse, ["qwen9", "qwen3-8b,layers=x", "qwen3-8b,layers=0", "qwen3-8b,heads=1"]),
     ],
 )
-def test_what_is_malformed_is_refused(parse, texts):
+def test_malformed_sizes_and_shapes_are_refused(parse, texts):
     for text in texts:
         with pytest.raises(ConfigError):
             parse(text)
 
 
-def test_a_mixed_cache_moves_what_each_of_its_groups_keeps():
+def test_a_mixed_cache_moves_the_tokens_that_each_group_keeps():
     # 8,192 tokens: one entry for each 4 and each 128 tokens, and a window of 128
     entries = 30 * 2048 * (576 + 132) + 31 * 64 * 576
     assert DEEPSEEK_V4_PRO.request_bytes(2048) == entries + 61 * 128 * 576

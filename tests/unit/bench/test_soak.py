@@ -44,7 +44,7 @@ def life(engine, number, first_mib, mib_per_point, count):
     return state
 
 
-def test_growth_is_that_of_the_longest_life_after_it_settled():
+def test_growth_is_measured_over_the_longest_settled_life():
     state = life("decode", 2, 100.0, 0.5, 40)
     state.usage["decode"][0:0] = [soak_state.UsagePoint(0.0, 1, (900.0, 0.0, 0.0, 0.0))] * 39
     found = state.growth()
@@ -56,7 +56,7 @@ def test_growth_is_that_of_the_longest_life_after_it_settled():
     assert found["decode_watched_s"] == 36.0 * 29
 
 
-def test_what_days_leave_behind_is_bounded(monkeypatch):
+def test_memory_after_days_is_bounded(monkeypatch):
     monkeypatch.setattr(soak_state, "MAX_SAMPLES", 100)
     monkeypatch.setattr(soak_state, "KEPT_POINTS", 50)
     samples, rng = Samples(), random.Random(0)
@@ -110,7 +110,7 @@ def test_restarts_bring_all_pairs_of_releases_together_and_equally_often():
     assert max(counts) - min(counts) <= 2
 
 
-def test_engines_of_either_release_are_killed_and_end_in_order():
+def test_engines_of_either_release_can_be_killed_and_stopped():
     state, now, ended = SoakState(of="x"), {"prefill": "this", "decode": "this"}, set()
     for fault in 3 * [each for each in FAULTS if each.is_restart]:
         ended.add((fault, now[fault.engine]))
@@ -172,9 +172,7 @@ def release(folder, wire="WireVersions(3, 3)"):
         ("other names", "cannot run on that one: ImportError: cannot import name 'EngineGeometry'"),
     ],
 )
-def test_a_release_that_cannot_be_met_is_refused_before_anything_runs(
-    what, words, tmp_path, capsys
-):
+def test_an_incompatible_release_is_refused_before_anything_runs(what, words, tmp_path, capsys):
     path = tmp_path / "x"
     if what == "no wheel":
         path = tmp_path / "x.whl"

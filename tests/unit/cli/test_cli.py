@@ -59,7 +59,7 @@ def test_without_its_packages_the_command_line_says_what_to_install(
     assert err == f"kvconnector: the command line needs {package}: pip install kvconnector[cli]\n"
 
 
-def test_plan_lists_who_reads_what_from_whom(kvconnector):
+def test_plan_lists_which_rank_reads_what_from_which(kvconnector):
     status, out, _ = kvconnector(ISSUE + " --json")
     assert status == 0
     report = json.loads(out)
@@ -244,7 +244,7 @@ def test_a_report_for_which_there_is_no_space_is_an_error_that_names_its_file(kv
 
 
 @pytest.mark.parametrize("option", ["--output", "--svg", "--html"])
-def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
+def test_a_file_that_cannot_be_written_is_refused_before_measuring(
     kvconnector, tmp_path, monkeypatch, option
 ):
     benchmark = {"--output": "relayout", "--svg": "handover", "--html": "inferencex"}[option]
@@ -256,7 +256,7 @@ def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
 
 
 @pytest.mark.parametrize("output, status", [("/dev/full", 2), ("&-", 0)])
-def test_an_output_that_is_full_or_closed_is_no_traceback(output, status):
+def test_a_full_or_closed_output_gives_no_traceback(output, status):
     code = "import sys; from kvconnector.cli import main; sys.exit(main(['plan']))"
     line = shlex.join([sys.executable, "-c", code]) + f" >{output}"
     done = subprocess.run(["/bin/sh", "-c", line], capture_output=True, text=True, check=False)

@@ -30,7 +30,7 @@ def _verdicts(findings, subject):
 
 @pytest.mark.ucx
 @pytest.mark.integration
-def test_a_machine_that_can_run_it_has_no_faults(capsys, monkeypatch):
+def test_a_working_machine_has_no_faults(capsys, monkeypatch):
     monkeypatch.setattr("kvconnector.bench.processes.subprocess", POPEN)
     status = main(["doctor", "--json"])
     report = json.loads(capsys.readouterr().out)
@@ -49,13 +49,13 @@ def _pair(path, warnings=(), lanes=("packed reads travel over tcp/lo",)):
     return SimpleNamespace(paths={path}, lanes=list(lanes), warnings=list(warnings))
 
 
-def test_what_a_worker_warns_of_is_a_warning_of_its_data_path():
+def test_a_workers_warnings_are_those_of_its_data_path():
     path, _ = doctor_module.packed_findings(_pair("packed", ["a slot of staging memory less"]), "")
     assert path.verdict == "warn"
     assert path.text == "a request went by: packed; a slot of staging memory less"
 
 
-def test_what_keeps_reads_from_being_direct_is_a_note():
+def test_the_reason_against_direct_reads_is_a_note():
     found = doctor_module.direct_finding(_pair("packed", ["no memory can be shared"]))
     assert found.verdict == "note"
     assert found.text.endswith("went by: packed; no memory can be shared")
@@ -63,7 +63,7 @@ def test_what_keeps_reads_from_being_direct_is_a_note():
 
 
 @pytest.mark.parametrize("tls, verdict", [("", "warn"), ("tcp", "ok")])
-def test_lanes_without_shared_memory_are_a_warning_only_where_nobody_asked_for_them(tls, verdict):
+def test_lanes_without_shared_memory_are_a_warning_unless_they_are_set(tls, verdict):
     assert _verdicts(doctor_module.packed_findings(_pair("packed"), tls), "lanes") == [verdict]
 
 
@@ -92,7 +92,7 @@ def test_without_the_ucx_that_is_set_the_rest_is_still_examined(monkeypatch, var
 
 @pytest.mark.usefixtures("no_transfer")
 @pytest.mark.parametrize("are_settings", [True, False])
-def test_good_keys_are_ok_and_their_modes_are_told(tmp_path, monkeypatch, are_settings):
+def test_good_keys_are_ok_and_their_modes_are_shown(tmp_path, monkeypatch, are_settings):
     keys = generate_keys(tmp_path)
     files = {"SECRET_KEY": "curve.secret", "AUTHORIZED_CLIENTS": "authorized_clients"}
     for name, file in files.items() if are_settings else ():
@@ -146,7 +146,7 @@ TAKES_ALL = "; UCX sends a message by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAIL
         (("rc_mlx5", 3, None, "3"), "ok", "auto takes mlx5_0:1,mlx5_1:1,mlx5_2:1"),
     ],
 )
-def test_it_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
+def test_doctor_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict, text):
     transport, num_ports, lockable, rails = host
     ports = [f"mlx5_{number}:1" for number in range(num_ports)]
     offered = {(transport, port) for port in ports or ["lo"]}
@@ -163,7 +163,7 @@ def test_it_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verdict,
     assert ("UCX sends a message" in finding.text) == (text == TAKES_ALL)
 
 
-def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
+def test_each_rdma_port_is_listed_with_its_distance_from_each_gpu(monkeypatch):
     near, far = Place(("pci0000:00", "0000:00:01.0"), frozenset([0])), Place((), frozenset([1]))
     ports = {"mlx5_0:1": ("ACTIVE", near), "mlx5_1:1": ("DOWN", far)}
     monkeypatch.setattr(doctor_rdma, "gpus", lambda: ["a GPU"])
@@ -189,7 +189,9 @@ def test_each_rdma_port_is_told_with_its_distance_from_each_gpu(monkeypatch):
         ("5.4.0-150", {"UCX_IB_FORK_INIT": "n", "IBV_FORK_SAFE": "1"}, "note", "SIGSEGV"),
     ],
 )
-def test_what_a_fork_does_to_registered_memory(monkeypatch, release, environment, verdict, text):
+def test_doctor_reports_the_effect_of_fork_on_registered_memory(
+    monkeypatch, release, environment, verdict, text
+):
     monkeypatch.setattr(doctor_rdma.platform, "release", lambda: release)
     monkeypatch.setattr(doctor_rdma, "_is_fork_init_unneeded", lambda: False)
     for name, value in environment.items():

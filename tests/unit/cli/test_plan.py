@@ -146,9 +146,7 @@ HYBRID = {
 }
 
 
-def test_kinds_of_layers_are_named_and_coloured_and_a_rank_s_heads_are_those_of_attention(
-    capsys, tmp_path
-):
+def test_kinds_of_layers_have_names_and_colours_and_ranks_show_attention_heads(capsys, tmp_path):
     model, path = str(written(tmp_path, HYBRID)), tmp_path / "plan.svg"
     cut = ("--model", model, "--prefill", "tp=2", "--decode", "tp=4")
     report = planned(capsys, *cut, "--svg", str(path))
@@ -171,7 +169,7 @@ def test_kinds_of_layers_are_named_and_coloured_and_a_rank_s_heads_are_those_of_
     assert "12 within" in capsys.readouterr().out
 
 
-def test_a_rank_that_keeps_only_states_is_said_to(capsys, tmp_path):
+def test_a_rank_that_keeps_only_states_is_shown_as_such(capsys, tmp_path):
     sizes = {"state_size": 16, "conv_kernel": 4, "expand": 2, "hidden_size": 64}
     config = {**LLAMA_70B, **sizes, "model_type": "mamba"}
     report = planned(capsys, "--model", str(written(tmp_path, config)), "--prefill", "tp=2")
@@ -203,9 +201,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, capsys, text)
         (("--link", "nan"), "speed is positive"),
     ],
 )
-def test_sizes_that_no_engine_has_are_refused_before_anything_is_made_of_them(
-    capsys, arguments, words
-):
+def test_impossible_sizes_are_refused_before_planning(capsys, arguments, words):
     assert main(["plan", *arguments]) == 2
     assert words in capsys.readouterr().err
 

@@ -74,7 +74,7 @@ def test_loads_under_way_are_shown_with_their_progress(capsys):
     assert {"pp0tp0", "packed", "1", "4", "MiB", "1.50"} <= set(rows[0])
 
 
-def test_loads_that_failed_are_not_kept_where_nobody_asks_for_those_under_way(monkeypatch):
+def test_failed_loads_are_forgotten_even_if_nobody_reads_loads_under_way(monkeypatch):
     metrics = EngineMetrics("d0", Gauges(), registry=CollectorRegistry())
     now_s = [0.0]
     monkeypatch.setattr(prometheus, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
@@ -107,7 +107,7 @@ def shown(capsys, monkeypatch, *arguments):
     return capsys.readouterr().out
 
 
-def test_loads_between_two_looks_become_rates_times_paths_and_failures(
+def test_loads_between_two_refreshes_become_rates_times_paths_and_failures(
     capsys, monkeypatch, tmp_path
 ):
     picture = tmp_path / "top.svg"
@@ -154,7 +154,7 @@ def test_vllms_metrics_are_read_too():
     assert engine.in_flight is None
 
 
-def test_each_look_is_a_line_of_json(capsys, monkeypatch):
+def test_each_refresh_is_a_line_of_json(capsys, monkeypatch):
     with serving(pages_of_an_engine()) as endpoint:
         lines = shown(capsys, monkeypatch, endpoint, "127.0.0.1:1", "--json").splitlines()
     first, last = (json.loads(line) for line in lines)
@@ -191,7 +191,7 @@ def test_a_page_that_no_engine_exports_is_a_line_with_the_reason(capsys, monkeyp
     assert "d0" in out
 
 
-def test_what_speaks_no_http_is_a_line_with_the_reason_and_a_status_of_1(capsys):
+def test_a_server_without_http_is_a_line_with_the_reason_and_a_status_of_1(capsys):
     """The address may be the port of another service."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
@@ -224,6 +224,6 @@ def test_names_with_brackets_are_shown_as_they_are(capsys, tmp_path):
 @pytest.mark.parametrize(
     "endpoint", ["", "http://", "ftp://x", "127.0.0.1:x", "127.0.0.1:99999", "http://[::1"]
 )
-def test_an_endpoint_that_is_none_is_one_line(capsys, endpoint):
+def test_an_invalid_endpoint_is_one_line(capsys, endpoint):
     assert main(["top", endpoint, "--count", "1"]) == 2
     assert "HOST:PORT" in capsys.readouterr().err

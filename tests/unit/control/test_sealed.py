@@ -52,7 +52,7 @@ def test_a_repeated_frame_is_refused_and_the_next_one_opens():
     assert opener.open(second) == b"second"
 
 
-def test_a_frame_after_a_gap_says_that_messages_were_lost():
+def test_a_frame_after_a_gap_shows_that_messages_were_lost():
     _, second = frames(b"first", b"second")
     with pytest.raises(PeerLostError, match="were lost"):
         Opener(INBOX).open(second)

@@ -160,7 +160,7 @@ class TestInTheDataPath:
         assert threading.active_count() == before - 3
 
 
-def test_threads_that_the_system_refuses_are_done_without(monkeypatch, caplog):
+def test_fewer_helpers_do_if_the_system_refuses_threads(monkeypatch, caplog):
     start = threading.Thread.start
 
     def start_two(thread):

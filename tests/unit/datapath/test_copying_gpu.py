@@ -73,7 +73,7 @@ def test_block_ids_do_not_go_where_a_models_kernels_may_still_write():
 
 
 @pytest.mark.gpu
-def test_block_ids_of_expected_reads_are_there_already(monkeypatch):
+def test_block_ids_of_expected_reads_are_uploaded_early(monkeypatch):
     import torch
 
     caches, copies = caches_and_copies()

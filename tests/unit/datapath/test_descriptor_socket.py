@@ -40,7 +40,7 @@ def fetched(folder):
         os.close(statm)
 
 
-def test_who_knows_the_nonce_gets_it_until_it_is_closed(tmp_path):
+def test_a_client_with_the_nonce_gets_the_descriptor_until_it_is_closed(tmp_path):
     """Also if the folder's name is longer than a socket's address may be."""
     folder = tmp_path / ("f" * 120)
     folder.mkdir()
@@ -109,7 +109,7 @@ def test_another_user_gets_nothing_and_is_not_believed(monkeypatch):
         theirs.stdin.close()
 
 
-def test_a_folder_that_cannot_be_used_is_a_setting_that_is_wrong(tmp_path):
+def test_an_unusable_folder_is_a_config_error(tmp_path):
     (tmp_path / "file").touch()
     for name, reason in (("nowhere", "No such file"), ("file", "Not a directory")):
         with pytest.raises(ConfigError, match=rf"a folder that this process may write.*{reason}"):

@@ -56,7 +56,7 @@ def is_kept(memory):
     return memory() is not None
 
 
-def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch):
+def test_a_board_is_freed_once_the_gpu_no_longer_writes_it(monkeypatch):
     cuda = FakeCuda(iter([NOT_READY, NOT_READY, OK]))
     board = board_over(cuda, monkeypatch)
     board.close()
@@ -76,7 +76,7 @@ def test_board_is_freed_once_the_gpu_writes_it_no_more(monkeypatch):
     ],
     ids=["never", "failed", "not given back"],
 )
-def test_board_that_the_gpu_may_yet_write_is_never_freed(
+def test_a_board_that_the_gpu_may_still_write_is_never_freed(
     monkeypatch, caplog, queries, unregistering, reason
 ):
     cuda = FakeCuda(queries, unregistering)

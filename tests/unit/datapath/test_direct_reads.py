@@ -86,7 +86,7 @@ def test_any_geometry_arrives_byte_for_byte(data):
 
 
 @pytest.mark.parametrize("num_tokens", [None, 19, MANY_TOKENS])
-def test_read_without_a_valid_lease_waits_a_little_and_is_sent(pair, clock, num_tokens):
+def test_a_read_without_a_valid_lease_waits_a_little_and_is_packed(pair, clock, num_tokens):
     """There is no lease, it has fewer tokens, or it was retracted."""
     if num_tokens is not None:
         pair.p.path.board.publish(KEY, Watermark(num_tokens))
@@ -103,7 +103,7 @@ def test_read_without_a_valid_lease_waits_a_little_and_is_sent(pair, clock, num_
     give_up(pair, 1)
 
 
-def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
+def test_a_read_before_its_lease_is_made_once_the_lease_is_published(pair):
     source, destination = ask(pair, 1)
     pump_on(pair)
     pair.p.path.board.publish(KEY, Watermark(MANY_TOKENS))
@@ -112,7 +112,7 @@ def test_read_that_comes_before_its_lease_is_made_once_that_is_published(pair):
     assert pair.find(ev.ReceiveFinished, 1).path == "direct"
 
 
-def test_a_sleeping_driver_looks_for_the_lease_of_a_read_that_was_submitted_inline(pair):
+def test_a_sleeping_driver_finds_the_lease_of_a_read_submitted_inline(pair):
     sleeper = threading.Thread(target=lambda: pair.d.path.pump(LONG_S, ()), daemon=True)
     sleeper.start()
     while not pair.d.path.lock.try_acquire(0.0):
@@ -185,7 +185,7 @@ def shared_file(nbytes, seals=fcntl.F_SEAL_SHRINK):
     return fd
 
 
-def test_exports_that_are_not_what_they_say(pair, tmp_path):
+def test_false_exports_are_refused(pair, tmp_path):
     pair.d.path.reads.close(pair.to_p)
     os.mkfifo(tmp_path / "fifo")
     process = subprocess.Popen(["sleep", "100"])

@@ -159,7 +159,7 @@ def test_allocation_that_is_smaller_than_its_export_says_is_not_read(start, plac
 
 
 @places
-def test_killed_producer_costs_its_reads_and_not_the_gpu(start, place):
+def test_a_killed_producer_fails_its_reads_but_not_the_gpu(start, place):
     shape = Shape(layers=8, heads=8, dim=128, block=16, blocks=64)
     exporter, consumer = start(place, shape)
     held = Caches(shape, seed=5)

@@ -47,7 +47,7 @@ class SlowWriter:
             self.execute_one()
 
 
-def test_a_bucket_is_as_large_as_the_wire_says():
+def test_a_bucket_has_the_size_that_the_wire_states():
     assert ENTRIES_PER_BUCKET * ENTRY_BYTES == BUCKET_BYTES
 
 

@@ -25,7 +25,7 @@ def producer(tmp_path):
         yield exporter
 
 
-def test_it_is_seen_to_live_and_to_end(producer, tmp_path):
+def test_a_producer_is_seen_to_live_and_to_end(producer, tmp_path):
     """It is seen through the folder: its process id belongs to another namespace."""
     export = replace(producer.export, device="cuda", ranges=())
     with pytest.raises((PeerLostError, TransportError), match="both sides need paths"):

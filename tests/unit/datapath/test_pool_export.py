@@ -56,7 +56,7 @@ class Exported:
 
 
 @pytest.mark.parametrize("options", [{}, {"layout": "NHD"}, {"pp_size": 3}], ids=str)
-def test_an_export_is_what_its_geometry_says(options):
+def test_an_export_matches_its_geometry(options):
     """With one group, with groups and families, and with a stage that lacks a group."""
     mixed = {"model": MIXED, "block_sizes": (4, 8), "num_blocks": (8, 4)}
     worker = Exported(**(mixed | options if options else {}))

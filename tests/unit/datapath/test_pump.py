@@ -185,7 +185,7 @@ def test_an_io_error_is_a_refused_registration_unless_ucx_reports_a_loss(
     assert type(transport.error_of(abi.ERR_IO_ERROR, 0)) is expected
 
 
-def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
+def test_inline_progress_does_not_let_another_thread_take_the_gil(make_pair):
     path = make_pair().d.path
     path.release(0.0)
     assert path.lock.try_acquire(1.0)
@@ -212,7 +212,7 @@ def test_a_look_inline_lets_no_thread_in_that_waits_for_the_gil(make_pair):
         path.release(0.0)
 
 
-def test_a_driver_that_has_worked_for_long_leaves_gil_and_lock_to_others(monkeypatch):
+def test_a_driver_that_has_worked_for_long_releases_gil_and_lock(monkeypatch):
     monkeypatch.setattr(driver_lock, "_TENURE_NS", LONG_NS)
     left = []
 
@@ -240,7 +240,7 @@ def test_a_driver_that_has_worked_for_long_leaves_gil_and_lock_to_others(monkeyp
         pair.close()
 
 
-def test_who_notifies_a_closed_data_path_writes_to_no_descriptor_of_others(make_pair):
+def test_notifying_a_closed_data_path_writes_to_no_reused_descriptor(make_pair):
     pair = make_pair()
     path = pair.d.path
     number = path.state.wake_fd

@@ -28,7 +28,7 @@ def ends_of(pair, read_id):
 
 
 @pytest.mark.parametrize("drained", [False, True])
-def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
+def test_a_read_that_is_stopped_meanwhile_writes_nothing(make_pair, drained):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = promised(pair, 1, receive)
@@ -46,7 +46,7 @@ def test_a_read_that_is_stopped_in_between_writes_nothing(make_pair, drained):
     pair.until(lambda: slots_are_free(pair))
 
 
-def test_copies_that_cannot_be_made_fail_a_read_that_drains_what_was_promised(make_pair):
+def test_copies_that_cannot_be_made_fail_a_read_that_drains_its_promised_slots(make_pair):
     pair = make_pair()
     _, destination, send, receive = both_programs(pair, TOKENS, **SMALL)
     receive.source.cuts[0].rows[:] = [1, 2, 3, 4, 5]

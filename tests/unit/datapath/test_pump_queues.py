@@ -35,7 +35,7 @@ def lines_of(*calls):
 
 
 @pytest.mark.parametrize("num_waiting", [4, 400])
-def test_a_receive_comes_and_goes_beside_many_that_wait(make_pair, num_waiting):
+def test_a_receives_work_does_not_grow_with_waiting_receives(make_pair, num_waiting):
     pair = make_pair(num_slots=3)
     _, _, _, receive = both_programs(pair, TOKENS, **SMALL)
     path = pair.d.path
@@ -52,7 +52,7 @@ def test_a_receive_comes_and_goes_beside_many_that_wait(make_pair, num_waiting):
 
 
 @pytest.mark.parametrize("num_sends", [4, 400])
-def test_a_send_is_stopped_beside_many(make_pair, num_sends):
+def test_stopping_a_send_does_not_grow_with_other_sends(make_pair, num_sends):
     pair = make_pair()
     _, _, send, receive = both_programs(pair, TOKENS, **SMALL)
     posted = pair.ask(1, receive)
@@ -66,7 +66,7 @@ def _finished(pair):
 
 
 @pytest.mark.parametrize("num_waiting", [4, 400])
-def test_a_direct_read_comes_and_goes_beside_many_that_wait(num_waiting):
+def test_a_direct_reads_work_does_not_grow_with_waiting_reads(num_waiting):
     pair = DirectPair.connect()
     try:
         _, _, theirs, ours = both_programs(pair, TOKENS, **SMALL)

@@ -151,7 +151,7 @@ def test_a_failed_transfer_is_a_server_error(stream):
     assert msgspec.json.decode(text)["error"]["message"] == "the lease expired"
 
 
-def test_a_client_that_goes_away_aborts_its_request(tmp_path):
+def test_a_client_that_disconnects_aborts_its_request(tmp_path):
     """This client waits for the whole answer; in the integration tests clients leave streams."""
 
     async def check():
@@ -215,7 +215,7 @@ def test_the_router_names_a_server_that_does_not_answer_in_openais_terms():
     assert "did not answer" in msgspec.json.decode(text)["error"]["message"]
 
 
-def test_a_stream_that_breaks_off_does_so_at_the_client_too():
+def test_a_stream_that_breaks_off_also_breaks_off_at_the_client():
     with pytest.raises(aiohttp.ClientError):
         ask(router_of(prefill_well, break_off), ASKED)
 

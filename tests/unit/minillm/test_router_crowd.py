@@ -61,7 +61,7 @@ async def ask(session, url, prompt):
         return response.status, await response.text()
 
 
-def test_requests_that_come_at_once_are_all_asked_of_both_engines_at_once():
+def test_a_burst_of_requests_reaches_both_engines_at_once():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if limit < NUM_REQUESTS * FILES_A_REQUEST + 1000:
         pytest.skip(f"a process may open {limit} files here")

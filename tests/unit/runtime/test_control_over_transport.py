@@ -93,7 +93,7 @@ def _both_report(workers, request_id, field):
     return have_reported
 
 
-def test_what_a_consumer_said_before_it_left_counts(deploy):
+def test_a_lost_consumers_last_messages_count(deploy):
     deployment = deploy()
     deployment.request("warm")
     assert deployment.world.run(deployment.world.is_quiet)
@@ -112,7 +112,7 @@ def test_what_a_consumer_said_before_it_left_counts(deploy):
     assert "r" in output.finished_sending
 
 
-def test_a_data_path_that_always_has_news_starves_nobody(deploy):
+def test_a_busy_data_path_starves_nobody(deploy):
     deployment = deploy()
     (worker,) = deployment.p.workers
     path = worker.datapath

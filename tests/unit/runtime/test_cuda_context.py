@@ -25,7 +25,7 @@ def test_a_thread_with_inline_progress_is_on_the_caches_device_and_then_on_its_o
 
 
 @pytest.mark.gpu
-def test_a_context_that_is_current_already_stays_so():
+def test_a_context_that_is_already_current_stays_current():
     import torch
 
     torch.cuda.set_device(0)
@@ -38,7 +38,7 @@ def test_a_context_that_is_current_already_stays_so():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("is_used_again", [False, True])
-def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
+def test_a_mark_comes_after_the_streams_queued_work(is_used_again):
     import torch
 
     marks = CudaContext("cuda:0")
@@ -56,7 +56,7 @@ def test_a_mark_is_behind_what_the_stream_holds(is_used_again):
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("is_used_again", [False, True])
-def test_a_mark_is_on_its_device_whatever_is_current(is_used_again):
+def test_a_mark_is_on_its_own_device_even_if_another_is_current(is_used_again):
     import torch
 
     marks = CudaContext("cuda:1")

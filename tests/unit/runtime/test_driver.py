@@ -22,7 +22,7 @@ MODEL = attention_model(num_layers=2, total_heads=2, head_dim=2)
 ADDRESS = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
 
 
-def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(monkeypatch):
+def test_an_ended_read_is_cleaned_up_even_if_another_request_ends_first(monkeypatch):
     world = World()
     (worker,) = world.start(FakeEngine("d", MODEL), role="consumer").workers
     driver, ended = worker.driver, [ev.ReceiveFinished(1, seconds=1.0)]
@@ -43,7 +43,7 @@ def test_a_read_that_ended_is_not_left_behind_when_another_request_ends_first(mo
     world.close()
 
 
-def test_a_session_that_refuses_a_tick_keeps_it_from_no_other(monkeypatch):
+def test_a_session_that_refuses_a_tick_does_not_keep_it_from_the_other(monkeypatch):
     world = World()
     (worker,) = world.start(FakeEngine("e", MODEL), role="both").workers
     driver, heard = worker.driver, []
@@ -73,7 +73,7 @@ def deployment():
     world.close()
 
 
-def test_a_consumer_whose_link_the_producer_gives_up_is_told_why_at_once(deployment, caplog):
+def test_a_consumer_learns_at_once_why_the_producer_drops_its_link(deployment, caplog):
     world, p, d, consumer = deployment
     (link,) = p.driver.links
     offer = world.engines[0].grant("r", [[1, 2]], 8)
@@ -150,7 +150,7 @@ def test_a_turn_leaves_what_does_not_fit_into_its_time_for_the_next_one(is_inlin
 
 
 @pytest.mark.parametrize("way", ["transport", "control channel"])
-def test_deadlines_pass_and_no_more_is_queued_while_a_peer_sends_without_end(monkeypatch, way):
+def test_deadlines_pass_and_queues_stay_bounded_while_a_peer_floods(monkeypatch, way):
     with closing(World()) as world:
         producer = world.start(FakeEngine("p", MODEL), role="producer")
         (worker,) = producer.workers
@@ -178,7 +178,7 @@ def test_deadlines_pass_and_no_more_is_queued_while_a_peer_sends_without_end(mon
 
 @pytest.mark.parametrize("is_inline", [True, False])
 @pytest.mark.parametrize("sent", [250, 20000])
-def test_a_turn_decodes_no_more_messages_than_fit_into_its_time_and_loses_none(
+def test_a_turn_decodes_only_messages_that_fit_into_its_time_and_loses_none(
     monkeypatch, deployment, is_inline, sent
 ):
     _, p, _, _ = deployment

@@ -15,7 +15,7 @@ from tests.unit.runtime.test_unmapping import cuda_export
 
 
 @pytest.mark.parametrize("limit, is_told", [(16 << 20, True), (64 << 10, False)])
-def test_an_export_that_no_greeting_can_carry_is_not_told(limit, is_told):
+def test_an_export_that_no_greeting_can_carry_is_not_sent(limit, is_told):
     with closing(World()) as world:
         shape = FakeEngine("p", attention_model(num_layers=500))
         (worker,) = world.start(shape, role="producer").workers

@@ -56,7 +56,7 @@ class Interrupt:
         return self.step
 
 
-def test_the_data_path_is_given_back_before_whatever_instruction_an_interrupt_comes(worker):
+def test_the_data_path_is_released_wherever_an_interrupt_arrives(worker):
     failures, driven = [], []
     progress = Inline(worker, failures.append)
     # the driver's thread would be asleep in the loop

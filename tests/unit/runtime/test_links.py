@@ -93,7 +93,7 @@ def pair():
     return Pair().greet()
 
 
-def test_the_producer_changes_over_when_the_consumer_has(pair):
+def test_the_producer_switches_channels_after_the_consumer(pair):
     assert not pair.p.send("too early: the answer to the hello may be on its way")
     assert pair.d.send("first")
     assert not pair.p.send("not heard yet")
@@ -128,7 +128,7 @@ def test_a_message_is_as_long_as_both_sides_allow():
     assert pair.p.receive() == []
 
 
-def test_messages_to_a_closed_link_are_nobodys_and_no_alarm(pair, caplog):
+def test_messages_to_a_closed_link_are_dropped_without_an_alarm(pair, caplog):
     pair.d.send("late")
     link = pair.p.link
     pair.p.links.close(link)
@@ -179,7 +179,7 @@ def test_a_worker_answers_in_the_version_in_which_it_was_greeted(pair, monkeypat
         assert pair.d.poll() == [encode(message, version)]
 
 
-def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
+def test_queued_messages_are_sent_before_the_link_closes_and_none_after(pair):
     link = pair.d.link
     pair.d.links.send(link, m.HeartbeatReply(number=1))
     pair.d.links.close(link)
@@ -192,7 +192,7 @@ def test_what_is_queued_goes_before_the_link_closes_and_nothing_after(pair):
 ERROR = PeerLostError("control messages were lost")
 
 
-def test_a_link_that_the_peer_opened_ends_at_once_and_the_peer_is_told(pair):
+def test_a_link_that_the_peer_opened_ends_at_once_and_notifies_the_peer(pair):
     link = pair.p.link
     for _ in range(2):
         pair.p.links.lose(link, ERROR)
@@ -201,7 +201,7 @@ def test_a_link_that_the_peer_opened_ends_at_once_and_the_peer_is_told(pair):
     assert texts(pair.d.poll()) == [ERROR.statement]
 
 
-def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_then(pair):
+def test_a_link_that_we_opened_carries_nothing_until_it_is_closed(pair):
     pair.p.receive()
     pair.p.send("by ZMQ")
     pair.d.links.lose(pair.d.link, ERROR)
@@ -216,7 +216,7 @@ def test_a_link_that_we_opened_waits_for_its_close_and_is_deaf_and_dumb_until_th
     assert [lost.link.number for lost in pair.p.lost] == [-1]
 
 
-def test_a_disconnection_counts_after_what_the_peer_had_sent(pair):
+def test_a_disconnection_counts_after_the_peers_last_messages(pair):
     pair.d.send("last words")
     pair.d.links.close(pair.d.link)
     assert texts(pair.p.poll()) == ["last words"]

@@ -32,7 +32,7 @@ def follow(name):
     return WantRequest(name, name, "5" * 32, EngineAddress("p", "tcp://p"), is_followed=True)
 
 
-def test_a_broken_driver_ends_all_that_the_engine_waits_for():
+def test_a_broken_driver_ends_everything_that_the_engine_waits_for():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), follow("f"), follow("g")])
     outbox.expect([DropRequest("g")])
@@ -46,7 +46,7 @@ def test_a_broken_driver_ends_all_that_the_engine_waits_for():
     assert output.begun == {"f"}
 
 
-def test_a_broken_driver_whose_copies_go_on_ends_only_what_has_no_blocks():
+def test_a_broken_driver_with_running_copies_ends_only_requests_without_blocks():
     outbox = Outbox()
     outbox.expect([load("a"), hold("r"), follow("f")])
     outbox.break_off(KVConnectorError("broken"), may_write=True)
@@ -71,7 +71,7 @@ def test_blocks_whose_copies_go_on_are_never_reported_as_free():
     assert outbox.awaited() == ["a", "g", "r"]
 
 
-def test_a_broken_driver_is_not_waited_for_to_end_growing_leases():
+def test_growing_leases_do_not_wait_for_a_broken_driver():
     outbox = Outbox()
     growing = [grown(name) for name in ("g", "late")]
     outbox.expect(growing[:1])
@@ -103,7 +103,7 @@ def test_everything_since_the_last_call_is_taken_at_once(count):
     assert outbox.take().is_empty
 
 
-def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
+def test_refused_orders_end_the_requests_that_the_engine_waits_for():
     outbox = Outbox()
     orders = [load("a"), hold("r"), grown("g"), follow("f"), DropRequest("d")]
     outbox.refuse(orders, KVConnectorError("asleep"))
@@ -115,7 +115,7 @@ def test_refused_orders_end_as_far_as_the_engine_waits_for_them():
     assert output.begun == {"f"}
 
 
-def test_what_is_given_up_ends_and_what_a_load_brought_does_not_count():
+def test_abandoned_requests_end_and_loads_among_them_do_not_count():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), grown("g"), follow("f"), load("over")])
     outbox.load_ended("over", extra=b"token")  # the engine does not know it yet

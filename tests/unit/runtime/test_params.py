@@ -27,7 +27,7 @@ NIXL_KEYS = {
 @pytest.mark.parametrize(
     "more", [{}, {"remote_first_blocks": (0, 7), "remote_public_key": "*-+/{}%$#" * 4}]
 )
-def test_a_router_that_passes_on_only_what_it_knows_loses_nothing(name, more):
+def test_a_router_that_passes_on_only_known_keys_loses_nothing(name, more):
     params = structs.replace(OFFER, remote_request_id=name, **more)
     sent = json.loads(json.dumps(params.to_mapping()))
     assert set(sent) == NIXL_KEYS

@@ -77,7 +77,7 @@ def _done(*names):
     return WorkerOutput(finished_recving=frozenset(names))
 
 
-def test_the_last_prompt_token_and_what_is_computed_stay_here(scheduler):
+def test_the_last_prompt_token_and_computed_tokens_are_not_loaded(scheduler):
     assert _start(scheduler, computed=3) == 4
     step = scheduler.build_step()
     assert step.engine is not None
@@ -137,8 +137,8 @@ def test_a_name_that_is_used_again_within_a_step_belongs_to_the_new_request(sche
     assert kinds == [WantRequest, DropRequest, WantRequest, LoadRequest]
 
 
-def test_the_engine_is_told_until_a_request_has_come_through(scheduler):
-    """A step may be lost on its way to a worker, which can do nothing without it."""
+def test_steps_carry_the_engine_until_a_load_has_succeeded(scheduler):
+    """A step may be lost on its way to a worker, which can do nothing without the engine."""
     assert scheduler.build_step().engine is not None
     assert scheduler.build_step().is_empty
     _start(scheduler)
@@ -153,7 +153,7 @@ def test_the_engine_is_told_until_a_request_has_come_through(scheduler):
     assert scheduler.build_step().engine is None
 
 
-def test_a_failed_request_is_one_line_of_its_engine_and_a_burst_of_them_too(scheduler, caplog):
+def test_a_failed_request_and_a_burst_of_them_are_one_log_line(scheduler, caplog):
     lost = "PeerLostError: peer closed the connection [engine='p', rank='pp0tp0']; prefill anew"
     failed = {f"r{number}": lost for number in range(1000)}
     aborted = {"gone": "TransferAbortedError: the request was aborted"}
@@ -201,7 +201,7 @@ def test_each_role_refuses_the_other_s_requests(scheduler, producer):
 
 
 @pytest.mark.parametrize("ending", ["finish", "abort", "withdraw", "grow"])
-def test_whoever_follows_a_prompt_that_is_given_up_is_told(producer, ending):
+def test_followers_of_an_aborted_prompt_are_notified(producer, ending):
     producer.on_new_request("r", STREAMED)
     producer.grow("r", blocks=[[3]], num_tokens=3)
     # tokens that must be computed again never counted as valid
@@ -251,7 +251,7 @@ def test_a_request_that_is_not_over_is_not_streamed_anew(producer):
     producer.on_new_request("r", STREAMED)
 
 
-def test_a_mistake_in_what_is_to_be_loaded_opens_no_stream():
+def test_a_mistake_in_a_load_opens_no_stream():
     config = structs.replace(CONFIG, role="both")
     with Scheduler(config, metadata_of(role="both")) as scheduler:
         with pytest.raises(RemoteProtocolError):

@@ -183,7 +183,7 @@ def test_a_directory_that_omits_workers_twice_fails_the_load(side):
     assert harness.finished(side.handle(empty)) == harness.failed(RemoteProtocolError)
 
 
-def test_a_met_engine_is_logged_with_its_differences(side):
+def test_a_greeted_engine_is_logged_with_its_differences(side):
     (opened,) = harness.of(side.handle(harness.want(), harness.load_request()), "open_link")
     (met,) = harness.of(side.receive(opened.link, harness.directory()), "met")
     same = "tp 1, pp 1, block size 1; blocks are copied as they are"
@@ -195,7 +195,7 @@ def test_a_worker_that_sends_a_directory_is_disconnected(side):
     assert harness.call("close_link", link) in side.receive(link, harness.directory())
 
 
-def test_a_wrong_address_does_not_affect_the_right_one(side):
+def test_a_wrong_address_does_not_affect_a_right_one(side):
     _, (read,) = harness.start_load(side)
     elsewhere = EngineAddress(EngineId("p"), "tcp://127.0.0.1:9")
     (opened,) = harness.of(

@@ -124,9 +124,7 @@ def test_the_model_name_that_peers_compare_can_be_set():
         *[("consumer", 2, 1, False), ("both", 2, 1, False)],
     ],
 )
-def test_context_parallel_engines_do_not_load_into_several_copies_of_a_cache(
-    role, pcp_size, dcp_size, is_taken
-):
+def test_engines_do_not_load_into_replicated_caches(role, pcp_size, dcp_size, is_taken):
     config = vllm_config()
     config.parallel_config.prefill_context_parallel_size = pcp_size
     config.parallel_config.decode_context_parallel_size = dcp_size
