@@ -49,7 +49,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/wire": Size(628, target=500),
     "kernels/kvconnector_kernels": Size(1),
     "kernels/kvconnector_kernels/block_table": Size(562),
-    "kernels/kvconnector_kernels/pump": Size(1908),
+    "kernels/kvconnector_kernels/pump": Size(1906),
     "kernels/kvconnector_kernels/relayout": Size(1604),
     "examples": Size(59),
     "examples/launchers": Size(39),

@@ -35,15 +35,15 @@ __all__ = [
 
 
 def implementation(name: Implementation) -> BlockTableKernels:
-    """The implementation of this name."""
+    """Return the implementation with this name."""
     return cast("BlockTableKernels", importlib.import_module(f"{__name__}.{name}"))
 
 
 def implementation_for(device: torch.device) -> BlockTableKernels:
-    """The implementation to use for tables on a device.
+    """Return the implementation for tables on a device.
 
     Raises:
-        ValueError: there is none.
+        ValueError: There is none.
     """
     if device.type == "cuda":
         return implementation("triton")

@@ -24,8 +24,8 @@ class TableSet:
     """The tables of all groups with the pointer table that a kernel finds them by.
 
     Attributes:
-        tables: per group, int32 `[R, width]`, contiguous.
-        lengths: int32 `[G, R]`, kernel ids that are set in each row.
+        tables: Per group, int32 `[R, width]`, contiguous.
+        lengths: int32 `[G, R]`, number of kernel ids that are set in each row.
         pointers: int64 `[G]`, the address of each table, on the device.
         widths: int64 `[G]`, the width of each table, on the device.
     """
@@ -52,26 +52,26 @@ class TableSet:
 
     @property
     def num_groups(self) -> int:
-        """Tables in the set."""
+        """Number of tables in the set."""
         return len(self.tables)
 
     @property
     def num_rows(self) -> int:
-        """Rows of every table."""
+        """Number of rows of every table."""
         return self.lengths.shape[1]
 
 
 @dataclass(frozen=True)
 class TableGeometry:
-    """Block sizes of all groups, and this rank's place among those that share a request's tokens.
+    """Block sizes of all groups, and this rank's position among those that share a request's tokens.
 
     Attributes:
         block_sizes: int64 `[G]`, tokens per allocation block, on the device.
         kernel_block_sizes: int64 `[G]`, tokens per kernel block, a divisor, on the device.
-        world_size: ranks that share a request's tokens.
-        rank: this one.
-        interleave_tokens: consecutive tokens that go to one rank, a divisor of every block size if
-            there are several.
+        world_size: Number of ranks that share a request's tokens.
+        rank: This rank's index among them.
+        interleave_tokens: Consecutive tokens that go to one rank, a divisor of every block size if there are several
+            ranks.
     """
 
     block_sizes: torch.Tensor
@@ -90,11 +90,11 @@ class BlockTableKernels(Protocol):
         """Write staged ids into the tables, expanded to kernel ids, and set the rows' lengths.
 
         Args:
-            tables: changed.
-            geometry: of the groups.
-            records: int32 `[num_writes, 6]`, at least one, columns `WRITE_COLUMNS`; writes do not overlap.
-                In memory that the device reads, its own or the host's.
-            ids: int32, the allocator's ids that the records point into, likewise.
+            tables: Changed in place.
+            geometry: Block sizes of the groups.
+            records: int32 `[num_writes, 6]`, at least one, columns `WRITE_COLUMNS`; writes do not overlap. In memory
+                that the device can read, its own or the host's.
+            ids: int32, the allocator's ids to which the records refer, in the same kind of memory.
         """
 
     def gather_rows(self, source: TableSet, target: TableSet, rows: torch.Tensor) -> None:
@@ -103,8 +103,8 @@ class BlockTableKernels(Protocol):
         After a row's ids the target is zero. A row that does not exist, such as -1, is empty.
 
         Args:
-            source: read.
-            target: changed, in its first `num_reqs` rows.
+            source: Read only.
+            target: Changed in its first `num_reqs` rows.
             rows: int32 `[num_reqs]`.
         """
 
@@ -122,7 +122,7 @@ class BlockTableKernels(Protocol):
         does every entry of `slots` after the last token.
 
         Args:
-            batch: the tables of the batch's requests.
+            batch: The tables of the batch's requests.
             geometry: of the groups.
             query_start_loc: int32 `[num_reqs + 1]`, ascending from 0: request `i` has tokens
                 `[loc[i], loc[i + 1])`.

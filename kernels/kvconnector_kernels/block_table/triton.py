@@ -116,7 +116,7 @@ def _map_slots_kernel(
     request = tl.program_id(1).to(tl.int64)
     slots += group * max_num_tokens
     begin = tl.minimum(tl.load(query_start_loc + request), num_positions)
-    # The last program pads what no request's tokens reach.
+    # The last program pads the entries after all requests' tokens.
     if request == num_reqs:
         for first in range(begin, max_num_tokens, TILE):
             tokens = first + tl.arange(0, TILE)

@@ -4,10 +4,10 @@ An entry is a seqlock whose sequence is its key, since no key is ever published 
 releases, the consumer's loads acquires, and a fence separates them from the blocks. So on processors that reorder
 loads and stores (aarch64, ppc64le), too:
 
-- who finds a key finds its `expected`, which was stored before it, or a later one;
-- who finds that `ready` equals it finds the numbers that were stored before `ready`, or later ones;
-- who finds the key again after that has seen one lease only: a retracted entry loses its key first;
-- what is read of the blocks is read after the first look and before the second.
+- a reader that finds a key finds its `expected`, which was stored before it, or a later one; - a reader that finds
+`ready` equal to it finds the numbers that were stored before `ready`, or later ones; - a reader that then finds the key
+again has seen a single lease: a retracted entry loses its key first; - the blocks are read after the first look and
+before the second.
 
 On x86, where loads and stores are seen in order, all this costs no instruction.
 """
@@ -89,7 +89,7 @@ def _compile(sources_hash: int) -> Any:
 
     @njit("void(int64, int64)", cache=True)
     def write(address, value):
-        """Store a word of an entry; everything before it is visible to who reads it."""
+        """Store a word of an entry; everything before it is visible to a thread that reads it."""
         _ = sources_hash
         store_flag(address, value)
 

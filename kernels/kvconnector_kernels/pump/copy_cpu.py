@@ -38,15 +38,15 @@ JOB = np.dtype(
     ]
 )
 READ = record_of("num_jobs", "next_piece", "piece_bytes", "num_helpers")
-"""A read of a peer's pools, its next piece, about how many bytes a piece has, and how many threads are to help with it.
-Its jobs follow it.
+"""A read of a peer's pools, its next piece, the approximate bytes of a piece, and the number of threads to help with
+it. Its jobs follow it.
 """
 ROW_BYTES = 8 * ROW_COLUMNS
 _ROW, _BLOCK = offset_of(JOB, "slot"), offset_of(JOB, "block")
 _READ_BYTES, _JOB_BYTES = READ.itemsize, JOB.itemsize
 _NEXT_PIECE = offset_of(READ, "next_piece")
 CALL_BYTES = 1 << 20
-"""A call copies about as many, or one piece. Control waits for it: a tenth of a millisecond or so."""
+"""A call copies about this many bytes, or one piece. Control messages wait for it: about a tenth of a millisecond."""
 
 
 @helper
@@ -69,8 +69,8 @@ def _window_of(address, job, side):
 
 @helper
 def _copy_units(address, slot, start, end):
-    """The units of a job from `start` to `end`; a chunk is in `slot`. `end_stream` follows, once for all: it waits
-    until every streamed line is in memory.
+    """Copy the units of a job from `start` to `end`; a chunk is in `slot`. The caller then calls `end_stream` once,
+    which waits until every streamed line is in memory.
     """
     job = record_at(address, JOB)
     src_window, dst_window = _window_of(address, job, job.src), _window_of(address, job, job.dst)
@@ -88,7 +88,7 @@ def _copy_units(address, slot, start, end):
 
 @helper
 def copy_piece(read_address):
-    """Copy the next piece of a read, which any thread may do. Returns its bytes, and if none is left after it."""
+    """Copy the next piece of a read, which any thread may do. Returns its bytes, and True if it was the last."""
     read = record_at(read_address, READ)
     piece = add_flag(read_address + _NEXT_PIECE, 1)
     for index in range(read.num_jobs):
@@ -157,8 +157,8 @@ _help_reads = _make_help(SOURCES_HASH)
 @cache
 @compiling_alone()
 def compile_copy() -> Any:
-    """Compile the copy of a chunk, which has ended when it returns. Its `address` is valid for as long as the object
-    lives. See `copy` of `records.STATE`.
+    """Compile the copy of a chunk, which is complete on return. Its `address` is valid for as long as the object lives.
+    See `copy` of `records.STATE`.
     """
     return cfunc(types.int64(*[types.int64] * 5), nopython=True, cache=True)(_copy)
 
@@ -166,7 +166,7 @@ def compile_copy() -> Any:
 @cache
 @compiling_alone()
 def compile_read() -> Any:
-    """Compile the read, of some pieces for each call, as `compile_copy`. Its context is a crew or 0. See
+    """Compile the read, of some pieces per call, as `compile_copy` does. Its context is a crew or 0. See
     `records.READ`.
     """
     return cfunc(types.int64(*[types.int64] * 4), nopython=True, cache=True)(_read)
@@ -184,10 +184,10 @@ def job_of(src: Side, dst: Side, geometry: CopyGeometry, *, is_streamed: bool = 
     outlive the job; it copies a chunk to or from any slot.
 
     Args:
-        src: what is read.
-        dst: what is written.
-        geometry: the geometry of the copy.
-        is_streamed: write past the caches.
+        src: The side to read.
+        dst: The side to write.
+        geometry: The geometry of the copy.
+        is_streamed: True to write past the caches.
     """
     strides = (0, 0, 0, 0)
     for side in (src, dst):

@@ -1,4 +1,4 @@
-"""Copies on a GPU, as C functions for the pump: launches, and then a flag in host memory that the stream sets.
+"""Copies on a GPU, as C functions for the pump: launches, followed by a flag in host memory that the stream sets.
 
 The C functions are not in numba's on-disk cache, which would not notice a change of `native`.
 """
@@ -113,7 +113,7 @@ def _read(context, read, fence, fence_value):
     for index in range(fields.num_jobs):
         if status == 0:
             status = launch(context, read + _READ_BYTES + index * _JOB_BYTES)
-    # after an error too: what was launched before it still runs
+    # after an error too, since kernels launched before it still run
     written = write_fence(context, fields.stream, fence, fence_value)
     return status or written
 
@@ -128,5 +128,5 @@ def compile_copy() -> Any:
 
 @cache
 def compile_read() -> Any:
-    """Compile the read, all launches in one call, as `compile_copy`. See `records.READ`. An error is a `CUresult`."""
+    """Compile the read, with all launches in one call, as `compile_copy`. See `records.READ`. Errors: `CUresult`."""
     return cfunc(types.int64(*[types.int64] * 4), nopython=True)(_read)

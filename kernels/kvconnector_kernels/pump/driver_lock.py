@@ -5,12 +5,12 @@ Theory of operation
 Owner. One 32-bit word says who owns it: `DRIVER` (the driver's thread), `INLINE` (an engine's thread, which makes
 progress in the driver's place) or `NOBODY`. It changes by compare-and-exchange alone. Nobody queues: each side tries.
 
-When it is free. The driver's thread owns it while it works. It gives it up in three places, all inside the compiled
-loop: while it sleeps on descriptors, while it pauses between two looks, and from its last look until it has the GIL
+When it is free. The driver's thread owns it while it works. It releases it in three places, all inside the compiled
+loop: while it sleeps on descriptors, while it pauses between two passes, and from its last pass until it has the GIL
 back. The last is the point of the lock: a thread that waits for the GIL after a busy engine would otherwise keep the
 engine from its own transfers, and waking one thread to hand it the GIL costs 0.2 ms where inline progress costs a few.
-If it has worked in Python for long, it sleeps there first, for `leave_us`, unless the run itself took as long: without
-that it would take the GIL again before a thread that waits for it is awake.
+If it has worked in Python for long, it sleeps there first, for `leave_us`, unless the run itself took as long:
+otherwise it would take the GIL again before a waiting thread is awake.
 
 GIL. `try_acquire`, `release_inline` and `notify` keep the GIL: they take microseconds, and no other Python thread runs
 in between. `wait_until_free` and the loop release it. The driver's thread takes the lock again only when it has the
@@ -19,19 +19,19 @@ overtaken by the thread that has it, and both would stand still.
 
 Which thread. `inline_thread` is the native id of the thread that owns it inline, else 0. It is written by the compiled
 code, so that no Python instruction lies between becoming the owner and being known as such: an interrupt
-(KeyboardInterrupt) may come between any two instructions, and the thread that it hits must find out whether it has
-something to give back.
+(KeyboardInterrupt) may come between any two instructions, and the thread that it hits must find out whether it has to
+release the lock.
 
 Wake-ups. `release_inline` and `notify` write to an eventfd on which the driver's thread sleeps, in the loop and in
 `_await_release`: UCX's own descriptor must be armed anew after each progress, by whoever sleeps on it. A wake-up that
 is lost costs at most `_PARK_MS`.
 
-Pending. `pending` says that a turn of the driver has something to do. Who owns the lock clears it before it looks at
-everything, so what comes during the look sets it again. The loop returns for it at once, or after a grace period in
-which an engine's thread may come for it.
+Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
+work, so work that arrives meanwhile sets it again. The loop returns for it at once, or after a grace period in which an
+engine's thread may take it.
 
 What breaks if this changes: a second owner corrupts UCX's worker and the sessions, without an error; a lock that is
-not given back stops every transfer of the worker for good; a `try_acquire` that releases the GIL lets an interrupt, or
+never released stops every transfer of the worker for good; a `try_acquire` that releases the GIL lets an interrupt, or
 another thread, in between.
 """
 
@@ -55,8 +55,8 @@ from kvconnector_kernels.pump.steps import helper, now_ns
 _OWNER, _PENDING, _LOOPING, _INLINE_THREAD = 0, 64, 128, 192
 LOCK = np.dtype(
     {
-        # `pending`: there is something to do for a turn of the driver; `looping`: its thread is in the loop, or sleeps
-        # there; `inline_thread`: the native id of the thread that owns it inline. On cache lines of their own.
+        # `pending`: there is work for a turn of the driver; `looping`: its thread is in the loop, or sleeps there;
+        # `inline_thread`: the native id of the thread that owns it inline. On cache lines of their own.
         "names": ["owner", "pending", "looping", "inline_thread"],
         "formats": [np.int32] * 4,
         "offsets": [_OWNER, _PENDING, _LOOPING, _INLINE_THREAD],
@@ -65,14 +65,14 @@ LOCK = np.dtype(
 )
 
 _PARK_MS = 1000
-"""A release wakes who waits for the lock; this only bounds what a lost wake-up would cost."""
+"""A release wakes the thread that waits for the lock; this only bounds the cost of a lost wake-up."""
 _EVENTFD_BYTES = 8
 NS_PER_MS = 1_000_000
 
 
 @helper
 def release(state, run):
-    """Let another thread make progress inline. No effect there: `release_inline` ends that."""
+    """Let another thread make progress inline. No effect in such a thread, which ends with `release_inline`."""
     if run.owner == r.DRIVER:
         store_flag(state.lock + _OWNER, r.NOBODY)
 
@@ -86,19 +86,19 @@ def acquire(state, run):
 
 @helper
 def set_looping(state, value):
-    """Note that the driver's thread is in the loop, or has left it."""
+    """Record that the driver's thread is in the loop, or has left it."""
     store_flag(state.lock + _LOOPING, value)
 
 
 @helper
 def _wake_driver(state):
-    """Let the driver look at everything anew, if it sleeps in the loop."""
+    """Make the driver look for work again, if it sleeps in the loop."""
     call(state.write, (load_flag(state.wake_fds), state.one, _EVENTFD_BYTES))
 
 
 @helper
 def forget_wakes(state):
-    """Take the wake-ups so far."""
+    """Consume the wake-ups so far."""
     call(state.read, (load_flag(state.wake_fds), two_words(), _EVENTFD_BYTES))
 
 
@@ -110,15 +110,15 @@ def _await_release(state):
 
 @helper
 def has_pending(state):
-    """Returns True if there is something to do for a turn of the driver."""
+    """Returns True if there is work for a turn of the driver."""
     return load_flag(state.lock + _PENDING) != 0
 
 
 @helper
 def must_return(state, run, found, now):
-    """Returns True if the loop is to return with what it found or others report: inline at once, else after the grace
-    period, in which another thread may take it. A short one is for an engine that has asked for something: nobody else
-    is on the way to what was found.
+    """Returns True if the loop must return with work that it found or that was reported: at once if inline, else after
+    the grace period, in which another thread may take the work. The period is short after an engine's order, since no
+    other thread will take what was found.
     """
     if run.owner == r.INLINE:
         return found != 0 or has_pending(state)
@@ -139,7 +139,7 @@ def _compile(sources_hash):
 
     @njit(cache=True)
     def try_acquire(address, owner, limit_ns, thread):
-        """Acquire the lock, if that is possible within a time so short that the GIL is kept. Returns True if it was.
+        """Acquire the lock if it is free at once or very soon; the GIL is kept. Returns True if it was acquired.
         `thread`: the native id of a thread that makes progress inline, else 0.
         """
         _ = sources_hash
@@ -153,8 +153,8 @@ def _compile(sources_hash):
 
     @njit(nogil=True, cache=True)
     def wait_until_free(address):
-        """Wait until nobody owns the lock, however long it takes. Who then acquires it has the GIL already: else it
-        would keep others out while it waits for that.
+        """Wait without a limit until nobody owns the lock. The caller then acquires it with the GIL: otherwise it would
+        keep others out while it waits for the GIL.
         """
         _ = sources_hash
         state = record_at(address, r.STATE)
@@ -172,7 +172,7 @@ def _compile(sources_hash):
 
     @njit(cache=True)
     def notify(address):
-        """Something is pending. Returns True if the driver's thread sees it, and no other makes progress inline."""
+        """Set `pending`. Returns True if the driver's thread will see it, and no thread makes progress inline."""
         _ = sources_hash
         state = record_at(address, r.STATE)
         store_flag(state.lock + _PENDING, 1)

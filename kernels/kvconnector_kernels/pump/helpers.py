@@ -1,18 +1,16 @@
 """Threads that help the owner of the driver lock with a direct read in host memory: one read at a time.
 
-Theory of operation
--------------------
-The word. A read's fence is a 32-bit word in memory that outlives all reads. Its low half gets the read's value when
-all is through. `_OPEN` says that threads may join, and `_HELPER` is added for each that is in. So the word reaches the
-value by itself when the last helper leaves, and a read that is over has none.
+Theory of operation ------------------- The word. A read's fence is a 32-bit word in memory that outlives all reads. Its
+low half gets the read's value when the read is over. `_OPEN` says that threads may join, and `_HELPER` is added for
+each that has joined. So the word reaches the value when the last helper leaves, and a read that is over has none.
 
-Who writes what. The owner of the driver lock names a read in the crew's record, opens its fence, and closes it: when
-no piece is left, or when the read was stopped. It names another one only when the word of the last has no helper and
-is not open. A helper touches a read's jobs and blocks only after it has joined, which fails once the word is closed,
-and leaves when no piece is left or the word is closed. What it has written is visible to who then sees the word.
+Writers. The owner of the driver lock names a read in the crew's record, opens its fence, and closes it when no piece is
+left or the read was stopped. It names another read only when the word of the last one has no helper and is not open. A
+helper touches a read's jobs and blocks only after it has joined, which fails once the word is closed, and leaves when
+no piece is left or the word is closed. Its writes are visible to a thread that then sees the word.
 
-What blocks. Helpers sleep on an eventfd that counts the wanted ones. No thread waits for them: the loop looks at the
-fence again, as at a GPU's. A helper that the system does not run delays its own read only.
+Blocking. Helpers sleep on an eventfd that counts the wanted ones. No thread waits for them: the loop looks at the fence
+again, as at a GPU's. A helper that the system does not run delays its own read only.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from kvconnector_kernels.pump.records import offset_of, record_of
 from kvconnector_kernels.pump.steps import helper
 
 CREW = record_of(
-    "read",  # address of what is read now, or was last, and of its fence; 0 before the first one
+    "read",  # address of the current or last read, and of its fence; 0 before the first one
     "fence",
     "is_closed",  # helpers return
     "num_wanted",  # written to the eventfd, from which each helper takes one
@@ -58,7 +56,7 @@ def share(address, read, fence, num_wanted):
 
 @helper
 def close(fence, value):
-    """Let no helper join any more. The fence has the value once those that did have left. Idempotent."""
+    """Let no further helper join. The fence gets its value once those that have joined leave. Idempotent."""
     word = load_flag(fence)
     while word & ~_HELPERS != value and not exchange_flag(fence, word, (word & _HELPERS) + value):
         word = load_flag(fence)
@@ -66,7 +64,7 @@ def close(fence, value):
 
 @helper
 def join_next(address):
-    """Sleep until there may be a read to help with. Returns the address of the one that was joined, or 0."""
+    """Sleep until there may be a read to help with. Returns the address of the read that was joined, or 0."""
     crew = record_at(address, CREW)
     call(crew.read_function, (crew.eventfd, two_words(), _COUNT_BYTES))
     fence = crew.fence

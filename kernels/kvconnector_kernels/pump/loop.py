@@ -28,7 +28,7 @@ def _progress(state):
 
 @helper
 def _pass(state):
-    """Move what can move now."""
+    """Make one pass: move everything that can move now."""
     _progress(state)
     moved = sends.retire_sends(state)
     moved = sends.pack_next(state) or moved
@@ -46,7 +46,7 @@ def _has_control(state):
 
 @helper
 def _found(state):
-    """What the caller is to know at once, as the reason to return; 0 if there is none."""
+    """Return the reason to return at once, or 0 if there is none."""
     ended = sends.end_sends(state)
     ended = receives.end_receives(state) or ended
     ended = reads.end_reads(state) or ended
@@ -60,7 +60,7 @@ def _found(state):
 
 @helper
 def _is_busy(state):
-    """Returns True if a copy is under way, of which no descriptor tells."""
+    """Returns True if a copy is under way, whose end no descriptor shows."""
     return (
         steps.is_copying(steps.sends_of(state))
         or steps.is_copying(steps.receives_of(state))
@@ -79,7 +79,7 @@ def _pause(state, run, now):
 
 @helper
 def _grant_grace(state, run, now):
-    """Wait for a moment of the grace period, and of a long one asleep: nothing sleeps for less than a millisecond."""
+    """Wait for a moment of the grace period; if it is long, asleep, since no sleep is shorter than a millisecond."""
     if state.grace_ns < driver_lock.NS_PER_MS:
         _pause(state, run, now)
         return
@@ -91,7 +91,7 @@ def _grant_grace(state, run, now):
 
 @helper
 def _sleep(state, run, left_ns):
-    """Sleep until UCX or a watched descriptor has something, or the time is over."""
+    """Sleep until UCX or a watched descriptor is readable, or the time is over."""
     if steps.status_of(call(state.worker_arm, (state.worker,))) == steps.OK:
         driver_lock.release(state, run)
         steps.is_readable(state, run, 0, left_ns // driver_lock.NS_PER_MS + 1)
@@ -139,7 +139,7 @@ def _move(state, run):
     num_inline = -1
     while True:
         if num_inline != state.num_inline:
-            # whatever the caller, or progress inline, has added
+            # work that the caller, or inline progress, has added
             num_inline = state.num_inline
             receives.begin_receives(state)
         moved = _pass(state)
@@ -185,23 +185,23 @@ def _run(address):
 
 
 def _compile(sources_hash):
-    # neither refers to the other: a compiled function in a closure has a name of its own in every process, under which
-    # no other process finds in the cache what refers to it
+    # neither refers to the other: a compiled function in a closure has a different name in every process, so no other
+    # process would find its callers in the cache
     @njit(nogil=True, cache=True)
     def run(address):
         """Move chunks until a program ends (`NOTICE`), a descriptor is readable or a message for the caller is there
-        (`READABLE`), or the time is over. `address` is that of a `STATE`, which tells by whom and for how long.
+        (`READABLE`), or the time is over. `address` is that of a `STATE`, which says who runs it and for how long.
 
-        With no time it returns once nothing moves, with less than none after one look at everything. Who calls it owns
-        the lock; the driver has released it when it returns.
+        With a time of 0 it returns once nothing moves, with a negative one after a single pass. The caller owns the
+        lock; the driver has released it on return.
         """
         _ = sources_hash
         return _run(address)
 
     @njit(cache=True)
     def look(address):
-        """`run` for who makes progress inline. It keeps the GIL: the driver's thread may be waiting for that, and would
-        get it while it cannot have the lock, each time anew.
+        """`run` for inline progress. It keeps the GIL: otherwise a driver's thread that waits for the GIL would get it
+        while it cannot have the lock, again and again.
         """
         _ = sources_hash
         return _run(address)

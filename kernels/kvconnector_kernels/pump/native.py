@@ -15,7 +15,7 @@ _I64, _I32, _I8 = ir.IntType(64), ir.IntType(32), ir.IntType(8)
 
 
 def operation(result: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Make an intrinsic on int64 of a function that emits it, and takes the builder and the values of its arguments."""
+    """Make an intrinsic on int64 from a function that emits it, given the builder and the values of its arguments."""
 
     def define(emit: Callable[..., Any]) -> Any:
         @wraps(emit)
@@ -105,7 +105,7 @@ def load_flag(builder: Any, address: Any) -> Any:
 
 @operation(types.void)
 def store_flag(builder: Any, address: Any, value: Any) -> None:
-    """Write a 32-bit flag; everything before it is visible to who reads it."""
+    """Write a 32-bit flag; everything before it is visible to a thread that reads it."""
     flag = pointer_to(_I32, builder, address)
     builder.store_atomic(builder.trunc(value, _I32), flag, "release", 4)
 
@@ -128,7 +128,7 @@ def add_flag(builder: Any, address: Any, value: Any) -> Any:
 
 @operation(types.void)
 def fence(builder: Any) -> None:
-    """No load or store moves over it, in either direction. On x86 this keeps the compiler alone from moving them."""
+    """No load or store moves across it, in either direction. On x86 this restrains only the compiler."""
     builder.fence("acq_rel")
 
 

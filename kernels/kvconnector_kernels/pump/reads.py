@@ -1,4 +1,4 @@
-"""The loop's steps of a direct read of a peer's memory: one part for each call, or all at once on a GPU."""
+"""The loop's steps of a direct read of a peer's memory: one part per call, or all at once on a GPU."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def move_receives(state):
 
 @helper
 def begin_receives(state):
-    """Give each new program its slots: the caller has seen that there are enough."""
+    """Give each new program its slots: the caller has checked that there are enough."""
     receives, slots = steps.receives_of(state), steps.recv_slots_of(state)
     for program in range(receives.shape[0]):
         receive = receives[program]

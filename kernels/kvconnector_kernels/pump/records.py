@@ -1,8 +1,8 @@
-"""What the pump works on: records of int64, by name in numpy and in compiled code, and the constants in them.
+"""The pump's records of int64, by name in numpy and in compiled code, and the constants in them.
 
-`SEND`, `RECEIVE` and `READ` are programs, one a transfer; a `SLOT` is a piece of staging memory; one `STATE` is all of
-a pump: its settings and counters, C functions, and where the others are. Who writes a field is in brackets: C the
-caller between two runs, P the pump. Where nobody is named, both do.
+`SEND`, `RECEIVE` and `READ` are programs, one per transfer; a `SLOT` is a piece of staging memory; one `STATE` is all
+of a pump: its settings and counters, C functions, and where the others are. The writer of a field is in brackets: C is
+the caller between two runs, P the pump. Without brackets both write it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def numbers_of(records: Any) -> memoryview[int]:
 
 
 def index_of(record: np.dtype[np.void], name: str) -> int:
-    """Where a field is among the numbers of a record."""
+    """Return a field's index among the numbers of a record."""
     return offset_of(record, name) // 8
 
 
@@ -75,7 +75,7 @@ _PROGRAM = (
 _CHUNKS = (
     "first_tag",  # [C] tag of chunk 0
     "num_chunks",  # [C]
-    "window",  # [C] chunks in slots at a time
+    "window",  # [C] most chunks in slots at a time
     "next_chunk",  # [P] the next to be packed, or whose receive is to be posted
     "num_posted",  # [P] sends: posted so far; receives: posted now
     "num_copying",  # [P] slots being packed, or packed and not posted; being unpacked
@@ -90,7 +90,7 @@ SEND = record_of(
     "owner",  # [C] whatever the caller wants to find on the slots in flight
     "packing_ns",  # [P] when the first chunk began to be packed; 0: none did. Then when the last one was
     "packed_ns",
-    "sending_ns",  # [P] when the first chunk was posted; when UCX was through with the last one
+    "sending_ns",  # [P] when the first chunk was posted; when UCX had finished with the last one
     "sent_ns",
 )
 RECEIVE = record_of(
@@ -99,7 +99,7 @@ RECEIVE = record_of(
     *_TIMES,
     "limit",  # chunks that the peer sends
     "num_unpacked",  # [P]
-    "arriving_ns",  # [P] when the first chunk was here, and began to be unpacked; when the last one was
+    "arriving_ns",  # [P] when the first chunk arrived, and began to be unpacked; when the last one did
     "arrived_ns",
 )
 READ = record_of(
@@ -109,7 +109,7 @@ READ = record_of(
     "context",  # [C]
     "num_calls",  # [P]
     "all_begun",  # [P] nothing is left to begin
-    "fence",  # [C] address of a 32-bit flag that is set when all is through
+    "fence",  # [C] address of a 32-bit flag that is set when everything is done
     "fence_value",
 )
 SLOT = record_of(
@@ -126,7 +126,7 @@ SLOT = record_of(
 
 RUN = record_of(  # [C]
     "owner",  # `DRIVER` or `INLINE`
-    "limit_ns",  # how long it may take; below 0: one look at everything
+    "limit_ns",  # how long it may take; below 0: a single pass
     "poll_fds",  # pollfd array: UCX's descriptor, the eventfd of `wake_fds` or -1, then those of the caller
     "num_fds",  # of the whole array
 )
@@ -149,11 +149,11 @@ STATE = record_of(
     "digest_room",  # pinned host memory that a GPU's chunk is copied to for that; 0 where chunks are in host memory
     "copy_to_host",  # CUresult copy(to, from, bytes), which waits
     "copy_to_device",
-    "spin_ns",  # how long to look on after something moved, before sleeping
+    "spin_ns",  # how long to spin after something moved, before sleeping
     "look_ns",  # between two looks at the descriptors
     "pause_ns",  # between two looks at what is under way, while nothing moves
-    "patience_ns",  # how long a send that is complete waits for something else to return with: nobody asks for it
-    "grace_ns",  # how long what is pending is left to others before the driver's thread returns
+    "patience_ns",  # how long a complete send waits to be reported together with something else: nobody waits for it
+    "grace_ns",  # how long pending work is left to others before the driver's thread returns
     "begin",  # called with `begin_argument` at the start of each run, if not 0
     "begin_argument",
     # C functions [C], the objects they take, and memory for what they return
@@ -183,7 +183,7 @@ STATE = record_of(
     "send_turn",  # [P] the send whose turn it is
     "read_turn",  # [P] the read whose turn it is
     "num_inline",  # [C] how often progress was made inline
-    "moved_ns",  # when there was something to do last
+    "moved_ns",  # when there was work last
     "complete_ns",  # [P] since when a send is complete that the caller has not seen; 0 if none is
     "pending_ns",  # [P] since when something is pending; 0 if nothing is
     "leave_us",  # [C] how long the driver's thread leaves GIL and lock to others after a run that was shorter

@@ -31,8 +31,8 @@ SOURCES_HASH = hash_sources()
 
 @contextmanager
 def compiling_alone() -> Iterator[None]:
-    """Keep other processes of this installation out while the block compiles: they find what it has compiled in the
-    cache. After two minutes, or where folders cannot be locked, it compiles all the same. Blocks do not nest.
+    """Keep other processes of this installation from compiling while the block does: they find its results in the
+    cache. After two minutes, or where folders cannot be locked, the block runs anyway. Blocks do not nest.
     """
     until_s = time.monotonic() + _LOCK_TIMEOUT_S
     folder = os.open(_PUMP, os.O_RDONLY | os.O_CLOEXEC)

@@ -56,7 +56,7 @@ def is_readable(state, run, first, timeout_ms):
 
 @helper
 def find_free(slots):
-    """The first free slot, which was used not long ago, or `NO_SLOT`."""
+    """Return the first free slot, which was used recently, or `NO_SLOT`."""
     for index in range(slots.shape[0]):
         if slots[index].state == r.FREE:
             return index

@@ -1,8 +1,8 @@
 """Re-layout of KV caches: any block size, layout and head range to any other, fused into one copy.
 
 `relayout` copies between paged pools and dense chunks on the CPU (numba) or a GPU (one Triton launch). `naive` is the
-oracle that both are held equal to. Importing this package needs numpy alone: numba, torch and Triton are imported by
-the first use of what needs them.
+oracle that both must equal. Importing this package needs only numpy: numba, torch and Triton are imported when they are
+first needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Block ids as a side of a re-layout takes them: a numpy vector, a torch tensor, or an address in a GPU's memory."""
+"""Block ids for a side of a re-layout: a numpy vector, a torch tensor, or an address in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class BlockIdsAt:
-    """`count` int32 block ids at an address of a device's memory, for copies that are prepared: the caller has checked
-    them, and keeps the memory.
+    """`count` int32 block ids at an address of a device's memory, for prepared copies: the caller has checked them, and
+    keeps the memory.
 
     Raises:
-        BlockIdsError: an address that is not aligned to 16 bytes, a negative count.
+        BlockIdsError: The address is not aligned to 16 bytes, or the count is negative.
     """
 
     address: int
@@ -73,7 +73,7 @@ def upload_block_ids(
     Does not wait: the upload is ordered on the current stream. On the CPU it returns the checked numpy vector itself.
 
     Raises:
-        BlockIdsError: not a vector of integers, or an id outside `[0, num_blocks)`.
+        BlockIdsError: They are not a vector of integers, or an id is outside `[0, num_blocks)`.
     """
     check_device(device)
     ids = np.asarray(block_ids)

@@ -13,7 +13,7 @@ _DEVICE = re.compile(r"cpu|cuda:\d+")
 
 
 class RelayoutError(ValueError):
-    """A re-layout was asked for that does not describe memory: a bad count, range, buffer or device."""
+    """The arguments of a re-layout do not describe memory: a bad count, range, buffer or device."""
 
 
 class BlockIdsError(RelayoutError):

@@ -48,6 +48,6 @@ def relayout_cpu(src: Side, dst: Side, **counts: Unpack[CopyCounts]) -> None:
 
 @cache
 def _copy() -> Any:
-    """The compiled copy as a function of Python, which lets go of the GIL."""
+    """Return the compiled copy as a Python function, which releases the GIL."""
     prototype = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 5)
     return prototype(compile_copy().address)

@@ -1,4 +1,4 @@
-"""`relayout`: one entry for every device."""
+"""`relayout`, the one entry point for every device."""
 
 from __future__ import annotations
 

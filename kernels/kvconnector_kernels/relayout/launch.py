@@ -32,7 +32,7 @@ _SCRATCH_BYTES = (8, 8)
 
 
 class Kernel(NamedTuple):
-    """A kernel, loaded for as long as `compiled` lives: its CUfunction, the names of its parameters but for scratch
+    """A kernel, loaded for as long as `compiled` lives: its CUfunction, the names of its parameters except scratch
     memory, and the sizes of all.
     """
 
@@ -49,10 +49,10 @@ _kernels: dict[tuple[object, ...], Kernel] = {}
 
 @dataclass(frozen=True, slots=True)
 class PreparedLaunch:
-    """A kernel and the `values` of its parameters but for scratch memory, which are null.
+    """A kernel and the `values` of its parameters, except scratch memory, whose pointers are null.
 
-    To be replaced at will are, for `src` and `dst`, a chunk's `src_address`, a pool's first part `src_part_start`, and
-    its block ids' address `src_ids`, by one of the same alignment to 16 bytes; and `num_tiles`, the number of parts
+    The caller may replace, for `src` and `dst` alike, a chunk's `src_address`, a pool's first part `src_part_start`,
+    and its block ids' address `src_ids`, by one of the same alignment to 16 bytes; and `num_tiles`, the number of parts
     times `tiles_per_part`, which is also the number of programs if nothing caps it. A launch without runs also stands
     for all whose tokens begin at the same place in a tile, which has `tile_tokens`, and are as even in number: they
     have other `src_origin`, `num_tokens` and `num_token_tiles`, and other strides of a chunk.
@@ -82,8 +82,8 @@ def prepare_launch(
     has run.
 
     Raises:
-        RelayoutError: two chunks, or sides on the CPU; the sides do not hold the copy; a kernel that needs scratch
-            memory, or takes other parameters than it was written for.
+        RelayoutError: Both sides are chunks, or on the CPU; the sides do not hold the copy; the kernel needs scratch
+            memory, or has unexpected parameters.
     """
     is_packed = isinstance(src, PackedSide), isinstance(dst, PackedSide)
     if src.device == "cpu":
@@ -92,7 +92,7 @@ def prepare_launch(
     geometry = check_copy(src, dst, **counts)
     tiling = plan_tiles(src, dst, geometry)
     pointers, tail = (_pointers(src), _pointers(dst)), tiling.numbers(geometry)
-    # where the first tile begins is the kernel's business at run time, all else of the tiling at compile time
+    # the first tile's start is a run-time argument of the kernel; the rest of the tiling is fixed at compile time
     aligned = tuple([address % ALIGN_BYTES for side in pointers for address in side])
     compiled_for = (tiling.tile, tiling.is_even, tiling.src[2:], tiling.dst[2:])
     key = (src.device, *is_packed, *aligned, *compiled_for)

@@ -1,8 +1,8 @@
 """The three transforms of a received cache, by name. Each is a case of `relayout` that checks what it is called for.
 
-They are for a consumer whose transport wrote the sender's blocks as they were, into another pool or into the local one,
-and for swapping to host memory of another form (as `examples/minillm` does): kvconnector itself re-lays out while it
-copies.
+They are for a consumer whose transport wrote the sender's blocks unchanged, into another pool or into the local one,
+and for swapping to host memory with another layout (as `examples/minillm` does): kvconnector itself re-lays out while
+it copies.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class ReceiveTransform:
         """Copy as `relayout` does, in either direction: to larger or smaller blocks, HND to NHD or back.
 
         Args:
-            src: the received blocks.
-            dst: the local ones.
-            scratch: room for all of it, through which the copy goes then: `src` and `dst` may be the same memory.
-            **counts: see `CopyCounts`; tokens are those from the first of the blocks on.
+            src: The received blocks.
+            dst: The local ones.
+            scratch: Room for the whole copy, which then goes through it, so `src` and `dst` may be the same memory.
+            **counts: See `CopyCounts`; tokens count from the first block on.
 
         Raises:
-            GeometryMismatchError: what should be the same differs, or the other way round.
-            RelayoutError: see `relayout`.
+            GeometryMismatchError: Properties that this transform keeps differ, or one that it changes is equal.
+            RelayoutError: See `relayout`.
         """
         self._check(src, dst)
         hops: list[Side] = [src, dst] if scratch is None else [src, scratch, dst]

@@ -1,4 +1,4 @@
-"""The positions of a block list that a copy takes: all in a row, or evenly spaced runs of them."""
+"""The positions of a block list that a copy covers: all in a row, or evenly spaced runs of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TokenRuns:
     `skip_tokens` into the first run, less than a run.
 
     Raises:
-        RelayoutError: the numbers are not `0 <= skip_tokens < run_tokens <= step_tokens`.
+        RelayoutError: Not `0 <= skip_tokens < run_tokens <= step_tokens`.
     """
 
     run_tokens: int

@@ -1,7 +1,7 @@
 """Planning a GPU copy: its tiles `[heads, tokens, words]`, and the width of its accesses. Pure Python.
 
 Where dim is contiguous on both sides, a word is as wide as both sides' alignment allows and a tile moves whole rows.
-Else a word is one item, and the tile is transposed on the way, which Triton does through shared memory.
+Otherwise a word is one item, and the tile is transposed during the copy, which Triton does through shared memory.
 
 One program moves one tile. Tiles are laid over the tokens so that, if block sizes and runs allow it, no tile crosses a
 block or leaves a run on either side: then the block id and its divisions are needed once per tile, not per token.
@@ -29,7 +29,7 @@ _MIN_WORDS = 16
 
 
 class SideTiling(NamedTuple):
-    """One side's share of the plan: where its tiles start, and what the compiler may assume of their addresses.
+    """One side's share of the plan: where its tiles start, and what the compiler may assume about their addresses.
 
     `origin_tokens` counts tokens of the side's runs, or positions where these are adjacent; `base_tokens` is the
     position from which it counts.
