@@ -1,4 +1,4 @@
-"""KV-cache transfer between prefill and decode engines that are cut differently.
+"""KV-cache transfer between prefill and decode engines that are split differently.
 
     import kvconnector as kvc
 
@@ -9,9 +9,9 @@ first used: importing the package imports neither torch nor UCX.
 - `Worker`: one per rank. `register` the caches, then `start_step` and `poll` once an engine step.
 - `Scheduler`: one per engine. It offers finished prompts, matches and loads them, and makes each step's orders.
 - `Rank`, `view_of`, `cache_group`: a rank's place, and its tensors as views and cache groups.
-- `StepMetadata`, `WorkerMetadata`, `WorkerOutput`: what the two halves tell each other, by the engine's own means.
+- `StepMetadata`, `WorkerMetadata`, `WorkerOutput`: messages between the two halves, which the engine carries.
 - `KVOutputAggregator`: merges the outputs of an engine's workers, and counts whether all are done.
-- `TpKVTopology`: who holds what, and who reads what from whom.
+- `TpKVTopology`: which rank holds what, and which ranks it reads from.
 - `errors`: every exception, all derived from `KVConnectorError`.
 """
 

@@ -1,4 +1,4 @@
-"""Benchmarks, beside the limits of the same machine."""
+"""Benchmarks, measured beside the limits of the same machine."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ class ResultMismatchError(KVConnectorError):
 
 @contextmanager
 def file_errors(failure: str, path: Path) -> Iterator[None]:
-    """Work on a file of the user's. Raises ConfigError: `failure`, why, and the file's name."""
+    """Work on a file that the user named. Raises ConfigError: `failure`, with the reason and the file's name."""
     try:
         yield
     except (OSError, ValueError, RecursionError) as error:

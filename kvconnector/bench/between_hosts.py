@@ -27,7 +27,7 @@ from kvconnector.transport.ucx import load_library
 _REQUEST = struct.Struct("<Q")
 _SOCKET_BUFFER_BYTES = 4 << 20
 MIN_BYTES = 64 << 20
-"""Least bytes of a run: UCX's first messages are slower than the others."""
+"""Fewest bytes of a run: UCX's first messages are slower than the others."""
 LIMIT_S = 120.0
 START_S = 10.0
 POLL_S = 0.05

@@ -71,7 +71,7 @@ class Deployment:
 
     def transfer(self, num_tokens: int, index: int = 0) -> Transfer:
         """Return request number `index` of those in flight at once, which share no blocks. A shorter request with the
-        same number has the first of its blocks.
+        same number has the first of these blocks.
         """
         options, blocks = self.options, []
         for shape in self.shapes.values():
@@ -88,11 +88,11 @@ class Deployment:
         return Transfer(num_tokens, *blocks)
 
     def devices(self, side: str) -> list[str]:
-        """Return the device of every rank of the engine "prefill" or "decode": they take turns on the GPUs that the
-        options name, or on all of their host, consumers from the one after the producers' on.
+        """Return the device of every rank of the engine "prefill" or "decode": ranks take turns on the GPUs of the
+        options, or on all GPUs of their host, where consumers start after the producers' last.
 
         Raises:
-            ConfigError: a GPU is named that is not there.
+            ConfigError: A GPU does not exist.
         """
         options, num_ranks = self.options, len(self.shapes[side].ranks)
         if options.device == "cpu":

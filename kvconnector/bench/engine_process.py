@@ -1,7 +1,7 @@
 """A whole engine in processes of its own: `python -m kvconnector.bench.engine_process FD OPTIONS`.
 
-Its scheduler runs in that process, and its ranks below it. What its parent sends and receives is this module's and what
-a router carries, so that the engine may be of another release than its parent (see `releases`).
+Its scheduler runs in that process, and its ranks below it. Its parent exchanges only this module's messages and a
+router's parameters with it, so that the engine may be of another release than its parent (see `releases`).
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ class Engine(ExitStack):
     # -- its loop --
 
     def start(self, engine_id: str, role: str, settings: dict[str, dict[str, Any]]) -> list[str]:
-        """Start a worker in every rank, and the scheduler, with the environment's settings of this process; `settings`
-        have the last word. Returns what the workers warned of.
+        """Start a worker in every rank, and the scheduler, with the settings of this process's environment, which
+        `settings` override. Returns the workers' warnings.
         """
         options = self._deployment.options
         if options.connect:
@@ -160,7 +160,7 @@ class Engine(ExitStack):
         return [first for first, _ in self._shape.first_blocks(self._model, num_tokens)]
 
     def abort(self, request_id: str) -> bool:
-        """Give up a request, and take its offer back. Returns True if its blocks may still be written, until a turn
+        """Abort a request, and withdraw its offer. Returns True if its blocks may still be written, until a turn
         reports its end.
         """
         self._scheduler.abort(request_id)
@@ -198,7 +198,7 @@ class Engine(ExitStack):
 
     def load(self, request_ids: list[str]) -> tuple[float, set[str]]:
         """Load wanted requests with one step. Returns the seconds from asking the first rank until the last has
-        reported the last end, and the paths that they came by.
+        reported the last end, and the paths of the loads.
         """
         driven = self._call(RankProcess.drive, "idle", [(request_ids, self.step())], True, 0.0)
         self.update(WorkerOutput(finished_recving=set(request_ids)))
@@ -212,7 +212,7 @@ class Engine(ExitStack):
 
         Raises:
             KVConnectorError: a load failed.
-            TransferTimeoutError: one did not end in time.
+            TransferTimeoutError: A load did not end in time.
         """
         ended_s, paths = list[float](), set[str]()
         deadline_s = time.perf_counter() + ANSWER_TIMEOUT_S

@@ -1,4 +1,4 @@
-"""Pairs of engines, with the connector or with another library, between which this process is the router."""
+"""Pairs of engines, with the connector or with another library; this process is their router."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ProcessPair(ExitStack, Runner):
 
     @abstractmethod
     def _start(self) -> None:
-        """Start what runs in the ranks of both engines at once."""
+        """Start both engines' ranks at once."""
 
     def _open(self, side: str) -> EngineProcess:
         if side == "prefill" and self.deployment.options.connect:
@@ -94,7 +94,7 @@ class ProcessPair(ExitStack, Runner):
 
 
 class EnginePair(ProcessPair):
-    """Both engines with the connector running. `settings` have the last word.
+    """Both engines with the connector running. `settings` override those of the environment.
 
     `paths` are those that requests took, `lanes` the log lines about UCX's lanes, `warnings` those of the workers.
     """

@@ -1,9 +1,9 @@
-"""`gil`: transfers beside engines that work, and what either takes from the other.
+"""`gil`: transfers beside busy engines, and how much each slows down the other.
 
 P and D are processes; each has the connector's driver thread and a main thread that plays the engine: a step's work,
 `start_step`, `poll`. On GPUs, D's GPU also runs decode kernels, and P's runs prefill steps back to back.
 
-Two rhythms: requests back to back, which is more than any engine asks for, and one in each 50 ms step of P.
+Two rhythms: requests back to back, which is more than any engine needs, and one per 50 ms step of P.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _measure(
 
 
 def _held_apart(deployment: Deployment, transfer: Transfer, index: int) -> Transfer:
-    """Return request number `index` in other blocks than its neighbours: it waits for steps that use its own blocks."""
+    """Return request number `index`, in blocks of its own: it waits for steps that use its blocks."""
     other = deployment.transfer(transfer.num_tokens, index % 2)
     return replace(transfer, prefill_blocks=other.prefill_blocks)
 
@@ -116,8 +116,8 @@ def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> 
 
 
 def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Transfer]) -> Turns:
-    """Drive both engines with requests back to back in one turn, or at P's pace: each turn holds one, and asks for the
-    one before, whose step is over. Without requests, drive `ALONE_TURNS` of the loads.
+    """Drive both engines with requests back to back in one turn, or at P's pace: each turn holds one request, and asks
+    for the previous one, whose step is over. Without requests, drive `ALONE_TURNS` turns of the loads.
     """
     request_ids, holds, asked = list[str](), Steps(), Steps()
     for each in transfers:

@@ -24,13 +24,13 @@ from kvconnector.ids import new_secret
 MAX_TURNS = 4
 """Most sets of blocks of a case; with a single one, short prompts would be read from a processor's cache."""
 SEQUENCE_EVERY = 3
-"""One turn of this many also times the way that streaming is compared with."""
+"""One turn in this many also measures the way without streaming."""
 STREAMED, IN_SEQUENCE = "streamed", "one after the other"
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
-    """Yield a case for every length and number of prompts, except for those with more tokens than the longest prompts
-    with the smallest number. Both ways take turns; the bytes are checked before the first turn and after the last.
+    """Yield a case for every length and number of prompts, except for those with more tokens than the smallest number
+    of the longest prompts. Both ways take turns; the bytes are checked before the first turn and after the last.
     """
     deployment, compute = Deployment(options, options.tokens), options.compute
     unit = deployment.common_block_tokens
@@ -45,8 +45,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     progress(f"starting {deployment}")
     with EnginePair(pools) as pair:
         handover = _Handover(pair, compute)
-        pair.prepare(pools.transfer(most))  # shorter prompts begin with the same
-        for _ in range(WARMUP):  # which also tells where the producer is
+        pair.prepare(pools.transfer(most))  # shorter prompts have a prefix of it
+        for _ in range(WARMUP):  # which also gives the producer's address
             handover.measure([pools.transfer(min(deployment.tokens))], compute.step, IN_SEQUENCE)
         for count, num_tokens in sizes:
             if count * num_tokens <= most:

@@ -1,8 +1,8 @@
 """`inferencex`: bursts of requests with the caches of DeepSeek-V4-Pro, after the suite `kv-transfer` of InferenceX.
 
-A decode engine admits several requests in one step, so a burst is asked for before its first request is waited for. The
-requests' blocks are disjoint parts of one random permutation. Pages have 16 or 64 tokens. The limit moves as many bytes
-in one piece. The consumer reads, which the suite calls pull.
+A decode engine admits several requests in one step, so all requests of a burst are asked for before any is waited for.
+Their blocks are disjoint parts of one random permutation. Pages have 16 or 64 tokens. The limit moves as many bytes in
+one piece. The consumer reads, which the suite calls "pull".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield a case for each length, page size and burst. The contenders take turns, as in `transfer`.
 
     Raises:
-        ConfigError: a length is no whole number of the largest pages, or not even one request fits the memory.
+        ConfigError: A length is no multiple of the largest page, or not even one request fits into the memory.
     """
     options = msgspec.structs.replace(options, model=DEEPSEEK_V4_PRO)
     if any(tokens % (32 * ENTRY_TOKENS) for tokens in options.tokens):

@@ -10,13 +10,13 @@ from typing import Any, Literal
 from kvconnector.errors import ConfigError
 
 LoadName = Literal["idle", "torch", "python", "decode", "prefill"]
-"""Nothing, small torch operations, pure Python, a decode step's GPU kernels, or `PREFILL_STEP_S` of a GPU's time."""
+"""No work, small torch operations, pure Python, a decode step's GPU kernels, or `PREFILL_STEP_S` of a GPU's time."""
 LAYERS = 32
 """Layers of a step of small torch operations; each is four of them."""
 PYTHON_ITERATIONS = 20_000
 PREFILL_STEP_S = 0.05
-# What a step of the decode-like load reads, 2 + 1 GiB of bfloat16: matrices, and caches of keys and of values that are
-# layers x (sequences x heads) x tokens x elements.
+# A step of the decode-like load reads 2 + 1 GiB of bfloat16: matrices, and caches of keys and of values that are layers
+# x (sequences x heads) x tokens x elements.
 WEIGHTS = (16, 8192, 8192)
 CACHES = (8, 256, 1024, 128)
 BATCH = 8
@@ -37,7 +37,7 @@ def make_step(name: LoadName, device: str) -> Callable[[], None]:
 
 
 def _python_step() -> None:
-    """Run interpreted code for about a millisecond, which gives up the GIL only when it has to."""
+    """Run interpreted code for about a millisecond, which releases the GIL only when it has to."""
     total = 0
     for value in range(PYTHON_ITERATIONS):
         total += value & 7
@@ -107,7 +107,7 @@ def _products(device: str, rows: int) -> tuple[Callable[[int], Any], float]:
     import torch
 
     left, right = _filled(device, rows, 8192), _filled(device, 8192, 8192)
-    # as engines have it: the default stream would wait for other streams
+    # as in engines: the default stream would wait for other streams
     stream = torch.cuda.Stream(device)
     torch.cuda.set_stream(stream)
 

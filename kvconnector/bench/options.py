@@ -20,7 +20,7 @@ SEED = 1
 WARMUP = 3
 """Untimed repetitions before the timed ones."""
 TIMEOUT_S = 120.0
-"""For one transfer, and for a peer that is stopped while others are timed."""
+"""Seconds for one transfer, and for a peer that is stopped while others are timed."""
 TUNING = ("KVCONNECTOR_STAGING_", "KVCONNECTOR_PATHS_", "KVCONNECTOR_UCX")
 """Prefixes of environment variables that count for a benchmark's engines."""
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -38,7 +38,7 @@ class Compute(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Compute:
-        """From "8000", "8000,2048" or "8000,2048,1,8". Raises ConfigError: something else, or a zero."""
+        """Parse "8000", "8000,2048" or "8000,2048,1,8". Raises ConfigError: something else, or a zero."""
         numbers = parse_numbers(text)
         if 0 in numbers:
             raise ConfigError("expected positive numbers", names=cls._fields, given=text)
@@ -88,7 +88,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def peers(self) -> list[str]:
-        """Libraries to compare with."""
+        """The libraries to compare with."""
         return [name for name in self.peer.split(",") if name]
 
     @property
@@ -112,7 +112,7 @@ class BenchOptions(msgspec.Struct, frozen=True, kw_only=True):
         }
         tuned = msgspec.to_builtins(ConnectorConfig.from_env(tuning, base))
         tuned["ucx"].update({"tls": self.tls} if self.tls else {})
-        # with sockets alone, an engine must not read another process's memory either
+        # with sockets only, an engine must not read another process's memory either
         tuned["paths"].update({} if self.share_memory else {"direct": "never"})
         for section, changes in settings.items():
             tuned[section].update(changes)

@@ -72,7 +72,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     options = msgspec.structs.replace(options, gpus=((), (gpu,)))
     num_tokens = options.tokens[0]
     deployment = Deployment(options, (num_tokens,))
-    # ranks of one host share its environment, and not its ports
+    # ranks of one host share its environment, but not its ports
     control = {**msgspec.to_builtins(control_settings()), "port": 0}
     requests = [deployment.transfer(num_tokens)] * (WARMUP + options.iterations)
     with EngineProcess(deployment, "decode") as engine:
@@ -90,7 +90,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
                 store.set(f"{key}/found", msgspec.json.encode(found))
             pairs.append(msgspec.json.decode(store.get(f"{key}/found"), type=Pair))
         hosts = [store.get(f"host/{each}").decode() for each in range(size)]
-        # the store may live in a rank, which is the last to leave
+        # the store may be in a rank, which must leave last
         store.set(f"read/{rank}", "")
         store.wait([f"read/{each}" for each in range(size)])
     if wrong := [pair.error for pair in pairs if ResultMismatchError.__name__ in pair.error]:
@@ -104,7 +104,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
 
 
 def _offer(store: Any, key: str, engine: EngineProcess, requests: list[Transfer]) -> None:
-    """Be the producer: offer each request, and take it back if the consumer failed."""
+    """Be the producer: offer each request, and withdraw it if the consumer failed."""
     engine.call_ranks(RankProcess.poison)
     engine.call_ranks(RankProcess.write, requests[0].prefill_blocks, requests[0].num_tokens)
     for index, request in enumerate(requests):

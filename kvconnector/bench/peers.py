@@ -1,6 +1,6 @@
-"""Other libraries as peers: one descriptor per block and part, each request a transfer of its own.
+"""Other libraries as peers: one descriptor per block and part, one transfer per request.
 
-An agent is a rank's. NIXL's requests of a burst are all posted before the first is waited for.
+Each rank has an agent. NIXL's requests of a burst are all posted before the first is waited for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Bursts: TypeAlias = Sequence[Sequence[Sequence[int]]]
 
 
 class AgentOpened(msgspec.Struct, frozen=True):
-    """The address of an agent, and those of its pools in the order of their groups and parts."""
+    """The addresses of an agent, and of its pools in the order of their groups and parts."""
 
     metadata: bytes
     addresses: list[int]
@@ -228,7 +228,8 @@ PEERS = (
     PeerSetting("nixl, 4 threads", "nixl", partial(NixlAgent, num_threads=4)),
     PeerSetting("mooncake, TCP", "mooncake", MooncakeAgent, {"MC_LOG_LEVEL": "ERROR"}),
 )
-"""Each library's default comes first. NIXL has scatter-gather lists off by default; threads share long lists."""
+"""The settings, each library's default first. NIXL has scatter-gather lists off by default; threads share long lists.
+"""
 
 
 def peer_variables(peer: int | None, tls: str) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""Processes that answer calls through a pipe: an engine's, and below it one for each of its ranks.
+"""Processes that answer calls through a pipe: one per engine, and below it one per rank.
 
-A call is a method and its arguments as msgpack, and the method's annotations say what the bytes are. Nothing is
-unpickled.
+A call is a method and its arguments as msgpack, which the method's annotations decode. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from kvconnector.errors import KVConnectorError
 
 LOG_TAIL_BYTES = 3000
 ANSWER_TIMEOUT_S = 300.0
-"""The first start of all compiles kernels."""
+"""Long enough for the first start of all, which compiles kernels."""
 STOP_TIMEOUT_S = 10.0
 _PR_SET_PDEATHSIG = 1
 
@@ -65,7 +64,7 @@ def answer(target: object, request: bytes, methods: Sequence[str]) -> bytes:
         result = (
             method(*(msgspec.msgpack.decode(each, type=hints[name]) for name, each in pairs)),
         )
-    except CallFailedError as error:  # in a process below this one, which it names
+    except CallFailedError as error:  # in a process below this one, which the error names
         return failure(f"failed: {error}")
     except KVConnectorError as error:
         return failure(f"failed: {type(error).__name__}: {error}")

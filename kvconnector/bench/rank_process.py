@@ -106,7 +106,7 @@ class RankProcess:
         began_s = time.perf_counter()
         for step, seconds in steps:
             self._worker.start_step(step)
-            # the model comes first in `zip`: after the last layer it waits for its kernels
+            # the model is first in `zip`, so that after the last layer it waits for its kernels
             for _, layer in zip(model(seconds, len(layers)), layers, strict=True):
                 self._worker.layer_written(layer)
             self._worker.poll()
@@ -131,8 +131,8 @@ class RankProcess:
             min_s: The least time to run for, in seconds.
 
         Raises:
-            KVConnectorError: a load failed.
-            TransferTimeoutError: no request ended within the timeout.
+            KVConnectorError: A load failed.
+            TransferTimeoutError: No request ended within the timeout.
         """
         worker, run = self._worker, make_step(load, self._device)
         pending, open_since_s, driven = deque(steps), dict[str, float](), Driven()

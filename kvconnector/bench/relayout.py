@@ -1,4 +1,4 @@
-"""`relayout`: a copy of blocks of one engine to the other's block size and layout, on one device."""
+"""`relayout`: a copy of one engine's blocks into the other's block size and layout, on one device."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _plain_copy(nbytes: int, device: str) -> Callable[[], object]:
 def _gpu_times(device: str, operation: Callable[[], object], iterations: int) -> tuple[float, ...]:
     """Return the GPU seconds of each call, by events on the current stream.
 
-    The calls are queued without waiting in between, so that the host's part shows only if it is the longer one.
+    The calls are queued without waiting in between, so the host's part shows only if it takes longer.
     """
     import torch
 

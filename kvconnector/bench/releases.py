@@ -1,7 +1,7 @@
-"""Another release of kvconnector, on which this one's benchmarks run an engine.
+"""Another release of kvconnector, with which this one's benchmarks run an engine.
 
-A folder of links has all of the other release, but for `kvconnector.bench`, which is this one's. Processes that import
-from it run the other release in all that two engines exchange, and answer this one's calls.
+A folder of links has the other release, except for `kvconnector.bench`, which is this one's. Processes that import from
+it run the other release in everything that two engines exchange, and answer this one's calls.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def open_release(path: Path) -> Iterator[Release]:
     """Open a wheel, a checkout, or a folder into which kvconnector was installed.
 
     Raises:
-        ConfigError: there is no kvconnector, this release's benchmarks cannot run on it, or it speaks no wire version
-            that this release speaks.
+        ConfigError: There is no kvconnector, this release's benchmarks cannot run on it, or the two have no wire
+            version in common.
     """
     with TemporaryDirectory(prefix="kvconnector-release-") as made:
         folder = path.absolute()

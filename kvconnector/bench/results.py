@@ -18,7 +18,7 @@ PERCENTILES = (50, 90, 99)
 
 
 class ShowProgress(Protocol):
-    """Shows in a few words what a benchmark does next, and the share of all work that is done, if it is known."""
+    """Shows in a few words a benchmark's next step, and the share of all work that is done, if known."""
 
     def __call__(self, text: str, share: float | None = None, /) -> None: ...
 
@@ -42,7 +42,7 @@ class Measurement(msgspec.Struct, frozen=True):
 
     @property
     def gigabytes_per_s(self) -> float | None:
-        """Payload by the median, in 10^9 bytes a second."""
+        """Payload per median time, in 10^9 bytes per second."""
         return self.nbytes / self.percentile_s(50) / 1e9 if self.nbytes else None
 
 
@@ -58,7 +58,7 @@ class CaseResult(msgspec.Struct, frozen=True):
         return next(each for each in self.measurements if each.kind == "ours")
 
     def print_to(self, console: Console) -> None:
-        """Tables of the times and of the other figures."""
+        """Print tables of the times and of the other figures."""
         console.print(self.case, style="bold", soft_wrap=True)
         console.print(_times(self))
         figures = _figures(self)
@@ -68,7 +68,7 @@ class CaseResult(msgspec.Struct, frozen=True):
             console.print(f"  {note}", soft_wrap=True)
 
     def time_over_ours(self, contender: Measurement) -> float:
-        """Return its median divided by ours. Of a limit, this is the part of its speed that we reach."""
+        """Return its median divided by ours. For a limit, this is the share of its speed that we reach."""
         return contender.percentile_s(50) / self.ours.percentile_s(50)
 
 

@@ -72,7 +72,7 @@ class _Client(ExitStack):
         self._engine = self.enter_context(EngineProcess(deployment, "prefill", environment))
 
     def forward(self, call: bytes) -> bytes:
-        """Call a method of the engine: its answer."""
+        """Call a method of the engine. Returns its answer."""
         return self._engine.forward(call)()
 
     def serve_stream(self, nbytes: int) -> int:
@@ -153,8 +153,8 @@ class ServedEngine(EngineProcess):
         self.call(Engine.resume)
 
     def _ask(self, method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
-        """Call a method of the server's. What comes back waits for the result, and raises CallFailedError: it raised
-        there, the connection is lost, or no answer came in time.
+        """Call a method of the server's. The returned function waits for the result, and raises CallFailedError: it
+        raised there, the connection is lost, or no answer came in time.
         """
         self._channel.send(self._peer, encode_call(method, arguments))
         return lambda: decode_answer(self._where, method, self._receive())

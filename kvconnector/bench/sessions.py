@@ -1,8 +1,8 @@
-"""`sessions`: how long a worker takes for one event, in the median and at most, while very many requests are queued.
+"""`sessions`: a worker's time for one event, in the median and at most, while very many requests are queued.
 
 A producer's and a consumer's session talk to each other in this process; nothing is sent and no byte moves. A router
-asks for all requests at once. A few are served, an interval of heartbeats passes, and the consumer gives up the rest.
-The time that Python's garbage collector takes to go through the requests' objects is a figure of its own.
+asks for all requests at once. A few are served, an interval of heartbeats passes, and the consumer aborts the rest. The
+time that Python's garbage collector takes to traverse the requests' objects is a figure of its own.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class _Queue(Simulation):
         """Return the times of the events in which a few requests are served, and the other figures.
 
         Raises:
-            ResultMismatchError: a request was not served, or not given back.
+            ResultMismatchError: A request was not served, or its blocks were not freed.
         """
         gc.collect()
-        gc.freeze()  # as engines do: the rest of the process does not count
+        gc.freeze()  # as engines do, so that the rest of the process does not count
         gc.callbacks.append(self._collected)
         try:
             return self._measure(num_served)
@@ -125,7 +125,7 @@ class _Queue(Simulation):
             if name not in self._loaded:
                 self._order(self._consumer, DropRequest(name))
         self.advance(self.now)
-        if self._is_streamed:  # their leases have no blocks yet, so none is given back
+        if self._is_streamed:  # their leases have no blocks yet, so none is released
             self._released |= {name for name in self._names if name not in self._loaded}
         if len(self._released) != len(self._names):
             raise ResultMismatchError("leases were not given back", released=len(self._released))
@@ -140,7 +140,7 @@ class _Queue(Simulation):
         return Measurement("kvconnector", "ours", tuple(serving), figures=figures)
 
     def _ask_for_all(self) -> None:
-        """Ask both engines for all requests, before they have met."""
+        """Ask both engines for all requests, before they have greeted each other."""
         for name in self._names:
             self._order(
                 self._consumer, WantRequest(name, name, SECRET, PRODUCER, self._is_streamed)

@@ -29,11 +29,11 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a model that cache alike: what one of them keeps of a token, or as a state, on all ranks together.
+    """Layers of a model that cache alike: one layer's data per token, or its state, on all ranks together.
 
-    Each of `parts` is a name, heads (of a state what tensor parallelism cuts), elements of a head and bytes of one. A
-    block has `block_size` tokens at least. `extent_tokens` are those of a window or a chunk. Cross-attention keeps
-    `encoder_tokens`; 0: as many as the prompt has.
+    Each of `parts` is a name, a number of heads (of a state, the units that tensor parallelism splits), the elements of
+    a head, and the bytes of one. A block has `block_size` tokens at least. `extent_tokens` are those of a window or a
+    chunk. Cross-attention keeps `encoder_tokens`; 0: as many as the prompt has.
     """
 
     kind: str
@@ -94,7 +94,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def parse(cls, text: str) -> ModelShape:
-        """A model as in "qwen3-8b" or "qwen3-8b,layers=2". Raises ConfigError: no such model, or number of layers."""
+        """Parse a model such as "qwen3-8b" or "qwen3-8b,layers=2". Raises ConfigError: no such model or layers."""
         name, _, layers = text.partition(",layers=")
         if name not in MODELS:
             raise ConfigError("no such model", model=name, known=list(MODELS))
@@ -146,7 +146,7 @@ MODELS = {
     )
 }
 ENTRY_TOKENS = 4
-"""Prompt tokens that `DEEPSEEK_V4_PRO` counts as one."""
+"""Prompt tokens per entry of `DEEPSEEK_V4_PRO`'s compressed caches."""
 
 
 def _entries(kind: str, layers: Iterable[int], nbytes: int, **more: Any) -> LayerGroup:
@@ -201,8 +201,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def parse(cls, text: str) -> EngineShape:
-        """From "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of them left out; tp is then dcp. Raises
-        ConfigError: another name, a value that is no positive number, an unknown layout, or sizes that do not fit.
+        """Parse "tp=2,pp=1,block=16,layout=HND,dcp=2,interleave=8", any of it left out; tp is then dcp. Raises
+        ConfigError: another name, a value below 1, an unknown layout, or sizes that do not fit.
         """
         pieces = [piece.partition("=") for piece in text.replace(" ", "").split(",") if piece]
         try:
@@ -224,7 +224,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def ranks(self) -> tuple[Rank, ...]:
-        """All ranks, in order."""
+        """All ranks, in rank order."""
         return tuple(Rank(pp, tp) for pp in range(self.pp) for tp in range(self.tp))
 
     @property
@@ -233,7 +233,7 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.block * self.dcp
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the blocks of each rank that hold a request of `num_tokens`."""
+        """Return the number of blocks on each rank that hold a request of `num_tokens`."""
         return -(-num_tokens // self.virtual_block_tokens)
 
     def first_blocks(self, model: ModelShape, num_tokens: int) -> list[tuple[int, int]]:

@@ -54,7 +54,7 @@ class Thread(ABC):
         self._incoming = count(1)
 
     def spend(self, seconds: float) -> None:
-        """Work for `seconds`, now or after what the thread does already."""
+        """Work for `seconds`, now or after the thread's present work."""
         self.free_at = max(self.free_at, self.world.now) + seconds
         self.busy_s += seconds
 
@@ -115,12 +115,12 @@ class SessionThread(Thread, Port):
         self._plan_tick()
 
     def take_soon(self, event: object, at_s: float | None = None) -> None:
-        """Have the session handle an event after what the thread does now, or at `at_s`."""
+        """Have the session handle an event after the thread's present work, or at `at_s`."""
         self.world.at(at_s or max(self.free_at, self.world.now), partial(self.take, event))
 
     def arrived(self, link: Link, message: m.Message) -> None:
         if link not in self.links:
-            return  # it ended before the message came
+            return  # it ended before the message arrived
         event = ev.event_of(link, message)
         if isinstance(self.session, ProducerSession):
             self.session.keep_alive(link, self.world.now)
@@ -138,7 +138,7 @@ class SessionThread(Thread, Port):
 
     def _tick(self, planned: float) -> None:
         if planned != self._tick_at:
-            return  # an earlier one was planned since
+            return  # an earlier one has been planned since
         self._tick_at = None
         if self.session.next_deadline() <= max(self.world.now, self.free_at):
             self.take(ev.Tick())
@@ -314,6 +314,6 @@ class SimulatedDirectory(Thread):
         self._directory = m.Directory(geometry=packed, workers=entries)
 
     def arrived(self, link: Link, message: m.Message) -> None:
-        assert isinstance(message, m.DirectoryRequest)  # only these are sent here
+        assert isinstance(message, m.DirectoryRequest)  # only these messages are sent here
         self.spend(self.world.costs.turn_s)
         self.send(link, answer_to(message, self._directory))

@@ -29,7 +29,7 @@ SECRET = "5" * 32
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Costs of what a cluster does. The defaults come from BENCHMARKS.md, but for a link's, which are assumptions.
+    """Costs of what a cluster does. The defaults come from BENCHMARKS.md, but a link's are assumptions.
 
     A driver's thread takes `turn_s` for each event that it handles and each message that it sends: 2 MiB between two
     GPUs take 0.29 ms more than a plain copy, in about six such steps. It takes `endpoint_s` for each endpoint that it
@@ -169,7 +169,7 @@ class Simulation:
         )
 
     def loaded(self, request_id: str, error: KVConnectorError | None, at_s: float) -> None:
-        """Note that a consumer rank ended its part of a request."""
+        """Record that a consumer rank has ended its part of a request."""
         if error is not None:
             self._errors.setdefault(request_id, error)
         self._open[request_id] -= 1
@@ -180,7 +180,7 @@ class Simulation:
                 self._completion_s[request_id] = at_s - asked_s
 
     def released(self, request_id: str) -> None:
-        """Note that a producer rank gave a request's blocks back."""
+        """Record that a producer rank has freed a request's blocks."""
         self._held[request_id] -= 1
         if not self._held[request_id]:
             del self._held[request_id]

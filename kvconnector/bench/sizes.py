@@ -11,7 +11,7 @@ MAX_TOKENS = 10_000_000
 
 
 def parse_tokens(text: str) -> tuple[int, ...]:
-    """Request sizes from "2000" or "16,128,2048". Raises ConfigError: something else, or a size that no request has."""
+    """Parse request sizes, as "2000" or "16,128,2048". Raises ConfigError: something else, or an impossible size."""
     tokens = parse_numbers(text)
     if not tokens or not all(0 < each <= MAX_TOKENS for each in tokens):
         raise ConfigError(
@@ -21,7 +21,7 @@ def parse_tokens(text: str) -> tuple[int, ...]:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Numbers from "0" or "2,3"; none from nothing. Raises ConfigError: something else."""
+    """Parse numbers, as "0" or "2,3"; "" is none. Raises ConfigError: something else."""
     pieces = [piece.strip() for piece in text.split(",")] if text else []
     if not all(piece.isdecimal() for piece in pieces):
         raise ConfigError("expected numbers with commas between them", given=text)
@@ -32,7 +32,8 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b|ib|)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "2MiB", "512k", "1.5 GB" or "4096". Raises ConfigError: no such number or unit, or less than a byte."""
+    """Parse "2MiB", "512k", "1.5 GB" or "4096" as bytes. Raises ConfigError: no such number or unit, or below a byte.
+    """
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ConfigError("a size is a number and a unit, as in 2MiB", given=text)
@@ -44,7 +45,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Three digits and a binary unit."""
+    """Return three digits and a binary unit."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = min(max(nbytes, 1).bit_length() // 10, len(units) - 1)
     if power and nbytes < 1 << 10 * power:

@@ -5,11 +5,11 @@ processes live long enough to show what grows. A failed request is explained if 
 fault of an engine while it was loaded. All others count as `unexplained`.
 
 From time to time the soak drains the load, fills both engines' pools with known bytes, and moves one more request. It
-compares that request with what was sent, and all other blocks with what was there: wrong bytes and late writes end the
-run.
+compares that request with the bytes sent, and all other blocks with their earlier content: wrong bytes and late writes
+end the run.
 
-If another release is given, an engine that starts again is of this release or of the other one, so that all four pairs
-of releases meet equally often.
+If another release is given, an engine that starts again has this release or the other one, so that all four pairs of
+releases occur equally often.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
 """Probability that a step aborts one request."""
 FAULT_S = 45.0
-"""Seconds between two faults; fewer in short runs, so that each kind has its turn in the first half."""
+"""Seconds between two faults; fewer in short runs, so that each kind occurs in the first half."""
 CHECK_S = 60.0
 """Seconds between two comparisons of bytes, after which the state is saved; fewer in short runs."""
 DRAIN_S = 60.0
 MAX_TOLD = 10
-"""Unexplained errors that are reported in full."""
+"""Most unexplained errors that are reported in full."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class _Side:
 @dataclass(slots=True)
 class _Loading:
     """A request that the consumer loads, and the counts of its engines' releases. `is_first`: it was asked for before
-    the engines had met.
+    the engines had greeted each other.
     """
 
     started_s: float
@@ -133,7 +133,7 @@ class Soak:
         return self._state.pair(pair_of(self._releases))
 
     def run(self, total_s: float, path: Path | None) -> None:
-        """Start the engines, and go on until `total_s` of the run are over.
+        """Start the engines, and continue until `total_s` of the run are over.
 
         Raises:
             ResultMismatchError: blocks leaked, or bytes are wrong.
@@ -168,7 +168,7 @@ class Soak:
         save_state(path, state)
 
     def _check(self) -> None:
-        """Drain the load, compare bytes, and note the memory, descriptors and threads of both engines.
+        """Drain the load, compare bytes, and record the memory, descriptors and threads of both engines.
 
         Raises:
             ResultMismatchError: see `run`.
@@ -294,7 +294,7 @@ class Soak:
         samples.add(seconds, self._random)
 
     def _record_failure(self, name: str, failed: str, loading: _Loading | None) -> None:
-        """Count a failure by its cause: what this process did to the request, or to an engine while it was loaded."""
+        """Count a failure by its cause: this process's action on the request, or on an engine while it was loaded."""
         cause = self._troubled.get(name) or ("aborted" if name in self._aborted else "unexplained")
         self._state.count(f"{failed.partition(':')[0]}, {cause}")
         pair = loading.pair if loading else self._pair
@@ -311,7 +311,7 @@ class Soak:
     # -- faults --
 
     def _strike(self, fault: Fault, total_s: float) -> bool:
-        """Cause a fault. In the second half, once each kind had its turn, leave out faults that end a process. Returns
+        """Cause a fault. In the second half, once each kind has occurred, leave out faults that end a process. Returns
         True if the fault was caused.
         """
         state = self._state
@@ -323,7 +323,7 @@ class Soak:
         self._progress(f"{fault.engine} is {fault.kind}", state.elapsed_s / total_s)
         if fault.loses_peer:
             self._troubled |= dict.fromkeys(self._loading, str(fault))
-            # an engine that its peer gave up greets again when it notices
+            # an engine that its peer gave up on greets again when it notices
             self._trouble = str(fault), time.monotonic() + fault.pause_s + 2 * PEER_TIMEOUT_S
         if fault.is_restart:
             self._restart(fault)

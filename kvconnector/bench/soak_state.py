@@ -1,4 +1,4 @@
-"""The findings of a `soak`, kept in a file, so that a run of days goes on after an interruption."""
+"""The findings of a `soak`, kept in a file, so that a run of days can resume after an interruption."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvconnector.bench.results import CaseResult, ContenderKind, Measurement
 from kvconnector.errors import ConfigError
 
 MAX_SAMPLES = 20_000
-"""Times that are kept, each drawn with equal probability."""
+"""Number of times that are kept, each drawn with equal probability."""
 KEPT_POINTS = 1000
-"""Points of an engine's use of memory, descriptors and threads; beyond these every second one is dropped."""
+"""Most points of an engine's use of memory, descriptors and threads; beyond this, every second one is dropped."""
 SETTLE_SHARE = 0.25
-"""The part of an engine's life in which pools are mapped and allocators fill."""
+"""The share of an engine's life in which pools are mapped and allocators fill."""
 MEASURES = ("own_mib", "shared_mib", "descriptors", "threads")
 """Shared memory is that of pools: a consumer's grows until it has read all of its producer's."""
 
@@ -59,8 +59,8 @@ class UsagePoint(msgspec.Struct, frozen=True):
 
 
 class PairCounts(msgspec.Struct):
-    """Counts of requests between engines of two releases, which have `met` when the first one after a start arrives.
-    A fault explains a failed request, or none does. Each of `checks` compared bytes.
+    """Counts of requests between engines of two releases. `met` counts the starts after which a first request arrived.
+    Failures are explained by a fault or not. Each of `checks` compared bytes.
     """
 
     met: int = 0
@@ -72,7 +72,7 @@ class PairCounts(msgspec.Struct):
 
 
 class SoakState(msgspec.Struct):
-    """One run, over all its interruptions. `of` names what it runs; `elapsed_s` leaves out these. `pairs` are by the
+    """One run, over all its interruptions, which `elapsed_s` leaves out. `of` names what it runs. `pairs` are by the
     releases of both engines, see `pair_of`.
     """
 
@@ -91,7 +91,7 @@ class SoakState(msgspec.Struct):
 
     def least_met(self, releases: Mapping[str, str], engine: str) -> str:
         """Return the release in which to start an engine again: the one that has met the other engine's release less
-        often, or the same as before if both have met it equally often. `releases` are those of both engines now.
+        often, or the present one if both have met it equally often. `releases` are both engines' now.
         """
         choices = sorted(RELEASES, key=lambda release: release != releases[engine])
         return min(choices, key=lambda each: self.pair(pair_of({**releases, engine: each})).met)
@@ -129,7 +129,7 @@ class SoakState(msgspec.Struct):
 
 
 def load_state(path: Path | None, of: str) -> SoakState:
-    """Return the state to go on from, a new one where there is no file.
+    """Return the state to resume from, a new one if there is no file.
 
     Raises:
         ConfigError: it cannot be read, or is of another run.
@@ -149,7 +149,7 @@ def load_state(path: Path | None, of: str) -> SoakState:
 
 
 def save_state(path: Path | None, state: SoakState) -> None:
-    """Replace the file, if there is one, at once: a run that is killed here leaves the state before.
+    """Replace the file atomically: a run that is killed here leaves the previous state.
 
     Raises:
         ConfigError: it cannot be written.
@@ -183,7 +183,7 @@ def cases_of(name: str, state: SoakState) -> list[CaseResult]:
     contender = "kvconnector, requests that arrived, less first contacts"
     ours = Measurement(contender, "ours", tuple(state.samples.kept_s), nbytes, figures)
     cases = [CaseResult(f"{state.elapsed_s / 60:.1f} minutes, {name}", (ours,))]
-    if len(state.pairs) > 1:  # those of two releases
+    if len(state.pairs) > 1:  # the cases of two releases
         names = [pair_of({"prefill": p, "decode": d}) for p in RELEASES for d in RELEASES]
         measured = tuple(_measured(each, state.pair(each)) for each in names)
         # a figure that is the same for all is not in the table

@@ -23,7 +23,7 @@ from kvconnector.session.events import DIRECT_PATH
 BACK_TO_BACK = 2
 """Bursts of a contender's turn that follow the first one at once."""
 Bursts: TypeAlias = Sequence[Sequence[Transfer]]
-"""Bursts of requests, each of requests of one length that are asked for at once."""
+"""Bursts, each of requests with one length that are asked for at once."""
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
@@ -51,7 +51,7 @@ def compare(
 ) -> Iterator[CaseResult]:
     """Move the bursts of each case with our engines, those of the peers, and the limits.
 
-    The contenders and the limits take turns, so that other work on the machine slows down all of them, and none has a
+    The contenders and the limits take turns, so that other work on the machine slows down all of them, and none keeps a
     processor's cache to itself. The processes of all but one are stopped, since idle threads differ. The first bursts
     of turns are one case, and the `num_following` that follow each at once another. Peers that do not run are noted
     unless they `must_run`. Every measurement has `figures`.
