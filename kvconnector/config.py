@@ -42,8 +42,8 @@ class ControlConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     insecure: bool = False
     """Run without CURVE keys. Accepted only for loopback addresses."""
     insecure_network: bool = False
-    """Run without CURVE keys on any address: whoever reaches this engine's ports can read and forge what it sends and
-    receives. For a network that nobody else can reach.
+    """Run without CURVE keys on any address: anybody who reaches this engine's ports can read and forge its messages.
+    Only for a network that nobody else can reach.
     """
     secret_key_file: str = ""
     """CURVE secret key of this engine, as `kvconnector keygen` writes it."""
@@ -61,7 +61,7 @@ class LeaseConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     duration_s: Positive = 30.0
     """The lease ends this long after it was granted or last renewed by a heartbeat."""
     early_read_s: Positive = 5.0
-    """How long a read may wait for its lease: the router can be faster than the producer's next engine step."""
+    """How long a read may wait for its lease, since the router can be faster than the producer's next engine step."""
     early_follow_s: Positive = 120.0
     """How long a consumer may follow a prompt before this engine gets the request, since a router asks both engines at
     once and this one's queue may be longer. After that it is refused.
@@ -150,7 +150,7 @@ class UcxConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 # enough that a launch and a rendezvous are small beside the copy.
 CPU_CHUNK_BYTES = 2 * MIB
 CUDA_CHUNK_BYTES = 40 * MIB
-# Waking a thread took 0.2 ms on a GPU host, a small transfer takes less; where there is no GPU cores are scarce.
+# Waking a thread took 0.2 ms on a GPU host, and a small transfer takes less; without a GPU cores are scarce.
 CPU_SPIN_S = 50e-6
 CUDA_SPIN_S = 5e-3
 
@@ -176,8 +176,8 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """A load that keeps its blocks waiting for longer is logged, with what it waited for; 0 logs none."""
     verify: Literal["none", "checksum"] = "none"
     """`checksum`: producers send an XXH3 digest after each chunk, and consumers check it before they unpack. All reads
-    are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow:
-    to find out what damages bytes. Engines that read from each other need the same. It takes the extra `checksum`.
+    are packed then, and GPUs' chunks are copied to the host to be hashed, which is slow: use it to find what damages
+    bytes. Engines that read from each other need the same value. Needs the extra `checksum`.
     """
 
     def __post_init__(self) -> None:
@@ -205,7 +205,7 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         self._check_security()
 
     def _check_values(self) -> None:
-        """Types and ranges: struct constructors check neither."""
+        """Check types and ranges, since struct constructors check neither."""
         for field in msgspec.structs.fields(type(self)):
             value = getattr(self, field.name)
             if isinstance(value, msgspec.Struct):
@@ -244,19 +244,19 @@ class ConnectorConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
 
     def chunk_bytes(self, device: str) -> int:
-        """Slot size for caches on `device` ("cpu" or "cuda:N"), within the staging budget."""
+        """Return the slot size in bytes for caches on `device` ("cpu" or "cuda:N"), within the staging budget."""
         default = CUDA_CHUNK_BYTES if device.startswith("cuda") else CPU_CHUNK_BYTES
         return min(self.staging.chunk_bytes or default, self.staging.budget_bytes // 2)
 
     def spin_s(self, device: str) -> float:
-        """How long to look on before sleeping, for caches on `device` ("cpu" or "cuda:N")."""
+        """Return how long to spin before sleeping, in seconds, for caches on `device` ("cpu" or "cuda:N")."""
         if self.staging.spin_s >= 0.0:
             return self.staging.spin_s
         return CUDA_SPIN_S if device.startswith("cuda") else CPU_SPIN_S
 
     @classmethod
     def from_mapping(cls, settings: Mapping[str, Any]) -> ConnectorConfig:
-        """Settings from nested mappings, as JSON or YAML would give them.
+        """Make settings from nested mappings, such as parsed JSON or YAML.
 
         Raises:
             ConfigError: an unknown name (with the nearest known one), a wrong type, or a value out of range.
@@ -354,7 +354,7 @@ def _refuse_unknown_names(settings: Mapping[str, Any]) -> None:
 
 
 def _check_texts(settings: Mapping[str, Any], at: str = "") -> None:
-    """Raise ConfigError: a text that no message and no name of a file can be. A variable may have any bytes."""
+    """Raise ConfigError: a text that no message and no file name can carry. A variable may have any bytes."""
     for name, value in settings.items():
         if isinstance(value, Mapping):
             _check_texts(value, f"{name}.")

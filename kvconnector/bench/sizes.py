@@ -32,8 +32,7 @@ _BYTES = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]?)(b|ib|)", re.IGNORECASE)
 
 
 def parse_bytes(text: str) -> int:
-    """Parse "2MiB", "512k", "1.5 GB" or "4096" as bytes. Raises ConfigError: no such number or unit, or below a byte.
-    """
+    """Parse "2MiB", "512k", "1.5 GB" or "4096". Raises ConfigError: no such number or unit, or below a byte."""
     match = _BYTES.fullmatch(text.strip())
     if match is None:
         raise ConfigError("a size is a number and a unit, as in 2MiB", given=text)

@@ -88,7 +88,7 @@ class BlockTable:
     `commit` copies them to the device. Not thread safe.
 
     Args:
-        geometry: The sizes of blocks, and this rank's place among those that share a request's tokens.
+        geometry: The sizes of blocks, and this rank's position among those that share a request's tokens.
         max_num_reqs: The number of rows.
         max_num_blocks_per_req: The most allocation ids of a row.
         max_num_batched_tokens: The most tokens of a step.
@@ -224,7 +224,7 @@ class BlockTable:
         After the last token the device's side holds `PAD_SLOT_ID`, for CUDA graphs that were captured with more tokens.
 
         Args:
-            num_tokens: How many tokens keep their slots; later ones become padding on both sides. None for all.
+            num_tokens: Number of tokens that keep their slots; later ones become padding on both sides. None for all.
         """
         if num_tokens is not None:
             check_count("num_tokens", num_tokens, self.max_num_batched_tokens)

@@ -155,7 +155,7 @@ class StagedWriteTensor:
         buffer.num_writes, buffer.num_ids = write + 1, end
 
     def _supersede(self, buffer: _Buffer, group: int, row: int, start: int) -> None:
-        """Cut off at `start` what is staged for a row. The next write sets the row's length."""
+        """Cut off at `start` the writes staged for a row. The next write sets the row's length."""
         write = int(self._last_write[group, row])
         while write != _NO_WRITE:
             record = buffer.records.numpy[write]
@@ -201,7 +201,7 @@ class DeviceBlockTables:
         max_model_len: The most tokens of a request.
         max_num_batched_tokens: The most tokens of a step.
         num_speculative_tokens: The most tokens that a step computes beyond a request's end.
-        context_parallel: This rank's place among those that share a request's tokens.
+        context_parallel: This rank's position among those that share a request's tokens.
         device: The tables' device by torch's name, a CUDA GPU or the CPU.
         kernels: The kernels to run; None for the device's own.
 

@@ -75,7 +75,7 @@ def copy_kv_blocks(
         dst: The pool to write, which may be the same.
         src_ids: Block ids in `src`.
         dst_ids: Block ids in `dst`, exactly as many as the tokens need.
-        direction: Where the two pools are: "h" for the host, "d" for a device.
+        direction: Source, then destination: "h" for the host, "d" for a device.
 
     Raises:
         GeometryError: the pools are not where `direction` says, or differ in parts, heads, head dim or item size.

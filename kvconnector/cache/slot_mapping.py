@@ -23,8 +23,8 @@ PAD_SLOT_ID = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockGeometry:
-    """How positions map to slots in one cache group on one rank. Sizes are in tokens. Raises GeometryError: a size is
-    below 1, or the kernel's block or the interleave does not divide the allocation's block.
+    """The mapping of positions to slots in one cache group on one rank. Sizes are in tokens. Raises GeometryError: a
+    size is below 1, or the kernel's block or the interleave does not divide the allocation's block.
     """
 
     block_size: int
@@ -42,12 +42,12 @@ class BlockGeometry:
 
     @property
     def kernel_blocks_per_block(self) -> int:
-        """How many kernel ids stand for one allocation id."""
+        """Number of kernel ids that stand for one allocation id."""
         return self.block_size // self.kernel_block_size
 
     @property
     def virtual_block_tokens(self) -> int:
-        """How many consecutive tokens of a request one block id stands for, over all ranks."""
+        """Number of consecutive tokens of a request that one block id stands for, over all ranks."""
         return self.block_size * self.context_parallel.world_size
 
     def max_blocks_per_request(self, max_model_len: int, num_speculative_tokens: int) -> int:

@@ -10,8 +10,8 @@ EXIT_FAULT, EXIT_ERROR, EXIT_INTERRUPTED = 1, 2, 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns 0: well; 1: a benchmark's result was wrong, or a fault was found; 2: wrong usage,
-    or an error that the text names; 130: interrupted.
+    """Run a command. Returns 0: success; 1: a benchmark's result was wrong, or a fault was found; 2: wrong usage, or an
+    error that the text names; 130: interrupted.
     """
     if arguments is None:
         # a service manager ends a benchmark by SIGTERM, which keeps its report as Ctrl-C does

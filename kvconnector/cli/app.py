@@ -1,4 +1,4 @@
-"""All commands, each in a module that is imported when it is called. What they raise becomes a line and a status."""
+"""All commands, each in a module that is imported when it is called. Their errors become a line and a status."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMANDS = {
     "keygen": "Make a CURVE key pair for the control channel.",
     "completion": "Print a shell's completion script.",
 }
-"""Each is the command of its name in the module of its name, but for `completion`."""
+"""Each is the command in the module of the same name, except `completion`."""
 STATUSES = (
     "Exit status: 0 well; 1 a fault was found, or a result was wrong; 2 wrong usage, or an error that the text names;"
     " 130 interrupted."
@@ -56,7 +56,7 @@ class _Commands(click.Group):
 )
 @click.version_option(__version__, message="%(prog)s %(version)s")
 def app() -> None:
-    """KV-cache transfer between prefill and decode engines that are cut differently."""
+    """KV-cache transfer between prefill and decode engines that are split differently."""
 
 
 @app.command(short_help=COMMANDS["completion"])
@@ -81,7 +81,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return EXIT_ERROR
-    except OSError as error:  # a full disk, most of all
+    except OSError as error:  # mostly a full disk
         click.echo(f"kvconnector: {type(error).__name__}: {error}", err=True)
         return EXIT_ERROR
     except click.Abort:

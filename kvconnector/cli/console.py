@@ -1,4 +1,4 @@
-"""Tables, JSON, progress and `doctor`'s findings on a terminal; and pictures. Imports what draws them on first use."""
+"""Tables, JSON, progress and `doctor`'s findings on a terminal; and pictures, whose libraries are imported late."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def terminal() -> Console:
 def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
     """Show progress on stderr: on a terminal a bar with the time since its start, elsewhere a line for each text.
 
-    The bar is drawn at most every `REFRESH_S`, within the call: nothing disturbs what is measured between two calls.
+    The bar is drawn at most every `REFRESH_S`, within the call, so nothing disturbs measurements between two calls.
     """
     from rich import progress as bars
     from rich.console import Console
@@ -111,7 +111,7 @@ def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
 
 
 def right_aligned(*names: str) -> list[Column]:
-    """Return columns of figures."""
+    """Return right-aligned columns for figures."""
     from rich.table import Column
 
     return [Column(name, justify="right") for name in names]
@@ -159,7 +159,7 @@ def picture(path: Path | StringIO, width_inches: float, height_inches: float) ->
     yield figure
     form = None if isinstance(path, Path) else "svg"
     with file_errors("cannot write the picture", Path(str(path))):
-        # whatever the length of labels
+        # for labels of any length
         figure.savefig(path, dpi=110, bbox_inches="tight", format=form)
 
 
@@ -173,6 +173,6 @@ def draw_loglog(axes: Any, lines: Mapping[str, Mapping[int, float]], **labels: s
     axes.set_xticks([], minor=True)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    # many names hide the lines
+    # many names would hide the lines
     place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} if len(lines) > 4 else {}
     axes.legend(frameon=False, **place)

@@ -108,7 +108,7 @@ def doctor(
 
 
 def _print(found: Iterator[Finding], *, as_json: bool) -> int:
-    """Print each finding as soon as it is known. Returns the exit status: 1 if there is a fault."""
+    """Print each finding as soon as it is known. Returns the exit status, 1 if there is a fault."""
     findings = []
     for finding in found:
         findings.append(finding)
@@ -135,7 +135,7 @@ def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeome
 
 
 def _config(keys: Path | None, tls: str) -> ConnectorConfig:
-    """Return the environment's settings, as an engine here would have them, with a name of this process's own."""
+    """Return the environment's settings, as an engine here would have them, with a name for this process."""
     control: dict[str, object] = {"insecure": True}
     if files := _key_files(keys):
         control = dict(zip(("secret_key_file", "authorized_clients_file"), files, strict=True))

@@ -35,11 +35,11 @@ _DEFAULT_RAILS = 2
 _COPIES_ON_FORK = (5, 12)
 """The first kernel that copies memory which a device has pinned when its process forks, instead of sharing it."""
 _FORK_UNNEEDED = 2
-"""`ibv_is_fork_initialized` returns this if the kernel copies, as some older kernels of distributions do."""
+"""`ibv_is_fork_initialized` returns this if the kernel copies, as some distributions' older kernels do."""
 
 
 def network(library: UcxLibrary, device: str) -> Finding:
-    """Find the network that moves KV caches to other hosts with the environment's settings."""
+    """Report the network that moves KV caches to other hosts with the environment's settings."""
     choice = RdmaChoice(library, device, staging_bytes=_staging_bytes())
     named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
     options = {name: value for name, value in named.items() if value}
@@ -89,7 +89,7 @@ def rdma_places() -> Iterator[Finding]:
 
 
 def _fork_safety() -> Finding:
-    """Find out what a fork of this process does to memory that UCX has registered."""
+    """Report what a fork of this process does to memory that UCX has registered."""
     release = platform.release()
     version = tuple(map(int, re.findall(r"\d+", release)[:2]))
     if version >= _COPIES_ON_FORK or _is_fork_init_unneeded():

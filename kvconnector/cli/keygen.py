@@ -19,7 +19,7 @@ from kvconnector.control.security import (
 @click.argument("directory", type=click.Path(path_type=Path))
 @json_flag
 def keygen(directory: Path, json: bool) -> None:
-    """Make a CURVE key pair for the control channel in DIRECTORY, which is made if need be. Existing keys are never
+    """Make a CURVE key pair for the control channel in DIRECTORY, which is created if needed. Existing keys are never
     overwritten.
     """
     key = generate_keys(directory).public_key

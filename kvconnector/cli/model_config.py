@@ -1,8 +1,8 @@
-"""The cache shape of a model from its Hugging Face `config.json`: what each of its layers caches.
+"""The cache shape of a model from its Hugging Face `config.json`: the data that each of its layers caches.
 
 A configuration names the kinds of its layers in one of a few ways: a list (`layer_types`), a pattern, a period, or not
-at all because the architecture is one of them. Whoever reads it as if all layers kept every token plans too much for a
-window and something else than a state. So what is not known here is refused by the name of its field or kind.
+at all because the architecture implies them. A reader that assumes that all layers keep every token plans too much for
+a window, and the wrong thing for a state. So unknown fields and kinds are refused by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ATTENTION: dict[str, tuple[str, Keeps, tuple[str, ...]]] = {
     "window": ("window of {}", "window", ("sliding_window",)),
     "chunk": ("chunk of {}", "chunk", ("attention_chunk_size",)),
 }
-"""Layers that keep tokens: what they are called, what they keep, and the fields that say how much."""
+"""Layers that keep tokens: their names, the tokens that they keep, and the fields that say how many."""
 KINDS = {
     **dict.fromkeys(("full_attention", "attention", "*", "global"), "full"),
     "sliding_attention": "window",
@@ -44,7 +44,7 @@ KINDS = {
     **dict.fromkeys(("mamba", "mamba1", "mamba2", "M"), "mamba"),
     **dict.fromkeys(("-", "mlp", "E", "moe"), "none"),
 }
-"""What a layer caches, by its name in a configuration."""
+"""The data that a layer caches, by the layer's name in a configuration."""
 UNKNOWN_CACHES = re.compile(r"kv_shared")
 """Fields of layers that share another one's cache."""
 UNKNOWN_FIELDS = re.compile(
@@ -53,7 +53,7 @@ UNKNOWN_FIELDS = re.compile(
 )
 """Fields of architectures whose layers differ."""
 WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4}
-"""One layer of this many keeps every token, if a configuration does not say so."""
+"""One layer in this many keeps every token, if a configuration does not say otherwise."""
 
 
 def named_model(name: str) -> ModelShape:
@@ -215,7 +215,7 @@ class _Config:
         return "Mamba", (channels, width), (heads, dim * state)
 
     def _kinds(self, num_layers: int) -> list[str]:
-        """Return what each layer caches, as values of `KINDS`."""
+        """Return the data that each layer caches, as values of `KINDS`."""
         self._refuse_fields(UNKNOWN_CACHES)
         names = ("layer_types", "layers_block_type", "hybrid_override_pattern", "layer_pattern")
         named = next(filter(None, map(self.fields.get, names)), None)

@@ -1,4 +1,4 @@
-"""The greeting of `kvconnector doctor --peer`: a consumer meets a running engine, and reads nothing.
+"""The greeting of `kvconnector doctor --peer`: a consumer greets a running engine, and reads nothing.
 
 The driver, its links and its data path are a worker's, without caches; its session keeps the answers of the producer's
 ranks. It wants a request without tokens, so it reads nothing and touches no lease. It measures bandwidth by `Probe`s,
@@ -49,7 +49,7 @@ from kvconnector.wire import decode_batch, encode, refusal_error, versions
 from kvconnector.wire import messages as m
 
 PROBE_MESSAGES, PROBES = 32, 3
-"""Messages of `WARM_UP_BYTES` in one probe, and how many a rank is asked for; the quickest counts."""
+"""Messages of `WARM_UP_BYTES` in one probe, and probes per rank; the quickest counts."""
 ROUND_TRIPS = 20
 RESOLVE_S, ASK_S, CONNECT_S = 1.5, 2.5, 0.5
 """Seconds for a name to resolve, for the directory to answer, and for a silent one to accept a plain connection."""
@@ -59,7 +59,7 @@ RANK = Rank(0, 0)
 
 
 def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
-    """Return an engine of one rank that holds all that the ranks of another hold, so that it greets each of them."""
+    """Return an engine of one rank that holds everything of another engine, so that it greets each of its ranks."""
     groups = []
     for index, group in enumerate(like.ranks[0].groups):
         layers = {layer for rank in like.ranks for layer in rank.groups[index].layers}
@@ -100,7 +100,7 @@ def why_silent(address: str) -> str:
 
 
 def resolve(host: str) -> str:
-    """Look a host up, within `RESOLVE_S`. Returns why that failed, empty if it did not."""
+    """Look up a host, within `RESOLVE_S`. Returns the reason for a failure, "" if there was none."""
     failed = [f"no answer within {RESOLVE_S} s"]
 
     def look_up() -> None:
@@ -117,7 +117,7 @@ def resolve(host: str) -> str:
 
 
 class _Session(ConsumerSession):
-    """Meets the engine `name`, and keeps its ranks' answers; `error` is set if the engine was lost."""
+    """Greets the engine `name`, and keeps its ranks' answers; `error` is set if the engine was lost."""
 
     def __init__(
         self, name: EngineAddress, ours: EngineGeometry, peer: PeerConfig, port: Port
@@ -131,7 +131,7 @@ class _Session(ConsumerSession):
 
     @property
     def error(self) -> KVConnectorError | None:
-        """The reason why the engine was lost; None if it was not."""
+        """The reason for the loss of the engine; None if it was not lost."""
         return None if self.engine.loss is None else self.engine.loss.error
 
     def handle(self, event: object, now: float) -> None:
@@ -145,18 +145,18 @@ class _Session(ConsumerSession):
 
 
 class PeerGreeting(ExitStack):
-    """A consumer worker without caches at an engine's `address`. First `ask`, then `greet`; the end of it disconnects.
+    """A consumer worker without caches at an engine's `address`. First `ask`, then `greet`, which disconnects last.
 
     Raises:
-        ConfigError: the address or the keys cannot be used.
+        ConfigError: The address or the keys cannot be used.
     """
 
     def __init__(
         self, config: ConnectorConfig, device: str, address: str, public_key: str = ""
     ) -> None:
         super().__init__()
-        self._staging_bytes = config.staging.budget_bytes  # an engine's, here
-        interval_s = config.peer.timeout_s / 1000  # the shortest that the session keeps
+        self._staging_bytes = config.staging.budget_bytes  # as for an engine here
+        interval_s = config.peer.timeout_s / 1000  # the shortest timeout that the session accepts
         peer = msgspec.structs.replace(config.peer, heartbeat_interval_s=interval_s)
         staging = msgspec.structs.replace(
             config.staging, chunk_bytes=WARM_UP_BYTES, budget_bytes=4 * WARM_UP_BYTES, spin_s=1.0
@@ -193,7 +193,7 @@ class PeerGreeting(ExitStack):
         raise PeerUnreachableError("no directory came in time", waited_s=ASK_S)
 
     def greet(self, directory: m.Directory) -> Iterator[Finding]:
-        """Meet every rank, as a consumer that needs all of them does. Yields the findings of each.
+        """Greet every rank, as a consumer that needs all of them does. Yields the findings of each.
 
         Raises:
             KVConnectorError: UCX cannot start, or a rank cannot be reached, or refuses.
@@ -225,7 +225,7 @@ class PeerGreeting(ExitStack):
         want = WantRequest("doctor", "doctor", new_secret(), name)
         self._driver.put([want, LoadRequest("doctor", no_tokens, (), ())])
         self._run(2 * session.patience_s, lambda: session.engine.is_ready)
-        assert session.engine.is_ready  # else its loss was raised
+        assert session.engine.is_ready  # otherwise its loss was raised
         workers, trips_s = [*session.engine.workers.values()], session.round_trips_s
         self._run(MEASURE_S, lambda: all(len(trips_s[w.link]) >= ROUND_TRIPS for w in workers))
         for worker in workers:
@@ -257,7 +257,7 @@ class PeerGreeting(ExitStack):
         yield Finding("  bandwidth", "ok", text, {"bytes_per_second": rate})
 
     def _why_packed(self, worker: RemoteWorker) -> str:
-        """Return why the rank's pools cannot be read from here; empty if they can."""
+        """Return the reason why the rank's pools cannot be read from here; "" if they can."""
         if self._config.paths.direct == "never":
             return "paths.direct=never here"
         if self._config.verify == "checksum":
@@ -289,7 +289,7 @@ class PeerGreeting(ExitStack):
         return Finding("  lanes", verdict, f"{lanes}, no RDMA: {why}")
 
     def _probe(self, link: Link) -> float:
-        """Measure bytes a second, from sending the request to the last byte; 0 if they did not arrive in time."""
+        """Measure bytes per second, from sending the request to the last byte; 0 if they did not arrive in time."""
         nbytes = self._session.engine.chunk_bytes
         datapath = self._datapath
         tag, _ = datapath.receives.expect_warm_up(link, nbytes, PROBE_MESSAGES)

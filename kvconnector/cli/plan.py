@@ -26,8 +26,8 @@ from kvconnector.topology import EngineGeometry, PartGeometry, TpKVTopology
 class ReadRow(msgspec.Struct, frozen=True, kw_only=True):
     """The reads of one consumer rank from one producer rank, of layers of one `kind` if a model has several.
 
-    Intervals are half open, layers and heads global; the heads of a state are what tensor parallelism cuts; a latent
-    counts as one. A stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
+    Intervals are half open, layers and heads global; the heads of a state are the units that tensor parallelism splits;
+    a latent counts as one. A stripe `(first, run, period)` is, of every `period` tokens, the `run` from `first` on.
     """
 
     consumer: str
@@ -66,8 +66,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     """All consumer ranks' plans. `released`: producer ranks that a consumer rank confirms to, read from or not.
 
-    `summary` has the comparison in words.
-    `predicted_ms`: no transfer is faster, because the busiest rank's link takes so long at `link_gbits`.
+    `summary` has the comparison in words. `predicted_ms` is a lower bound: the time of the busiest rank's link at
+    `link_gbits`.
     """
 
     model: ModelShape
@@ -190,7 +190,7 @@ def build_report(
     link_gbits: float | None = None,
 ) -> PlanReport:
     """Plan every consumer rank. Raises ConfigError: a link without speed; GeometryError: shapes that do not fit."""
-    if link_gbits is not None and not link_gbits > 0:  # nor NaN
+    if link_gbits is not None and not link_gbits > 0:  # rejects NaN too
         raise ConfigError("a link's speed is positive", link_gbits=link_gbits)
     producer = engine_geometry(model, prefill, "prefill")
     consumer = engine_geometry(model, decode, "decode")
@@ -201,7 +201,7 @@ def build_report(
     reads: list[ReadRow] = []
     released, connections = {}, 0
     for number, rank in enumerate(decode.ranks):
-        # two engines without a name of their own: ranks read the replicas from the first on
+        # two engines without names: ranks read the replicas from the first on
         topology = TpKVTopology(consumer, rank, replica_index=number)
         topology.check_compatible(producer)
         connections += len(topology.get_target_remote_ranks_from_engine_id(producer.engine_id))
@@ -251,7 +251,7 @@ def _rank_rows(
     for rank in engine.ranks:
         held = [group for group in rank.groups if group.layers] or rank.groups[:1]
         layers = sorted({layer for group in held for layer in group.layers})
-        # the heads are those of attention, where there is some: a state's are what tensor parallelism cuts
+        # the heads are those of attention, if there is any: a state's are the units that tensor parallelism splits
         group = min(held, key=lambda each: _is_state(each.parts[0]))
         part = group.parts[0]
         holds = f"layers {_intervals(_runs(layers))}"

@@ -1,4 +1,4 @@
-"""A plan drawn: prefill ranks on the left, decode ranks on the right, and between them a ribbon for each read."""
+"""Draws a plan: prefill ranks on the left, decode ranks on the right, and between them a ribbon for each read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH_INCHES = 12.0
 ROW_INCHES = 0.27
 """The least height of a rank, so that its label can be read at 64 ranks a side."""
 MAX_RANKS_INCHES = 64 * ROW_INCHES
-"""Height of all bytes at most, so that a small read beside large ones does not make the picture endless."""
+"""Most height for all bytes, so that a small read beside large ones does not make the picture endless."""
 GAP_INCHES = 0.06
 STAGE_GAP_INCHES = 0.3
 LEFT, RIGHT, BAR_WIDTH = 3.5, 8.3, 0.2
@@ -76,7 +76,7 @@ def draw_plan(report: PlanReport, path: Path) -> None:
 
 
 def _stack(ranks: Sequence[RankRow], scale: float) -> list[Box]:
-    """Place the ranks below each other; `scale` is in inches a byte."""
+    """Place the ranks below each other; `scale` is in inches per byte."""
     boxes: list[Box] = []
     top = 0.0
     for rank in ranks:

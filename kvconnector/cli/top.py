@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 TIMEOUT_S = 3.0
 MAX_METRICS_BYTES = 16 << 20
 MAX_LOADS = 20
-"""Most loads that are shown one by one."""
+"""Most loads that are listed one by one."""
 _FIELDS = {
     "kvconnector_transfer_seconds_bucket": "buckets",
     "kvconnector_transfer_seconds_count": "loads",
@@ -94,8 +94,8 @@ def top(
     """Show engines' transfers live: in flight, GB/s, times, paths, leases, failures and their causes. Ctrl-C ends.
 
     ENDPOINTS are engines, http://10.0.0.5:8000, or the full URLs of their metrics. Of an engine that serves
-    `/transfers` beside its metrics, each load under way is shown with its progress. With --json each look is a line.
-    Exit status 1 if no endpoint has shown an engine at the last look.
+    `/transfers` beside its metrics, each load under way is shown with its progress. With --json each refresh is a line.
+    Exit status 1 if no endpoint has shown an engine at the last refresh.
     """
     urls = [_metrics_url(endpoint) for endpoint in endpoints]
     console, screen = terminal(), Group()
@@ -129,7 +129,7 @@ def top(
 
 
 def _metrics_url(endpoint: str) -> str:
-    with suppress(ValueError):  # of a host or a port
+    with suppress(ValueError):  # invalid host or port
         url = urlsplit(endpoint if "://" in endpoint else f"http://{endpoint}")
         if url.scheme in ("http", "https") and url.netloc and url.port != 0:
             return url._replace(path=url.path.rstrip("/") or "/metrics").geturl()

@@ -15,7 +15,7 @@ _MAX_PORT = 65535
 
 
 class HostPort(NamedTuple):
-    """Where a control channel listens. `host` has no brackets."""
+    """The address of a listening control channel. `host` has no brackets."""
 
     host: str
     port: int
@@ -41,7 +41,7 @@ def parse_address(address: str) -> HostPort:
 
 
 def parse_bind(host: str, port: int, advertise_host: str | None) -> tuple[HostPort, str]:
-    """Check where to listen; return it, and the host under which peers shall connect.
+    """Check where to listen. Returns it, and the host to which peers connect.
 
     `host` is an IP address of this machine or `localhost`; port 0 is any free one. `advertise_host` is `host` if None.
     Raises ConfigError: a malformed host, or a wildcard (`0.0.0.0`, `::`) without `advertise_host`.

@@ -1,4 +1,4 @@
-"""What a control channel reports, and its limits."""
+"""A control channel's events, and its limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class MessageTooLargeError(LocalError):
 
     @classmethod
     def of(cls, payload: bytes, max_message_bytes: int) -> MessageTooLargeError:
-        """Name both lengths."""
+        """Return the error with both lengths."""
         return cls(
             "message is too long for the control channel",
             message_bytes=len(payload),
@@ -54,10 +54,10 @@ class ControlLimits:
     max_messages_per_turn: int
     """Messages that one `poll` takes from one connection, or from all incoming ones together, before it returns."""
     connect_timeout_s: float
-    """From `connect` to the end of the handshake; also how long an accepted connection may take for its handshake."""
+    """Seconds from `connect` to the end of the handshake; an accepted connection has as long for its own."""
     heartbeat_interval_s: float
-    """How often an idle connection is probed."""
+    """Seconds between two probes of an idle connection."""
     heartbeat_timeout_s: float
-    """How long a probe may stay unanswered before the connection counts as lost."""
+    """How long a probe may stay unanswered before the connection counts as lost, in seconds."""
     linger_s: float
-    """How long `disconnect` and `close` go on delivering what was sent before. May be 0."""
+    """How long `disconnect` and `close` go on delivering messages sent before, in seconds. May be 0."""

@@ -38,12 +38,12 @@ class Inbox:
 
     @classmethod
     def fresh(cls) -> Inbox:
-        """A random one; its id is not 0."""
+        """Make a random inbox; its id is not 0."""
         return cls(1 + secrets.randbelow((1 << INBOX_ID_BITS) - 1), secrets.token_bytes(KEY_BYTES))
 
 
 class Sealer:
-    """Makes the frames for an inbox that takes messages of at most `max_message_bytes`."""
+    """Makes the frames for an inbox that accepts messages of at most `max_message_bytes`."""
 
     def __init__(self, inbox: Inbox, max_message_bytes: int) -> None:
         self.inbox_id = inbox.inbox_id
@@ -52,7 +52,7 @@ class Sealer:
         self._next_number = 0
 
     def seal(self, payload: bytes) -> bytes:
-        """The next frame. Raises MessageTooLargeError."""
+        """Return the next frame. Raises MessageTooLargeError."""
         if len(payload) > self._max_message_bytes:
             raise MessageTooLargeError.of(payload, self._max_message_bytes)
         content = _NUMBER.pack(self._next_number) + payload
@@ -71,11 +71,11 @@ class Opener:
 
     @property
     def has_opened(self) -> bool:
-        """Returns True if any message came."""
+        """Returns True if any message has arrived."""
         return self._next_number > 0
 
     def open(self, frame: bytes) -> bytes:
-        """The payload of the next frame. Raises ForgedMessageError; PeerLostError: one before it never came."""
+        """Return the next frame's payload. Raises ForgedMessageError; PeerLostError: an earlier frame is missing."""
         if len(frame) < OVERHEAD_BYTES:
             raise ForgedMessageError("a frame is shorter than its header", nbytes=len(frame))
         (number,) = _NUMBER.unpack_from(frame, MAC_BYTES)

@@ -35,7 +35,7 @@ class CurveKeys:
 
     @classmethod
     def from_values(cls, *, secret_key: str, authorized_clients: Iterable[str]) -> CurveKeys:
-        """Keys from text; white space around them is ignored. Raises ConfigError: one is malformed, or no client."""
+        """Make keys from text, ignoring white space around them. Raises ConfigError: one is malformed, or no client."""
         secret = secret_key.strip()
         check_key(secret, "secret key")
         clients = frozenset(key.strip() for key in authorized_clients)
@@ -50,7 +50,7 @@ class CurveKeys:
 
     @classmethod
     def from_files(cls, *, secret_key_file: Path, authorized_clients_file: Path) -> CurveKeys:
-        """Keys from a secret key file, and from a list with one public key a line.
+        """Read keys from a secret key file, and from a list with one public key per line.
 
         A line that starts with `#`, which no key does, and whatever follows a key are comments. Raises ConfigError: a
         file is missing, malformed, or the secret is accessible to other users.
@@ -78,10 +78,10 @@ def check_server(security: Security, address: str, public_key: str) -> None:
 
 
 def generate_keys(directory: Path) -> CurveKeys:
-    """Create a key pair in `directory`, which is created if need be (mode 0700); return the keys.
+    """Create a key pair in `directory`, which is created if needed (mode 0700). Returns the keys.
 
     Writes the secret key (mode 0600), the public key, and a list of authorised clients that holds the new public key,
-    so that engines which share the directory trust each other. Raises ConfigError: one of the files exists already, or
+    so that engines that share the directory trust each other. Raises ConfigError: one of the files exists already, or
     the directory cannot be written.
     """
     public, secret = (key.decode("ascii") for key in zmq.curve_keypair())

@@ -17,9 +17,9 @@ It never retries, never reconnects and never interprets a payload.
 There is one ROUTER for all incoming connections, and one DEALER for each outgoing one. ZMQ must not reconnect by
 itself, because a new engine may have taken the old one's place. For the same reason no side sets an identity.
 
-Losses are seen at once where a process closes or dies, and after `heartbeat_timeout_s` where a host stops answering, by
-ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection that never sent a
-message has no handle, so its loss is not reported. Each channel has a ZMQ context and I/O thread of its own.
+Losses are noticed at once if a process closes or dies, and after `heartbeat_timeout_s` if a host stops answering,
+through ZMTP heartbeats that libzmq's own thread sends and answers without the GIL. An accepted connection that never
+sent a message has no handle, so its loss is not reported. Each channel has a ZMQ context and I/O thread of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvconnector.control.zmq_sockets import milliseconds
 from kvconnector.errors import ConfigError, PeerLostError, TransportError
 
 MAX_SOCKETS = 1 << 14
-"""Three for each outgoing connection. File descriptors, of which one takes five, are the limit that is met first."""
+"""Three sockets per outgoing connection. File descriptors, of which a connection takes five, run out first."""
 
 
 class ControlChannel:
@@ -106,9 +106,9 @@ class ControlChannel:
 
     def connect(self, address: str, server_key: str = "") -> PeerHandle:
         """Open a connection without waiting for it; messages may be sent on the handle at once. Failures arrive as
-        `Disconnected`: `PeerUnreachableError` where nobody answers within `connect_timeout_s`, `AuthenticationError`
-        where the keys do not fit, `RemoteProtocolError` where something else listens, `PeerLostError` where the peer
-        leaves in between.
+        `Disconnected`: `PeerUnreachableError` if nobody answers within `connect_timeout_s`, `AuthenticationError` if
+        the keys do not fit, `RemoteProtocolError` if something else listens, `PeerLostError` if the peer leaves
+        meanwhile.
 
         Raises:
             ConfigError: the address or the key is malformed, or only one side uses keys.
@@ -146,13 +146,13 @@ class ControlChannel:
         """Queue one message; never blocks.
 
         Raises:
-            MessageTooLargeError: nothing was sent.
-            PeerLostError: the handle is gone, or its queue is full, which ends the connection.
-            RemoteError: why else the connection is over.
+            MessageTooLargeError: Nothing was sent.
+            PeerLostError: The handle is gone, or its queue is full, which ends the connection.
+            RemoteError: The connection has ended for another reason.
         """
         if len(payload) > self._limits.max_message_bytes:
             raise MessageTooLargeError.of(payload, self._limits.max_message_bytes)
-        # what arrives while a socket sends does not make its descriptor readable
+        # messages that arrive while a socket sends do not make its descriptor readable
         self.is_settled = False
         if (connection := self._outgoing.get(handle)) is not None:
             connection.send(payload)
@@ -162,15 +162,15 @@ class ControlChannel:
             raise PeerLostError("connection is gone", handle=handle)
 
     def peer_of(self, handle: PeerHandle) -> str:
-        """Address of a connection's peer, for texts: its host alone if it opened the connection."""
+        """Return the address of a connection's peer, for texts: only its host if the peer opened the connection."""
         connection = self._outgoing.get(handle)
         return self._incoming.peer_of(handle) if connection is None else connection.address
 
     def disconnect(self, handle: PeerHandle) -> None:
         """End a connection; `handle` is not valid afterwards. Idempotent, never blocks.
 
-        What was sent before still goes out, for at most `linger_s`. The peer notices the end of a connection that this
-        side opened. One that the peer opened is only ignored from now on: say goodbye first, and let the peer close.
+        Messages sent before still go out, for at most `linger_s`. The peer notices the end of a connection that this
+        side opened. One that the peer opened is only ignored from now on: send a goodbye first, and let the peer close.
         """
         self.is_settled = False
         if handle in self._outgoing:
@@ -179,7 +179,7 @@ class ControlChannel:
             self._incoming.forget(handle)
 
     def poll(self, timeout_s: float) -> list[ControlEvent]:
-        """Wait until something happens, or `wake` is called. Returns the events.
+        """Wait until something happens, or `wake` is called; `timeout_s` bounds the wait. Returns the events.
 
         It may also return early with nothing, and takes at most `max_messages_per_turn` messages from each source; the
         next call returns the rest at once.
@@ -236,7 +236,7 @@ class ControlChannel:
             raise TransportError("control channel is closed", address=self.address)
 
     def _watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Poll a socket from now on. Its descriptor does not show what came before."""
+        """Poll a socket from now on. Its descriptor does not show messages that came before."""
         self._poller.register(socket, zmq.POLLIN)
         self._descriptors.add(int(socket.getsockopt(zmq.FD)))
         self.is_settled = False
@@ -249,7 +249,7 @@ class ControlChannel:
         connection.close(linger_ms)
 
     def _wait_s(self, timeout_s: float) -> float:
-        """How long to wait: not past a connect deadline, and not at all for a loss that is still to be reported."""
+        """Return how long to wait: not past a connect deadline, and not at all if a loss is still to be reported."""
         if self._incoming.ending or any(each.error for each in self._outgoing.values()):
             return 0.0
         return min(timeout_s, max(0.0, self._first_deadline - time.monotonic()))

@@ -49,9 +49,9 @@ class _Peer:
     fd: int
     address: str
     error: KVConnectorError | None = None
-    """Why it is over. Set before that is reported, or when an ignored one is closed."""
+    """The reason why it is over. Set before the end is reported, or when an ignored one is closed."""
     ignored: bool = False
-    """It is over for the caller. A ROUTER cannot close one connection, so what it still sends is dropped."""
+    """True if it is over for the caller. A ROUTER cannot close one connection, so its further messages are dropped."""
 
 
 class IncomingConnections:
@@ -118,7 +118,7 @@ class IncomingConnections:
         return "a lost peer" if peer is None else peer.address
 
     def forget(self, handle: PeerHandle) -> None:
-        """Drop a handle without a report; ignore what its connection still sends."""
+        """Drop a handle without a report; ignore further messages of its connection."""
         self._by_handle.pop(handle).ignored = True
 
     def receive(self) -> list[ControlEvent]:
@@ -133,7 +133,7 @@ class IncomingConnections:
         return events
 
     def close(self, linger_ms: int) -> None:
-        """Release the sockets; libzmq goes on sending what is queued for at most `linger_ms`."""
+        """Release the sockets; libzmq goes on sending queued messages for at most `linger_ms`."""
         self._by_handle.clear()
         self.monitor.close()
         self.socket.close(linger=linger_ms)

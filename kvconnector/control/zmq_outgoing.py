@@ -38,7 +38,7 @@ _CLOSED_IN_HANDSHAKE = zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, errno.EPIPE
 """A peer that cannot decrypt our handshake closes without a reason, and so does a process that dies."""
 PROBE_S = 0.25
 SHORT_MESSAGE_BYTES = 64 << 10
-"""No deployment refuses a message of this length."""
+"""A message length that no deployment refuses."""
 
 
 class _Probe:
@@ -72,8 +72,8 @@ class _Probe:
 
 
 class OutgoingConnection:
-    """A DEALER that connects once. It is over as soon as `error` is set; what had arrived can still be received. After
-    it has returned `Disconnected` it is `finished`, and must be closed.
+    """A DEALER that connects once. It is over as soon as `error` is set; messages that had arrived can still be
+    received. After it has returned `Disconnected` it is `finished`, and must be closed.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class OutgoingConnection:
             raise self.error from exc
 
     def receive(self, now: float) -> list[ControlEvent]:
-        """Return what arrived, and at last `Disconnected`, when the connection is over and nothing is left to read."""
+        """Return messages that arrived, and last `Disconnected`, once the connection is over and all is read."""
         # The monitor first: once it has reported the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
@@ -167,7 +167,7 @@ class OutgoingConnection:
         return events
 
     def close(self, linger_ms: int) -> None:
-        """Release the sockets; libzmq goes on sending what is queued for at most `linger_ms`."""
+        """Release the sockets; libzmq goes on sending queued messages for at most `linger_ms`."""
         if self._probe is not None:
             self._probe.close()
         self.monitor.close()
@@ -185,7 +185,7 @@ class OutgoingConnection:
                     self.error = self._explain(kind, value)
 
     def _after_probe(self) -> KVConnectorError | None:
-        """Return why the peer closed in the handshake, if it did: a peer that lives could not decrypt it."""
+        """Return why the peer closed during the handshake, if it did: a peer that lives could not decrypt it."""
         if self._probe is None:
             return None
         error = self._probe.result()
@@ -197,7 +197,7 @@ class OutgoingConnection:
         )
 
     def _explain(self, kind: int, value: int) -> KVConnectorError:
-        """Return why a connection is over."""
+        """Return the reason why a connection is over."""
         error: type[KVConnectorError]
         context: dict[str, object] = {"address": self.address}
         match kind, value:

@@ -1,4 +1,4 @@
-"""Parts of both kinds of ZMQ connection: socket options, monitor events, authorisation."""
+"""Parts that both kinds of ZMQ connection share: socket options, monitor events, authorisation."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ class Monitor:
 
 
 class Authorizer:
-    """Makes a `server` socket, before bind, demand CURVE from every client, and tells libzmq over ZAP (RFC 27) which of
-    the clients that proved their key may connect.
+    """Makes a `server` socket, before bind, demand CURVE from every client, and answers libzmq over ZAP (RFC 27) which
+    clients that have proved their key may connect.
 
     It runs in the owner's poll loop. libzmq asks within one context only, so each channel has its own.
     """

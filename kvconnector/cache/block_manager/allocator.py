@@ -58,7 +58,7 @@ NEVER_ACCESSED_S = float("-inf")
 
 
 class Device(Enum):
-    """Where a block lives."""
+    """The device that has a block."""
 
     GPU = "gpu"
     CPU = "cpu"
@@ -95,7 +95,7 @@ class BlockAllocator:
 
     @property
     def num_free_blocks(self) -> int:
-        """How many blocks have no owner, cached content or not."""
+        """Number of blocks without an owner, with cached content or not."""
         return len(self._free_ids) + len(self._evictor)
 
     @property

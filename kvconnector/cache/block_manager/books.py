@@ -116,13 +116,13 @@ class BlockBooks:
             num_cpu_blocks: Number of blocks to which sequences can be swapped out.
             watermark: Share of the GPU blocks, from 0 to below 1, that admission leaves free so that running sequences
                 can grow without a swap.
-            sliding_window: How many tokens a query sees, its own included; None for all.
+            sliding_window: Number of tokens that a query sees, its own included; None for all.
             is_recurrent: True if a block holds one state; see `Paging`.
             max_step_tokens: The most tokens that a step computes. With a window, states or chunks, slots are taken step
                 by step. If None, all slots are taken at once, or with a window in steps that need no more than
                 `sliding_window // block_size + 2` blocks.
             attention_chunk_size: Length in tokens of the chunks to which attention is limited; None for no chunks.
-            enable_caching: True to find blocks again by their content.
+            enable_caching: True to reuse blocks by their content.
 
         Raises:
             ConfigError: a value is out of range.

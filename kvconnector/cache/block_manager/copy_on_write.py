@@ -14,12 +14,12 @@ BlockCopy = tuple[int, int]
 
 
 class AppendPlan(NamedTuple):
-    """What it takes to append slots to one table."""
+    """The changes that append slots to one table."""
 
     num_tokens: int
-    """How many tokens have slots afterwards."""
+    """Number of tokens that have slots afterwards."""
     num_new_blocks: int
-    """How many blocks are added at the end."""
+    """Number of blocks that are added at the end."""
     copied: list[int]
     """Indices into `block_ids` of shared blocks with tokens to keep, each replaced by a copy."""
     replaced: list[int]
@@ -27,7 +27,7 @@ class AppendPlan(NamedTuple):
 
     @property
     def num_blocks_needed(self) -> int:
-        """How many blocks the allocator must provide."""
+        """Number of blocks that the allocator must provide."""
         return self.num_new_blocks + len(self.copied) + len(self.replaced)
 
 
@@ -92,20 +92,20 @@ def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]
 
 
 class SwapPlan(NamedTuple):
-    """What it takes to move some tables to the other device."""
+    """The changes that move some tables to the other device."""
 
     found: dict[int, int]
     """Source block -> block of the destination that already caches its content, so that it need not be copied."""
     missing: list[int]
     """Source blocks to copy, each once, shared or not."""
     num_queried: int
-    """How many source blocks were looked up in the destination's cache."""
+    """Number of source blocks that were looked up in the destination's cache."""
     num_blocks_needed: int
-    """How many free blocks of the destination the move uses up."""
+    """Number of free blocks of the destination that the move uses up."""
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the tables hold on the destination."""
+        """Number of blocks that the tables hold on the destination."""
         return len(self.found) + len(self.missing)
 
 

@@ -52,22 +52,22 @@ def _waiting_seqs(group: SequenceGroup) -> list[Sequence]:
 
 
 class _StartPlan(NamedTuple):
-    """What it takes to admit a sequence."""
+    """The changes that admit a sequence."""
 
     resume_at: int
-    """Leading tokens that need not be computed: they are cached here, or the caller brings them."""
+    """Number of leading tokens that need not be computed: they are cached here, or the caller provides them."""
     first: int
     """Index of the first block that the first step needs."""
     cached: list[int]
     """Ids of the cached blocks from `first` on."""
     num_queried: int
-    """How many blocks were looked up."""
+    """Number of blocks that were looked up."""
     num_tokens: int
-    """How many tokens get slots."""
+    """Number of tokens that get slots."""
     num_held: int
-    """How many blocks from `first` on these tokens and the lookahead need."""
+    """Number of blocks from `first` on that these tokens and the lookahead need."""
     num_cross: int
-    """How many blocks the encoder's output needs."""
+    """Number of blocks that the encoder's output needs."""
 
 
 class BlockSpaceManager(BlockBooks):
@@ -133,7 +133,7 @@ class BlockSpaceManager(BlockBooks):
         Args:
             group: A request with at least one waiting sequence.
             num_lookahead_slots: Slots after the tokens.
-            resume_at: Leading tokens that need not be computed: the cached ones are shared, the caller brings the
+            resume_at: Leading tokens that need not be computed: the cached ones are shared, the caller provides the
                 others. None for as many as are cached.
             num_tokens: As in `append_slots`.
 
@@ -215,7 +215,7 @@ class BlockSpaceManager(BlockBooks):
         return apply_append(self._tables.of(seq), plan)
 
     def drop_left_behind(self, seq: Sequence) -> None:
-        """Give up the blocks that the sliding window has left: no token that is yet to be computed sees them."""
+        """Free the blocks that the sliding window has left: no token that is yet to be computed sees them."""
         self._tables.of(seq).drop_left_behind()
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -237,12 +237,12 @@ class BlockSpaceManager(BlockBooks):
         self._tables[child.seq_id] = table.fork()
 
     def free(self, seq: Sequence) -> None:
-        """Give up the sequence's blocks, if it has any, on either device."""
+        """Free the sequence's blocks, if it has any, on either device."""
         if seq.seq_id in self._tables:
             self._tables.pop(seq.seq_id).release()
 
     def free_cross(self, group: SequenceGroup) -> None:
-        """Give up the request's cross-attention blocks, if it has any, on either device."""
+        """Free the request's cross-attention blocks, if it has any, on either device."""
         if group.request_id in self._tables:
             self._tables.pop(group.request_id).release()
 
@@ -257,7 +257,7 @@ class BlockSpaceManager(BlockBooks):
         headroom = self._gpu.num_total_blocks - plan.num_blocks - num_append_blocks
         if headroom < 0:
             return AllocStatus.NEVER
-        # without this a group that has grown into the watermark would wait for ever
+        # without this a group that has grown into the watermark would wait forever
         watermark_blocks = min(self.watermark_blocks, headroom)
         num_needed = plan.num_blocks_needed + num_append_blocks
         if self._gpu.num_free_blocks - num_needed >= watermark_blocks:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from kvconnector.errors import LocalError
 
 ExtraKey = int | str | bytes
-"""What the cache depends on besides tokens: an adapter's name, a digest of media, a tenant's salt."""
+"""A value on which the cache depends besides tokens: an adapter's name, a digest of media, a tenant's salt."""
 
 
 class SequenceError(LocalError):
@@ -59,7 +59,7 @@ class Sequence:
     Args:
         seq_id: An id, unique in a block manager.
         token_ids: At least one token; they are copied.
-        extra_keys: What the tokens' cache depends on besides the tokens.
+        extra_keys: Values on which the cache depends besides the tokens.
         status: The sequence's state.
 
     Raises:

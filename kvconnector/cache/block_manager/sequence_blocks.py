@@ -1,4 +1,4 @@
-"""Which blocks hold which tokens of one sequence."""
+"""The blocks of one sequence, and the tokens that they hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Paging:
     block_size: int
     """Tokens per block."""
     sliding_window: int | None = None
-    """How many tokens a query sees, its own included; None for all."""
+    """Number of tokens that a query sees, its own included; None for all."""
     is_recurrent: bool = False
     """True if a block holds a state. `sliding_window` is 2 then."""
     max_step_tokens: int | None = None
@@ -102,7 +102,7 @@ class SequenceBlocks:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are from the first token on, dropped ones included."""
+        """Number of blocks from the first token on, dropped ones included."""
         return len(self.dropped) + len(self.block_ids)
 
     def mark_computed(self, num_tokens: int) -> range:
@@ -119,7 +119,7 @@ class SequenceBlocks:
                 self.allocator.publish(self.block_ids[depth - len(self.dropped)], content)
 
     def drop_left_behind(self) -> None:
-        """Give up the blocks that no token after the computed ones sees."""
+        """Free the blocks that no token after the computed ones sees."""
         count = self.paging.first_needed(self.num_computed_tokens) - len(self.dropped)
         if count > 0:
             old, self.block_ids = self.block_ids[:count], self.block_ids[count:]
@@ -132,6 +132,6 @@ class SequenceBlocks:
         return replace(self, block_ids=self.block_ids.copy(), dropped=self.dropped.copy())
 
     def release(self) -> None:
-        """Give up every block. The table must not be used after this."""
+        """Free every block. The table must not be used after this."""
         self.allocator.release(self.block_ids, self.last_access_s)
         self.block_ids = []

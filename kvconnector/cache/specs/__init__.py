@@ -1,4 +1,4 @@
-"""Cache specs: what each layer caches, how large that is, and which layers share block ids and memory."""
+"""Cache specs: the data that each layer caches, its size, and the layers that share block ids and memory."""
 
 from kvconnector.cache.specs.base import CacheLimits as CacheLimits
 from kvconnector.cache.specs.base import DType as DType

@@ -110,7 +110,7 @@ class KVCacheSpec(ABC):
 
     @property
     def uniform_kind(self) -> Hashable:
-        """A key that layers may share a block table by: with it and the block size equal, they need the same blocks."""
+        """A key for sharing block tables: layers with equal keys and block sizes need the same blocks."""
         return type(self).__name__
 
     @classmethod

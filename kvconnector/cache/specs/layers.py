@@ -33,7 +33,7 @@ class AttentionSpec(KVCacheSpec):
 
     @property
     def num_parts(self) -> int:
-        """How many arrays a page has: K and V, or the latent."""
+        """Number of arrays in a page: K and V, or the latent."""
         return 1 if self.use_mla else 2
 
     @property
@@ -181,7 +181,7 @@ class MambaSpec(KVCacheSpec):
     page_size_padded: int | None = None
     mamba_type: str = "mamba2"
     num_speculative_blocks: int = 0
-    """How many more states a request has, one per speculative token."""
+    """Number of further states of a request, one per speculative token."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
