@@ -52,6 +52,7 @@ setup_sources() {
   dill="$(grep ^dill== "$KVC_ROOT/requirements-sglang.txt")"
   source "$KVC_ROOT/scripts/setup.sh"
   setup_test || return 1
+  unset NUMBA_CACHE_DIR # of SGLang's environment: what setup_test has compiled is beside the sources
   export SGLANG_SOURCES="$KVC_VENV/${sglang/==/-}"
   [ -d "$SGLANG_SOURCES" ] && return
   local wheels="$KVC_VENV/wheels"
