@@ -37,7 +37,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cache": Size(3015, target=3280),
     "kvconnector/cli": Size(2927),
     "kvconnector/control": Size(1291, target=1330),
-    "kvconnector/datapath": Size(4350, target=4050),
+    "kvconnector/datapath": Size(4349, target=4050),
     "kvconnector/integrations": Size(3398, target=3510),
     "kvconnector/integrations/sglang": Size(1318, target=900),
     "kvconnector/layout": Size(632, target=520),

@@ -1,4 +1,4 @@
-"""What the halves of the data path share: the queue of their events, and the errors of reads that cannot be copied."""
+"""Shared by the halves of the data path: the queue of their events, and the errors of reads that cannot be copied."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class EventQueue(deque[object]):
 
 
 def as_connector_error(error: RelayoutError | KVConnectorError) -> KVConnectorError:
-    """Return the reason why a read cannot be copied as an error of ours."""
+    """Return the reason why a read cannot be copied, as an error of ours."""
     return error if isinstance(error, KVConnectorError) else TransportError(str(error))

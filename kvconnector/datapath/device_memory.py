@@ -16,7 +16,7 @@ from kvconnector.errors import TransportError
 logger = logging.getLogger(__name__)
 
 RELEASE_S = 2.0
-"""Seconds that a closing data path waits for a GPU, each time. In all it waits for less than a closing worker waits."""
+"""Seconds of each wait of a closing data path for a GPU. In all they are less than a closing worker waits."""
 POLL_S = 1e-3
 
 _kept: list[object] = []
@@ -47,7 +47,7 @@ def await_device(is_idle: Callable[[], bool], what: str, *, poll_s: float = POLL
 @contextmanager
 def kept_unless_idle(owner: object, what: str) -> Iterator[None]:
     """Keep the memory of `owner` for as long as the process lives if the wait in the block fails: if it were freed, a
-    GPU could overwrite what is allocated there next, or read it.
+    GPU could read or overwrite whatever is allocated there next.
     """
     try:
         yield

@@ -14,7 +14,7 @@ from kvconnector.topology import GroupGeometry
 from kvconnector_kernels.relayout import GeometryMismatchError, PartTable
 
 NO_POOL = 1 << 31
-"""`num_blocks` of a group without layers on this rank: its block ids mean nothing here, and any are accepted."""
+"""`num_blocks` of a group without layers on this rank: its block ids mean nothing here, so any are accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,8 @@ class CacheGroup:
 
 class Pools:
     """Part tables by (group, family), made once, at registration. The geometries of `groups` get the order in which
-    their views lie in memory. Raises GeometryError: layers or parts are missing, or a view does not have the shape that
-    its geometry says.
+    their views lie in memory. Raises GeometryError: layers or parts are missing, or a view's shape is not its
+    geometry's.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], device: str) -> None:

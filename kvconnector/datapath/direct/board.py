@@ -1,22 +1,22 @@
 """The lease board: which blocks of a producer worker may be read right now, in memory that consumers map.
 
-*What it is.* A table of `num_buckets` buckets, a power of two, with 8 entries each. An entry is valid for a read if its
-key is the lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within
+*Layout.* A table of `num_buckets` buckets, a power of two, with 8 entries each. An entry is valid for a read if its key
+is the lease's, `ready` equals `expected`, which is not zero, and the read ends within its `num_tokens`, or within
 `ahead`: the tokens up to `ahead / 2^10` are in the layers below `ahead % 2^10`. A lease may grow: its numbers are then
 written anew.
 
-*Who writes.* The producer's driver alone: `key` and `expected` at once, `ready`, `num_tokens` and `ahead` after the
-kernels that fill the blocks. On a GPU that is a write in a stream, which takes place at some later time, in order.
+*Writer.* The producer's driver alone writes `key` and `expected` at once, `ready`, `num_tokens` and `ahead` after the
+kernels that fill the blocks. On a GPU that is a write in a stream, which happens later, in order.
 
-*Who reads.* Consumers in other processes, at any time, without a lock and without the producer knowing. A consumer
-looks before its first copy and after its last one. If the entry was valid both times, then all that it read in
-between was, too: an entry is cleared before its blocks are written again, and no key is ever published twice.
+*Readers.* Consumers in other processes read it at any time, without a lock and without the producer knowing. A consumer
+looks before its first copy and after its last one. If the entry was valid both times, so was everything read in
+between: an entry is cleared before its blocks are written again, and no key is ever published twice.
 
 *Why no entry is valid too early.* Clearing an entry leaves `expected` at zero. A new `expected` differs from the
-`ready` that the entry still has, and an entry whose last `ready` is still to be written is not given to another
-lease. In which order the words of one change become visible is the business of `kvconnector_kernels.pump.board`.
+`ready` that the entry still has, and an entry whose last `ready` is still to be written is not given to another lease.
+`kvconnector_kernels.pump.board` defines the order in which the words of one change become visible.
 
-*What may block.* Nothing but `close`, which waits for writes in a stream, with a deadline.
+*Blocking.* Only `close` blocks: it waits for writes in a stream, with a deadline.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _KEY = struct.Struct("<4I")
 NUM_BUCKETS = 1024
-"""Room for thousands of leases in 256 KiB. A lease whose bucket is full is read packed; nothing else happens."""
+"""Room for thousands of leases in 256 KiB. If a lease's bucket is full, it is read packed; nothing else changes."""
 
 _MAX_EXPECTED = (1 << 31) - 1
 

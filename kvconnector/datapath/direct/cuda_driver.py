@@ -1,4 +1,4 @@
-"""The CUDA driver, as far as Python calls it."""
+"""The part of the CUDA driver that Python calls."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ class CudaDriver:
         self.call(what, "cuIpcCloseMemHandle", ctypes.c_uint64(address))
 
     def allocate(self, device_index: int, nbytes: int) -> CudaMemory:
-        """Allocate GPU memory by the driver, which any process may map, however PyTorch's allocator is set. Raises
-        TransportError: there is no such GPU, or too little of its memory is free.
+        """Allocate GPU memory from the driver, which any process may map, however PyTorch's allocator is configured.
+        Raises TransportError: there is no such GPU, or too little of its memory is free.
         """
         context, address = self._context_of(device_index), ctypes.c_uint64()
         self.call(_UNUSABLE, "cuCtxPushCurrent_v2", context)

@@ -1,13 +1,13 @@
 """A worker's memory for consumers in other containers of its node: its descriptor, through a socket in a shared folder.
 
-*Why.* /proc/PID/fd leads to another process's memory only within one pid namespace, and each pod has its own. But pods
-of a node can share a volume. A socket file in it joins them whatever their namespaces, and carries open descriptors: of
-the memory, and of the producer's statm in /proc, which shows that the producer lives. So the memory is the same as
-without containers, sealed and without a name: nothing in the volume needs a size, and the memory goes when the producer
-ends, however it does. Only an empty socket file may be left, which the next producer removes.
+*Purpose.* /proc/PID/fd leads to another process's memory only within one pid namespace, and each pod has its own. But
+pods of a node can share a volume. A socket file in it joins them whatever their namespaces, and carries open
+descriptors: of the memory, and of the producer's statm in /proc, which shows that the producer lives. So the memory is
+the same as without containers, sealed and without a name: nothing in the volume needs a size, and the memory is freed
+when the producer ends, however it ends. Only an empty socket file may be left, which the next producer removes.
 
-*Who gets it.* Both ends ask the kernel for the other's user, which must be their own. The consumer sends the nonce from
-its greeting; the socket's name is a digest of the nonce, which does not give it away.
+*Access.* Both ends ask the kernel for the other's user, which must be their own. The consumer sends the nonce from its
+greeting; the socket's name is a digest of the nonce, which does not reveal it.
 
 *Threads.* A thread of the producer waits in accept(2) and serves one consumer after the other. The consumer asks in its
 driver's thread, in the greeting. *Deadlines.* `LIMIT_S` for each message, on both sides.
@@ -38,7 +38,7 @@ _PREFIX, _SUFFIX = "kvconnector-", ".sock"
 
 
 class DescriptorServer:
-    """Gives the descriptor `fd` and one of /proc/self/statm to every process of this user that knows `nonce`, through a
+    """Sends the descriptor `fd` and one of /proc/self/statm to every process of this user that knows `nonce`, through a
     socket in `folder`, until `close`.
 
     Raises:
@@ -51,7 +51,7 @@ class DescriptorServer:
         try:
             with _opened(folder) as place:
                 _remove_stale(place)
-                # nobody may take it for stale before it listens
+                # it must not look stale before it listens
                 unfinished = place / f"{_PREFIX}{secrets.token_hex(8)}"
                 os.fchmod(self._listener.fileno(), 0o600)
                 self._listener.bind(str(unfinished))
@@ -132,7 +132,7 @@ def fetch_descriptors(folder: str, nonce: bytes, count: int) -> list[int]:
 
 @contextmanager
 def _opened(folder: str) -> Iterator[Path]:
-    """Yield a path of the folder that is short enough for a socket's address, which has 108 bytes."""
+    """Yield a path to the folder that is short enough for a socket's address, which has 108 bytes."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield Path(f"/proc/self/fd/{fd}")

@@ -23,17 +23,17 @@ def export_pools(pools: Pools, board: LeaseBoard, shared_folder: str = "") -> Po
     nothing may write them meanwhile.
 
     Args:
-        pools: what consumers may read.
-        board: says when.
-        shared_folder: if it is not empty, consumers in other containers get the memory by it.
+        pools: The pools that consumers may read.
+        board: The lease board, which says when they may.
+        shared_folder: If not empty, the folder through which consumers in other containers get the memory.
 
     Returns:
         The description, which is valid until the board is closed.
 
     Raises:
-        ConfigError: `shared_folder` is not there, or this process may not write it.
-        TransportError: pools whose description is too large, that cannot be shared (see `SharedMemory.share`), or CUDA
-            memory that has no IPC handle.
+        ConfigError: `shared_folder` does not exist, or this process may not write it.
+        TransportError: The pools' description is too large, they cannot be shared (see `SharedMemory.share`), or CUDA
+            memory has no IPC handle.
     """
     is_cuda, memory = pools.device.startswith("cuda"), board.memory
     export = PoolExport(
@@ -83,7 +83,7 @@ def _allocations_of(pools: Pools) -> tuple[IpcAllocation, ...]:
         driver.enter(torch.device(pools.device).index)
         addresses = {int(row[0]) for table in pools.tables.values() for row in table.rows}
         for address in sorted(addresses):
-            # ascending: an allocation that holds this address is the last one, or new
+            # ascending: the allocation that holds this address is the last one, or a new one
             if not found or address >= found[-1].address + found[-1].nbytes:
                 found.append(driver.allocation_of(address))
     if len(found) > MAX_ALLOCATIONS:

@@ -1,4 +1,4 @@
-"""A producer worker's export, checked against the geometry in its directory before anything is opened."""
+"""Checks a producer worker's export against the geometry in its directory, before anything is opened."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
     """Check that an export has exactly the tables of the producer's rank, all inside its memory.
 
     Raises:
-        IncompatiblePeerError: tables are missing or too many, or one has other counts than the geometry.
+        IncompatiblePeerError: There are too few or too many tables, or one has other counts than the geometry.
         RemoteProtocolError: a lease board of an impossible size, rows that are not whole, an address or a stride below
             zero, a part outside every range and allocation, or two of these that overlap.
     """
@@ -51,7 +51,7 @@ def check_export(export: PoolExport, theirs: RankGeometry) -> None:
         )
     shared: tuple[SharedRange | IpcAllocation, ...] = (*export.ranges, *export.allocations)
     places = [(each.address, each.address + each.nbytes) for each in shared]
-    # were it in two, a part could be checked in the one and read in the other
+    # if it were in two, a part could be checked in one and read in the other
     if any(second < stop for (_, stop), (second, _) in pairwise(sorted(places))):
         raise RemoteProtocolError("ranges of shared memory overlap", pid=export.pid)
     for table in export.tables:
@@ -63,7 +63,7 @@ def rows_of(table: ExportedTable) -> npt.NDArray[np.int64]:
     """Return the rows of a table, `[num_parts, 5]`.
 
     Raises:
-        RemoteProtocolError: a length that is not a multiple of a row's, or no row.
+        RemoteProtocolError: The length is no multiple of a row's, or there is no row.
     """
     width = len(PART_TABLE_COLUMNS)
     if not table.rows or len(table.rows) % (8 * width):

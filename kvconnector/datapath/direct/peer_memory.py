@@ -29,16 +29,16 @@ def map_file(export: PoolExport, shared_folder: str, opened: ExitStack) -> tuple
     """Map the file that an export names, to be read and not written.
 
     Args:
-        export: a producer's, checked.
-        shared_folder: if it is not empty, the file is looked for there alone.
-        opened: gets what unmaps the file.
+        export: A producer's export, checked.
+        shared_folder: If not empty, the only place where the file is looked for.
+        opened: Gets the callback that unmaps the file.
 
     Returns:
         The address of the file here, and for CUDA pools a descriptor for `check_alive`, else -1.
 
     Raises:
-        TransportError: another host or container, no permission, or a file that is not what a producer shares.
-        PeerLostError: there is no such process any more.
+        TransportError: Another host or container, no permission, or a file that is not what producers share.
+        PeerLostError: The process has ended.
     """
     fd, *others = _descriptors(export, shared_folder)
     for other in others:
@@ -60,11 +60,11 @@ def check_alive(statm: int, pid: int) -> None:
     """Check that CUDA memory of a process is still there, which is freed after its other memory. Its mapped file stays.
 
     Raises:
-        PeerLostError: it may be gone.
+        PeerLostError: The process may have ended.
     """
     try:
         num_pages = os.pread(statm, 32, 0)
-    except OSError:  # the process is gone altogether
+    except OSError:  # the process has ended and been reaped
         num_pages = b"0 "
     if num_pages.startswith(b"0 "):
         raise PeerLostError("the process that is read is gone", pid=pid)
@@ -75,16 +75,16 @@ def map_allocations(export: PoolExport, device: str, opened: ExitStack) -> list[
     process are there already.
 
     Args:
-        export: a producer's of CUDA pools, checked.
-        device: whose kernels read them, "cuda:0".
-        opened: gets what unmaps them.
+        export: A producer's export of CUDA pools, checked.
+        device: The device whose kernels read them, such as "cuda:0".
+        opened: Gets the callbacks that unmap them.
 
     Returns:
-        Where each allocation is here.
+        The address here of each allocation.
 
     Raises:
-        TransportError: the GPUs cannot reach each other's memory, the driver refuses, or two containers' processes
-            have one process id.
+        TransportError: The GPUs cannot reach each other's memory, the driver refuses, or processes of two containers
+            have the same process id.
     """
     import torch
 
@@ -140,7 +140,7 @@ def _descriptors(export: PoolExport, shared_folder: str) -> list[int]:
     names = [f"fd/{export.fd}", "statm"][: 2 if export.device == "cuda" else 1]
     if shared_folder:
         return fetch_descriptors(shared_folder, export.nonce, len(names))
-    # whatever the peer has there: opening it must not wait
+    # whatever file the peer has there, opening it must not wait
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
     with ExitStack() as undone:
         fds = []
@@ -168,7 +168,7 @@ def _refusal(error: OSError, export: PoolExport) -> KVConnectorError:
 def _checked_nbytes(fd: int, export: PoolExport) -> int:
     """Return a file's size. Raises OSError: it is no sealed memory. ValueError: it may shrink, or is too small."""
     if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-        # reading a page that is gone would end this process
+        # reading a page that no longer exists would end this process
         raise ValueError("it is not sealed against shrinking")
     nbytes = os.fstat(fd).st_size
     stops = [each.offset + each.nbytes for each in export.ranges]

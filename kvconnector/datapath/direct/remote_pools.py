@@ -1,4 +1,4 @@
-"""A producer worker's pools as its consumer reaches them."""
+"""A producer worker's pools, as its consumer reads them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class RemotePools:
     lease board. `export` must have passed `check_export`. `shared_folder`: see `map_file`.
 
     Raises:
-        TransportError: another host or container, no permission, other devices, or memory that cannot be mapped.
-        PeerLostError: the producer's process is gone.
+        TransportError: Another host or container, no permission, different devices, or memory that cannot be mapped.
+        PeerLostError: The producer's process has ended.
     """
 
     def __init__(self, export: PoolExport, device: str, shared_folder: str = "") -> None:
@@ -65,7 +65,7 @@ class RemotePools:
         """
         if self._statm >= 0:
             check_alive(self._statm, self._pid)
-        assert self._board  # it is open: another address would end this process
+        assert self._board  # the board is mapped: another address would end this process
         return is_valid(self._board, self._num_buckets, key, token_stop, layer_stop)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Memory that a producer worker shares with the consumers on its host: a file without a name, which both sides map.
+"""Memory that a producer worker shares with the consumers on its host: an unnamed file, which both sides map.
 
 The file begins with a page that holds a nonce, then the lease board, then the caches of a worker on the CPU. These stay
 at their addresses: their pages are replaced by pages of the file with the same content.
@@ -34,14 +34,14 @@ _CUDA_MEMORY_TYPE = 2
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _NAME = "kvconnector"
 _MOVABLE = ("/dev/zero (deleted)", f"/memfd:{_NAME} (deleted)")
-"""Shared mappings that no other program has: anonymous ones, and ours of workers that were here before."""
+"""Shared mappings that no other program has: anonymous ones, and those of earlier workers of ours."""
 
 
 class SharedMemory:
     """`nbytes` of zeros, page aligned, in `array`, and the memory that `share` adds. Other processes open it by `fd`.
 
     Raises:
-        TransportError: the kernel gives no such memory.
+        TransportError: The kernel provides no such memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -65,14 +65,14 @@ class SharedMemory:
         processes share it and do not get copies.
 
         Args:
-            ranges: `(start, stop)` addresses.
+            ranges: Addresses `(start, stop)`.
 
         Returns:
             Where the memory is in the file.
 
         Raises:
-            TransportError: pages also hold something else, are registered with a device, or are shared already, by a
-                worker that is open or with another program; or the kernel refuses.
+            TransportError: Pages also hold other data, are registered with a device, or are already shared, by an open
+                worker or with another program; or the kernel refuses.
         """
         places = []
         for start, stop in _whole_pages(ranges):
@@ -108,7 +108,7 @@ class SharedMemory:
         self._server = DescriptorServer(folder, self.fd, self.nonce)
 
     def close(self) -> None:
-        """Let no further process open the file. It stays where it is mapped. Idempotent."""
+        """Let no further process open the file. Existing mappings stay. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server.close()
@@ -134,7 +134,7 @@ class SharedMemory:
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-"""Consumers may read the caches in these: if the caches moved again, they would read what is no longer written."""
+"""Ranges whose caches consumers may read: if they moved again, consumers would read memory that nobody writes."""
 
 
 def is_of_this_process(nonce: bytes) -> bool:
@@ -199,7 +199,7 @@ def is_known_to_cuda(address: int) -> bool:
     """Returns True if an address is in memory that is registered with a GPU, counted by the kernel or not."""
     try:
         library = ctypes.PyDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-    except OSError:  # nobody here uses it
+    except OSError:  # this process does not use it
         return False
     kind = ctypes.c_uint()
     status = library.cuPointerGetAttribute(

@@ -1,8 +1,8 @@
-"""The copies of the compiled loop, as far as they do not depend on the device.
+"""The device-independent part of the compiled loop's copies.
 
-A chunk is a copy between our pools and a slot; a direct read is a copy from a peer's pools to ours. What all copies of
-a route's segment have in common is a *lane*, which is made and checked for the first read. Each read adds the tokens
-and parts that it copies: a *span* is the copies of a lane that differ in their parts only. `CpuCopies` and `CudaCopies`
+A chunk is a copy between our pools and a slot; a direct read is a copy from a peer's pools to ours. A *lane* is what
+all copies of a route's segment have in common; it is made and checked for the first read. Each read adds the tokens and
+parts that it copies: a *span* is the copies of a lane that differ in their parts only. `CpuCopies` and `CudaCopies`
 turn spans into jobs, which compiled functions carry out.
 """
 
@@ -47,9 +47,9 @@ from kvconnector_kernels.relayout.sides import CopyGeometry, check_copy
 Words: TypeAlias = npt.NDArray[np.int64]
 
 Jobs: TypeAlias = tuple[int, IdBuffer | None, Any]
-"""The address at which a compiled function finds what to copy for a read; a buffer that was lent for the read, to be
-given back once no copy is under way or will be; and memory to keep until then. At the address there is a row of words
-for each chunk, which begins with the chunk's `nbytes`, or the record of a direct read.
+"""The address at which a compiled function finds a read's copies; a buffer that was lent for the read, to be given back
+once no copy is under way or will be; and memory to keep until then. At the address there is a row of words for each
+chunk, which begins with the chunk's `nbytes`, or the record of a direct read.
 """
 
 _MAX_ROUTES = 1 << 10
@@ -67,8 +67,8 @@ def words_of(rows: npt.NDArray[np.void]) -> Words:
 
 
 SHARE_OF_MULTIPROCESSORS = 2
-"""Copies on half of the multiprocessors are within 2 % of what NVLink moves, and decode kernels beside them make three
-times the steps that they make beside copies on all. With fewer, transfers are slower and kernels hardly faster.
+"""Copies on half of the multiprocessors reach 98 % of NVLink's speed, and decode kernels beside them make three times
+as many steps as beside copies on all. With fewer, transfers are slower and kernels hardly faster.
 """
 
 
@@ -100,7 +100,7 @@ class Copies:
     """The record of a chunk in `Jobs`."""
     on_gpu: ClassVar[bool] = False
     means: ClassVar[str]
-    """How this worker reaches a peer's pools, in words for the log."""
+    """The way in which this worker reaches a peer's pools, as words for the log."""
     open_writer: Callable[[int, int], StreamWriter] | None = None
     """Makes the writer of a lease board, see `LeaseBoard`."""
     digests: Digests | None = None
@@ -134,8 +134,8 @@ class Copies:
 
     @abstractmethod
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        """Make the copies of a read from a peer's pools. The peer stated the windows there, and a router passed on the
-        blocks there, so both are checked here.
+        """Make the copies of a read from a peer's pools. The windows there come from the peer, and the blocks there
+        through a router, so both are checked here.
 
         Raises:
             RelayoutError: the read leaves the pools, or cannot be copied.
@@ -143,10 +143,10 @@ class Copies:
         """
 
     def template_of(self, src: Side, dst: Side, geometry: CopyGeometry) -> Any:
-        """Return what a lane between these sides keeps for its jobs. `geometry` has no parts and no tokens."""
+        """Return the data that a lane between these sides keeps for its jobs. `geometry` has no parts and no tokens."""
 
     def unread_jobs_of(self, source: SourceRead, slot_bytes: int) -> Jobs:
-        """Make jobs for a read that copies nothing, but receives what its producer was allowed to send."""
+        """Make jobs for a read that copies nothing, but receives the chunks that its producer may send."""
         rows = np.zeros(source.num_chunks, self.job)
         nbytes = source.chunk_nbytes + (0 if self.digests is None else DIGEST_BYTES)
         rows["nbytes"] = np.minimum(nbytes, slot_bytes)
@@ -157,10 +157,10 @@ class Copies:
         """Prepare for `make_jobs` with this very sequence, which may never come."""
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """Compile what the first packed reads would wait for."""
+        """Compile the kernels that the first packed reads would wait for."""
 
     def warm_up_reads(self) -> None:
-        """Compile what direct reads of pools like ours would wait for."""
+        """Compile the kernels that direct reads of pools like ours would wait for."""
 
     def prepare(self, remote: RemotePools) -> None:
         """Compile what the first read of these pools would wait for. Raises TransportError: they cannot be read."""
@@ -200,7 +200,7 @@ class Copies:
                 yield Span(lane, src, dst, stop - first, chunks, rows)
 
     def read_spans(self, read: RankRead, remote: RemotePools, ids: Sequence[int]) -> Iterator[Span]:
-        """Yield the spans of a read from a peer's pools, one for each segment that brings something. `ids` are the
+        """Yield the spans of a read from a peer's pools, one for each segment that is not empty. `ids` are the
         addresses at which the device reads the block ids of each group, the peer's and then ours. Raises RelayoutError:
         the read leaves the pools or blocks of either side, or the peer exported no such table.
         """
@@ -258,8 +258,7 @@ class Copies:
 
 
 Tokens: TypeAlias = tuple[int, int, int, int]
-"""Where a span's tokens are in blocks: the address of the block ids, their number, and `token_start` and `skip_tokens`
-as in `PagedSide`."""
+"""A span's tokens: address of the block ids, their number, and `token_start` and `skip_tokens` as in `PagedSide`."""
 IN_SLOT: Tokens = (0, 0, 0, 0)
 
 
@@ -272,14 +271,14 @@ class Window(msgspec.Struct, frozen=True, eq=False):
     def tokens(
         self, first: int, num_tokens: int, part_stop: int, blocks: GroupBlocks, ids: int
     ) -> Tokens:
-        """Return where the tokens of a copy are.
+        """Return the place of a copy's tokens.
 
         Args:
-            first: the first member of the segment's stripe that is copied.
-            num_tokens: number of members that are copied.
-            part_stop: the index after the last part of the segment that is copied.
-            blocks: the request's blocks in the segment's group.
-            ids: the address at which the device reads their ids.
+            first: The first member of the segment's stripe that is copied.
+            num_tokens: Number of members that are copied.
+            part_stop: The index after the last part of the segment that is copied.
+            blocks: The request's blocks in the segment's group.
+            ids: The address at which the device reads their ids.
 
         Raises:
             RelayoutError: the pool has no such parts.
@@ -314,7 +313,7 @@ class Window(msgspec.Struct, frozen=True, eq=False):
 
 class Lane(msgspec.Struct, frozen=True, eq=False):
     """What all copies of a segment from `src` to `dst` have in common. `token_bytes` are the bytes of one token of one
-    part, `template` is what the device keeps for its jobs.
+    part, `template` is the data that the device keeps for its jobs.
     """
 
     src: Window | PackedSide

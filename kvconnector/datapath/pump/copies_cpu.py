@@ -46,7 +46,7 @@ _ROWS, _IDS, _START, _SKIP = map(
     PAGED_SIDE.index, ("rows", "block_ids", "token_start", "skip_tokens")
 )
 PIECE_BYTES, SHARED_PIECE_BYTES = CALL_BYTES, CALL_BYTES // 4
-"""Bytes of a read's pieces. Pieces that threads share are short, so that no thread copies for long after the others."""
+"""Bytes of a read's pieces. Pieces that threads share are short, so that no thread copies long after the others."""
 MIN_SHARED_BYTES = 4 << 20
 """A shorter read is one piece: the thread that begins it ends it, before another that it wakes could help much."""
 _READ_WORDS, _JOB_WORDS = READ.itemsize // 8, JOB.itemsize // 8
@@ -107,7 +107,7 @@ class CpuCopies(Copies):
         return address_of(words), None, (words, held)
 
     def make_read(self, read: RankRead, remote: RemotePools) -> Jobs:
-        # numpy takes several times as long to make an array, and to say where it is
+        # numpy takes several times as long to make an array and to give its address
         held = [array("i", group.wire_ids) for group in (*read.remote_blocks, *read.blocks)]
         ids = [each.buffer_info()[0] for each in held]
         nbytes, num_helpers = read.source.total_bytes, 0

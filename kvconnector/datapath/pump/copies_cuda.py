@@ -82,11 +82,11 @@ class CudaCopies(Copies):
         super().__init__(pools, packed_sides(slot_address, slot_bytes, pools.device))
         self.max_programs = max_programs or np.iinfo(np.int32).max
         self._checked: set[int] = set()
-        # kept with their blocks, so that no others have their identity
+        # kept with their blocks, so that no other object gets their identity
         self._expected: dict[int, tuple[Sequence[GroupBlocks], IdBuffer, list[int]]] = {}
         self._launches = Launches(self._prepare, self.max_programs)
         self._cuda = load_libcuda("cuFuncGetParamInfo", "cuStreamWriteValue32_v2")
-        # declared, so that numbers need no wrapping
+        # with declared types, so that numbers need no wrapping
         pointer = ctypes.c_void_p
         self._cuda.cuCtxSetCurrent.argtypes = (pointer,)
         self._cuda.cuMemcpyHtoDAsync_v2.argtypes = (pointer, pointer, ctypes.c_size_t, pointer)
@@ -165,13 +165,13 @@ class CudaCopies(Copies):
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises
         TransportError: there is no memory for block ids.
         """
-        # the first read finds a buffer that is there already
+        # so that the first read finds a buffer
         buffer, *_ = self._ids.lend([], FREE_STREAM)
         buffer.give_back()
         return BlockIdsAt(buffer.there_address, _MAX_WINDOW_BLOCKS, self.pools.device)
 
     def warm_up(self, *, packing: bool, unpacking: bool) -> None:
-        """See `Copies`. Covers all heads of every part, and the shares of them that peers with more ranks ask for."""
+        """See `Copies`. Covers all heads of every part, and the shares of them that peers with more ranks read."""
         directions = [value for value, wanted in ((True, packing), (False, unpacking)) if wanted]
         ids = self.some_ids()
         for table in self.pools.tables.values():
@@ -230,13 +230,13 @@ class CudaCopies(Copies):
         try:
             self._expected[id(blocks)] = (blocks, *self._send_ids(blocks, FREE_STREAM))
         except (RelayoutError, TransportError):
-            return  # the read meets the same error, and reports it
+            return  # the read will get the same error, and report it
         if len(self._expected) > _MAX_EXPECTED:
             self._expected.pop(next(iter(self._expected)))[1].give_back()
 
     def _send_ids(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int]]:
-        """Send block ids to the GPU, before all further copies on a stream. What an earlier read sent to the same
-        memory and never used arrives before.
+        """Send block ids to the GPU, before all further copies on a stream. Ids that an earlier read sent to the same
+        memory and never used arrive first.
         """
         buffer, places, nbytes = self._ids.lend(blocks, stream)
         if not nbytes:

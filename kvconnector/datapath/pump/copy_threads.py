@@ -1,4 +1,4 @@
-"""Threads that help with direct reads between CPU pools, where cores are idle."""
+"""Threads that help with direct reads between CPU pools if cores are idle."""
 
 from __future__ import annotations
 

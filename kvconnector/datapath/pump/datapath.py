@@ -1,6 +1,6 @@
 """The data path of one worker: reads in, events out.
 
-*What it does.* It sends the chunks of reads to consumers, receives those that this worker asked for, and reads pools of
+*Purpose.* It sends the chunks of reads to consumers, receives those that this worker asked for, and reads pools of
 other workers on this host. Chunks move in a compiled loop that takes no GIL; Python sees where reads begin and end.
 
 *Threads.* It has none of its own, and one owner at a time: the driver's thread, but while that sleeps in `pump` or
@@ -11,17 +11,17 @@ waits for the GIL an engine's thread may become the owner by `lock.try_acquire`,
 then calls `step` until that adds nothing to `events`. In between the sessions call `sends`, `receives` and `reads`,
 through their port. In an engine's thread they do, too; it calls `poll_once` and `step`, and releases.
 
-*Who owns what.* The blocks of a read belong to it from `submit` on until the one event that ends it: `SendOver`,
-`ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or
-`ReceiveDrained` follows. Memory that UCX or a GPU may still touch is kept, by a quarantine or for as long as the
-process lives, and never handed out.
+*Ownership.* The blocks of a read belong to it from `submit` on until the one event that ends it: `SendOver`,
+`ReceiveFinished`, `ReceiveFailed` or `ReceiveStopped`. Slots are a receive's until it has finished or `ReceiveDrained`
+follows. Memory that UCX or a GPU may still touch is kept, by a quarantine or for as long as the process lives, and
+never handed out.
 
-*Clock.* `clock` is for quarantines, for reads that wait for a lease, and for how often peers are looked at. The loop
-reads the network's clock, which is the same but in tests.
+*Clock.* `clock` is for quarantines, for reads that wait for a lease, and for the pace of checks of peers. The loop
+reads the network's clock, which is the same except in tests.
 
-*What may block.* `pump` sleeps. `sends.open_endpoint`, `receives.expect_warm_up` and `reads.open` may compile kernels
-and map memory, so no engine's thread gets there: see `DriverLock.is_handshaking`. `close` waits for a GPU, with a
-deadline. Nothing else waits.
+*Blocking.* `pump` sleeps. `sends.open_endpoint`, `receives.expect_warm_up` and `reads.open` may compile kernels and map
+memory, so no engine's thread gets there: see `DriverLock.is_handshaking`. `close` waits for a GPU, with a deadline.
+Nothing else waits.
 
 *What breaks if this is changed.* The loop reads rows by their addresses. So rows may grow and jobs may go only while
 their caller owns the lock, jobs stay until their row is over, and a send's endpoint is looked up before each run.
@@ -57,7 +57,7 @@ CUDA_LOOKS_S = (10e-6, 5e-6)
 MAX_RUN_S = 0.1
 """Longest run while chunks move: after it Python looks at peers and the device."""
 MAX_LEASE_RUN_S = 1e-4
-"""Longest run while a read waits for its lease, at which Python looks."""
+"""Longest run while a read waits for its lease, which Python checks."""
 MAX_AWAITED_RUN_S = 1e-3
 """Longest run while a warm-up or the rest of a long control message is to come, at which the loop does not look."""
 
@@ -70,8 +70,8 @@ class DataPath:
     """Sends and receives over a transport, and reads from pools on this host.
 
     Consumers may read the leases on `board` out of this worker's pools, which `export` describes; both are None where
-    that is not possible or not wanted. `reads_directly` lets this worker read pools of others. What happens to reads
-    and peers goes to `events`, from where the caller takes it.
+    that is not possible or not wanted. `reads_directly` lets this worker read pools of others. Events of reads and
+    peers go to `events`, from where the caller takes them.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class DataPath:
         return f"<DataPath {state}, {self.sends!r}, {self.receives!r}, {self.reads!r}>"
 
     def step(self) -> None:
-        """Move what can move, and add what happened to `events`. Call it until nothing did."""
+        """Move everything that can move, and add the resulting events to `events`. Call it until there are none."""
         num_events = len(self.events)
         if self.sends.active:
             self.sends.poll()
@@ -118,7 +118,7 @@ class DataPath:
             self.receives.poll()
         if self.reads.active or self.reads.waiting:
             self.reads.poll()
-        # last: slots may be free again, and direct reads may have become packed ones
+        # last, because slots may be free again, and direct reads may have become packed ones
         if self.receives.waiting:
             self.receives.admit()
         if len(self.events) == num_events:
@@ -148,7 +148,7 @@ class DataPath:
             self.copies.check_device()
 
     def poll_once(self) -> bool:
-        """Begin and notice what takes microseconds. Returns True if `step` may have something to add."""
+        """Begin copies and notice ends, which takes microseconds. Returns True if `step` may have something to add."""
         if self.copies.on_gpu and self.lock.is_looping:
             return False
         self._prepared(0.0)
@@ -175,7 +175,7 @@ class DataPath:
         if self._closed:
             return
         self._closed = True
-        # in reverse, and all of it even where a device has failed
+        # in reverse order, and completely even if a device has failed
         with ExitStack() as stack:
             stack.callback(self.state.close)
             stack.callback(self.transport.close)
@@ -197,7 +197,7 @@ class DataPath:
         return bool(is_active) or self.sends.slots.num_busy > 0
 
     def _prepared(self, timeout_s: float) -> float:
-        """Do what the loop takes for granted. Returns for how long at most it can do without Python."""
+        """Prepare a run of the loop. Returns the longest time that it can do without Python."""
         if self.receives.promised:
             self.receives.begin()
         if self.sends.active:
@@ -214,12 +214,12 @@ class DataPath:
         return min(timeout_s, MAX_RUN_S) if rows or self.sends.may_hold_slots else timeout_s
 
     def _is_handshaking(self) -> bool:
-        """Returns True while a peer is greeted. For the owner alone; any thread may read what it found last."""
+        """Returns True while a peer is greeted. For the owner only; any thread may read its last result."""
         self.lock.is_handshaking = bool(self.warm_ups)
         return self.lock.is_handshaking
 
     def _check_peers(self, now_s: float) -> None:
-        """Take the ends of warm-up messages, and look for lost peers."""
+        """Collect the ends of warm-up messages, and look for lost peers."""
         self._next_check_s = now_s + MAX_RUN_S
         for completion in self.transport.progress(others_move=self.uses_network):
             end = self.warm_ups.pop(completion.ticket, None)
