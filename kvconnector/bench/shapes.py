@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from kvconnector.bench.sizes import parse_numbers
 from kvconnector.cache.specs import DType
-from kvconnector.errors import ConfigError
+from kvconnector.errors import ConfigError, require_counts
 from kvconnector.ids import Rank
 from kvconnector.layout.watermark import MAX_LAYERS
 from kvconnector.planning import Keeps, Retention, retention_named
@@ -88,6 +88,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 "num_layers is out of range", num_layers=self.num_layers, max_layers=MAX_LAYERS
             )
+        require_counts(ConfigError, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
         if self.is_mla and self.num_kv_heads != 1:
             raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
         DType(self.dtype)

@@ -196,10 +196,15 @@ class Scheduler:
         Raises:
             RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
             IncompatiblePeerError: they are for another number of cache groups.
-            LocalError: this engine is a producer, the request is queued already, or its blocks are held.
+            LocalError: this engine is a producer, the request is queued already, its blocks are held, or no order can
+                carry its id.
         """
         if kv_transfer_params is None:
             return
+        try:
+            str.encode(request_id)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise LocalError("no order can carry this request's id", request=request_id) from error
         if not isinstance(kv_transfer_params, Mapping):
             raise RemoteProtocolError(
                 "kv_transfer_params must be a mapping",

@@ -108,6 +108,7 @@ def test_plan_says_which_tokens_ranks_that_share_them_read(kvconnector):
         ("plan --chunk 10B", "chunk_bytes=10"),
         ("plan --tokens 0", "tokens=0"),
         ("plan --mla --kv-heads 2", "num_kv_heads=2"),
+        (f"plan --kv-heads {10**20}", f"num_kv_heads={10**20}"),
         ("plan --dtype bfloat17", "'bfloat17'"),
         ("bench transfer --peer moon", "'moon'"),
         ("bench relayout --device tpu", "'tpu'"),

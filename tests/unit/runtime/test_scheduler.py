@@ -120,6 +120,14 @@ def test_mistakes_are_refused_before_anything_changes(scheduler):
         scheduler.load("w", blocks=[[1, 2]], num_tokens=3)
 
 
+@pytest.mark.parametrize("request_id", [7, b"r", "\ud800"], ids=ascii)
+def test_an_id_that_no_order_can_carry_is_refused_alone(scheduler, producer, request_id):
+    for half, params in ((scheduler, PARAMS), (producer, STREAMED)):
+        with pytest.raises(LocalError, match="this request's id"):
+            half.on_new_request(request_id, params)
+        assert half.build_step().orders == ()
+
+
 def test_a_name_that_is_used_again_within_a_step_belongs_to_the_new_request(scheduler):
     """The old request's end comes before the new one's beginning, even if the workers have had no order for either."""
     scheduler.on_new_request("w", PARAMS)
