@@ -268,11 +268,12 @@ class Outbox:
             self._bell.release()
 
     def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> bool:
-        """Returns True if the order withdraws an incomplete lease."""
+        """Returns True if the order withdraws an incomplete lease on blocks."""
         # a complete lease goes on until its end is reported
         if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
             if isinstance(order, WithdrawRequest):
-                return self._leases.pop(order.request_id, None) is not None
+                lease = self._leases.pop(order.request_id, None)
+                return lease is not None and any(group.num_blocks for group in lease.blocks)
             self._leases[order.request_id] = order
         return False
 

@@ -1,10 +1,11 @@
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from kvconnector.errors import KVConnectorError
 from kvconnector.ids import EngineAddress
-from kvconnector.layout import Watermark
+from kvconnector.layout import GroupBlocks, Watermark
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.session.orders import (
     DropRequest,
@@ -113,6 +114,16 @@ def test_refused_orders_end_the_requests_that_the_engine_waits_for():
     assert output.failed_sending == {"r": "KVConnectorError: asleep"}
     assert output.finished_sending == {"r"}
     assert output.begun == {"f"}
+
+
+def test_prompts_that_are_withdrawn_from_their_blocks_are_named():
+    """The engine fills only blocks anew, and waits for none of a queued prompt."""
+    outbox = Outbox()
+    outbox.expect(
+        [grown("queued"), replace(grown("begun"), blocks=(GroupBlocks.of([1]),)), hold("held")]
+    )
+    withdrawn = [WithdrawRequest(name) for name in ("queued", "begun", "held", "unknown", "begun")]
+    assert outbox.expect(withdrawn) == ["begun"]
 
 
 def test_abandoned_requests_end_and_loads_among_them_do_not_count():
