@@ -1,4 +1,4 @@
-"""Warnings that may come in bursts: a few of each kind are logged a minute, and the next one counts the others."""
+"""Warnings that may come in bursts: a few of each kind are logged per minute, and the next one counts the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 LOG_INTERVAL_S = 60.0
 MAX_KEYS = 256
-"""Kinds that are counted apart. All others share one entry, so that many kinds cost no memory."""
+"""Number of kinds that are counted separately. All others share one entry, so that many kinds cost no memory."""
 _OTHERS = "others"
 
 
@@ -63,13 +63,13 @@ class FoldedLog:
 
 
 class Refusals(FoldedLog):
-    """What peers and strangers were refused. `counts` are by reason."""
+    """Refusals of peers and strangers. `counts` are by reason."""
 
     def __init__(self, logger: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(logger, clock)
         self.counts: Counter[str] = Counter()
 
     def note(self, peer: str, reason: str, details: object, times: int = 1) -> None:
-        """Count a refusal, and log it unless `peer` had one logged within the last minute."""
+        """Count a refusal, and log it unless one of `peer` was logged within the last minute."""
         self.counts[reason] += times
         self.warn(peer, f"refused {peer}: {reason}: {details}", times)

@@ -8,7 +8,7 @@ from typing import NamedTuple, NewType
 import msgspec
 
 EngineId = NewType("EngineId", str)
-"""The operator's or the engine's name for one engine (all its ranks). Stable over restarts."""
+"""The operator's or the engine's name for one engine (all its ranks). Stable across restarts."""
 
 Incarnation = NewType("Incarnation", str)
 """128 random bits (hex), drawn at every engine start: distinguishes a restarted engine from its predecessor."""
@@ -39,10 +39,10 @@ class EngineAddress(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def new_incarnation() -> Incarnation:
-    """A new incarnation."""
+    """Draw a new incarnation."""
     return Incarnation(secrets.token_hex(16))
 
 
 def new_secret() -> str:
-    """A new transfer secret: 128 random bits (hex) that a consumer must present to read."""
+    """Draw a new transfer secret: 128 random bits (hex) that a consumer must present to read."""
     return secrets.token_hex(16)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SLOTS = 16
 WARM_UP_BYTES = 1 << 20
-"""Bytes of a warm-up message, and so of scratch memory, where slots are not smaller."""
+"""Bytes of a warm-up message, and so of scratch memory, unless slots are smaller."""
 
 
 def slots_within(budget_bytes: int, slot_bytes: int, directions: int) -> int:
@@ -103,7 +103,7 @@ class SlotPool:
         self.rows["address"][slot], self.rows["state"][slot] = memory[1], r.FREE
 
     def end_quarantines(self) -> None:
-        """Use memory again whose quarantine is over, first for slots without memory."""
+        """Reuse memory whose quarantine is over, first for slots without memory."""
         quarantined, self._quarantined = self._quarantined, []
         for is_over, memory in quarantined:
             if is_over():
@@ -138,7 +138,7 @@ def _allocate(nbytes: int, device: str) -> tuple[object, int]:
             # PyTorch's expandable segments cannot be mapped by a peer: UCX would copy through host memory
             memory = CudaDriver().allocate(int(device.partition(":")[2] or 0), nbytes)
             return memory, memory.address
-        # present from the start: no request pays for page faults, and the process does not grow under load
+        # resident from the start: no request pays for page faults, and the process does not grow under load
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         array = np.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=np.uint8)
     except (OSError, ValueError, OverflowError) as exc:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 T = TypeVar("T", Counter, Gauge, Histogram)
 
 FRESH_S = 2.0
-"""How long a worker's report on a load under way stays valid. Workers report twice a second."""
+"""Seconds for which a worker's report on a load under way stays valid. Workers report twice a second."""
 TIME_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0, 30.0)
 
 

@@ -29,7 +29,7 @@ class RequestSpans:
         self._headers: dict[str, Mapping[str, str]] = {}
 
     def on_new_request(self, request_id: str, headers: Mapping[str, str] | None) -> None:
-        """Note a queued request's headers, which may have a W3C `traceparent`, for the last `MAX_REQUESTS` requests."""
+        """Keep a queued request's headers, which may have a W3C `traceparent`, for the last `MAX_REQUESTS` requests."""
         if headers:
             self._headers[request_id] = headers
             if len(self._headers) > MAX_REQUESTS:

@@ -1,4 +1,4 @@
-"""What the loop calls to append and check the digests of chunks, for `verify=checksum`."""
+"""The functions with which the loop appends and checks the digests of chunks, for `verify=checksum`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Digests:
     """XXH3 of 64 bits, as compiled in the package xxhash, for chunks in slots of `slot_bytes` on `device`.
 
     Raises:
-        ConfigError: the package xxhash is not installed, or does not show this function.
+        ConfigError: The package xxhash is not installed, or does not export this function.
         TransportError: the CUDA driver is missing, or gives no pinned memory.
     """
 

@@ -18,13 +18,13 @@ from kvconnector_kernels.pump.driver_lock import (
 _NS_PER_MS = 1_000_000
 _NS_PER_US = 1_000
 _GRACE_NS = 30_000
-"""An engine that asks for something and then waits for it is there within this, and needs no other thread."""
+"""An engine that gives an order and then waits for it comes within this time, and needs no other thread."""
 _TENURE_NS = _NS_PER_MS
-"""The driver's thread that has worked in Python for this long leaves the GIL to others for `_LEAVE_US`. A thread that
-wakes because the GIL was free for a moment, and finds it taken again, waits for another 5 ms, each time."""
+"""A driver's thread that has worked in Python for this long leaves the GIL to others for `_LEAVE_US`. A thread that
+wakes because the GIL was free for a moment, and finds it taken again, waits another 5 ms, each time."""
 _LEAVE_US = 100
 _LONG_GIL_WAIT_NS = _NS_PER_MS // 2
-"""Above this an engine is there sooner, if it polls, than the driver's thread can have the GIL."""
+"""Above this wait an engine that polls comes sooner than the driver's thread gets the GIL."""
 _LONG_STEP_NS = 5 * _NS_PER_MS
 """The interpreter takes the GIL from a thread that computes for this time without a poll."""
 _GIL_WAITS, _INLINE_TURNS = 4, 64
@@ -54,7 +54,7 @@ class DriverLock:
         self._numbers = state.numbers
         self._gil_wait_ns = self._polled_ns = self._poll_interval_ns = self._entered_ns = 0
         self._numbers[_GRACE] = _GRACE_NS
-        # compile what an engine's thread would have to wait for in its first request
+        # compile the functions that an engine's thread would have to wait for in its first request
         self.notify()
         self.clear_pending()
         release_inline(state.address)
@@ -87,11 +87,11 @@ class DriverLock:
         self._poll_interval_ns, self._polled_ns = now_ns - self._polled_ns, now_ns
         if self.is_handshaking:
             return False
-        # out of the loop the driver's thread is at work, or it waits for the GIL and no thread looks at anything
+        # outside the loop the driver's thread works, or it waits for the GIL and no thread looks for work
         return bool(self._words[_PENDING]) or not self._words[_LOOPING]
 
     def notify(self) -> bool:
-        """There is something to do. Returns True if the driver's thread sees it by itself."""
+        """Report that there is work. Returns True if the driver's thread sees it by itself."""
         return bool(notify(self._state.address))
 
     def try_acquire(self, limit_s: float) -> bool:
@@ -101,7 +101,7 @@ class DriverLock:
         return bool(try_acquire(self._state.address, r.INLINE, limit_ns, thread))
 
     def clear_pending(self) -> None:
-        """The owner is about to do all that there is to do."""
+        """Clear `pending`: the owner is about to do all the work."""
         self._words[_PENDING] = 0
 
     def release(self, limit_s: float) -> None:
@@ -121,8 +121,8 @@ class DriverLock:
         return r.DRIVER
 
     def acquire_again(self) -> None:
-        """The driver's thread has left the loop and has the GIL. While it waited for that, others could take what is
-        pending.
+        """Acquire the lock again in the driver's thread, which has left the loop and has the GIL. While it waited for
+        that, others could take pending work.
 
         A thread that waits for the GIL slows down the one that has it: a busy engine that polls often is waited for in
         the loop.

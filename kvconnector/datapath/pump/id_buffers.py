@@ -44,14 +44,14 @@ class IdBuffers:
     def lend(self, blocks: Sequence[GroupBlocks], stream: int) -> tuple[IdBuffer, list[int], int]:
         """Lend a buffer that nothing else uses until it is given back, with the ids of `blocks` on the host.
 
-        What was sent to it before and never used comes before what is sent next.
+        Ids that were sent to it earlier and never used arrive before those that are sent next.
 
         Args:
-            blocks: the blocks of each group.
-            stream: the stream that will use the buffer.
+            blocks: The blocks of each group.
+            stream: The stream that will use the buffer.
 
         Returns:
-            The buffer, where the ids of each group will be on the device, and the bytes that all ids take.
+            The buffer, the addresses of each group's ids on the device, and the bytes that all ids take.
         """
         places, nbytes = [0], 0
         for group in blocks:

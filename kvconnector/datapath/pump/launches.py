@@ -1,4 +1,4 @@
-"""Launches on a GPU as jobs of the loop: prepared once for all copies that are alike, and filled in for each."""
+"""Launches on a GPU as jobs of the loop: prepared once for all similar copies, and filled in for each."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class Launches:
         """Write the jobs of a span's chunks.
 
         Args:
-            words: the jobs of all chunks of a read, `[chunk, word]`.
-            span: what is copied.
-            stream: the handle of the stream on which it is copied.
-            max_uncapped_bytes: a job of at most this size may have any number of programs.
+            words: The jobs of all chunks of a read, `[chunk, word]`.
+            span: The copies.
+            stream: The handle of the stream on which they run.
+            max_uncapped_bytes: A job of at most this size may have any number of programs.
 
         Raises:
-            RelayoutError: see `prepare_launch`.
+            RelayoutError: See `prepare_launch`.
         """
         job, lane = self._job(span), span.lane
         further = span.src[2] - job.starts[0], span.dst[2] - job.starts[1]
@@ -138,7 +138,7 @@ def _word(launch: PreparedLaunch, name: str) -> int:
 
 
 def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
-    """Return what each further token adds to the strides of a slot."""
+    """Return the amounts that each further token adds to the strides of a slot."""
     paged = lane.src if isinstance(lane.src, Window) else lane.dst
     assert isinstance(paged, Window)  # no copy is between two slots
     shape = paged.table.head_dim, paged.table.item_size_bytes
@@ -149,7 +149,7 @@ def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
 
 
 def windows_of(block_size: int) -> list[tuple[int, int]]:
-    """Return first tokens and numbers of tokens that between them need all kernels: whole tiles and others, aligned and
+    """Return first tokens and numbers of tokens that together need all kernels: whole tiles and others, aligned and
     not. Chunks in the order HDN may need more, since their rows are only aligned as their number of tokens is.
     """
     return [(0, block_size), (1, block_size), (0, 1)]

@@ -36,15 +36,15 @@ def open_datapath(
     """Open a worker's data path over `transport`, with as many slots as fit the staging budget.
 
     Args:
-        config: the worker's settings.
-        pools: its registered caches.
-        transport: to and from other workers, which the data path closes.
-        clock: in seconds, see `DataPath`.
+        config: The worker's settings.
+        pools: Its registered caches.
+        transport: The transport to other workers, which the data path will close.
+        clock: Returns seconds, see `DataPath`.
 
     Raises:
-        ConfigError: one token of one part of some layer does not fit a chunk, what checks chunks is not installed, or
-            `paths.shared_folder` cannot be used.
-        TransportError: the device lacks what copies need.
+        ConfigError: One token of one part of some layer does not fit into a chunk, the package that checks chunks is
+            not installed, or `paths.shared_folder` cannot be used.
+        TransportError: The device lacks features that copies need.
     """
     device, is_checked = pools.device, config.verify == "checksum"
     chunk_bytes = _chunk_bytes(config, pools)

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_READS = 16
-"""Direct reads under way at a time: their copies share one thread or one stream, so more would only be slower each."""
+"""Most direct reads under way at a time: copies share one thread or stream, so more would slow each other down."""
 MAX_PATIENCE_S = 20e-3
-"""Seconds that a read waits for its lease to be published, or for the producer's kernels to fill its blocks. Then it
-asks the producer to send it, which waits itself."""
+"""Seconds that a read waits for its lease to be published, or for the producer's kernels to fill its blocks. After that
+the producer is asked to send it, and waits itself."""
 
 
 class DirectReads(Programs[RankRead]):
-    """All direct reads of one worker, unless it has no direct path. `paths` says where pools are found, and whether the
-    log warns if they cannot be read.
+    """All direct reads of one worker, unless it has no direct path. `paths` says where pools are found, and if the log
+    warns when they cannot be read.
     """
 
     def __init__(self, path: DataPath, paths: PathsConfig, *, is_enabled: bool) -> None:
@@ -50,8 +50,8 @@ class DirectReads(Programs[RankRead]):
         self._fence_addresses = addresses_of(self._fences).tolist()
 
     def open(self, link: Link, export: PoolExport) -> str:
-        """Open a producer worker's pools for direct reads at `link`. Returns how they are reached, in words for the
-        log.
+        """Open a producer worker's pools for direct reads at `link`. Returns the way in which they are reached, as
+        words for the log.
 
         Raises:
             TransportError, PeerLostError: they cannot be reached.
@@ -82,7 +82,7 @@ class DirectReads(Programs[RankRead]):
         self._close_if_unread(link)
 
     def submit(self, read: RankRead) -> None:
-        """Copy a read from the producer's pools, once its lease is published. If they are not open, or the lease comes
+        """Copy a read from the producer's pools, once its lease is published. If they are not open, or the lease is
         late, the producer sends it: see `Receives.submit`. Events follow as there, but no `ReceivePosted`; a read fails
         with `LeaseExpiredError` if its lease ended meanwhile.
         """
@@ -94,7 +94,7 @@ class DirectReads(Programs[RankRead]):
         try:
             read.jobs = path.copies.make_read(read, remote)
         except (RelayoutError, KVConnectorError) as error:
-            # the producer knows better what is wrong, and reports it
+            # the producer knows the reason, and reports it
             logger.debug("read %s is sent: %s", read.read_id, error)
             path.receives.submit(read)
             return
@@ -150,7 +150,7 @@ class DirectReads(Programs[RankRead]):
             self.path.receives.stop(read)
 
     def poll(self) -> None:
-        """Report how far reads have come, and begin waiting ones that may begin now, the oldest first."""
+        """Report the progress of reads, and begin waiting ones that may begin now, the oldest first."""
         for read in list(self.active.values()):
             row = self.values(read)
             if row["phase"] == r.OVER:
@@ -185,7 +185,7 @@ class DirectReads(Programs[RankRead]):
             if row["error_kind"] != r.NO_ERROR:
                 what = "the GPU does not take a read of the producer's pools"
                 raise TransportError(what, status=row["error_value"])
-            # not up to which token: the first look saw that, and a watermark may be in the middle of a write
+            # without the token: the first look checked it, and a watermark may be in the middle of a write
             if row["all_begun"] and not link.pools.is_published(read.lease_key, 0, 0):
                 raise LeaseExpiredError("the lease ended while its blocks were read")
         except KVConnectorError as raised:
@@ -202,7 +202,7 @@ class DirectReads(Programs[RankRead]):
             self._close_if_unread(link)
 
     def _drop(self, read: RankRead) -> None:
-        """Let go of a read that has not begun, and will not."""
+        """Drop a read that has not begun, and will not."""
         self.forget(read)
         link = read.worker.link
         link.pools.num_reads -= 1

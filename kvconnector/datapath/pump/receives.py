@@ -38,7 +38,7 @@ def new_tags() -> int:
     """Return the first of `MAX_CHUNKS` tags for one read or for warm-up messages, which no stranger can guess.
 
     Anyone who reaches the transport's port can send to it, but the tags of receives travel in authenticated messages
-    only. A block of tags that was drawn before is as unlikely to come again.
+    only. It is as unlikely that a block of tags is drawn twice.
     """
     return randbits(_BLOCK_BITS) << CHUNK_TAG_BITS
 
@@ -46,14 +46,14 @@ def new_tags() -> int:
 class Receives(Programs[RankRead]):
     """All receives of one worker. They get slots in the order in which they were submitted.
 
-    A receive gets its slots, at most `window`, when it begins, and keeps them. So a receive is posted for everything
+    A receive gets its slots, at most `window`, when it begins, and keeps them. So a receive is posted for every chunk
     that its producer may send, and no two workers can wait for each other's slots. It begins in two phases, since the
     producer needs only slots and tags: `admit` promises these, and `begin` makes the copies while the producer is
-    already at work. A message that comes before its receive is posted waits in UCX, mostly as a header alone.
+    already at work. A message that arrives before its receive is posted waits in UCX, mostly as just a header.
 
-    The network writes slots only: once a receive is stopped and its copies have ended, its blocks are free, whatever
-    still arrives. A cancelled operation that does not end within `peer.timeout_s` loses its slot: the network keeps the
-    memory for as long as it may write there, and the slot gets other memory.
+    The network writes slots only: once a receive is stopped and its copies have ended, its blocks are free, even if
+    chunks still arrive. A cancelled operation that does not end within `peer.timeout_s` loses its slot: the network
+    keeps the memory for as long as it may write there, and the slot gets other memory.
     """
 
     def __init__(self, path: DataPath, config: ConnectorConfig, slots: SlotPool) -> None:
@@ -77,7 +77,7 @@ class Receives(Programs[RankRead]):
     def expect_warm_up(
         self, link: Link, nbytes: int = WARM_UP_BYTES, count: int = 1
     ) -> tuple[int, int]:
-        """Post receives for `count` warm-up messages by `link`, whose bytes mean nothing. `WarmedUp` follows the last.
+        """Post receives for `count` warm-up messages of a link, whose bytes mean nothing. `WarmedUp` follows the last.
 
         Returns:
             The tag of the first message, one less than that of the next; and the bytes of each, at most `nbytes`.
@@ -129,7 +129,7 @@ class Receives(Programs[RankRead]):
         """
         read.limit = min(read.limit, sent_chunks or 0)
         if read not in self:
-            return  # it is over, or has no row yet
+            return  # the read is over, or has no row yet
         row = self.rows[read.row]
         row["limit"] = min(int(row["limit"]), read.limit)
         for slot in self._posted(read):
@@ -180,7 +180,7 @@ class Receives(Programs[RankRead]):
             )
 
     def poll(self) -> None:
-        """Report how far the receives have come."""
+        """Report the receives' progress."""
         for read in list(self.active.values()):
             row = self.values(read)
             unpacked, num_chunks, phase = row["num_unpacked"], row["num_chunks"], row["phase"]
@@ -198,7 +198,7 @@ class Receives(Programs[RankRead]):
 
     def refresh(self) -> None:
         """Take the slots from cancelled operations that do not end. Drop messages that belong to no read: UCX would
-        keep them for a receive, however many a peer sends.
+        keep all of them for a receive, no matter how many.
         """
         awaited = {read.first_tag for read in self._with_slots()}
         count = self._transport.discard_unexpected(awaited, -MAX_CHUNKS)
@@ -233,7 +233,7 @@ class Receives(Programs[RankRead]):
         return self._transport.adopt(request, read.first_tag, self.slots.buffer(slot), None)
 
     def _posted(self, read: RankRead) -> list[int]:
-        """Return the slots in which a read awaits a chunk that its peer does not send."""
+        """Return the slots in which a read awaits a chunk that its peer will not send."""
         slots = self.slots.rows
         posted = (
             (slots["state"] == r.POSTED)

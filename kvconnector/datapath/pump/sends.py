@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GPU_LANES = ("cuda_ipc", "rc_", "dc_", "gga_", "srd")
-"""Beginnings of the names of lanes that move GPU memory without a copy in host memory."""
+"""Prefixes of the names of lanes that move GPU memory without a copy in host memory."""
 _PHASES = ("pack", "packing_ns", "packed_ns"), ("wire", "sending_ns", "sent_ns")
 """Names of phases, and of the fields with the times at which they began and ended; 0 if they have not begun."""
 FIRST_PASSES = 4
@@ -121,7 +121,7 @@ class Sends(Programs[Send]):
             window=send.read.window,
             owner=send.link.endpoint,
         )
-        # the consumer waits for the first chunk, and Python goes on for a while before it enters the loop
+        # the consumer waits for the first chunk, and Python would run for a while before it enters the loop
         self.refresh_endpoints()
         path.begin(FIRST_PASSES if path.copies.on_gpu else 1)
 
@@ -148,7 +148,7 @@ class Sends(Programs[Send]):
             logger.info("packed reads by a consumer travel over %s", lanes)
 
     def refresh(self) -> None:
-        """Quarantine the slots of failed operations, and look at the endpoints: their peers may be lost."""
+        """Quarantine the slots of failed operations, and check the endpoints, whose peers may be lost."""
         self._take_failed()
         self.slots.end_quarantines()
         self.refresh_endpoints()
@@ -180,11 +180,11 @@ class Sends(Programs[Send]):
 
     def _fail(self, link: Link, error: KVConnectorError) -> None:
         self._give_up(link, error)
-        if link.endpoint:  # else we closed it ourselves
+        if link.endpoint:  # otherwise we closed it ourselves
             self.path.events.append(ev.LinkLost(link, error))
 
     def _give_up(self, link: Link, error: KVConnectorError) -> None:
-        """Stop the sends to a consumer. UCX may still read slots in flight to it: their memory is quarantined."""
+        """Stop the sends to a consumer. UCX may still read slots in flight to it, so their memory is quarantined."""
         slots = self.slots.rows
         for send in self.active.values():
             if send.link is link:

@@ -1,4 +1,4 @@
-"""The record that the compiled loop works on, the memory that it points to, and what its results mean.
+"""The record that the compiled loop works on, the memory that it points to, and the meaning of its results.
 
 The structs of libucp are laid out by offset: `transport.ucx` loads only versions whose headers say the same.
 """
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 NS_PER_S = 1_000_000_000
 LOOK = r.NOBODY
-"""The `RUN` of one look at everything that keeps the GIL and the lock: the loop takes its owner for one inline."""
+"""The `RUN` of a single pass that keeps the GIL and the lock: to the loop its owner is inline."""
 _PATIENCE_NS = 2_000_000
-"""A consumer mostly confirms a read within this after its last chunk: one turn of the driver sees to both."""
+"""A consumer mostly confirms a read within this time after its last chunk, so one turn of the driver handles both."""
 _RUN_WORDS = r.RUN.itemsize // 8
 _POLL_FD = np.dtype([("fd", "<i4"), ("events", "<i2"), ("revents", "<i2")])
 _POLLIN = 1
@@ -74,8 +74,8 @@ def error_of(row: Mapping[str, int], transport: UcxTransport) -> KVConnectorErro
 class LoopState:
     """A `STATE` and all that it points to, except for the rows of reads and slots.
 
-    `pace_s`: for how long the loop spins after something moved, how often it looks at descriptors, and how often at
-    what is under way, in seconds.
+    `pace_s`, in seconds: how long the loop spins after something moved, and the pauses between looks at descriptors and
+    at work under way.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LoopState:
     def watch(self, owner: int, fds: tuple[int, ...]) -> None:
         """End an owner's runs when one of these descriptors of the caller's is readable."""
         self.watched[owner] = fds
-        # poll(2) passes over a negative descriptor: only the driver is woken
+        # poll(2) skips a negative descriptor: only the driver is woken
         wake_fd = self.wake_fd if owner == r.DRIVER else -1
         watched = (self._transport_fd, wake_fd, *fds)
         poll_fds = self._poll_fds[owner] = np.zeros(len(watched), _POLL_FD)
@@ -149,7 +149,7 @@ class LoopState:
 
 def _request_params(recv_info: npt.NDArray[np.int64], *, on_gpu: bool) -> list[Any]:
     """Return the parameters of sends, and of receives that leave tag and length in `recv_info`."""
-    # which device a pointer is on is known for host memory only: UCX wants to know a GPU by more than its kind
+    # a pointer's device is stated for host memory only: UCX identifies a GPU by more than its kind
     known = 0 if on_gpu else abi.OP_FIELD_MEMORY_TYPE
     return [
         abi.RequestParam(

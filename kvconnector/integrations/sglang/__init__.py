@@ -23,7 +23,7 @@ def register() -> None:
     """Add `kvconnector` to SGLang's transfer backends.
 
     Raises:
-        ConfigError: this version of SGLang lacks the hooks for that.
+        ConfigError: This version of SGLang lacks the hooks for that.
     """
     try:
         from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def _class_of(original: Callable[[Any, Any], Any], backend: Any, class_type: Any) -> Any:
-    """Return the class that SGLang asks for. Raises ConfigError: `KNOWN_VERSIONS` lacks this version of SGLang."""
+    """Return the class that SGLang requests. Raises ConfigError: `KNOWN_VERSIONS` lacks this version of SGLang."""
     if backend.value != NAME:
         return original(backend, class_type)
     if version("sglang") not in KNOWN_VERSIONS:

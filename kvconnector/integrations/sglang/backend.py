@@ -1,4 +1,4 @@
-"""The classes that SGLang asks a transfer backend for. Only this file imports SGLang's transfer interface.
+"""The classes that SGLang requires of a transfer backend. Only this file imports SGLang's transfer interface.
 
 `transfers.py` has the life of a request. `send_metadata` passes neither the prompt's length nor the window's, so on the
 decode side a hook notes both on the receiver first.
@@ -47,7 +47,7 @@ class KVManager(RankTransfers, BaseKVManager):
     """One rank's caches and transfers. SGLang passes the same arguments to all backends.
 
     Raises:
-        KVConnectorError: a setting is wrong, or this deployment's caches cannot be transferred.
+        KVConnectorError: A setting is wrong, or this deployment's caches cannot be transferred.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class KVManager(RankTransfers, BaseKVManager):
             HookRegistry.apply_hooks()
 
     def register_to_bootstrap(self) -> None:
-        """Do nothing: rank 0 of a prefill engine has started the directory service by now."""
+        """Do nothing: rank 0 of a prefill engine has already started the directory service."""
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Return True at once: workers greet a prefill engine, and compare geometries, with the first request."""
@@ -129,14 +129,14 @@ CLASSES = {
 
 
 def note_length(queue: Any, decode_req: Any, kv_indices: Any, *_: object, **options: Any) -> None:
-    """Note a prompt's length, window and stream on its receiver: a hook before `_send_kv_metadata`.
+    """Record a prompt's length, window and stream on its receiver: a hook before `_send_kv_metadata`.
 
     `kv_indices` has one entry for each token after the cached prefix, which has `decode_prefix_len` tokens.
     """
     receiver, scheduler = decode_req.kv_receiver, queue.scheduler
     receiver.num_tokens = len(kv_indices) + (options.get("decode_prefix_len") or 0)
     receiver.window_tokens = scheduler.sliding_window_size
-    # a step that overlapped scheduling has still in flight may write to blocks that were freed since
+    # a step that overlapped scheduling still has in flight may write to blocks that have been freed since
     receiver.stream = scheduler.forward_stream if scheduler.enable_overlap else None
 
 
@@ -168,7 +168,7 @@ def _facts(server_args: Any) -> dict[str, object]:
         "dcp_size": parallel.attn_dcp_size,
         "enable_kv_cache_sharding": parallel.enable_kv_cache_sharding,
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
-        # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are moved
+        # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",

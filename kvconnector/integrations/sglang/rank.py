@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUIESCE_S = 30.0
-"""How long SGLang waits for transfers to end before it releases the pools' memory."""
+"""Seconds that SGLang waits for transfers to end before it releases the pools' memory."""
 GIVEN_UP = "TransferAbortedError: the decode engine gave it up, or its room was used before"
 
 

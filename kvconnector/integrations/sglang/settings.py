@@ -74,7 +74,7 @@ def connector_config(
 
 
 class PrefillEngines:
-    """Where the directory services of prefill engines are, and their public keys, from key files that are read once.
+    """The addresses of prefill engines' directory services, and their public keys, from key files that are read once.
 
     Args:
         config: This engine's settings.

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 10.0
-"""How long `failure_exception` waits for the worker to stop using a failed request's blocks."""
+"""Seconds that `failure_exception` waits for the worker to stop using a failed request's blocks."""
 WAIT_S = 0.01
 
 
@@ -135,7 +135,7 @@ class RoomTransfer:
             self._fail(error)
 
     def failure_exception(self) -> NoReturn:
-        """End the request on this rank, whichever rank failed, and raise its error once nothing uses the blocks.
+        """End the request on this rank, no matter which rank failed, and raise its error once nothing uses the blocks.
 
         Raises:
             KVConnectorError: this rank's error, or a `RemoteError` if only another rank failed.
@@ -182,7 +182,7 @@ class SentPrompt(RoomTransfer):
         self._grow()
 
     def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
-        """Note the request's row of metadata."""
+        """Record the request's row of metadata."""
         self._row = aux_index or 0
 
     def should_send_kv_chunk(self, num_pages: int, last_chunk: bool) -> bool:
@@ -300,7 +300,7 @@ class LoadedPrompt(RoomTransfer):
 
 
 def transfer_names(room: int) -> tuple[str, str]:
-    """Return the name and the secret of a room's transfer. Both sides derive them, as a router passes the room alone.
+    """Return the name and the secret of a room's transfer. Both sides derive them, since a router passes only the room.
 
     The secret is as hard to guess as the room, for which a router draws 63 random bits.
     """
