@@ -14,13 +14,13 @@ from typing import Protocol
 from kvconnector.errors import ConfigError, GeometryError
 from kvconnector.layout.views import KVView
 
-# All differ, also from twice the head size, so that an axis of a probed shape is known by its size. Some backends
+# All differ, also from twice the head size, so that a probed shape's axes are known by their sizes. Some backends
 # refuse block sizes that are not multiples of 16 or 128, or unusual head sizes.
 _PROBE_BLOCKS, _PROBE_TOKENS, _PROBE_HEADS, _PROBE_DIM = 1009, 256, 12, 64
 
 
 class AttentionBackend(Protocol):
-    """What an engine's attention backend states about its cache, with vLLM's method names."""
+    """An engine's attention backend, which states its cache's shape and order, with vLLM's method names."""
 
     def get_kv_cache_shape(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
@@ -30,7 +30,7 @@ class AttentionBackend(Protocol):
     def get_kv_cache_stride_order(
         self, include_num_layers_dimension: bool = False
     ) -> tuple[int, ...]:
-        """Return the logical axes in memory order, slowest first; with an axis for layers before the others if asked.
+        """Return the logical axes in memory order, slowest first; on request with an axis for layers before the others.
         A backend that lacks this method, or raises NotImplementedError or AttributeError, uses the shape's order.
         """
 

@@ -37,7 +37,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @classmethod
     def of(cls, block_ids: Sequence[int], first_block: int = 0) -> GroupBlocks:
-        """Make it from a sequence of integers. Raises BlockIdError: an id is not an integer from 0 to 2^31 - 1."""
+        """Make blocks from a sequence of integers. Raises BlockIdError: an id is not an integer from 0 to 2^31 - 1."""
         ids = check_block_ids(block_ids, 1 << 31, what="block ids")
         return cls(first_block=first_block, wire_ids=ids.astype("<i4", copy=False).tobytes())
 
@@ -61,7 +61,7 @@ class GroupBlocks(msgspec.Struct, frozen=True, array_like=True, kw_only=True, di
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self.wire_ids) // 4
 
     def token_range(self, block_size: int) -> range:

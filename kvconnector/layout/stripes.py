@@ -62,7 +62,7 @@ class Stripe(msgspec.Struct, frozen=True, array_like=True):
         return self.run == self.period
 
     def token(self, member: int) -> int:
-        """Return the token that member number `member` is."""
+        """Return the token with member number `member`."""
         turn, place = divmod(member, self.run)
         return self.first + turn * self.period + place
 

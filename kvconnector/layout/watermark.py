@@ -1,4 +1,4 @@
-"""`Watermark`: how far a producer has computed a prompt, in whole steps and in layers of the newest step."""
+"""`Watermark`: the progress of a prompt at its producer, in whole steps and in layers of the newest step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ ALL_LAYERS = range(MAX_LAYERS)
 MIN_PIECE_BYTES = 2 << 20
 """The smallest piece of an unfinished step that is reported, and read."""
 MAX_AHEAD_TOKENS, MAX_AHEAD_LAYERS = 1 << 21, 1 << 10
-"""What an entry of the lease board has room for. Steps beyond these are reported as a whole."""
+"""The largest values for which a lease board's entry has room. Steps beyond these are reported as a whole."""
 
 _Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class Watermark(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
-    """How much of a prompt is written: the first `num_tokens` tokens of all layers, and from the newest step the tokens
-    up to `ahead_tokens` of the layers with global indices below `ahead_layers`. Further progress compares greater.
+    """The written part of a prompt: the first `num_tokens` tokens of all layers, and from the newest step the tokens up
+    to `ahead_tokens` of the layers with global indices below `ahead_layers`. Further progress compares greater.
     """
 
     num_tokens: _Count = 0
@@ -29,12 +29,12 @@ class Watermark(msgspec.Struct, frozen=True, array_like=True, order=True, gc=Fal
 
     @property
     def step_stop(self) -> int:
-        """The number of tokens that all layers have once the newest step is computed."""
+        """Number of tokens that all layers have once the newest step is computed."""
         return max(self.num_tokens, self.ahead_tokens)
 
     @property
     def token_stop(self) -> int:
-        """The number of tokens that at least one layer has."""
+        """Number of tokens that at least one layer has."""
         return self.step_stop if self.ahead_layers else self.num_tokens
 
     def layer_stop(self, token_stop: int) -> int:

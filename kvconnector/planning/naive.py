@@ -1,4 +1,4 @@
-"""The planner's oracle: it goes through single coordinates, is obviously right, and far too slow to use."""
+"""The planner's oracle: it iterates over single coordinates, is obviously right, and far too slow to use."""
 
 from __future__ import annotations
 

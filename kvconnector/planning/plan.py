@@ -1,4 +1,4 @@
-"""`plan_reads`: what one consumer rank reads from which producer rank, and in which chunks.
+"""`plan_reads`: the reads of one consumer rank from each producer rank, and their chunks.
 
 A rank makes its `Route` to each producer rank once. `plan_reads` intersects a request's token ranges with these routes,
 and `SourceRead.chunks` cuts a read into messages. The consumer sends the ranges only, and the producer cuts them in the

@@ -1,4 +1,4 @@
-"""`Retention`: which tokens of a sequence a cache group keeps, and which it lacks before the next one can be computed.
+"""`Retention`: the tokens that a cache group keeps, and those that it lacks before the next one can be computed.
 
 After a prefix hit different groups may lack different tokens, so each answers for itself.
 """
@@ -20,7 +20,7 @@ class Retention(Protocol):
     def missing(self, num_computed_tokens: int, stop: int) -> range:
         """Return the tokens that the group lacks before token `stop` can be computed; `range(stop, stop)` for none.
 
-        The group has what it keeps of the first `num_computed_tokens` tokens, as far as token `stop` needs it.
+        The group has those of the first `num_computed_tokens` tokens that it keeps, as far as token `stop` needs them.
         """
 
 
@@ -72,7 +72,7 @@ class KeepsEncoder:
 
 @dataclass(frozen=True, slots=True)
 class KeepsState:
-    """A recurrent state: it sums up all tokens before its position, and serves no other position. It counts as one
+    """A recurrent state: it summarises all tokens before its position, and serves no other position. It counts as one
     token, the last of these, and a block of its group holds one.
     """
 
@@ -84,7 +84,7 @@ def retention_named(keeps: Keeps, extent_tokens: int = 0) -> Retention:
     """Return the retention of this name. `extent_tokens` is the length of a window or a chunk.
 
     Raises:
-        GeometryError: a window or a chunk of no tokens.
+        GeometryError: A window or a chunk has no tokens.
     """
     match keeps:
         case "window":

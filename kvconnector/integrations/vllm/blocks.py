@@ -59,7 +59,7 @@ class InTiles:
 
 
 def retention_of(info: GroupInfo) -> Retention:
-    """Return which tokens of a sequence a group keeps."""
+    """Return the retention of a group: which tokens of a sequence it keeps."""
     kept = retention_named(info.keeps, info.extent_tokens)
     return kept if info.tile_tokens == 1 else InTiles(kept, info.tile_tokens)
 

@@ -211,7 +211,7 @@ def _register(
 
 
 def _kernel_blocks(num_blocks: int, vllm_group: int, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return how many of the attention backend's blocks make up one of vLLM's."""
+    """Return the number of the attention backend's blocks in one of vLLM's."""
     found = {tensor.shape[0] // num_blocks for tensor in tensors.values()}
     if len(found) > 1:
         raise GeometryError(

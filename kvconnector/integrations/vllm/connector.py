@@ -1,4 +1,4 @@
-"""`KVConnector`: implements vLLM's connector interface by calls of a scheduler half or a worker half."""
+"""`KVConnector`: implements vLLM's connector interface by calling a scheduler half or a worker half."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
-        """True if a load brings everything that the local prefix hit lacks: recurrent states yes, windows no."""
+        """True if a load brings all that the local prefix hit lacks: it does for recurrent states, not for windows."""
         return self._scheduler.completes_divergent_hits
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """True if this engine hands blocks to others, a decode engine's to the next turn's prefill included. vLLM then
-        computes a request that is preempted at its end again.
+        """True if this engine offers blocks to others, including a decode engine's to the next turn's prefill. vLLM
+        then computes a request that is preempted at its end again.
         """
         return self._scheduler.delivers
 
@@ -132,7 +132,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_step(step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: loads are asynchronous, so a request that runs has all of its layers."""
+        """Do nothing: loads are asynchronous, so a running request has all of its layers."""
 
     def save_kv_layer(
         self,
@@ -232,7 +232,7 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the layout in which a head slice is contiguous, or None for any: latents have a single head."""
+        """Return the layout in which a head slice is contiguous, or None if any will do: latents have a single head."""
         if vllm_config.model_config.use_mla:
             return None
         return _LAYOUT_NAMES[required_cache_layout({"kv_connector": cls.__name__})]

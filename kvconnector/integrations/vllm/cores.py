@@ -14,7 +14,7 @@ _TASKS = "/proc/self/task"
 
 @contextmanager
 def parents_cores() -> Iterator[None]:
-    """At the end of this context, let the threads that were started in it run on all cores of the parent process.
+    """At the end of this context, let the threads started in it run on all cores of the parent process.
 
     vLLM binds a CPU worker's main thread to the first core of its model's threads. The driver's, UCX's and ZMQ's
     threads would inherit that core, take time from every step, and wait for it. The main thread stays there, so that

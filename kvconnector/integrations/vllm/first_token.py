@@ -91,7 +91,7 @@ _USED: dict[Any, tuple[str, ...]] = {
 
 
 def request_obstacle(request: Request) -> str:
-    """Return why the decode engine must compute a request's first token; empty if it need not."""
+    """Return the reason why the decode engine must compute a request's first token; "" if it need not."""
     params = request.sampling_params
     if params is None:
         return "pooling"
@@ -106,7 +106,7 @@ def request_obstacle(request: Request) -> str:
 
 
 def engine_obstacle(vllm_config: VllmConfig) -> str:
-    """Return why an engine can neither send nor use first tokens; empty if it can."""
+    """Return the reason why an engine can neither send nor use first tokens; "" if it can."""
     model = vllm_config.model_config
     plugins = importlib.metadata.entry_points(group="vllm.logits_processors")
     obstacles = {
@@ -174,7 +174,7 @@ class FirstTokens:
         return [request.output_token_ids[0], sampling_digest(request)]
 
     def expect(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Note a queued request that loads. Its token is in `params`, or comes with `sampled` for a streamed prompt."""
+        """Expect a queued request's token, which is in `params`, or comes with `sampled` for a streamed prompt."""
         if self._policy == "never" or not self._is_free(request_obstacle(request)):
             return
         self._expected[request.request_id] = request, None
@@ -227,7 +227,7 @@ class FirstTokens:
         for name in self._expected.keys() & request_ids:
             request, token = self._expected[name]
             if token is None:
-                self._take(request, None, None)  # forgets it, and logs the reason
+                self._take(request, None, None)  # forgets the token, and logs the reason
             else:
                 self._loaded.append((request, token))
                 self.forget(name)
@@ -282,7 +282,7 @@ def _make_prompt(request: Request, token: int) -> None:
 
 
 def scheduler_obstacle(vllm_config: VllmConfig) -> str:
-    """Wrap the scheduler's method. Return why it cannot be wrapped; empty if it is."""
+    """Wrap the scheduler's method. Returns the reason why it cannot be wrapped; "" if it is."""
     scheduler = vllm_config.scheduler_config.get_scheduler_cls()
     if scheduler not in {Scheduler, AsyncScheduler}:
         return f"the scheduler {scheduler.__qualname__}"

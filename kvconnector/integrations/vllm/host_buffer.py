@@ -63,11 +63,11 @@ class HostBuffer:
             self._grown[order.request_id] = order.blocks
 
     def forget_prompts(self) -> None:
-        """Forget which blocks were copied, because the caches lose their content."""
+        """Forget the copied blocks, because the caches lose their content."""
         self._grown.clear()
 
     def before_load(self, load: LoadRequest, groups: Sequence[RegisteredGroup]) -> None:
-        """Note the blocks that a load writes. Raises BlockIdError: its blocks do not hold its tokens."""
+        """Record the blocks that a load writes. Raises BlockIdError: its blocks do not hold its tokens."""
         self._loads[load.request_id] = [
             (list(group.tensors), _covering(group, blocks, tokens))
             for group, blocks, tokens in zip(

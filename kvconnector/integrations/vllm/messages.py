@@ -36,7 +36,7 @@ class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's registration: its ranks' geometry and addresses, and its cache groups in vLLM's terms."""
+    """A worker's registration: its rank's geometry and addresses, and its cache groups in vLLM's terms."""
 
     worker: WorkerMetadata
     groups: tuple[GroupInfo, ...]
@@ -79,10 +79,10 @@ class ConnectorStep(KVConnectorMetadata):
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What workers report to the scheduler half besides the ends of transfers.
+    """The workers' report to the scheduler half, besides the ends of transfers.
 
     `begun` are requests whose blocks may be allocated now: their prefill engine computes them, or will never do so.
-    `traces` are there only if vLLM traces requests. `failed` and `unsent` are the reasons why loads and leases failed,
+    `traces` are there only if vLLM traces requests. `failed` and `unsent` have the reasons why loads and leases failed,
     by request. `extras` are the first tokens of streamed prompts.
     """
 

@@ -60,7 +60,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class TpSplit:
-    """How the engine splits its layers over tensor-parallel ranks, and which of them this rank is."""
+    """The engine's tensor-parallel split of its layers, and this rank's position in it."""
 
     tp_rank: int
     tp_size: int
@@ -73,7 +73,7 @@ class TpSplit:
         mine = TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         if len(mine) == held:
             return total, mine
-        if held > 1 or self.tp_size == 1:  # vLLM replicates single heads only: these are cut evenly
+        if held > 1 or self.tp_size == 1:  # vLLM replicates single heads only; these are split
             total = held * self.tp_size
             return total, TpKVTopology.heads_of(total, tp_rank=self.tp_rank, tp_size=self.tp_size)
         raise GeometryError(

@@ -1,4 +1,4 @@
-"""A worker's place in its engine: which heads and tokens it holds, and the rank under which other engines know it."""
+"""A worker's place in its engine: the heads and tokens that it holds, and the rank by which other engines know it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Placement:
         pcp_rank: int,
         dcp_rank: int,
     ) -> Placement:
-        """Make it from a worker's ranks in vLLM's groups.
+        """Make the placement from a worker's ranks in vLLM's groups.
 
         With prefill context parallelism alone, each of its ranks holds the whole cache. With decode context parallelism
         too, whose groups then span these ranks, each rank holds its own tokens.
@@ -54,7 +54,7 @@ class Placement:
 
     @classmethod
     def here(cls, parallel: ParallelConfig) -> Placement:
-        """Make that of this process, in which vLLM's groups are initialized."""
+        """Make the placement of this process, in which vLLM's groups are initialized."""
         from vllm.distributed.parallel_state import (
             get_dcp_group,
             get_pcp_group,

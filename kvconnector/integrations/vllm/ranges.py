@@ -59,7 +59,7 @@ class RangeMetadata(MultiKVConnectorMetadata):
 
 
 class RangeConnector(MultiConnector):
-    """vLLM's `MultiConnector`, but its children load a request together.
+    """vLLM's `MultiConnector`, except that its children load a request together.
 
     Raises:
         ConfigError: `load_policy` is not `LOAD_POLICY`.

@@ -122,7 +122,7 @@ class SchedulerHalf:
             return
         source = str(offer["remote_engine_id"]), str(_transfer_of(offer))
         if not self._siblings.add(request.request_id, *source):
-            return  # it reads the prefix cache later, and samples its own first token
+            return  # the request reads the prefix cache later, and samples its own first token
         is_known = self._tell_scheduler(request, offer)
         # if a streamed prompt is not computed to its end, the prefill engine samples no token
         is_sampled = bool(offer.get("remote_block_ids")) or not self._backoff_tokens()
@@ -142,19 +142,19 @@ class SchedulerHalf:
         return True
 
     def _offer_of(self, params: Params) -> Params | None:
-        """Return a request's parameters if they tell this engine to load an offer or a streamed prompt; else None."""
+        """Return a request's parameters if they make this engine load an offer or a streamed prompt; else None."""
         if not _transfer_of(params) or any(params.get(key) is None for key in ADDRESS_KEYS):
             return None
         if params.get("do_remote_prefill"):
             return params
         is_offered = bool(params.get("remote_block_ids"))
         if is_offered and params.get("do_remote_decode") and self._settings.bidirectional_kv_xfer:
-            # a later turn of a chat: the decode engine has the blocks of the turns before
+            # a later turn of a chat: the decode engine has the earlier turns' blocks
             return {**params, "do_remote_prefill": True, "do_remote_decode": False}
         return None
 
     def _backoff_tokens(self) -> int:
-        """Return how many tokens at a prompt's end a prefill engine must leave to the decode engine.
+        """Return the number of tokens at a prompt's end that a prefill engine must leave to the decode engine.
 
         The decode engine computes the last prompt token itself. It then needs the recurrent state before that token,
         and the window that the token sees. With several draft modules it computes all of their look-ahead, too.
@@ -183,7 +183,7 @@ class SchedulerHalf:
         self._shortened.add(request.request_id)
 
     def matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return how many tokens to load after the computed ones (None: ask again), and True if asynchronously."""
+        """Return the number of tokens to load after the computed ones (None: ask again), and True if asynchronously."""
         if not self._loads:
             return 0, False
         # the request is about to be computed or loaded again, maybe by another connector
@@ -196,7 +196,7 @@ class SchedulerHalf:
         params = request.kv_transfer_params or {}
         num_tokens = request.num_prompt_tokens
         if not params.get("remote_block_ids"):
-            # the producer has not said how many tokens it computes: assume as many as this configuration would
+            # the producer has not stated how many tokens it computes: assume this engine's configuration
             num_tokens -= max(0, self._backoff_tokens() - 1)
             if num_computed_tokens >= num_tokens - 1:
                 # nothing to load: this engine computes the last token before the producer does
@@ -211,7 +211,7 @@ class SchedulerHalf:
         return tokens, is_async
 
     def after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        """Load into the request's blocks, or tell the producer that none of its blocks are needed."""
+        """Load into the request's blocks, or notify the producer that none of its blocks are needed."""
         if not self._loads:
             return
         if not num_external:

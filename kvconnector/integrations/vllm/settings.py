@@ -49,10 +49,10 @@ class Settings:
     kv_recompute_threshold: int
     """A prefill engine computes tokens itself if it could read fewer than this from a decode engine."""
     decoder_kv_blocks_ttl_s: float
-    """How long a decode engine keeps the blocks of a finished request for the next turn."""
+    """Seconds for which a decode engine keeps the blocks of a finished request for the next turn."""
     first_token: FirstTokenPolicy
-    """If a decode engine emits the token that the prefill engine sampled. "always" includes models with sliding windows
-    or recurrent states, whose prompts the prefill engine then computes to the end.
+    """When a decode engine emits the token that the prefill engine sampled. "always" includes models with sliding
+    windows or recurrent states, whose prompts the prefill engine then computes to the end.
     """
     model_name: str
     """The name that peers compare instead of vLLM's model name, which may be a path that differs between hosts."""
@@ -158,7 +158,7 @@ def _take(options: dict[str, Any], name: str, kind: Any, default: Any) -> Any:
 
 
 def model_description(vllm_config: VllmConfig, name: str) -> ModelDescription:
-    """Return the values beside shapes on which two engines must agree. Their weights' quantization may differ."""
+    """Return the values besides shapes on which two engines must agree. Their weights' quantization may differ."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     dtype = str(model.dtype).removeprefix("torch.")
     return ModelDescription(

@@ -134,7 +134,7 @@ class PromMetrics(KVConnectorPromMetrics):
         )
 
     def _counter(self, name: str, text: str, *labels: str) -> Any:
-        """Return a counter with labels of ours after vLLM's."""
+        """Return a counter with our labels after vLLM's."""
         return self._counter_cls(
             name=f"vllm:kvconnector_{name}",
             documentation=text,

@@ -1,4 +1,4 @@
-"""What the scheduler half remembers about requests across their lives. Pure."""
+"""The scheduler half's memory of requests, across their lives. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REMEMBERED_REPORTS = 16384
 
 
 class Reports:
-    """The last `capacity` requests that workers reported, to tell a repeated report from another connector's."""
+    """The last `capacity` requests that workers reported, to distinguish a repeated report from another connector's."""
 
     def __init__(self, capacity: int = REMEMBERED_REPORTS) -> None:
         self._capacity = capacity
@@ -20,11 +20,11 @@ class Reports:
         self._reasons: dict[str, str] = {}
 
     def explain(self, request_id: str, reason: str) -> None:
-        """Note why a request failed, until every worker has reported it."""
+        """Remember why a request failed, until every worker has reported it."""
         self._reasons.setdefault(request_id, reason)
 
     def take_reason(self, request_id: str) -> str:
-        """Return why a request failed that all workers have reported; empty if none of them gave a reason."""
+        """Return why a request that all workers have reported failed; "" if none of them gave a reason."""
         return self._reasons.pop(request_id, "")
 
     def add(self, request_ids: Iterable[str]) -> None:
@@ -50,7 +50,7 @@ class IdleSteps:
     def __init__(self, vllm_config: VllmConfig) -> None:
         parallel = vllm_config.parallel_config
         is_async = vllm_config.scheduler_config.async_scheduling
-        # how many steps vLLM plans before it takes the first one's results
+        # number of steps that vLLM plans before it takes the first one's results
         self._at_once = max(2 if is_async else 1, int(parallel.pipeline_parallel_size))
         self._num_empty = self._at_once  # nothing is in flight before the first step
         # data parallel ranks run in lockstep: waiting here would delay the tokens of the others

@@ -35,7 +35,7 @@ class FailedParts:
     """The blocks that failed loads did not fill. With the policy "recompute", vLLM computes only these.
 
     Args:
-        group: The model's only cache group, which keeps every token: only then do blocks say where to start.
+        group: The model's only cache group, which keeps every token: only then do blocks show where to start.
     """
 
     def __init__(self, group: RegisteredGroup) -> None:
@@ -45,11 +45,11 @@ class FailedParts:
 
     @classmethod
     def of(cls, groups: Sequence[RegisteredGroup]) -> FailedParts | None:
-        """Make it for a model with these cache groups. Returns None if vLLM can keep no part of a failed load."""
+        """Make one for a model with these cache groups. Returns None if vLLM can keep no part of a failed load."""
         return cls(groups[0]) if [group.info.keeps for group in groups] == ["all"] else None
 
     def expect(self, orders: Sequence[Order]) -> None:
-        """Note the loads among a step's orders, and so the blocks that they fill."""
+        """Record the loads among a step's orders, and so the blocks that they fill."""
         self._loads |= {each.request_id: each for each in orders if isinstance(each, LoadRequest)}
 
     def ended(self, output: WorkerOutput) -> set[str]:

@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 REACHABLE_DEVICES = ("cpu", "cuda")
 IDLE_WAIT_S = 0.002
-"""How long a step that computes nothing waits for a transfer. vLLM sleeps 1 ms after each such step, and plans two
+"""Seconds that a step which computes nothing waits for a transfer. vLLM sleeps 1 ms after each such step, and plans two
 before it takes the first one's results."""
 _in_use: list[list[RegisteredGroup]] = []
 """Caches that transfers still used when their worker closed, and that therefore must not be freed."""
@@ -150,8 +150,8 @@ class WorkerHalf:
             self._parts.expect(orders)
 
     def withdraw(self, step: ConnectorStep) -> None:
-        """Take the step's orders that take blocks back, before its kernels are launched. `start_step` repeats them,
-        which changes nothing.
+        """Carry out the step's orders that take blocks back, before its kernels are launched. `start_step` repeats
+        them, which changes nothing.
         """
         if not step.withdraws or self._is_asleep:
             return
@@ -245,10 +245,10 @@ class WorkerHalf:
         return set() if self._parts is None else self._parts.take_unfilled()
 
     def sleep(self) -> None:
-        """Give up all loads and leases, and wait until nothing reads or writes the caches. Idempotent.
+        """End all loads and leases, and wait until nothing reads or writes the caches. Idempotent.
 
         vLLM releases the caches' memory, and restores it at the same addresses. Connections and staging memory stay.
-        The given up transfers are reported as usual, loads as failed, because the data that they brought is lost.
+        The ended transfers are reported as usual, loads as failed, because their data is lost.
 
         Raises:
             MemoryInUseError: a transfer did not end in time. The caches must keep their memory.
@@ -265,7 +265,7 @@ class WorkerHalf:
             self._worker.resume()
 
     def take_report(self) -> WorkerReport:
-        """Return what the scheduler half must know of the time since the last call."""
+        """Return the report for the scheduler half since the last call."""
         report, self._report = self._report, WorkerReport()
         return report
 
@@ -309,7 +309,7 @@ def _grows_ahead(order: Order) -> bool:
 
 
 class ReplicaHalf(WorkerHalf):
-    """The worker half of a rank whose cache is a copy of another's, as prefill context parallelism alone makes it. It
+    """The worker half of a rank whose cache is a copy of another's, as with prefill context parallelism alone. It
     transfers nothing. vLLM frees a request's blocks once every worker has reported it sent, so this one reports at once
     the requests that the others hold.
     """
