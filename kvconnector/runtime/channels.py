@@ -23,10 +23,10 @@ LINGER_S = 0.5
 
 
 def security_of(config: ConnectorConfig) -> Security:
-    """Keys from the configured files, or None where these are not set.
+    """Return keys from the configured files, or None if these are not set.
 
     Raises:
-        ConfigError: a key file is missing or malformed.
+        ConfigError: A key file is missing or malformed.
     """
     control = config.control
     if not control.secret_key_file:
@@ -57,7 +57,7 @@ def control_limits(config: ConnectorConfig) -> ControlLimits:
 
 
 def open_control(config: ConnectorConfig, port: int) -> ControlChannel:
-    """A control channel that listens on `port` of the configured host.
+    """Open a control channel that listens on `port` of the configured host.
 
     Raises:
         ConfigError: the keys or the address cannot be used.
@@ -85,10 +85,10 @@ def ucx_options(config: ConnectorConfig) -> dict[str, str]:
 
 
 def open_transport(config: ConnectorConfig, device: str) -> UcxTransport:
-    """A UCX transport for caches on `device` ("cpu" or "cuda:N").
+    """Open a UCX transport for caches on `device` ("cpu" or "cuda:N").
 
     Raises:
-        ConfigError: `ucx.net_devices` names what UCX cannot use.
+        ConfigError: `ucx.net_devices` names a device that UCX cannot use.
         TransportError: no UCX is found, or it cannot start.
     """
     from kvconnector.transport.ucx import open_ucx_transport

@@ -21,7 +21,7 @@ _CAPTURE_MODE_RELAXED = 2
 class CudaContext:
     """The context that torch has on `device` ("cuda:N").
 
-    The engine's thread makes marks, any thread gives them back, since making an event takes longer than reusing one.
+    The engine's thread makes marks. Any thread gives them back, since making an event takes longer than reusing one.
 
     Raises:
         TransportError: the CUDA driver is missing, or torch has no context on the device.
@@ -54,8 +54,8 @@ class CudaContext:
         return self._current() == self._handle
 
     def allow_captures(self) -> None:
-        """Let other threads capture CUDA graphs whatever the calling thread does, for the rest of its life. It captures
-        none itself, and without this its queries and allocations would end their captures.
+        """Let other threads capture CUDA graphs no matter what the calling thread does, for the rest of its life. It
+        captures none itself, and without this its queries and allocations would end their captures.
         """
         mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
         status = self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -84,7 +84,7 @@ class CudaContext:
         if self.is_current:
             stream = ctypes.c_void_p(self._stream(self._index))
             if self._cuda.cuStreamQuery(stream) == 0:
-                return None  # asking takes less time than a mark and those who wait for it
+                return None  # a query takes less time than a mark and the waits for it
             if self._unused:
                 event = self._unused.pop()
                 status = self._cuda.cuEventRecord(ctypes.c_void_p(event.cuda_event), stream)
@@ -98,7 +98,7 @@ class CudaContext:
         return event
 
     def give_back(self, mark: torch.cuda.Event) -> None:
-        """Take back a mark for which nothing will wait any more."""
+        """Take back a mark for which nothing will wait."""
         self._unused.append(mark)
 
     def _current(self) -> int | None:

@@ -1,4 +1,4 @@
-"""The directory service: where a producer engine's scheduler tells consumers who its workers are."""
+"""The directory service, in which a producer engine's scheduler names its workers to consumers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_UNASKED = 64
 
 
 def answer_to(request: m.DirectoryRequest, directory: m.Directory) -> m.Directory:
-    """Return the directory that a consumer needs: of a large engine only the workers that it asks for."""
+    """Return the directory that a consumer needs: for a large engine only the requested workers."""
     workers, theirs = directory.workers, request.world_size
     ours = len(workers)
     if request.ranks is None or ours <= MAX_UNASKED:

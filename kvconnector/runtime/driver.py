@@ -1,11 +1,9 @@
 """The driver: the one loop of a worker. It owns the links, the data path and the sessions, and nothing else does.
 
-Theory of operation
--------------------
-One turn: wait in the data path until something happens; take what came (control messages over the transport, the data
-path's events, the control channel, the engine's orders); give each to the sessions; send each peer its messages, as one
-batch. Sessions are pure: they get events and the time, and call a `Port`, which is the executor. The consequences of a
-call come back as events of the same turn, until nothing is queued.
+Theory of operation ------------------- One turn: wait in the data path until something happens; take new work (control
+messages over the transport, the data path's events, the control channel, the engine's orders); give each to the
+sessions; send each peer its messages, as one batch. Sessions are pure: they get events and the time, and call a `Port`,
+which is the executor. The consequences of a call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
@@ -13,21 +11,21 @@ Threads and ownership. A driver is not bound to a thread: whoever holds the driv
 which appends orders to a deque, and `in_flight`, which copies what it reads because the owner may change it. Results
 leave by the outbox.
 
-Clock. The driver reads `clock` once for each event, and the sessions' deadlines are times of that clock. When the first
+Clock. The driver reads `clock` once per event, and the sessions' deadlines are times of that clock. When the first
 deadline has passed, the sessions get a `Tick`; a turn never sleeps beyond that.
 
-What may block. Only `DataPath.pump` sleeps, without the GIL. Greetings take long (they map a peer's memory, compile
-kernels, open endpoints): an engine's thread stops before the first event in `_SLOW` and leaves it, and all after it, to
-the driver's thread, so order is kept. A turn decodes messages and handles events for `MAX_WORK_S` at most, then passes
+Blocking. Only `DataPath.pump` sleeps, without the GIL. Greetings take long (they map a peer's memory, compile kernels,
+open endpoints): an engine's thread stops before the first event in `_SLOW` and leaves it, and all after it, to the
+driver's thread, so order is kept. A turn decodes messages and handles events for `MAX_WORK_S` at most, then passes
 through the data path, which releases the GIL; with `MAX_QUEUED_EVENTS` queued it reads no more from peers.
 
-Order. What a peer has sent counts before its loss: the driver takes messages over the transport before it polls the
-control channel, and again before it handles a disconnection. It handles events in the order of their arrival. It closes
-a link after it has sent the messages that a session left for it.
+Order. A peer's messages count before its loss: the driver takes messages over the transport before it polls the control
+channel, and again before it handles a disconnection. It handles events in the order of their arrival. It closes a link
+after it has sent the messages that a session left for it.
 
-What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all
-transfers of the worker, and the engine where it is inline; an event that bypasses the queue may overtake one that a
-session relies on; a session's exception must leave its state as it was, since the driver goes on.
+What breaks if this changes: a second caller at a time corrupts everything here; a call that waits stops all transfers
+of the worker, and the engine too if it is inline; an event that bypasses the queue may overtake one that a session
+relies on; a session's exception must leave its state as it was, since the driver goes on.
 """
 
 from __future__ import annotations
@@ -73,13 +71,13 @@ MAX_ROUNDS = 64
 not wait for it.
 """
 MAX_WORK_S = 1e-3
-"""How long a turn decodes messages and handles events. The next one begins in the data path, which
-releases the GIL.
+"""Seconds for which a turn decodes messages and handles events. The next one begins in the data path, which releases
+the GIL.
 """
 MAX_QUEUED_EVENTS = 1024
-"""With this many a turn takes no more messages of peers."""
+"""With this many events queued, a turn takes no more messages from peers."""
 MAX_SLEEP_S = 0.5
-"""Some losses a transport notices only when it is polled."""
+"""Longest sleep in seconds: a transport notices some losses only when it is polled."""
 
 
 class Driver:
@@ -105,7 +103,7 @@ class Driver:
     ) -> None:
         self.datapath = datapath
         self.clock = datapath.clock
-        self._events = datapath.events  # what follows from a session's call comes here, too
+        self._events = datapath.events  # the consequences of a session's call come here, too
         self.links = Links(control, transport, config.control, report=self._events.append)
         self.port = Executor(
             config,
@@ -142,25 +140,25 @@ class Driver:
         return f"<Driver {self.num_queued} events, {self.links!r}>"
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
-        """The loads that are read now. Any thread may ask."""
+        """Return the loads that are being read. Any thread may call this."""
         return () if self.consumer is None else self.consumer.in_flight(self.clock())
 
     @property
     def num_queued(self) -> int:
-        """Events that no session has seen yet."""
+        """Number of events that no session has seen yet."""
         return len(self._events) + len(self._inbox)
 
     def put(self, orders: Sequence[object]) -> None:
-        """Leave orders for the next turn. For the engine's thread. Blocks that they name are copied after the work
-        queued on its current stream.
+        """Leave orders for the next turn; for the engine's thread. Their blocks are copied after the work queued on its
+        current stream.
         """
         blocks = [] if self._context is None else blocks_of(orders)
         mark = self._context.make_mark() if self._context is not None and blocks else None
         self._inbox.append((orders, blocks, mark))
 
     def turn(self, timeout_s: float, *, ends_when_filled: bool = False) -> None:
-        """Wait at most `timeout_s` for something to do, and do it. With `ends_when_filled`, for an engine's thread, it
-        leaves the rest for the next turn as soon as it has reported something to the engine.
+        """Wait at most `timeout_s` for work, and do it. With `ends_when_filled`, for an engine's thread, it leaves the
+        rest for the next turn as soon as it has reported something to the engine.
         """
         self._ends_when_filled = ends_when_filled
         self.datapath.pump(self.pump_s(timeout_s), (self.links.control.fd,))
@@ -168,14 +166,14 @@ class Driver:
         self._look()
 
     def progress_inline(self, limit_s: float, *, orders_only: bool = False) -> None:
-        """Do what there is to do, without waiting for more, in an engine's thread.
+        """Do the work that there is, without waiting for more, in an engine's thread.
 
-        It leaves to the driver's thread the first event of `_SLOW` and all events after it, what is not done after
-        `limit_s`, and what comes after a report to the engine.
+        It leaves to the driver's thread the first event of `_SLOW` and all events after it, work that is not done after
+        `limit_s`, and work after a report to the engine.
 
         Args:
-            limit_s: How long to handle events, in seconds.
-            orders_only: Handle only the engine's orders and what follows from them.
+            limit_s: The most seconds for which to handle events.
+            orders_only: Handle only the engine's orders and their consequences.
         """
         self._ends_when_filled = True
         self._late_at = self.clock() + limit_s
@@ -189,8 +187,8 @@ class Driver:
             self._work(inline=True)
 
     def pump_s(self, timeout_s: float) -> float:
-        """How long to stay in the data path, in seconds: not long while the control channel may have something that its
-        descriptor does not show.
+        """Return how long to stay in the data path, in seconds: not long while the control channel may have messages
+        that its descriptor does not show.
         """
         if self._events or self._inbox or self.links.with_unsent or self.links.arrived:
             return 0.0
@@ -198,8 +196,8 @@ class Driver:
         return min(timeout_s, max(0.0, self._deadline() - self.clock()))
 
     def _look(self, *, inline: bool = False) -> None:
-        """Take what is there, and handle it."""
-        # first, because a peer waits for the answer, and what it has sent counts before its loss
+        """Take the work that is there, and handle it."""
+        # first, because a peer waits for the answer, and its messages count before its loss
         if len(self._events) < MAX_QUEUED_EVENTS:
             for link, payload in self.links.receive():
                 self._take_messages(link, payload)
@@ -215,11 +213,11 @@ class Driver:
                 if is_proved:
                     self._greet(link, messages)
         self._take_orders()
-        self._tick_if_due()  # also where what peers send takes all of every turn
+        self._tick_if_due()  # also if peers' messages take all of every turn
         self._work(inline=inline)
 
     def _take_orders(self) -> None:
-        """Queue what the engine's thread has left."""
+        """Queue the orders that the engine's thread has left."""
         while self._inbox:
             orders, blocks, mark = self._inbox[0]
             if mark is not None and self._context is not None:
@@ -229,8 +227,8 @@ class Driver:
             self._inbox.popleft()  # last, so that `num_queued` always counts them
 
     def _work(self, *, inline: bool, ticks: bool = True) -> bool:
-        """Handle what is queued and what follows from it, until nothing moves or the time is over, and send the
-        sessions' messages. If `ticks`, deadlines that have passed count, too.
+        """Handle queued events and their consequences, until nothing moves or the time is over, and send the sessions'
+        messages. If `ticks`, deadlines that have passed count, too.
 
         Returns False if the caller must stop: inline, before an event that takes long; with `ends_when_filled`, after a
         report to the engine.
@@ -247,7 +245,7 @@ class Driver:
                     if not events:
                         # the loop reports an ending only once, so queue it for the driver's thread
                         self.datapath.step()
-                    if had_unsent:  # else all messages are about what has ended, and can wait
+                    if had_unsent:  # otherwise all messages are about ended transfers, and can wait
                         self.links.flush()
                     return False
             self.links.flush()
@@ -261,18 +259,18 @@ class Driver:
         return True
 
     def _tick_if_due(self) -> None:
-        """Queue a tick, after what came before the deadline, unless one is queued."""
+        """Queue a tick, after the events that came before the deadline, unless one is queued."""
         if not self._is_ticking and self._deadline() <= self.clock():
             self._is_ticking = True
             self._events.append(ev.Tick())
 
     def _deadline(self) -> float:
-        """The first of the sessions'."""
+        """Return the sessions' earliest deadline."""
         sessions = (self.producer, self.consumer)
         return min([each.next_deadline() for each in sessions if each is not None])
 
     def _greet(self, link: Link, messages: Sequence[m.Message]) -> None:
-        """Take the fields of greetings that are for links. They came on the channel that proves who the peer is."""
+        """Take the fields of greetings that are for links. They came on the channel that authenticates the peer."""
         for message in messages:
             if isinstance(message, m.Hello | m.HelloReply):
                 self.links.set_peer_inbox(link, message.control)
@@ -293,7 +291,7 @@ class Driver:
             self.producer.keep_alive(link, self.clock())
         for message, event in zip(messages, events, strict=True):
             if isinstance(message, m.Heartbeat) and not message.maps_pools:
-                link.consumer = ""  # it could not map our pools, or did not want to
+                link.consumer = ""  # it could not map our pools, or chose not to
             if event is not None:
                 self._events.append(event)
             elif isinstance(message, m.Bye):

@@ -7,22 +7,22 @@ inbox (`put`), takes results from the outbox, and drives itself where the driver
 in `put`, in `progress_inline` (called by `poll`) and in `wait`. The thread that drives holds the driver lock; see
 `kvconnector_kernels.pump.driver_lock`.
 
-Who owns what. Both threads use the inbox, a deque whose `append` and `popleft` are atomic, and the outbox, which has a
-lock. One thread writes `_is_stopping`, `_failure` and `_in_use`, the others only read them; each is written before what
-makes the others look (a wake-up, the end of the thread). All else, from the transport to the sessions, belongs to the
+Ownership. Both threads use the inbox, a deque whose `append` and `popleft` are atomic, and the outbox, which has a
+lock. One thread writes `_is_stopping`, `_failure` and `_in_use`, the others only read them; each is written before
+whatever makes the others look (a wake-up, the end of the thread). All else, from transport to sessions, belongs to the
 driver, and so to the lock's holder. `_held` keeps the owners of the caches' memory alive until `_release` has
 succeeded, which may be longer than this object or the worker lives: until then something may read or write there.
 
 GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. The thread that takes
 them makes copies of these blocks wait for the mark. No thread waits for the GPU here.
 
-Inline progress. The engine's thread gives the data path back whatever happens. A signal's handler runs between any two
-instructions of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to
-give the data path back.
+Inline progress. The engine's thread always releases the data path. A signal's handler runs between any two instructions
+of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to release the data
+path.
 
-What may block. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is
-at work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks
-in the data path alone.
+Blocking. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is at
+work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks in
+the data path alone.
 
 The end. After `close` the driver's thread says goodbye, waits until consumers have unmapped the caches, and releases
 everything, in the thread that used it. If a worker is collected without `close`, `abandon` stops its thread. It may run
@@ -70,16 +70,16 @@ logger = logging.getLogger(__name__)
 IDLE_TURN_S = 0.5
 CLOSE_TIMEOUT_S = 8.0
 UNMAP_TIMEOUT_S = 3.0
-"""The part of these that `close` waits for consumers to unmap the pools, which takes a consumer milliseconds."""
+"""Seconds of these for which `close` waits for consumers to unmap the pools, which takes them milliseconds."""
 # How long the engine's thread tries to acquire the data path: when it polls, and when it has nothing else to do.
 POLL_LIMIT_S = 5e-6
 WAIT_LIMIT_S = 50e-6
 POLL_WORK_S = 0.7e-3
-"""How long a poll works on what is pending; see `worker.START_STEP_S`."""
+"""Seconds for which a poll works on pending events; see `worker.START_STEP_S`."""
 YIELD_S = 50e-6
-"""How long the engine's thread sleeps to let the driver's thread have the GIL."""
+"""Seconds for which the engine's thread sleeps to let the driver's thread have the GIL."""
 RETRY_S = 1e-3
-"""How long the engine's thread sleeps before it tries again."""
+"""Seconds for which the engine's thread sleeps before it tries again."""
 
 
 _held: dict[DriverThread, tuple[int, object]] = {}
@@ -158,7 +158,7 @@ class DriverThread:
             self.control.wake()
 
     def progress_inline(self) -> None:
-        """Do what the driver's thread would do if it had the GIL. Takes a microsecond if there is nothing to do."""
+        """Do the work that the driver's thread would do if it had the GIL. Takes a microsecond if there is none."""
         if not self._datapath.lock.has_pending():
             return
         progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
@@ -179,11 +179,11 @@ class DriverThread:
     def await_withdrawal(self, request_ids: Sequence[str], timeout_s: float) -> None:
         """Drive, for `timeout_s` at most, until consumers can read the blocks of these withdrawn prompts no more."""
         driver = self._driver
-        assert driver is not None  # it got the orders
+        assert driver is not None  # the driver got the orders
         producer, until_s = driver.producer, time.monotonic() + timeout_s
         assert producer is not None  # these are its orders
         progress = partial(Driver.progress_inline, limit_s=POLL_WORK_S)
-        # what is queued may still grant one
+        # a queued order may still grant one
         while driver.num_queued or any(map(producer.holds, request_ids)):
             if time.monotonic() >= until_s:
                 logger.warning("withdrawn prompts can be read for longer: %s", request_ids)
@@ -192,7 +192,7 @@ class DriverThread:
                 time.sleep(YIELD_S)
 
     def in_flight(self) -> tuple[LoadInFlight, ...]:
-        """Return the loads that are read now."""
+        """Return the loads that are being read."""
         return () if self._driver is None else self._driver.in_flight()
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class DriverThread:
             try:
                 if not lock.try_acquire(limit_s):
                     return False
-                # no `try` in here: an interrupt before that word would be caught by none of those around it
+                # no `try` in here: the handlers around it would not catch an interrupt just before that keyword
                 if self._context is None:
                     drive(driver)
                 else:
@@ -264,16 +264,14 @@ class DriverThread:
             except Exception as error:
                 self._fail(error)
             except BaseException as error:
-                if (
-                    lock.is_ours
-                ):  # what ends the engine's thread may have come in the middle of anything
+                if lock.is_ours:  # an interrupt may come in the middle of anything
                     self._fail(error)
                 raise
             finally:
                 if lock.is_ours:
                     self._give_back(driver)
         except BaseException:
-            if lock.is_ours:  # an interrupt came just before, or within
+            if lock.is_ours:  # an interrupt came just before the release, or within it
                 self._give_back(driver)
             raise
         return True
@@ -283,7 +281,7 @@ class DriverThread:
             self._datapath.release(driver.pump_s(MAX_SLEEP_S))
         except Exception as error:
             self._fail(error)
-            # else no thread could acquire it any more, not even to close
+            # otherwise no thread could ever acquire it, not even to close
             self._datapath.release(0.0)
 
     def _run(self, driver: Driver) -> None:
@@ -320,7 +318,7 @@ class DriverThread:
                 self._outbox.break_off(self._failure, may_write=may_write)
 
     def _leave(self, driver: Driver) -> None:
-        """Say goodbye and wait until consumers have unmapped the caches: CUDA does not allow to free them before."""
+        """Say goodbye and wait until consumers have unmapped the caches, which CUDA forbids to free before."""
         driver.links.say_goodbye()
         until_s = time.monotonic() + UNMAP_TIMEOUT_S
         while driver.links.mappers and (left_s := until_s - time.monotonic()) > 0.0:
@@ -344,7 +342,7 @@ class DriverThread:
 
 @atexit.register
 def _close_all() -> None:
-    """Close what is left at the interpreter's exit: native code must not run on while it ends."""
+    """Close the remaining threads at the interpreter's exit: native code must not run while it ends."""
     left = [each for each in list(_held) if each._is_here()]
     for each in left:
         each._stop()

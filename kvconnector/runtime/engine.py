@@ -1,4 +1,4 @@
-"""An engine's geometry and directory from its workers' metadata, and what its cache groups keep."""
+"""An engine's geometry and directory from its workers' metadata, and the retentions of its cache groups."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 
 
 class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's report to its scheduler after registration: what it holds, and where its peers find it.
+    """A worker's report to its scheduler after registration: its caches' geometry, and its address for peers.
 
     `num_blocks[group]` are the block ids that its pools have; a group without a layer there has any.
     """
@@ -34,9 +34,9 @@ class WorkerMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def joined_geometry(config: ConnectorConfig, metadata: Sequence[WorkerMetadata]) -> EngineGeometry:
-    """The whole engine, from the metadata of all its workers in any order.
+    """Return the whole engine's geometry, from the metadata of all its workers in any order.
 
-    A model that names no number of layers has as many as the workers registered.
+    A model that states no number of layers has as many as the workers registered.
 
     Raises:
         ConfigError: a worker has another engine id or role than these settings.
@@ -90,7 +90,7 @@ def _check_worker(worker: object, config: ConnectorConfig, first: WorkerMetadata
 
 
 def _check_heads(engine: EngineGeometry, pp_rank: int) -> None:
-    """Refuse a stage of which a last rank is missing: nothing else shows that it is."""
+    """Refuse a stage whose last ranks are missing, which nothing else shows."""
     for index, group in enumerate(engine.stage(pp_rank)[0].groups):
         for number, part in enumerate(group.parts):
             parts = [rank.groups[index].parts[number] for rank in engine.stage(pp_rank)]
@@ -110,7 +110,7 @@ def _check_heads(engine: EngineGeometry, pp_rank: int) -> None:
 def directory_of(
     geometry: EngineGeometry, metadata: Sequence[WorkerMetadata], *, stream: bool = True
 ) -> m.Directory:
-    """Return what the directory service answers."""
+    """Return the directory service's answer."""
     entries = tuple(
         m.WorkerEntry(
             pp_rank=worker.geometry.pp_rank,
@@ -132,7 +132,7 @@ def directory_of(
 def checked_retentions(
     engine: EngineGeometry, retentions: Sequence[Retention] | None
 ) -> tuple[Retention, ...]:
-    """Return what each cache group keeps; by default every token.
+    """Return each cache group's retention; by default it keeps every token.
 
     Raises:
         GeometryError: not as many as groups, a group of states has blocks of several tokens, or ranks share the tokens

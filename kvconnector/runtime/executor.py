@@ -1,4 +1,4 @@
-"""What the sessions have done: by links and the data path, and in reports for the engine; and what greetings say."""
+"""The sessions' port, which acts through links, the data path and the outbox; and the content of greetings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class Executor(Port):
-    """The sessions' way out, to links, data path and outbox. What follows at once goes to the data path's events."""
+    """The sessions' way out, to links, data path and outbox. Immediate consequences go to the data path's events."""
 
     def __init__(
         self,
@@ -73,12 +73,12 @@ class Executor(Port):
     def close_link(self, link: Link) -> None:
         self._datapath.sends.close_endpoint(link)
         self._datapath.receives.forget_warm_ups(link)
-        self._links.leave_transport(link)  # what is queued for a consumer goes by ZMQ then
+        self._links.leave_transport(link)  # messages queued for a consumer then go by ZMQ
         # last: a producer that closes frees its pools once we have disconnected
         self._datapath.reads.close(link, partial(self._links.close, link))
 
     def publish(self, key: bytes, watermark: Watermark) -> None:
-        if self._datapath.board is not None:  # else nobody reads these pools
+        if self._datapath.board is not None:  # otherwise nobody reads these pools
             self._datapath.board.publish(key, watermark)
 
     def retract(self, key: bytes) -> None:
@@ -173,7 +173,7 @@ def hello_reply(
     datapath: DataPath,
     incarnation: Incarnation,
 ) -> m.HelloReply:
-    """Return what a producer worker answers the consumers that it takes."""
+    """Return a producer worker's answer to the consumers that it accepts."""
     return m.HelloReply(
         incarnation=incarnation,
         transport_address=transport.address,
@@ -185,7 +185,7 @@ def hello_reply(
 
 
 def _export_that_fits(config: ConnectorConfig, datapath: DataPath) -> PoolExport | None:
-    """Return what consumers need to map the pools, unless no greeting could carry it."""
+    """Return the export with which consumers map the pools, unless no greeting could carry it."""
     export = datapath.export
     nbytes = 0 if export is None else len(msgspec.msgpack.encode(export))
     # the other half is for the rest of the greeting

@@ -1,4 +1,4 @@
-"""Failed requests in the log of an engine: once each, whatever the number of its ranks, and a burst in one line."""
+"""Failed requests in an engine's log: once each, no matter how many ranks it has, and a burst in one line."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from kvconnector.folded_log import FoldedLog
 logger = logging.getLogger(__name__)
 
 MAX_NAMED = 5
-"""Requests that one line names."""
+"""Most requests that one line names."""
 UNKNOWN = "no worker said why"
 LINES_A_MINUTE = 10
 """Of each cause."""
 
 
 class FailureLog:
-    """What the scheduler half logs of an engine's aggregated outputs. Aborts are no failures."""
+    """The scheduler half's log of failures in an engine's aggregated outputs. Aborts are not failures."""
 
     def __init__(self, engine_id: str) -> None:
         self._engine_id = engine_id
         self._log = FoldedLog(logger, burst=LINES_A_MINUTE)
 
     def note(self, what: str, reasons: Mapping[str, str]) -> None:
-        """Log why requests failed, those of one cause together.
+        """Log why requests failed, those with one cause together.
 
         Args:
-            what: What failed, such as "load".
+            what: The kind of operation that failed, such as "load".
             reasons: By request, as in `WorkerOutput`: an error's class, a colon and its text, with the remedy.
         """
         if not reasons:

@@ -1,4 +1,4 @@
-"""A step's orders, checked. An order with wrong blocks gets an error, and is refused alone.
+"""Checks a step's orders. An order with wrong blocks gets an error, and is refused alone.
 
 Only here our own block ids are compared with the pools: no id is negative or beyond the pool, there are enough for the
 tokens, and a load names none twice, since its tokens would replace each other. The data path computes addresses from
@@ -47,7 +47,7 @@ def checked_orders(step: StepMetadata, pools: Pools, role: Role) -> list[Order]:
     """Return the step's orders, with an error in each that must be refused.
 
     Raises:
-        LocalError: an order for a role that this worker does not have.
+        LocalError: An order is for a role that this worker does not have.
     """
     not_taken = _NOT_TAKEN.get(role, frozenset())
     orders: list[Order] = []

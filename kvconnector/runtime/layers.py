@@ -11,7 +11,7 @@ from kvconnector.layout.watermark import MAX_AHEAD_LAYERS, MAX_AHEAD_TOKENS, MIN
 from kvconnector.session.orders import GrowRequest, Order
 
 MAX_PIECES = 8
-"""Pieces in which a step is reported at most: each costs a few messages and a read."""
+"""Most pieces in which a step is reported: each costs a few messages and a read."""
 
 
 class StepLayers:
@@ -21,7 +21,7 @@ class StepLayers:
     come in any order: a piece is reported once all its layers, and those before it, are written.
 
     Args:
-        orders: The step's. Those that grow a prompt beyond its whole steps are reported by layers.
+        orders: The step's orders. Those that grow a prompt beyond its whole steps are reported by layers.
         pools: The caches of this rank.
     """
 
@@ -51,7 +51,7 @@ class StepLayers:
         self._written = set[int]()
 
     def written(self, layer: int) -> list[GrowRequest]:
-        """Note that a layer is written. Returns the orders that report a piece if this completes one."""
+        """Record that a layer is written. Returns the orders that report a piece if this completes one."""
         self._written.add(layer)
         layer_stop = 0
         while self._pieces and self._written.issuperset(self._pieces[0]):

@@ -1,8 +1,8 @@
-"""The links of one worker: the two ways of their messages, and the one door by which links end.
+"""The links of one worker: the two channels of their messages, and the one way in which links end.
 
-Two workers greet each other on the control channel, which proves who they are, and each names an inbox. From then on
+Two workers greet each other on the control channel, which authenticates them, and each names an inbox. From then on
 their messages travel as sealed control messages of the transport, see `control.sealed`: a message wakes only the
-driver's thread, and no thread while chunks move. The consumer changes over when it has the answer to its hello, the
+driver's thread, and no thread while chunks move. The consumer switches when it has the answer to its hello, the
 producer when the consumer's first message has come over the transport, so no message overtakes one on the other
 channel.
 
@@ -43,18 +43,18 @@ from kvconnector.wire import messages as m
 logger = logging.getLogger(__name__)
 
 MAX_CLOSED_INBOXES = 4096
-"""How many closed inboxes are remembered, so that messages that were on their way to one cause no warning."""
+"""Number of closed inboxes that are remembered, so that messages in flight to one cause no warning."""
 MAX_BATCH_BYTES = 32 << 10
-"""Half of the least that a peer may be set to take, see `config.ControlConfig.max_message_bytes`."""
+"""Half of the lowest limit that a peer may have, see `config.ControlConfig.max_message_bytes`."""
 _OF_LINKS = frozenset({m.HelloReply, m.Progress, m.ReadRefused, m.Heartbeat})
-"""Messages that links complete, or log where they refuse something."""
+"""Messages that links complete, or log if they refuse something."""
 
 
 class Links:
     """All links of one worker. One thread at a time, the transport's owner, calls it.
 
     `report` takes the `LinkLost` of each link that ended. Without `config.over_ucx` it names no inbox to its peers, and
-    drops what comes over the transport.
+    drops messages that come over the transport.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Links:
         self._connected(link, self.control.connect(address, public_key), version)
 
     def close(self, link: Link) -> None:
-        """Forget a link, and end its connections after what was sent on them. Idempotent."""
+        """Forget a link, and end its connections after the messages sent on them. Idempotent."""
         self.leave_transport(link)
         link.unsent.clear()
         if link.handle is not None:
@@ -138,8 +138,8 @@ class Links:
         self._end(link, error)
 
     def say_goodbye(self) -> None:
-        """Tell the consumers that this worker leaves in order. Each lets go of its pools, then disconnects: until then
-        it is one of the `mappers`. Producers see this worker disconnect, for which it need not wait for them.
+        """Notify the consumers that this worker closes. Each unmaps its pools, then disconnects; until then it is one
+        of the `mappers`. Producers see this worker disconnect, without having to be notified.
         """
         goodbye = m.Bye(text="the worker is closing")
         for link in self:
@@ -173,7 +173,7 @@ class Links:
         )
 
     def set_peer_inbox(self, link: Link, peer: m.ControlInbox | None) -> None:
-        """The peer's greeting named its inbox. Only the first counts."""
+        """Record the inbox that the peer's greeting named. Only the first counts."""
         if peer is not None and self._over_ucx and link.sealer is None:
             limit_bytes = min(self._max_message_bytes, peer.max_message_bytes)
             link.sealer = Sealer(Inbox(peer.inbox_id, peer.key), limit_bytes)
@@ -191,21 +191,21 @@ class Links:
         link.endpoint = endpoint
 
     def leave_transport(self, link: Link) -> None:
-        """Send what is queued, then neither read nor write over the transport. Idempotent."""
+        """Send queued messages, then neither read nor write over the transport. Idempotent."""
         self._send_unsent(link)
         if link.tag:
             del self._by_tag[link.tag], self._limits[link.tag]
             self._closed.append(link.tag)
             link.tag = 0
         link.sealer = None
-        if link.number > 0 and link.endpoint:  # else it is the sends', too
+        if link.number > 0 and link.endpoint:  # otherwise it is the sends', too
             self._transport.disconnect(link.endpoint)
             link.endpoint = 0
 
     # -- messages --
 
     def flush(self) -> None:
-        """Send what is queued, one batch a link, or several where that would be too long."""
+        """Send queued messages, one batch per link, or several if that would be too long."""
         while self.with_unsent:
             self._send_unsent(self.with_unsent.popleft())
 
@@ -226,7 +226,7 @@ class Links:
         link.unsent_bytes += len(payload)
 
     def _completed(self, link: Link, message: m.Message) -> m.Message:
-        """Return a message with what the link adds to it, and log a refusal."""
+        """Return a message with the link's own fields, and log a refusal."""
         if isinstance(message, m.HelloReply | m.Progress | m.ReadRefused) and message.refusal:
             if isinstance(message, m.HelloReply) or message.refusal is m.Refusal.UNKNOWN_TRANSFER:
                 peer = f"consumer {self.peer_of(link)}"
@@ -240,7 +240,7 @@ class Links:
         return message
 
     def _send_unsent(self, link: Link) -> None:
-        """Send what is queued for a link, before it closes or changes over."""
+        """Send the messages queued for a link, before it closes or switches channels."""
         unsent, link.unsent = link.unsent, []
         if not unsent or link.handle is None or link.is_lost:
             return
@@ -255,8 +255,8 @@ class Links:
             self.lose(link, error)
 
     def receive(self, *, progress: bool = False) -> Iterator[tuple[Link, bytes]]:
-        """Yield what came over the transport, in order. What a caller does not take stays in `arrived` for the next
-        call. `progress`: see `UcxTransport.receive_control`.
+        """Yield messages that came over the transport, in order. Those that a caller does not take stay in `arrived`
+        for the next call. `progress`: see `UcxTransport.receive_control`.
         """
         if progress or not self.arrived:
             self.arrived += self._transport.receive_control(self._limits, progress=progress)
@@ -277,8 +277,8 @@ class Links:
                 self.refusals.note("a message over UCX", reason, f"{event.nbytes} bytes")
 
     def poll(self) -> Iterator[tuple[Link, bytes, bool]]:
-        """Yield what came on the control channel, which proves who the peer is, and, with False, what a peer had sent
-        over the transport before it left.
+        """Yield messages from the control channel, which authenticates the peer, and, with False, those that a peer had
+        sent over the transport before it left.
         """
         self._gone.clear()
         for arrival in self.control.poll(0.0):
@@ -298,7 +298,7 @@ class Links:
 
     def _on_disconnect(self, link: Link, arrival: Disconnected) -> None:
         if self._by_handle.pop(arrival.handle, None) is None:
-            return  # it was closed for what it had sent
+            return  # it was closed because of an earlier message
         link.handle = None
         if not link.is_lost:
             self._end(link, arrival.error)

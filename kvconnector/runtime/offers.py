@@ -1,4 +1,4 @@
-"""Requests of a producer engine: those that consumers read while they are computed, and those held for them."""
+"""A producer engine's requests that consumers read: while they are computed, and afterwards."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvconnector.wire.messages import MAX_EXTRA_BYTES, Id
 
 
 class Stream(msgspec.Struct, eq=False, gc=False):
-    """A request that consumers read while it is computed. `has_begun`: the engine gave it blocks. `is_void`: the engine
-    took them back.
+    """A request that consumers read while it is computed. `has_begun`: the engine has given it blocks. `is_void`: the
+    engine has taken them back.
 
     `known` are the blocks of each cache group, as ids and as they travel; empty before the engine gave some.
     """
@@ -92,7 +92,7 @@ class Offers:
         """Let a consumer follow a queued request. `asked` has the router's name for the transfer.
 
         Raises:
-            LocalError: the request is not over, or its blocks are held.
+            LocalError: The request is not over, or its blocks are held.
             RemoteProtocolError: another request has the transfer's name.
         """
         if request_id in self._streams or request_id in self.held:
@@ -204,7 +204,7 @@ class Offers:
         )
 
     def released(self, request_id: str) -> None:
-        """The blocks of a request are free."""
+        """Record that the blocks of a request are free."""
         self._names.discard(self.held.pop(request_id, ""))
 
     def _check_blocks(
@@ -221,6 +221,6 @@ class Offers:
                 )
             tokens = tokens_to_load(retention, 0, num_tokens, num_encoder_tokens)
             if isinstance(retention, KeepsState) and 0 <= group.first_block < num_tokens:
-                # of an earlier position: the consumer goes on there
+                # a state of an earlier position, where the consumer continues
                 tokens = range(group.first_block, group.first_block + 1)
             group.covering(tokens, size, what=what)  # raises

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_SPIN_S = 1e-3
-"""A shorter spin is not worth compiling it."""
+"""Shortest spin in seconds that is worth compiling."""
 
 
 class Outbox:
     """Results for the engine's thread: filled by the driver, emptied by `take`. Thread safe.
 
-    It knows what the engine waits for, to end it if the driver fails. `wait` spins for `spin_s` before it sleeps.
+    It knows which requests the engine waits for, to end them if the driver fails. `wait` spins for `spin_s` first.
     """
 
     def __init__(self, spin_s: float = 0.0) -> None:
@@ -73,7 +73,7 @@ class Outbox:
         return f"<Outbox {filled}, {waits}{state}>"
 
     def expect(self, orders: Iterable[Order]) -> list[str]:
-        """Note that the engine waits for these from now on. A refused lease is reported with its reason.
+        """Record that the engine waits for these from now on. A refused lease is reported with its reason.
 
         Returns:
             The requests that the orders withdraw while they are computed: the engine fills their blocks anew at once.
@@ -97,11 +97,11 @@ class Outbox:
 
     @property
     def is_waiting(self) -> bool:
-        """Returns True while a load has not ended, or may not be asked for yet."""
+        """Returns True while a load has not ended, or may not be requested yet."""
         return bool(self._loads)
 
     def refuse(self, orders: Iterable[object], error: KVConnectorError) -> None:
-        """End the requests of orders that the driver does not get, as far as the engine waits for them."""
+        """End the requests of orders that the driver does not get, if the engine waits for them."""
         for order in orders:
             if isinstance(order, LoadRequest):
                 self.load_ended(order.request_id, error)
@@ -114,7 +114,7 @@ class Outbox:
 
     def give_up(self) -> list[Order]:
         """Return the orders that end every load and lease. A load that completes meanwhile is reported as failed, as is
-        one whose end nobody has taken yet: the engine would use what it brought.
+        one whose end was not taken yet: otherwise the engine would use its tokens.
         """
         with self._lock:
             ended = self._unreported
@@ -138,7 +138,7 @@ class Outbox:
         return orders
 
     def awaited(self) -> list[str]:
-        """Requests whose blocks may still be read or written."""
+        """Return requests whose blocks may still be read or written."""
         with self._lock:
             return sorted({*self._asked(), *self._leases, *self._stuck})
 
@@ -173,12 +173,12 @@ class Outbox:
             self.released(request_id, "aborted")
 
     def released(self, request_id: str, outcome: str, trace: RequestTrace | None = None) -> None:
-        """The producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`."""
+        """Report that the producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`."""
         with self._lock:
             lease = self._leases.pop(request_id, None)
             if request_id in self._given_up:
                 self._given_up.discard(request_id)
-                return  # the engine still computes it
+                return  # the engine still computes the request
             ended = self._unreported
             if outcome == "expired":
                 ended.stats.leases_expired += 1
@@ -195,7 +195,7 @@ class Outbox:
             self._ring()
 
     def begun(self, request_id: str) -> None:
-        """The producer has begun with a request, or never will: the engine should ask for the load."""
+        """Report that the producer has begun a request, or never will: the engine should ask for the load."""
         with self._lock:
             self._forget_unasked(request_id)
             self._unreported.begun.add(request_id)
@@ -215,8 +215,8 @@ class Outbox:
         filled_tokens: int | None = None,
         extra: bytes = b"",
     ) -> None:
-        """The consumer's blocks of a request are filled. With an `error` they are not: nothing writes them any
-        more, and they hold the first `filled_tokens` tokens, if that is known. `extra`: see `Progress`.
+        """Report that the consumer's blocks of a request are filled. With an `error` they are not: nothing writes them
+        any more, and they hold the first `filled_tokens` tokens, if that is known. `extra`: see `Progress`.
         """
         with self._lock:
             self._loads.pop(request_id, None)
@@ -269,7 +269,7 @@ class Outbox:
 
     def _expect_lease(self, order: LeaseOrder | WithdrawRequest) -> bool:
         """Returns True if the order withdraws an incomplete lease on blocks."""
-        # a complete lease goes on until its end is reported
+        # a complete lease lasts until its end is reported
         if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
             if isinstance(order, WithdrawRequest):
                 lease = self._leases.pop(order.request_id, None)

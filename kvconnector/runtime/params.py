@@ -22,7 +22,7 @@ from kvconnector.planning import GroupBlocks
 from kvconnector.session.orders import HoldRequest
 from kvconnector.topology import EngineGeometry
 
-# the wire's own types: a peer would end the connection, and with it other requests, over a value that it does not take
+# the wire's own types: a peer would end the connection, and with it other requests, over an invalid value
 from kvconnector.wire.messages import Id, Secret128
 
 BlockId = Annotated[int, Meta(ge=0, lt=1 << 31)]
@@ -33,7 +33,7 @@ MAX_TOKENS = (1 << 31) - 1
 FOLDED = ("transfer_secret", "remote_public_key", "remote_first_blocks")
 """Fields that follow the request's name in `remote_request_id`."""
 FOLDED_ID = re.compile(
-    # no block's number is longer, and Python refuses to read what is much longer
+    # no block id is longer, and Python refuses to parse much longer numbers
     r"(.+)\|([0-9a-f]{32})\|([^|]{0,40})\|((?:[0-9]{0,10},)*[0-9]{0,10})",
     re.DOTALL,
 )
@@ -47,7 +47,7 @@ class StreamRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, Any]) -> StreamRequest | None:
-        """Return what a request's parameters ask for; None if they name no transfer.
+        """Return the stream that a request's parameters name; None if they name no transfer.
 
         Raises:
             RemoteProtocolError: a key is missing, or a value has the wrong type or range.
@@ -114,14 +114,14 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.remote_first_blocks[group] if self.remote_first_blocks else 0
 
     def blocks(self) -> tuple[GroupBlocks, ...]:
-        """The producer's, by cache group. Raises BlockIdError: block ids that no pool has."""
+        """Return the producer's blocks, by cache group. Raises BlockIdError: block ids that no pool has."""
         return tuple(
             GroupBlocks.of(ids, self.first_block(group))
             for group, ids in enumerate(self.remote_block_ids)
         )
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON carries it."""
+        """Return the offer in its JSON form."""
         mapping: dict[str, Any] = msgspec.to_builtins(self)
         mapping["remote_block_ids"] = [list(ids) for ids in self.remote_block_ids]
         secret, key, firsts = (mapping.pop(name) for name in FOLDED)
@@ -130,7 +130,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @classmethod
     def from_mapping(cls, params: Mapping[str, Any]) -> TransferParams:
-        """A producer's offer as a request carries it; keys that others add are ignored.
+        """Return a producer's offer from a request's mapping; keys that others add are ignored.
 
         The values in `remote_request_id` may have keys of their own, as older releases send them. These take
         precedence.
@@ -155,7 +155,7 @@ class TransferParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 _NAMED = ("remote_engine_id", "remote_host", "remote_port")
-"""Keys that an error may show: no secret."""
+"""Keys that an error may show, without secrets."""
 ParamsT = TypeVar("ParamsT", TransferParams, StreamRequest)
 
 
@@ -164,7 +164,7 @@ def _converted(params: Mapping[str, Any], kind: type[ParamsT]) -> ParamsT:
         converted = msgspec.convert(dict(params), kind)
         for text in msgspec.structs.astuple(converted):
             if isinstance(text, str):
-                text.encode()  # JSON has text that no message can carry: half of a surrogate pair
+                text.encode()  # JSON may have text that no message can carry: half of a surrogate pair
         return converted
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         named = {name: params.get(name) for name in _NAMED}

@@ -60,8 +60,8 @@ def tokens_to_load(
 
 
 class RemoteRequest(msgspec.Struct, eq=False, gc=False):
-    """A request and its load. `is_finished`: the engine is done with it, and only the load has not ended. One that is
-    followed waits until the producer `has_begun`.
+    """A request and its load. `is_finished`: the engine has finished it, and only the load has not ended. A followed
+    one waits until the producer `has_begun`.
     """
 
     params: TransferParams
@@ -72,7 +72,7 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
     num_computed_tokens: int = 0
 
     def resume_at(self, limit: int) -> int:
-        """Return the last position, up to `limit`, before which the producer has all that is needed; 0 for none."""
+        """Return the last position, up to `limit`, before which the producer has all needed tokens; 0 for none."""
         available = min(self.params.remote_num_tokens, limit)
         states = {
             self.params.first_block(group) + len(ids)

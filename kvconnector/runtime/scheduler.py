@@ -47,9 +47,9 @@ class Scheduler:
 
     Args:
         config: The engine's settings, the same as its workers have.
-        workers: What `Worker.handshake` returned, of every rank, in any order.
-        retentions: What each cache group keeps of a sequence; consumers load only what the next token needs. By default
-            all groups keep every token.
+        workers: The results of `Worker.handshake` of every rank, in any order.
+        retentions: The tokens of a sequence that each cache group keeps; consumers load only those that the next token
+            needs. By default all groups keep every token.
 
     Raises:
         GeometryError: the workers do not make up one engine, there are not as many retentions as groups, a group of
@@ -108,7 +108,7 @@ class Scheduler:
 
         Args:
             request_id: The engine's name for the request.
-            blocks: Block ids by cache group. They hold what the group keeps of the first `num_tokens` tokens.
+            blocks: Block ids by cache group. They hold those of the first `num_tokens` tokens that the group keeps.
             num_tokens: Tokens of the sequence whose cache is complete.
             first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
             num_encoder_tokens: Tokens of the encoder's input, where a group keeps these.
@@ -152,9 +152,9 @@ class Scheduler:
         num_tokens: int,
         ahead_tokens: int = 0,
     ) -> None:
-        """Let a consumer that streams a request read what has been computed of it. Call it for every step that computes
-        a part of the request, before `build_step`. Fewer tokens than before are a `withdraw`. No effect on requests
-        that are not streamed.
+        """Let a consumer that streams a request read its computed tokens. Call it for every step that computes a part
+        of the request, before `build_step`. Fewer tokens than before are a `withdraw`. No effect on requests that are
+        not streamed.
 
         Args:
             request_id: The engine's name for the request.
@@ -182,7 +182,7 @@ class Scheduler:
 
     @property
     def num_loading(self) -> int:
-        """Requests whose KV cache is on its way."""
+        """Number of requests that are being loaded."""
         return sum(remote.stage == "loading" for remote in self._requests.values())
 
     def on_new_request(self, request_id: str, kv_transfer_params: Mapping[str, Any] | None) -> None:
@@ -191,7 +191,7 @@ class Scheduler:
 
         Args:
             request_id: The engine's name for the request.
-            kv_transfer_params: What came with the request, if anything did.
+            kv_transfer_params: The parameters that came with the request, or None.
 
         Raises:
             RemoteProtocolError: the parameters name a remote prefill or a transfer but cannot be used.
@@ -249,7 +249,7 @@ class Scheduler:
     def matched_tokens(
         self, request_id: str, num_prompt_tokens: int, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        """Return how much of a prompt to load. See `is_early`, which comes first.
+        """Return how many tokens of a prompt to load. Call `is_early` first.
 
         The last prompt token is never loaded: its query must run here to sample the next token. A producer has states
         of one position only: the request continues there, or loads nothing.
@@ -272,7 +272,7 @@ class Scheduler:
 
     def is_early(self, request_id: str) -> bool:
         """Returns True while the producer has the prompt in its queue, or computes it and `stream` is off here. Blocks
-        for it would lie idle, so ask again after an `update`.
+        for it would be idle, so ask again after an `update`.
         """
         remote = self._requests.get(request_id)
         return remote is not None and remote.params.is_followed and not remote.has_begun
@@ -334,7 +334,7 @@ class Scheduler:
         return remote is not None and remote.stage != "over"
 
     def finish(self, request_id: str) -> None:
-        """Forget a request that the engine is done with. Its load stops: keep its blocks until `finished_recving` names
+        """Forget a request that the engine has finished. Its load stops: keep its blocks until `finished_recving` names
         it. Consumers that stream a request which was never offered are notified. Unknown requests are ignored.
         """
         self.withdraw(request_id)
@@ -349,7 +349,7 @@ class Scheduler:
             del self._requests[request_id]
 
     def abort(self, request_id: str) -> None:
-        """Forget a request, and take its offer back: `finished_sending` names it once nothing reads its blocks."""
+        """Forget a request, and withdraw its offer: `finished_sending` names it once nothing reads its blocks."""
         self.finish(request_id)
         if request_id in self._offers.held:
             self._orders.append(WithdrawRequest(request_id))
@@ -357,7 +357,7 @@ class Scheduler:
     def build_step(self) -> StepMetadata:
         """Return the orders since the last call, for every worker."""
         orders, self._orders = tuple(self._orders), []
-        # a worker may lose a step: the engine is sent again until a worker has shown that it knows it
+        # a worker may lose a step: the engine's geometry is sent again until a worker has shown that it has it
         announces = self._announced == "no" or (self._announced == "sent" and bool(orders))
         if announces:
             self._announced = "sent"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def view_of(cache_BHND: torch.Tensor) -> KVView:
-    """The view of a tensor that is seen as logical `[num_blocks, num_heads, block_size, head_dim]`; no copy.
+    """Return a tensor as a view `[num_blocks, num_heads, block_size, head_dim]`, without a copy.
 
     Permute or slice the engine's tensor into that shape first; any strides will do. The caller keeps it alive.
 
@@ -42,7 +42,7 @@ def cache_groups(
     total_heads: int,
     head_start: int,
 ) -> list[CacheGroup]:
-    """Return the cache groups that `Worker.register` was given, or the one that it was given the tensors of.
+    """Return the cache groups given to `Worker.register`, or the one made of the tensors given to it.
 
     Raises:
         GeometryError: neither tensors by layer nor cache groups, or tensors that do not make one.
@@ -69,7 +69,7 @@ def cache_group(
     head_start: int = 0,
     context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
 ) -> CacheGroup:
-    """One cache group of this rank from its tensors.
+    """Make a cache group of this rank from its tensors.
 
     `caches[layer]` are K and V, or one tensor with both or with a latent, each seen as
     `[num_blocks, num_heads, block_size, head_dim]`; any strides will do. The rank holds the heads from `head_start` on
@@ -145,5 +145,5 @@ def _check_tensor(tensor: object, **context: object) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The name that a `CacheGroup` has for it: "cpu" or "cuda:N"."""
+    """Return a device's name as in `CacheGroup`: "cpu" or "cuda:N"."""
     return f"cuda:{device.index or 0}" if device.type == "cuda" else device.type

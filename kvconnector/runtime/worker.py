@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 START_STEP_S = 1.0e-3
-"""How long `start_step` checks orders and works on them: with `poll` an engine's step is delayed by less than 5 ms."""
+"""Seconds for which `start_step` works on orders: with `poll` it delays an engine's step by less than 5 ms."""
 QUIESCE_POLL_S = 0.005
 WITHDRAW_S = 0.005
-"""How long `start_step` waits until consumers can read blocks no more that the engine takes back."""
+"""Seconds for which `start_step` waits until consumers can no longer read blocks that the engine takes back."""
 LOOK_S = 0.5
-"""How often `poll` reports how far loads are."""
+"""Seconds between two reports of loads' progress by `poll`."""
 
 
 class Worker:
@@ -47,13 +47,13 @@ class Worker:
 
     All methods are for one thread of the engine, except `wait`. As a context manager it closes itself. One that is
     collected without `close` stops by itself, in its driver's thread, and warns with a `ResourceWarning`; one that is
-    left at the interpreter's exit is closed there, in seconds.
+    left at the interpreter's exit is closed there, within seconds.
 
     Args:
         config: The engine's settings, the same in every rank. The role is `config.role`.
         rank: `(pp_rank, tp_rank)`.
-        model: What two engines must agree on: a name, to which the caches add their element type and the number of
-            layers, or all of it.
+        model: The values on which two engines must agree: a name, to which the caches add their element type and the
+            number of layers, or a whole `ModelDescription`.
 
     Raises:
         ConfigError: `config` is no `Config`, or `rank` is no pair of numbers, or `model` is no name.
@@ -105,10 +105,9 @@ class Worker:
         and more in one allocation).
 
         Args:
-            caches: The tensors of each layer, `{layer: (k, v)}` or `{layer: (kv,)}`, each seen as
-                `[num_blocks, num_heads, block_size, head_dim]` with any strides; or, where layers differ, cache groups.
-                What owns the memory of a group that `cache_group` did not make is its `memory`; else the caller
-                keeps it.
+            caches: The tensors of each layer, `{layer: (k, v)}` or `{layer: (kv,)}`, each seen as `[num_blocks,
+                num_heads, block_size, head_dim]` with any strides; or, where layers differ, cache groups. The owner of
+                the memory of a group that `cache_group` did not make is its `memory`; otherwise the caller keeps it.
             total_heads: KV heads of the model; 0 where this rank holds all.
             head_start: First of the heads that this rank holds.
 
@@ -137,7 +136,7 @@ class Worker:
         self._finalizer.atexit = False  # `driver_thread` closes what is left then, and waits for it
 
     def handshake(self) -> WorkerMetadata:
-        """Return what the scheduler half needs of this rank.
+        """Return the metadata that the scheduler half needs of this rank.
 
         Raises:
             LocalError: no caches are registered.
@@ -164,8 +163,8 @@ class Worker:
 
     def start_step(self, step: StepMetadata) -> None:
         """Take one step's orders from the scheduler half, and begin with them while the driver's thread sleeps. Never
-        blocks, but for a prompt that is withdrawn while it is computed: then it waits, 5 ms at most, until consumers
-        can read its blocks no more. It leaves greetings, and copies on CPUs, to the driver's thread.
+        blocks, except for a prompt that is withdrawn while it is computed: then it waits, at most 5 ms, until consumers
+        can no longer read its blocks. It leaves greetings, and copies on CPUs, to the driver's thread.
 
         A request whose blocks are outside the pool, too few for its tokens, or not of every cache group is refused
         alone, and the others go on: a load is reported as failed, and its producer notified; a lease is not granted,
@@ -175,7 +174,7 @@ class Worker:
         that stream.
 
         Args:
-            step: What `Scheduler.build_step` returned, the same for every rank.
+            step: The result of `Scheduler.build_step`, the same for every rank.
 
         Raises:
             LocalError: no caches are registered, `step` is none, the engine's geometry is not known yet or not this
@@ -218,18 +217,18 @@ class Worker:
         failed, a complete lease as sent, and a prompt that is followed as begun.
 
         Args:
-            orders: Some of a step's.
-            error: Why.
+            orders: Some of a step's orders.
+            error: The reason.
         """
         self._outbox.refuse(orders, error)
 
     def quiesce(self, timeout_s: float) -> None:
-        """Give up every load and lease, and wait until nothing reads or writes the caches. Their memory may then be
+        """End every load and lease, and wait until nothing reads or writes the caches. Their memory may then be
         unmapped, and mapped again at the same addresses. Connections and staging stay. Orders are refused until
-        `resume`. `poll` reports what was given up, and all loads as failed. Idempotent.
+        `resume`. `poll` reports the ended requests, all loads as failed. Idempotent.
 
         Args:
-            timeout_s: How long to wait, in seconds.
+            timeout_s: The most seconds to wait.
 
         Raises:
             LocalError: no caches are registered.
@@ -248,7 +247,7 @@ class Worker:
             time.sleep(min(left_s, QUIESCE_POLL_S))
 
     def resume(self) -> None:
-        """The caches have memory again: take orders. Idempotent."""
+        """Take orders again: the caches have memory again. Idempotent."""
         self._is_quiet = False
 
     @property
@@ -271,8 +270,8 @@ class Worker:
             self._registered().put(events)
 
     def poll(self) -> WorkerOutput:
-        """Return what finished since the last call. Never blocks. If nothing has, and the driver's thread has something
-        to do but waits for the GIL, the calling thread does it.
+        """Return what finished since the last call. Never blocks. If nothing has, and the driver's thread has work but
+        waits for the GIL, the calling thread does it.
         """
         if self._thread is not None and not self._outbox.is_filled:
             self._thread.progress_inline()
@@ -287,7 +286,7 @@ class Worker:
         can.
 
         Args:
-            timeout_s: How long to wait at most, in seconds.
+            timeout_s: The most seconds to wait.
 
         Returns:
             False if `timeout_s` passed before.
@@ -311,7 +310,7 @@ class Worker:
             self._finalizer.detach()
 
     def _end(self, orders: Sequence[Order]) -> None:
-        """End what was ordered earlier of these requests, or heartbeats would keep a producer's leases for ever."""
+        """End earlier orders of these requests, or heartbeats would keep a producer's leases forever."""
         endings = [
             DropRequest(order.request_id) if isinstance(order, LoadRequest) else order
             for order in orders
