@@ -1,4 +1,4 @@
-"""Deadlines of many things, with O(log n) for each change. Pure."""
+"""Deadlines of many things, with O(log n) per change. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AT_ONCE = 0.0
 
 MAX_AT_ONCE = 16
 """The most things that one event handles, starts or ends. The next tick is then due at once and goes on. So no event
-keeps the engine's thread waiting for long, however many requests it concerns.
+keeps the engine's thread waiting for long, no matter how many requests it concerns.
 """
 
 

@@ -24,7 +24,7 @@ class Phase(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """One transfer of one worker that is over, and when its parts happened.
+    """One worker's finished transfer, and the times of its parts.
 
     The phases of a load are `want`, while the request is queued and the peer may be greeted; `greeting`, while the
     request's blocks wait for the peer; and `read`. A packed load also has `wire`, from the first to the last chunk's
@@ -55,8 +55,8 @@ class RequestTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadInFlight(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of an unfinished load: `nbytes` have come in the `seconds` since its first read began, of the
-    `total_bytes` asked for so far. A streamed prompt asks for more as it is computed.
+    """One worker's part of an unfinished load: `nbytes` of the `total_bytes` requested so far have arrived in the
+    `seconds` since its first read began. A streamed prompt requests more as it is computed.
     """
 
     request_id: str
@@ -107,12 +107,12 @@ class WorkerOutput(msgspec.Struct, kw_only=True):
     `failed_recving` maps loads that failed, and `failed_sending` requests whose blocks could not be offered or whose
     lease ended unconfirmed, to the reason, which begins with the error's class and a colon. They are in the finished
     sets too, loads once nothing writes their blocks. `filled_tokens` is the number of leading tokens of a failed load
-    that are in its blocks all the same, if known. `begun` are followed requests whose load may be asked for, and
+    that are in its blocks nevertheless, if known. `begun` are followed requests whose load may be asked for, and
     `extras` the bytes that the producer's engine gave to `Scheduler.offer` for them, in the first worker's report.
 
     The next three are for engines that count more than transfers. `invalid_block_ids` are blocks whose content must be
     computed again. `kv_cache_events` are names of the engine's own, passed on once every worker has reported them.
-    `expected_finished_count`, if not 0, is how many workers report each request whose first report comes after this.
+    `expected_finished_count`, if not 0, is how many workers report each request that is first reported later.
     """
 
     finished_sending: set[str] = set()
@@ -160,8 +160,8 @@ class FinishedCounter(Protocol):
 
 
 class _Reports:
-    """The workers that have reported each request, and why it failed. The first report of a request settles how many
-    workers must report it.
+    """The workers that have reported each request, and the reason if it failed. The first report of a request
+    determines how many workers must report it.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class _Reports:
 
     def failed(self, reasons: Mapping[str, str], filled: Mapping[str, int]) -> None:
         """Record why requests failed, and how many of their tokens a worker has: the first reason counts, and the
-        smallest number, unless a worker that failed does not know its own.
+        smallest number, which is unknown if a failed worker does not know its own.
         """
         for request_id, reason in reasons.items():
             count = filled.get(request_id, _UNKNOWN)
@@ -180,8 +180,8 @@ class _Reports:
     def finished(
         self, worker: int, request_ids: Iterable[str], expected: int
     ) -> tuple[set[str], dict[str, tuple[str, int]]]:
-        """Record one worker's report. Returns the requests that are complete now, and what is known of those that
-        failed.
+        """Record one worker's report. Returns the requests that are complete now, and the reasons and tokens of failed
+        ones.
         """
         complete = set()
         for request_id in request_ids:
@@ -221,15 +221,15 @@ class _Events:
 class KVOutputAggregator:
     """Merges the outputs of all workers of an engine, step by step.
 
-    Sending and receiving are counted apart, and a worker counts once, however often it reports a request. A load that
-    any worker failed has failed once every worker has reported it: then none of them writes its blocks any more. Cache
-    events are counted by workers too. Invalid blocks and statistics are passed on at once.
+    Sending and receiving are counted separately, and a worker counts once, no matter how often it reports a request. A
+    load that any worker failed has failed once every worker has reported it: then none of them writes its blocks any
+    more. Cache events are counted by workers too. Invalid blocks and statistics are passed on at once.
 
     Args:
-        expected_finished_count: workers that report each request, until an output changes it.
+        expected_finished_count: Number of workers that report each request, until an output changes it.
 
     Raises:
-        LocalError: an expected count below one.
+        LocalError: An expected count is below one.
     """
 
     def __init__(self, expected_finished_count: int) -> None:
@@ -255,8 +255,8 @@ class KVOutputAggregator:
         """Merge one step of all workers.
 
         Args:
-            outputs: the output of each worker, or None; workers always in the same order.
-            output_rank: the worker whose output stands for the engine's.
+            outputs: The output of each worker, or None; workers always in the same order.
+            output_rank: The worker whose output stands for the engine's.
 
         Returns:
             The engine's output. None if the worker `output_rank` has none in this step: the reports of the others are

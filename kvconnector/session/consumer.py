@@ -84,7 +84,7 @@ class ConsumerSession:
             if event.read.load.engine.loss is not None:
                 self._fail_if_lost(event.read, now)
         handler = self._HANDLERS.get(ev.kind_of(event))
-        if handler is None:  # it concerns a link
+        if handler is None:  # the event concerns a link
             self._engines.handle(event, now)
         else:
             handler(self, event, now)
@@ -185,7 +185,7 @@ class ConsumerSession:
 
     def _receive_posted(self, event: ev.ReceivePosted, now: float) -> None:
         read = event.read
-        if read.is_stopped:  # the peer will never know of this read
+        if read.is_stopped:  # the peer never learns of this read
             self._port.drain_receive(read, None if read.is_peer_over else 0)
             return
         load = read.load
@@ -235,9 +235,7 @@ class ConsumerSession:
             self._close(load, load.error, now)
         else:
             load.note_filled()
-            self._advance(
-                load, now
-            )  # its engine is ready: the loss of it would be the load's error
+            self._advance(load, now)  # its engine is ready: a loss would be the load's error
 
     def _read_cut_short(self, event: ev.FromPeer[m.ReadRefused | m.ReadEnded], now: float) -> None:
         ended, engine = event.message, self._engines.ready_at(event.link)

@@ -183,7 +183,7 @@ class RemoteEngines:
             return
         self._close(engine)
         self._port.met(engine.name.engine_id, self._topology.describe(geometry))
-        if not holders:  # this rank reads nothing of it, so there is nothing to wait for
+        if not holders:  # this rank reads nothing from it, so there is nothing to wait for
             self._ready_now(engine, now)
             return
         engine.move(EngineState.HELLO)
@@ -230,7 +230,7 @@ class RemoteEngines:
         self._met.add(engine.name)
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
-        engine.loads.num_unnamed = len(engine.loads.turns)  # it knows none of them yet
+        engine.loads.num_unnamed = len(engine.loads.turns)  # the engine knows none of them yet
         self._send_endings(engine)
         self._on_change(ev.EngineReady(engine), now)
 
@@ -260,7 +260,7 @@ class RemoteEngines:
                 self._heartbeats(engine, now)
 
     def _found_lost(self, engine: RemoteEngine, now: float) -> KVConnectorError | None:
-        """Return why an engine is lost: it was not ready by its deadline, or a worker is silent; None if it is not."""
+        """Return why an engine is lost: not ready by its deadline, or a worker is silent. None if it is not lost."""
         if not engine.is_ready:
             return PeerUnreachableError(
                 "the engine did not complete the handshake in time",
@@ -307,7 +307,7 @@ class RemoteEngines:
         self._close(engine)
         pause = self._settings.backoff_initial_s * 2 ** min(engine.attempts, 30)
         engine.attempts += 1
-        engine.unsent_endings.clear()  # its leases end by themselves
+        engine.unsent_endings.clear()  # the engine's leases end by themselves
         engine.until = now + min(pause, self._settings.backoff_max_s)
         engine.move(EngineState.BACKOFF)
         engine.loss = ev.EngineLost(engine, error)

@@ -103,7 +103,7 @@ TCP_FALLBACK = "-tcp-fallback"
 
 class ReceiveFinished(OfReceive, frozen=True):
     """All bytes of a read are in our blocks. `seconds` counts from the posted receive or the first copy. `path` is
-    `DIRECT_PATH`, or names how the read was sent. A packed read has `phases`, in seconds of the data path's clock.
+    `DIRECT_PATH`, or the name of a packed path. A packed read has `phases`, in seconds of the data path's clock.
     """
 
     seconds: float = 0.0

@@ -1,7 +1,6 @@
 """One request that a producer holds for its consumer: its state table and its record.
 
-Who owns the blocks, and when
------------------------------
+Ownership of the blocks -----------------------------
 
 *FILLING.* The engine is still computing the prompt and owns the blocks. It may take them back at any time, by
 `WithdrawRequest` or by granting other blocks, which voids the lease. Consumers read below the watermark, and use the
@@ -172,7 +171,7 @@ class Lease(Tracked[LeaseState]):
         return True
 
     def names(self) -> tuple[bytes, ...]:
-        """Return the keys under which consumers look it up. Followers know no blocks when they make theirs."""
+        """Return the keys under which consumers look it up. Followers make theirs before they know the blocks."""
         known_blocks: list[tuple[GroupBlocks, ...]] = [()] if self.is_streamed else []
         known_blocks += [self.blocks] if self.is_complete else []
         return tuple([lease_key(self.transfer_id, self.secret, blocks) for blocks in known_blocks])
@@ -194,7 +193,7 @@ class Lease(Tracked[LeaseState]):
         )
 
     def opens_with(self, secret: str) -> bool:
-        """Returns True if a peer's secret is this lease's. Takes the same time wherever they differ."""
+        """Returns True if a peer's secret is this lease's. Takes the same time no matter where they differ."""
         return _is_same(self.secret, secret)
 
 

@@ -1,4 +1,4 @@
-"""One connection with a peer: the record that sessions, port, data path and events pass to each other."""
+"""One connection to a peer: the record that sessions, port, data path and events pass to each other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Link:
 
     *Used by the data path:* `endpoint` is the transport's, 0 if there is none. A consumer opens one for messages alone
     and owns it; a producer sends chunks through it as well. `pools` are a producer's pools that are read directly.
-    `warm_ups` are the tickets of warm-up messages that have not come yet.
+    `warm_ups` are the tickets of warm-up messages that have not arrived yet.
     """
 
     number: int

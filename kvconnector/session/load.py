@@ -142,13 +142,13 @@ class Load(Tracked[LoadState]):
         )
 
     def record_progress(self, link: int, reported: m.Progress, num_groups: int) -> bool:
-        """Record how far a producer worker is. Ignores stale messages.
+        """Record a producer worker's progress. Ignores stale messages.
 
         Returns:
-            True if it is further than before, or had reported nothing yet.
+            True if it has progressed, or had reported nothing yet.
 
         Raises:
-            KVConnectorError: it gave up the prompt, or its report makes no sense.
+            KVConnectorError: The worker gave up the prompt, or its report makes no sense.
         """
         if reported.refusal is not None:
             raise refusal_error(reported.refusal, reported.text, request=self.request_id)
@@ -192,7 +192,7 @@ class Load(Tracked[LoadState]):
             is_last = piece.layers.stop == ALL_LAYERS.stop
             total_bytes = sum(read.total_bytes for read in planned)
             if not is_last and total_bytes < MIN_PIECE_BYTES * max(1, len(planned)):
-                break  # more layers are to come, or all of them
+                break  # more layers are still to come, or all of them
             self.left = tuple(
                 range(taken.stop, tokens.stop)
                 for taken, tokens in zip(piece.token_ranges, self.left, strict=True)
@@ -228,7 +228,7 @@ class Load(Tracked[LoadState]):
         """Record the engine's order. If a worker's check refused its blocks, `filled_tokens` stays unknown.
 
         Returns:
-            Why it cannot be loaded, if that is known already.
+            The reason why it cannot be loaded, if already known.
         """
         self.asked, self.trace.asked_s = asked, now
         if asked.error is not None:
@@ -239,7 +239,7 @@ class Load(Tracked[LoadState]):
         return self.error
 
     def forget_reads(self, asked: LoadRequest) -> None:
-        """Count none of the tokens that were asked for as read or filled."""
+        """Count none of the requested tokens as read or filled."""
         self.left, self.begun = tuple([range(*tokens) for tokens in asked.token_ranges]), None
         self.note_filled()
 
@@ -277,7 +277,7 @@ class Load(Tracked[LoadState]):
         return kind(transfer_id=self.key.transfer_id, secret=self.key.secret)
 
     def in_flight(self, rank: str, now: float) -> LoadInFlight:
-        """Return its bytes so far. Any thread may call this."""
+        """Return the load's progress in bytes. Any thread may call this."""
         trace = self.trace
         arrived = [read.source.total_bytes * read.share for read in [*self.reads.values()]]
         return LoadInFlight(
@@ -292,7 +292,7 @@ class Load(Tracked[LoadState]):
 
     @property
     def is_read(self) -> bool:
-        """Returns True if reads cover everything that was asked for."""
+        """Returns True if reads cover everything that was requested."""
         return self.begun is None and not any(self.left)
 
     def is_complete(self, sources: Collection[int]) -> bool:

@@ -1,12 +1,12 @@
-"""Transition tables: which event may happen in which state, and where it may lead.
+"""Transition tables: the events that may happen in each state, and the states to which they may lead.
 
 Theory of operation of this room
 --------------------------------
 
-*What a session is.* A worker has up to two: a `ProducerSession` and a `ConsumerSession`. `handle(event, now)` takes an
-event and calls methods of a `Port`; `next_deadline()` returns the time of the next `Tick`. There is no other way in or
-out. Events are orders of the engine, messages from peers, reports from the data path and from links, and ticks. The
-port's methods return nothing and never call the session back. Their results arrive as later events.
+*Sessions.* A worker has up to two: a `ProducerSession` and a `ConsumerSession`. `handle(event, now)` takes an event and
+calls methods of a `Port`; `next_deadline()` returns the time of the next `Tick`. There is no other way in or out.
+Events are orders of the engine, messages from peers, reports from the data path and from links, and ticks. The port's
+methods return nothing and never call the session back. Their results arrive as later events.
 
 *Threads and time.* A session has no thread, lock or clock. Only the thread that holds the driver lock calls it.
 `now` is the driver's monotonic clock and never goes back. `in_flight` alone may be called from any thread.
@@ -14,7 +14,7 @@ port's methods return nothing and never call the session back. Their results arr
 *Blocking.* Nothing here blocks. The cost of an event does not grow with the number of queued requests: records are
 found in dictionaries and deadlines in an `Agenda`. When one event concerns very many records, the session handles
 `MAX_AT_ONCE` of them and leaves the rest to the next ticks, which are due at once. Change a deadline only through the
-agenda: a record whose deadline is not planned is never looked at again, and its request waits for ever.
+agenda: a record whose deadline is not planned is never looked at again, and its request waits forever.
 
 *Records.* On each side a request is one record, a `Lease` or a `Load`, and a peer is a `Peer` or a `RemoteEngine`.
 Each record has a state that moves along a table. A table is data: `{state: {event type: allowed next states}}`.
@@ -104,7 +104,7 @@ class Tracked(Generic[StateT]):
         assert kind is not None, self._label
         assert target in self._table.rows[self.state].get(kind, ()), (self._label, kind, target)
         if target is not self.state:
-            if self._steps is None:  # made late: thousands of queued records have not moved yet
+            if self._steps is None:  # created late: thousands of queued records have not moved yet
                 self._steps = deque(maxlen=STORY_LENGTH)
             self._steps.append((self._now, self.state, target, kind))
         self.state = target

@@ -26,7 +26,7 @@ from kvconnector.wire.packed_geometry import PackedGeometry
 
 MAX_EARLY_BYTES = 64 << 20
 EVENT_BYTES = 512
-"""The bytes of an event without a read's ranges and blocks. So there is room for 131,072 followed prompts."""
+"""Bytes that an event counts besides a read's ranges and blocks. So there is room for 131,072 followed prompts."""
 
 EarlyEvent: TypeAlias = ev.FromPeer[m.Read | m.TransferKey]
 
@@ -66,7 +66,7 @@ PEER_TABLE: Table[PeerState] = Table(
 class Peer(Tracked[PeerState]):
     """One consumer worker: its greeting, the time of its last message, and the seconds for which it may be silent. Once
     accepted, it has the `route` of its reads, and the `readers`: the ranks of its engine that confirm to this worker.
-    `sends` are its unfinished reads, `early` its messages about leases that have not come yet. `alone` is the tuple of
+    `sends` are its unfinished reads, `early` its messages about leases that do not exist yet. `alone` is the tuple of
     followers of every lease that it alone follows: one tuple, as thousands would slow the garbage collector down.
     """
 
@@ -91,12 +91,12 @@ class Peer(Tracked[PeerState]):
 
     @property
     def deadline(self) -> float:
-        """When it is given up, unless a message comes before."""
+        """The time at which it is given up, unless a message comes before."""
         return self.last_message_at + self.timeout_s
 
 
 class EarlyEvents:
-    """Events of peers about leases that have not come yet, in order, each once: at most `MAX_EARLY_BYTES`. `Peer.early`
+    """Events of peers about leases that do not exist yet, in order, each once: at most `MAX_EARLY_BYTES`. `Peer.early`
     has them by name. The `agenda` has the deadline of each, and this object itself while events of lost peers are left.
     """
 

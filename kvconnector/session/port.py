@@ -70,7 +70,7 @@ class Port:
     # -- of a consumer --
 
     def met(self, engine_id: EngineId, summary: str) -> None:
-        """Log that a producer engine answered, and how its caches differ from ours."""
+        """Log that a producer engine has answered, and how its caches differ from ours."""
 
     def greet(self, link: Link, segments: tuple[Segment, ...]) -> None:
         """Greet a producer worker: post the receive for its warm-up message, then send a `Hello` that names the
@@ -80,9 +80,8 @@ class Port:
     def take_reply(self, worker: RemoteWorker, reply: HelloReply) -> None:
         """Connect to the producer worker that sent `reply`, for as long as its link lasts. No event follows.
 
-        Open an endpoint to its `transport_address`, although no data is sent there: the transport then knows whom it
-        receives from and can report the loss of that worker. Map the pools of its `export`: if that fails, its reads
-        are packed.
+        Open an endpoint to its `transport_address`, although no data is sent there: the transport then knows the worker
+        that sends to us, and can report its loss. Map the pools of its `export`: if that fails, its reads are packed.
         """
 
     def start_receive(self, read: RankRead) -> None:
@@ -98,7 +97,7 @@ class Port:
 
     def drain_receive(self, read: RankRead, sent_chunks: int | None) -> None:
         """Drain a stopped read of which the peer sent exactly `sent_chunks`: receive and drop these, cancel the other
-        receives. None: the peer is gone, so cancel all. `ReceiveDrained` follows.
+        receives. None: the peer is lost, so cancel all. `ReceiveDrained` follows.
         """
 
     def begun(self, request_id: str) -> None:

@@ -73,7 +73,7 @@ class ProducerSession:
             LocalError: the engine granted a request twice.
         """
         handler = self._HANDLERS.get(ev.kind_of(event))
-        if handler is None:  # it concerns a link
+        if handler is None:  # the event concerns a link
             self._peers.handle(event, now)
         else:
             handler(self, event, now)
@@ -167,7 +167,7 @@ class ProducerSession:
             self._early_read(peer, event, now)
         elif not lease.opens_with(read.secret):
             self._refuse(event, Refusal.UNKNOWN_TRANSFER, _UNKNOWN)
-        elif read.read_id not in peer.sends:  # else a duplicate
+        elif read.read_id not in peer.sends:  # otherwise a duplicate
             lease.accept(event, now)
             if lease.state is LeaseState.DRAINING:
                 self._refuse(event, *REFUSAL_OF[lease.outcome or _ABORTED])
@@ -204,7 +204,7 @@ class ProducerSession:
         elif (early := peer.early.get(read_id)) is not None:
             self._early.remove(early)
             self._end_read(event.link, read_id, 0, Refusal.ABORTED, "cancelled")
-        # else all chunks were sent already, and the consumer receives them
+        # otherwise all chunks were sent already, and the consumer receives them
 
     def _send_over(self, event: ev.SendOver, now: float) -> None:
         send = event.send
@@ -308,7 +308,7 @@ class ProducerSession:
         self._port.send(event.link, refused)
 
     def _notify_followers(self, lease: Lease) -> None:
-        """Report a prompt's progress to all of its followers, and forget those that are gone."""
+        """Report a prompt's progress to all of its followers, and forget lost ones."""
         progress, lost = lease.progress(), False
         for link in lease.followers:
             if self._peers.ready(link) is None:
@@ -363,7 +363,7 @@ class ProducerSession:
 
 _ABORTED = LeaseState.ABORTED
 _UNKNOWN = "no such transfer"
-"""The text is the same if a transfer of this name has another secret."""
+"""The text is the same if a transfer with this name has another secret."""
 
 
 def _is_early(read: m.Read, lease: Lease) -> bool:

@@ -34,14 +34,14 @@ def check_read(
     lease: Lease,
     max_chunk_bytes: int,
 ) -> SourceRead:
-    """Return the read that a peer asks for, if all of it is inside the lease and its chunks fit into staging slots.
+    """Return the read that a peer requests, if all of it is inside the lease and its chunks fit into staging slots.
 
     Args:
-        read: the untrusted request.
-        route: this rank's end of the peer's route, which was checked when the peer greeted.
-        groups: this rank's cache groups.
-        lease: the lease of the transfer that the read names. Reads of a streamed lease need not name its blocks.
-        max_chunk_bytes: the bytes of a staging slot.
+        read: The untrusted request.
+        route: This rank's end of the peer's route, which was checked when the peer greeted.
+        groups: This rank's cache groups.
+        lease: The lease of the transfer that the read names. Reads of a streamed lease need not name its blocks.
+        max_chunk_bytes: The bytes of a staging slot.
 
     Raises:
         RemoteProtocolError: it names blocks, tokens or layers outside the lease, chunks larger than a slot, nothing

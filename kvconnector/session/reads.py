@@ -1,4 +1,4 @@
-"""One read of a consumer worker: its record, which lives until its slots are free, and how it is stopped."""
+"""One read of a consumer worker: its record, which lives until its slots are free, and its end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RankRead(Receive, eq=False):
     Session, port and data path pass this record to each other.
 
     `is_stopped`: no further chunk may be written. `is_asked`: the peer knows of the read. `is_peer_over`: the peer
-    ended it, or is gone, and the data path knows how many chunks it sent. `deadline` is when a peer is given up that
-    has not answered a cancellation.
+    ended it, or is gone, and the data path knows how many chunks it sent. `deadline` is the time at which a peer that
+    has not answered a cancellation is given up.
     """
 
     read_id: int
@@ -100,7 +100,7 @@ class Reads:
             self._port.send(read.worker.link, m.CancelRead(read_id=read.read_id))
 
     def peer_over(self, read: RankRead, sent_chunks: int | None, now: float) -> None:
-        """Drain a read of which the peer sends the first `sent_chunks` chunks; None: the peer is gone, none comes."""
+        """Drain a read of which the peer sends the first `sent_chunks` chunks; None: the peer is lost."""
         read.is_peer_over = True
         if sent_chunks is None:
             read.deadline = NEVER

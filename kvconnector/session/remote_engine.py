@@ -23,7 +23,7 @@ from kvconnector.wire import messages as m
 from kvconnector.wire import versions
 
 MIN_HEARTBEAT_INTERVAL_S = 0.05
-"""The shortest interval of heartbeats, however short a peer's timeout or leases are."""
+"""The shortest interval of heartbeats in seconds, no matter how short a peer's timeout or leases are."""
 
 
 class EngineState(StrEnum):
@@ -107,7 +107,7 @@ class RemoteWorker:
 
     @property
     def silent_at(self) -> float:
-        """When we give it up, unless it answers before. Its greeting may have taken longer than its timeout."""
+        """The time at which we give it up without an answer. Its greeting may have taken longer than its timeout."""
         return max(self.alive_at, self.greeted_at) + self.timeout_s
 
     def heartbeat_sent(self, now: float) -> int:
@@ -143,8 +143,8 @@ def geometry_of(wanted: EngineAddress, directory: m.Directory) -> EngineGeometry
     """Return the geometry in a directory.
 
     Raises:
-        IncompatiblePeerError: it is that of another engine.
-        RemoteProtocolError: it contradicts itself.
+        IncompatiblePeerError: It is another engine's.
+        RemoteProtocolError: It contradicts itself.
     """
     geometry = directory.geometry.unpack()
     if geometry.engine_id != wanted.engine_id:
@@ -256,7 +256,7 @@ class RemoteEngine(Tracked[EngineState]):
 
     @property
     def deadline(self) -> float:
-        """When a heartbeat is due, a worker or an attempt is given up, or a pause ends."""
+        """The time at which a heartbeat is due, a worker or an attempt is given up, or a pause ends."""
         if self.state is _S.HELLO:
             return min(self.until, self.heartbeat_at)
         if self.state is not _S.READY:

@@ -1,4 +1,4 @@
-"""When the parts of a transfer happened, in seconds of its session's clock."""
+"""The times of a transfer's parts, in seconds of its session's clock."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class LoadTrace(msgspec.Struct, eq=False, gc=False):
                 self.parts[new.name] = Phase(new.name, *times)
 
     def ended(self, request_id: str, outcome: str, now: float, ahead_s: float) -> RequestTrace:
-        """Return what is reported of the load, which ends `now`. Its phases are in seconds of a clock that is `ahead_s`
-        ahead of the session's. The blocks of a followed prompt waited for its last part only.
+        """Return the report on the load, which ends `now`. Its phases are in seconds of a clock that is `ahead_s` ahead
+        of the session's. A followed prompt's blocks waited only for its last part.
         """
         times = (self.wanted_s, self.asked_s, self.first_read_s)
         reached = [at + ahead_s for at in times if at is not None]

@@ -1,4 +1,4 @@
-"""Which rank reads what from which: `TpKVTopology`, the geometries that it uses, and attention backends. Pure."""
+"""The reads between two engines' ranks: `TpKVTopology`, the geometries that it uses, and attention backends. Pure."""
 
 from kvconnector.layout import AttentionBackend as AttentionBackend
 from kvconnector.layout import FlashAttentionBackend as FlashAttentionBackend

@@ -47,7 +47,7 @@ class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     @property
     def num_heads(self) -> int:
-        """How many heads this rank holds."""
+        """Number of heads that this rank holds."""
         return self.head_stop - self.head_start
 
     @property
@@ -139,14 +139,14 @@ class GroupGeometry(
 
     @cached_property
     def context_parallel(self) -> ContextParallel:
-        """This rank's place in its context parallel group, which says which tokens it holds."""
+        """This rank's place in its context parallel group, which determines the tokens that it holds."""
         return ContextParallel(
             world_size=self.dcp_size, rank=self.dcp_rank, interleave_tokens=self.interleave_tokens
         )
 
     @property
     def virtual_block_tokens(self) -> int:
-        """How many consecutive tokens of a request one block id stands for, on all ranks of its group together."""
+        """Consecutive tokens of a request that one block id stands for, on all ranks of its group together."""
         return self.block_size * self.dcp_size
 
 
@@ -157,7 +157,7 @@ def _common_values(group: GroupGeometry) -> tuple[object, ...]:
 
 
 class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
-    """What one worker holds. Every rank of an engine lists the same groups in the same order."""
+    """One worker's holding. Every rank of an engine lists the same groups in the same order."""
 
     pp_rank: int
     tp_rank: int
@@ -169,7 +169,7 @@ class RankGeometry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """Values beside shapes on which two engines must agree: the weights that wrote the cache, and its number format."""
+    """Values, not shapes, on which two engines must agree: the weights that wrote the cache, and its number format."""
 
     model: str
     dtype: str
@@ -269,7 +269,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.tp_size * self.pp_size
 
     def rank_geometry(self, rank: Rank) -> RankGeometry:
-        """Return what one worker holds. Raises GeometryError: the engine has no such rank."""
+        """Return one worker's holding. Raises GeometryError: the engine has no such rank."""
         if not (0 <= rank.pp_rank < self.pp_size and 0 <= rank.tp_rank < self.tp_size):
             size = str(Rank(self.pp_size, self.tp_size))
             self._refuse("the engine has no such rank", rank=str(rank), size=size)

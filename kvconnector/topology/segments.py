@@ -22,7 +22,7 @@ MAX_SEGMENTS = 1 << 12
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """What two ranks both hold of a part family in a cache group. A consumer's greeting lists its segments.
+    """The common holding of two ranks in one part family of a cache group. A consumer's greeting lists its segments.
 
     `layers` are global indices, adjacent in both ranks' holdings; `[head_start, head_stop)` are global heads; `stripe`
     selects the tokens. A layer has `num_parts` parts (2 for K and V), and `head_token_bytes` is the size of one head of
@@ -52,7 +52,7 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A remote rank to read from, and what to read from it."""
+    """A remote rank to read from, and the segments to read."""
 
     rank: Rank
     segments: tuple[Segment, ...]

@@ -1,4 +1,4 @@
-"""Which ranks of a producer engine deliver what a consumer rank holds, and the choice among replicas.
+"""The ranks of a producer engine that deliver a consumer rank's holding, and the choice among replicas.
 
 Ranks of a stage with equal holdings are examined once, so the time grows with the number of ranks of both engines, not
 with the number of pairs.
@@ -20,8 +20,8 @@ from kvconnector.topology.geometry import EngineGeometry, GroupGeometry
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one stage can deliver of a family of parts: adjacent layers, the tokens of `stripes`, and in `pieces`
-    disjoint head ranges in ascending order, each with the ranks that hold all of it, in rank order.
+    """A stage's offer of a family of parts: adjacent layers, the tokens of `stripes`, and in `pieces` disjoint head
+    ranges in ascending order, each with the ranks that hold all of it, in rank order.
     """
 
     group: int
@@ -90,7 +90,7 @@ def _offers_of_stage(
 def _sharing(
     ours: ContextParallel, theirs: ContextParallel
 ) -> tuple[tuple[int, tuple[Stripe, ...]], ...]:
-    """Return the ranks of another context parallel group that hold tokens of ours, and which."""
+    """Return the ranks of another context parallel group that hold tokens of ours, with these tokens."""
     common = [
         (rank, common_stripes(ours, replace(theirs, rank=rank)))
         for rank in range(theirs.world_size)

@@ -47,7 +47,7 @@ MAX_REMOTES = 1 << 10
 
 
 class TpKVTopology:
-    """One rank of an engine: what it holds, which ranks of another engine it reads, and which of them read it.
+    """One rank of an engine: its holding, the ranks of another engine that it reads, and those that read it.
 
     Ratios are exact fractions *ours over theirs*: a `tp_ratio` of 2 means that we have twice as many ranks. The forms
     `..._from_engine_id` take the id of an engine that has passed `check_compatible`, instead of its geometry.
@@ -55,7 +55,7 @@ class TpKVTopology:
     Args:
         engine: All workers as they registered.
         rank: This rank.
-        replica_index: Which one to read of several remote ranks that hold the same. By default it counts up over an
+        replica_index: Which of several remote ranks with the same holding to read. By default it counts up over an
             engine's ranks from a hash of the engine's id, so that the ranks of all engines spread over the replicas.
 
     Raises:
@@ -275,7 +275,7 @@ class TpKVTopology:
         )
 
     def describe(self, remote: EngineGeometry) -> str:
-        """Return a line for people: the ratios, ours over theirs, and what happens to blocks on the way."""
+        """Return a line for people: the ratios, ours over theirs, and the re-layout of blocks, if any."""
         groups = range(self.engine.num_groups)
         sizes = dict.fromkeys(str(self.block_size_ratio(remote, group)) for group in groups)
         how = "are laid out anew" if self.needs_relayout(remote) else "are copied as they are"

@@ -10,7 +10,7 @@ Ownership. One thread owns a transport and calls every method. A buffer belongs 
 appears in `progress()`. The transport keeps `Buffer.owner` for as long as the library needs the memory.
 
 Waiting. `progress()` never blocks. To sleep, wait for `fileno()` to be readable, after one more `progress()`: an
-operation may complete inside the call that started it. Wake once a second: some losses show only when looked for.
+operation may complete inside the call that started it. Wake once a second: some losses are noticed only by looking.
 
 Control messages. `send_control` and `receive_control` move small messages without posted receives, under tags with
 `CONTROL_TAG_BIT`, which no other message may have. Those of one tag and endpoint arrive in the order in which they were

@@ -1,4 +1,4 @@
-"""A producer worker's pools as a consumer may read them: a field of `HelloReply`.
+"""A producer worker's pools, described for direct reads: a field of `HelloReply`.
 
 Nothing here is trusted: a consumer on the same host verifies with the nonce that `pid` is the process that it greeted,
 compares the tables with the geometry in the directory, and reads the lease board before and after every copy.
@@ -17,9 +17,9 @@ Count = Annotated[int, Meta(ge=1, lt=1 << 31)]
 
 NONCE_BYTES = 16
 BOARD_OFFSET = 4096
-"""Of the lease board, after the nonce."""
+"""Offset of the lease board in the file, after the nonce."""
 BUCKET_BYTES = 256
-"""Of a lease board: 8 entries of 32 bytes, see `datapath.direct.board`."""
+"""Bytes of a lease board's bucket: 8 entries of 32 bytes, see `datapath.direct.board`."""
 IPC_HANDLE_BYTES = 64
 MAX_ROWS_BYTES = 1 << 20
 MAX_TABLES = 1 << 10

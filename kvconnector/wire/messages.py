@@ -28,7 +28,7 @@ Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]
 Secret128 = Annotated[str, Meta(pattern=r"\A[!-~]{32}\Z")]
 
 MAX_NAMED = 256
-"""Transfers that one heartbeat names. A consumer that wants more sends more heartbeats."""
+"""Most transfers that one heartbeat names. A consumer that wants more sends more heartbeats."""
 MAX_BATCH_MESSAGES = 1024
 MAX_EXTRA_BYTES = 256
 CHUNK_TAG_BITS = 20
@@ -150,12 +150,12 @@ class HelloReply(Message, frozen=True, kw_only=True):
 
 
 def stated_timeout_ms(seconds: float) -> int:
-    """A timeout as greetings state it: at least 1, since 0 means that none is stated."""
+    """Return a timeout as greetings state it: at least 1, since 0 means that none is stated."""
     return min(max(int(seconds * 1000), 1), (1 << 31) - 1)
 
 
 def shorter_timeout_s(ours_s: float, theirs_ms: int) -> float:
-    """The timeout that two peers use."""
+    """Return the timeout that two peers use."""
     return min(ours_s, theirs_ms / 1000) if theirs_ms else ours_s
 
 

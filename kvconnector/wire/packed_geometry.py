@@ -1,4 +1,4 @@
-"""An engine's geometry as it travels: what several ranks hold is sent once."""
+"""An engine's geometry as it travels: equal holdings of ranks are sent once."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MAX_RANKS = 1 << 16
 
 
 class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, cache_hash=True):
-    """`holdings` are what ranks hold, each once; `ranks[i]` is the index of the i-th rank's. Raises GeometryError: a
-    rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
+    """`holdings` are the ranks' holdings, each once; `ranks[i]` is the index of the i-th rank's. Raises GeometryError:
+    a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
     """
 
     engine_id: str
@@ -54,11 +54,11 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
         return cls(**fields)
 
     def groups_of(self, rank: Rank) -> tuple[GroupGeometry, ...]:
-        """The cache groups of one of its ranks."""
+        """Return the cache groups of one of its ranks."""
         return self.holdings[self.ranks[rank.global_rank(self.tp_size)]]
 
     def unpack(self) -> EngineGeometry:
-        """The engine. Raises GeometryError: as `EngineGeometry`."""
+        """Return the engine. Raises GeometryError: as `EngineGeometry`."""
         fields = msgspec.structs.asdict(self)
         holdings = fields.pop("holdings")
         fields["ranks"] = tuple(

@@ -1,8 +1,8 @@
 """The wire versions that a release speaks, and the one that two engines use. Pure.
 
 A version covers all that two engines must read alike: messages, how a read is cut into chunks, and what a direct read
-finds in the other process's memory (the lease board, the tables of its pools). It is raised for a change that an older
-release would misread, and for nothing else: a field that is appended to a message, with a default, is no such change.
+finds in the other process's memory (the lease board, the tables of its pools). It is raised only for a change that an
+older release would misread: a field that is appended to a message, with a default, is no such change.
 
 The consumer asks a directory first, in its oldest version, and states all that it speaks. The producer answers in the
 newest that both speak, and names it. From then on the two engines use that one: the consumer opens its links to the
@@ -38,7 +38,7 @@ class WireVersions(NamedTuple):
         """Return the newest version that both speak.
 
         Raises:
-            IncompatiblePeerError: there is none.
+            IncompatiblePeerError: There is none.
         """
         version = min(self.newest, theirs.newest)
         if version in self and version in theirs:
@@ -51,7 +51,7 @@ class WireVersions(NamedTuple):
         """Return `version`.
 
         Raises:
-            IncompatiblePeerError: it is not spoken here.
+            IncompatiblePeerError: It is not spoken here.
         """
         if version not in self:
             raise IncompatiblePeerError(
@@ -61,4 +61,4 @@ class WireVersions(NamedTuple):
 
 
 SPOKEN = WireVersions(3, 3)
-"""Of this release. The release that raises `newest` leaves `oldest` where it is; the next one may raise that."""
+"""The versions of this release. The release that raises `newest` keeps `oldest`; the next one may raise that."""

@@ -1,4 +1,4 @@
-"""Tagged messages over UCX, by whichever libucp is here."""
+"""Tagged messages over UCX, through any supported libucp."""
 
 from __future__ import annotations
 

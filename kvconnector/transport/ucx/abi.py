@@ -1,4 +1,4 @@
-"""The C interface of UCX as far as it is used: constants, structs and signatures, the same from 1.18 to 1.23.
+"""The part of UCX's C interface that is used: constants, structs and signatures, the same from 1.18 to 1.23.
 
 Every struct of UCX begins with a mask of the fields that are valid, and grows at its end. Those versions differ in
 fields that are not used here. The compiled loop reads and writes two of them by offset (`kvconnector.datapath.pump`).

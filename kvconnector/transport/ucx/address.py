@@ -25,7 +25,7 @@ _MAGIC = b"KVU2"
 HOST_ID_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 16
 _COMPATIBLE_VERSIONS = ({(1, 22), (1, 23)},)
-"""Versions of UCX that exchange long and short messages, by shared memory and TCP, with another than themselves."""
+"""Versions of UCX that exchange long and short messages, by shared memory and TCP, with a different version."""
 _STAT_STATE, _STAT_START_TIME = 0, 19
 _DEAD_STATES = frozenset("ZXx")
 
@@ -119,7 +119,7 @@ def _host_id() -> bytes:
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespaces = [os.stat(f"/proc/self/ns/{name}").st_ino for name in ("net", "pid", "ipc")]
     except OSError:
-        # Nothing can be compared here, so be a host of one: correct everywhere, and slower on one host.
+        # Nothing can be compared here, so count as a separate host: correct everywhere, and slower on one host.
         return os.urandom(HOST_ID_BYTES)
     identity = boot_id + repr(namespaces).encode()
     return hashlib.blake2b(identity, digest_size=HOST_ID_BYTES).digest()

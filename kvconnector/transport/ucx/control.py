@@ -76,9 +76,9 @@ class ControlReceives:
         ):
             self.refuse(message)
             return ControlRefused(tag, nbytes)
-        # one byte more: memory of none has no address, and an address of none refuses a message
+        # one byte more: empty memory has no address, and a null address refuses a message
         memory = bytearray(nbytes + 1)
-        # of one character, whatever the length: ctypes makes a type for every length of an array
+        # of one character for any length, since ctypes makes a type for every length of an array
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         posted = self._libucp.receive_unexpected(handle, address, nbytes)
         taken = memory if posted.status in (OK, IN_PROGRESS) else None
@@ -114,7 +114,7 @@ class ControlReceives:
 
 
 def _event_of(tag: int, nbytes: int, memory: bytearray | None) -> ControlEvent:
-    """Return the event of a message that is over. Its bytes are the first of `memory`, if it came."""
+    """Return the event of a finished message, whose bytes are the first of `memory` if it arrived."""
     if memory is None:
         return ControlRefused(tag, nbytes)
     return ControlMessage(tag, bytes(memoryview(memory)[:nbytes]))

@@ -11,19 +11,19 @@ from kvconnector.transport.ucx.libucp import Libucp, Posted
 from kvconnector.transport.ucx.requests import Endpoint, RequestTable
 
 QUARANTINE_S = 60.0
-"""Seconds that an endpoint is kept after it was given up, where closing it at once would not be safe."""
+"""Seconds that an endpoint is kept after it was given up, if closing it at once would not be safe."""
 
 
 class UcxEndpoints:
     """The endpoints of one worker: open, quarantined, and closing.
 
-    Closing is safe once nothing of the endpoint is on its way. UCX's tcp keeps the socket of a closed endpoint for as
+    Closing is safe once nothing of the endpoint is in flight. UCX's tcp keeps the socket of a closed endpoint for as
     long as the peer may send, and crashes when the peer ends while bytes of ours still wait there. So an endpoint
     between hosts with sends under way is quarantined until they have ended or UCX has reported the peer's loss.
 
-    An endpoint within the host is quarantined for the whole time, for messages of a living peer refer to it by
-    address; connecting to the same worker again takes it up. If its process died in the middle of a send, UCX never
-    ends that send, and the endpoint stays until the worker goes.
+    An endpoint within the host is quarantined for the whole time, for messages of a living peer refer to it by address;
+    connecting to the same worker again reuses it. If its process died in the middle of a send, UCX never ends that
+    send, and the endpoint stays until the worker is destroyed.
     """
 
     def __init__(self, libucp: Libucp, requests: RequestTable, clock: Callable[[], float]) -> None:
@@ -123,7 +123,7 @@ class UcxEndpoints:
     def close_all(self) -> None:
         """Begin to close every endpoint."""
         for endpoint in [*self._open.values(), *(item[1] for item in self._quarantined)]:
-            # An endpoint to a dead process is left to the worker: it might flush for ever.
+            # An endpoint to a dead process is left to the worker: it might flush forever.
             if endpoint.watched or endpoint.lost is None:
                 self._close(endpoint)
         self._open.clear()

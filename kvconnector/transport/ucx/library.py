@@ -29,7 +29,7 @@ from kvconnector.transport.ucx.ports import active_drivers, active_rdma_ports
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
-"""The libucp that is loaded already, else the first of `SOURCES` that can be loaded."""
+"""Chooses the libucp that is loaded already, else the first of `SOURCES` that can be loaded."""
 KNOWN_VERSIONS = ((1, 18), (1, 23))
 """First and last minor version of UCX whose headers were compared with `abi`."""
 
@@ -80,7 +80,7 @@ class UcxLibrary:
         return text.decode(errors="replace")
 
     def components(self) -> list[str]:
-        """Return what this UCX can use where there is hardware for it, such as "tcp", "cuda_ipc" or "ib"."""
+        """Return components that this UCX can use if there is hardware for them: "tcp", "cuda_ipc", "ib" and others."""
         found, count = ctypes.POINTER(ctypes.c_void_p)(), c_uint()
         status = self.keeping.uct_query_components(byref(found), byref(count))
         self.check(status, "UCX does not list its components")
@@ -105,7 +105,7 @@ def load_library(source: str = AUTO) -> UcxLibrary:
         source: `auto`, one of `SOURCES`, `ucxx` or `ucx-py` for the one that this binding brings, or a file's path.
 
     Raises:
-        ConfigError: there is no such source.
+        ConfigError: There is no such source.
         TransportError: none is found there, it cannot be used, or this process has loaded another one.
     """
     if source != AUTO and source not in (*SOURCES, *_BINDINGS) and "/" not in source:
@@ -163,7 +163,7 @@ def automatic_order(ports: Collection[str]) -> list[str]:
 
 
 def _rdma_lack(source: str) -> str:
-    """Return why the UCX of a source cannot use RDMA; empty if it can."""
+    """Return the reason why a source's UCX cannot use RDMA; "" if it can."""
     try:
         path = _find(source)
     except TransportError as error:
@@ -206,7 +206,7 @@ def _load(source: str) -> UcxLibrary:
             named=str(path),
         )
     if source == "system":
-        _check_version(_version_elsewhere(path), path)  # one that is loaded keeps others out
+        _check_version(_version_elsewhere(path), path)  # a loaded one excludes others
     return UcxLibrary(source, path)
 
 

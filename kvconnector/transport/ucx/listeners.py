@@ -1,8 +1,8 @@
 """UCX's listening sockets, kept open when this process runs out of descriptors.
 
-UCX's tcp closes a listening socket for good at the first error of accept(2), which whoever reaches the port brings
-about by connecting until the process may open no more files. From then on no peer can connect, and nothing says so.
-So libucs calls a function of ours instead of accept(2), put into its table of imported functions:
+UCX's tcp closes a listening socket for good at the first error of accept(2), which anybody who reaches the port can
+cause by connecting until the process may open no more files. From then on no peer can connect, without any message. So
+libucs calls a function of ours instead of accept(2), put into its table of imported functions:
 
 - It turns connections away, by closing them, once descriptors get scarce: a part of the limit is kept for the rest of
   the process. A peer that is turned away greets again later.
@@ -34,13 +34,13 @@ _logger = logging.getLogger(__name__)
 WANTED_DESCRIPTORS = 65_536
 """The soft limit on open files is raised to this, as far as the hard limit allows."""
 FEW_DESCRIPTORS = 4096
-"""A lower limit is warned of: each connection of UCX's takes one."""
+"""A lower limit causes a warning: each connection of UCX's takes one descriptor."""
 _KEPT_FRACTION = 8
-"""One descriptor in this number is kept from connections to UCX's ports."""
+"""One descriptor in this many is reserved from connections to UCX's ports."""
 _BACK_OFF_US = 1000
-"""After a failed accept(2): its socket stays readable, and UCX asks again at once."""
+"""Pause after a failed accept(2): its socket stays readable, and UCX would ask again at once."""
 _BROKEN = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
-"""Errors of the socket itself, which UCX is to see. `EAGAIN` and `EINTR` it understands, too."""
+"""Errors of the socket itself, which UCX must see. It also understands `EAGAIN` and `EINTR`."""
 
 # the ELF format, 64 bits
 _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ, _DT_JMPREL = 2, 5, 6, 7, 8, 23
@@ -48,7 +48,7 @@ _SYMBOL_BYTES = 24
 
 
 def find_import(library: LinkMap, function: bytes) -> int | None:
-    """Return where a loaded library keeps the address of an imported function; None if it does not import it."""
+    """Return where a loaded library keeps the address of an imported function, or None if it does not import it."""
     dynamic = library.dynamic
     tags: dict[int, int] = {}
     while (entry := struct.unpack("<QQ", ctypes.string_at(dynamic, 16)))[0]:
@@ -65,7 +65,7 @@ def find_import(library: LinkMap, function: bytes) -> int | None:
 
 
 def replace_import(place: int, function: int) -> int:
-    """Let a library call `function` from now on: the address that it called before. Its page stays writable."""
+    """Let a library call `function` from now on. Returns the address that it called before. Its page stays writable."""
     page = place // mmap.PAGESIZE * mmap.PAGESIZE
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mprotect(ctypes.c_void_p(page), mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE):
@@ -76,7 +76,7 @@ def replace_import(place: int, function: int) -> int:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the limit on open files of this process to what UCX may need, if it may be: the limit then."""
+    """Raise this process's limit on open files as far as UCX may need and the system allows. Returns the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(WANTED_DESCRIPTORS, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -126,7 +126,7 @@ class ListenerGuard:
         atexit.register(replace_import, place, before)
 
     def report(self) -> None:
-        """Log what was turned away since the last call."""
+        """Log the connections turned away since the last call."""
         now = (self._counters.refused, self._counters.failed)
         if now == self._reported:
             return

@@ -2,15 +2,15 @@
 
 UCX logs an error of an endpoint without peer error handling at level "fatal", and its log's own handler then aborts the
 process: reading the memory of a peer that was killed would take this process along. The operation returns its status
-all the same. And whoever reaches UCX's port can make it log: a dump and a backtrace for each message that it does not
-know. So a handler on top of UCX's own takes warnings and worse, and UCX prints none of them.
+nevertheless. And anybody who reaches UCX's port can make it log: a dump and a backtrace for each message that it does
+not know. So a handler on top of UCX's own takes warnings and worse, and UCX prints none of them.
 
 Threads. UCX logs in any thread and under its locks, while a thread that holds the GIL may wait for such a lock. So the
 handler is compiled (`native`): it formats the message into a ring of notes, without a lock. The transport's owner reads
-them in `report`, a few times a second. What comes faster than the ring holds is counted, not kept.
+them in `report`, a few times a second. Messages that come faster than the ring holds are counted, not kept.
 
-Folding. Of a message only the first line is kept: what follows may be a peer's bytes. Backtraces are dropped. Of one
-place in UCX's sources a few messages a minute are logged, then their number.
+Folding. Only a message's first line is kept: the rest may be a peer's bytes. Backtraces are dropped. A few messages per
+minute and place in UCX's sources are logged, then their number.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUM_NOTES = 256
 _TEXT_BYTES = 256
 
 MAX_PER_PLACE = 3
-"""Messages of one place in UCX's sources that are logged in a minute; of the others only the number is."""
+"""Messages per place in UCX's sources that are logged in a minute; the others are only counted."""
 
 
 _U64 = ctypes.c_uint64
@@ -81,7 +81,7 @@ class LogGuard:
                 atexit.register(self._remove)
 
     def release(self) -> None:
-        """Give it up; after the last user UCX's log is its own again."""
+        """Release the handler; after the last user UCX's log is its own again."""
         with self._lock:
             self._num_users -= 1
             is_last = self._num_users == 0
@@ -91,7 +91,7 @@ class LogGuard:
         self.report(is_last=is_last)
 
     def report(self, *, is_last: bool = False) -> None:
-        """Log what the handler has noted since the last call. `is_last`: log the numbers of folded messages now."""
+        """Log messages noted by the handler since the last call; if `is_last`, also the numbers of folded ones."""
         with self._lock:
             for source, line, text in self._take():
                 place = f"UCX reports ({source}:{line})"
@@ -117,8 +117,8 @@ class LogGuard:
 
     @contextmanager
     def leaks_expected(self) -> Iterator[None]:
-        """Keep UCX from warning, while the block destroys a worker, that requests and memory were not given back. A
-        send through shared memory that its peer never received goes with its worker, which is safe.
+        """Keep UCX from warning, while the block destroys a worker, that requests and memory were not released. A send
+        through shared memory that its peer never received goes with its worker, which is safe.
         """
         self._ring.leaks_expected += 1
         try:

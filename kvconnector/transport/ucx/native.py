@@ -15,7 +15,7 @@ from llvmlite import binding, ir
 I32, I64 = ir.IntType(32), ir.IntType(64)
 
 _engines: list[Any] = []
-"""They own the machine code, which UCX may call until the process ends."""
+"""Owners of the machine code, which UCX may call until the process ends."""
 
 
 def compile_function(
@@ -24,9 +24,9 @@ def compile_function(
     """Compile a C function; takes about 10 ms.
 
     Args:
-        result: type of its result.
-        parameters: types of its parameters; pointers are `I64`.
-        body: emits the code, given a builder and the values of the parameters.
+        result: Type of its result.
+        parameters: Types of its parameters; pointers are `I64`.
+        body: Emits the code, given a builder and the values of the parameters.
 
     Returns:
         The address of the function, valid until the process ends.
@@ -44,18 +44,18 @@ def compile_function(
 
 
 def call_libc(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: Any) -> Any:
-    """Emit a call of a function of libc that takes no variable arguments: its result."""
+    """Emit a call of a libc function without variable arguments. Returns its result."""
     address = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(builder.inttoptr(I64(address), kind.as_pointer()), arguments)
 
 
 def at(builder: ir.IRBuilder, address: Any, kind: ir.Type) -> Any:
-    """Emit the pointer to a value at an address, an int or an `I64`."""
+    """Return the emitted pointer to a value at an address, an int or an `I64`."""
     value = I64(address) if isinstance(address, int) else address
     return builder.inttoptr(value, kind.as_pointer())
 
 
 def increment(builder: ir.IRBuilder, address: int) -> Any:
-    """Emit an atomic increment of the 64-bit counter at an address: its value before."""
+    """Emit an atomic increment of the 64-bit counter at an address. Returns its value before."""
     return builder.atomic_rmw("add", at(builder, address, I64), I64(1), "seq_cst")

@@ -17,8 +17,8 @@ _CAP_IPC_LOCK = 14
 
 
 class Place(NamedTuple):
-    """Where a device or a process is: the folders from the PCI root down to the device, none for a process, and its
-    NUMA nodes, -1 where the firmware names none.
+    """The place of a device or a process: the folders from the PCI root down to the device, none for a process, and its
+    NUMA nodes, -1 if the firmware names none.
     """
 
     path: tuple[str, ...]
@@ -42,7 +42,7 @@ def active_rdma_ports() -> dict[str, Place]:
 
 
 def active_drivers() -> set[str]:
-    """Return the kernel's drivers of the devices with active ports, such as "mlx5_core"; "" where sysfs has none."""
+    """Return the kernel's drivers of the devices with active ports, such as "mlx5_core"; "" if sysfs has none."""
     folders = {SYSFS / "class/infiniband" / port.partition(":")[0] for port in active_rdma_ports()}
     links = [folder / "device/driver" for folder in folders]
     return {link.resolve().name if link.exists() else "" for link in links}
@@ -58,7 +58,7 @@ def lockable_bytes() -> int | None:
 
 
 def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
-    """Return the devices nearest to `to`: those that share the longest way from the PCI root with it, and of these the
+    """Return the devices nearest to `to`: those that share the longest path from the PCI root with it, and of these the
     ones on its NUMA node. Several may be equally near.
     """
     far = {
@@ -69,7 +69,7 @@ def nearest(devices: Mapping[str, Place], to: Place) -> list[str]:
 
 
 def distance(one: Place, other: Place) -> str:
-    """Say in words how far two devices are from each other."""
+    """Return in words how far two devices are from each other."""
     common = _common(one, other)
     if common > 1:
         links = len(one.path) + len(other.path) - 2 * common
@@ -82,7 +82,7 @@ def distance(one: Place, other: Place) -> str:
 
 
 def _common(one: Place, other: Place) -> int:
-    """Return the number of folders that two ways from the PCI root have in common."""
+    """Return the number of folders that two paths from the PCI root have in common."""
     both = zip(one.path, other.path, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))
 
@@ -92,12 +92,12 @@ def _place(device: Path) -> Place:
         folder = device.resolve(strict=True)
         path = folder.relative_to((SYSFS / "devices").resolve()).parts
         return Place(path, frozenset([int((folder / "numa_node").read_text())]))
-    except (OSError, ValueError):  # of no PCI device, as in software
+    except (OSError, ValueError):  # not a PCI device, such as a port in software
         return Place((), frozenset([-1]))
 
 
 def place_of(device: str) -> Place:
-    """Return the place of caches on `device`; on the CPU, where this process may run."""
+    """Return the place of caches on `device`; on the CPU, the nodes where this process may run."""
     kind, _, index = device.partition(":")
     if kind == "cuda":
         return _place(SYSFS / "bus/pci/devices" / _pci_address(int(index)))

@@ -1,7 +1,7 @@
-"""RDMA between hosts: the ports that a worker uses, and what to change where UCX uses TCP.
+"""RDMA between hosts: the ports that a worker uses, and the remedy if UCX uses TCP.
 
 A worker of UCX fills a receive queue for each RDMA device of its context, and locks that memory. If the system refuses,
-UCX tries again for ever: the worker starts, but sends nothing. So such a context gets no RDMA.
+UCX tries again forever: the worker starts, but sends nothing. So such a context gets no RDMA.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ logger = logging.getLogger(__name__)
 
 AUTO_DEVICES = "auto"
 RDMA_LANES = ("rc_", "dc_", "gga_", "srd", "ud_")
-"""Beginnings of the names of UCX's transports whose hardware bypasses the kernel."""
+"""Prefixes of the names of UCX's transports whose hardware bypasses the kernel."""
 LOCKED_BYTES_PER_DEVICE = 39_845_888
 """The least that UCX locks for each RDMA device: the receive queue of `rc_verbs`, as 1.20 and 1.23 register it."""
 
 Offers: TypeAlias = Callable[[Mapping[str, str]], Collection[Resource]]
-"""Returns what UCX could use with these options, which are named without `UCX_`."""
+"""Returns the resources that UCX could use with these options, which are named without `UCX_`."""
 
 
 def offered(library: UcxLibrary, options: Mapping[str, str]) -> set[Resource]:
-    """Return what a UCX could use with these options, by opening a context, which takes milliseconds."""
+    """Return the resources that a UCX could use with these options, by opening a context, which takes milliseconds."""
     context = Context(library, options)
     try:
         return context.resources()
@@ -77,7 +77,7 @@ class RdmaChoice:
         TCP. Without RDMA, UCX chooses.
 
         Raises:
-            ConfigError: a device is named that UCX cannot use.
+            ConfigError: A named device cannot be used by UCX.
         """
         named = options.get("NET_DEVICES", "")
         others = {name: value for name, value in options.items() if name != "NET_DEVICES"}
@@ -104,8 +104,8 @@ class RdmaChoice:
         return dict(options)
 
     def lack_of_memory(self, devices: Collection[str]) -> str:
-        """Return why UCX may lock too little memory to use these RDMA devices together, and what to change; empty if it
-        may lock enough, or if there are none.
+        """Return why UCX may lock too little memory to use these RDMA devices together, and the remedy; "" if it may
+        lock enough, or if there are none.
         """
         limit = lockable_bytes()
         needed = len(devices) * LOCKED_BYTES_PER_DEVICE + self._staging_bytes
@@ -136,7 +136,7 @@ class RdmaChoice:
         return {**options, "NET_DEVICES": ",".join(tcp)}
 
     def explain(self, options: Mapping[str, str]) -> str:
-        """Return why UCX has no RDMA lane to a peer under settled `options`, and what to change."""
+        """Return why UCX has no RDMA lane to a peer under settled `options`, and the remedy."""
         ports = ", ".join(active_rdma_ports())
         if not ports:
             return "this host has no RDMA device with an active port"

@@ -1,4 +1,4 @@
-"""The operations that a UCX worker has under way, and what their ends mean."""
+"""The operations that a UCX worker has under way, and the meaning of their ends."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class _Operation:
 
 
 class RequestTable:
-    """Keeps every operation until UCX has let go of its memory, and reports its end once.
+    """Keeps every operation until UCX has released its memory, and reports its end once.
 
     An I/O error is a loss if `may_have_lost_a_peer` returns True, else a refused registration.
     """
@@ -120,7 +120,7 @@ class RequestTable:
         endpoint: Endpoint | None,
         end: End | None = None,
     ) -> int:
-        """Own a request that was posted elsewhere, and its memory, until UCX lets go of it. Returns its ticket."""
+        """Own a request that was posted elsewhere, and its memory, until UCX releases it. Returns its ticket."""
         ticket = self._new_ticket()
         self.operations[ticket] = _Operation(request, tag, buffer, endpoint, end)
         return ticket
@@ -162,8 +162,8 @@ class RequestTable:
     def fail(
         self, make_error: Callable[[], KVConnectorError], endpoint: Endpoint | None = None
     ) -> None:
-        """End the wait for all sends through an endpoint, or for everything; the memory stays owned until UCX lets go
-        of it.
+        """End the wait for all sends through an endpoint, or for everything; the memory stays owned until UCX releases
+        it.
         """
         for operation in self.operations.values():
             if endpoint is None or operation.endpoint is endpoint:
@@ -199,7 +199,7 @@ class RequestTable:
         return any(operation.endpoint is None for operation in self.operations.values())
 
     def cancel_all(self) -> None:
-        """Cancel everything but control messages, see `cancel`."""
+        """Cancel everything except control messages, see `cancel`."""
         for ticket, operation in self.operations.items():
             if not operation.control_bytes:
                 self.cancel(ticket)
@@ -216,7 +216,7 @@ class RequestTable:
             _end(operation, self._error(operation, posted.status, posted.message_bytes))
 
     def _error(self, operation: _Operation, status: int, length: int) -> KVConnectorError | None:
-        """Return the error of a final status; None if all is well. `length` is a received message's."""
+        """Return the error for a final status; None for success. `length` is a received message's."""
         receiving = operation.endpoint is None
         expected = operation.buffer.nbytes
         if status == ERR_MESSAGE_TRUNCATED or (status == OK and receiving and length != expected):
@@ -236,7 +236,7 @@ class RequestTable:
         return self.error_of(status, what, tag=operation.tag)
 
     def error_of(self, status: int, what: str, **context: object) -> KVConnectorError:
-        """Return the error of `what` ("a send"), which ended with this status."""
+        """Return the error for `what` ("a send"), which ended with this status."""
         context["ucx_status"] = self._libucp.library.status_text(status)
         if status == ERR_IO_ERROR and not self._may_have_lost_a_peer():
             text = "UCX could not register the memory of a message"

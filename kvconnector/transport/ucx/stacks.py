@@ -1,6 +1,6 @@
-"""Every UCX of this host, each looked at in a process of its own, since a process uses one.
+"""Every UCX of this host, each examined in a process of its own, since a process uses only one.
 
-`python -m kvconnector.transport.ucx.stacks SOURCE` writes what it finds as JSON.
+`python -m kvconnector.transport.ucx.stacks SOURCE` writes its findings as JSON.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ _MAX_ROUNDS = 64
 _MAX_STEPS_PER_ROUND = 256
 
 MAX_HELD_BYTES = 4 << 20
-"""With no more than this under way UCX is driven without giving up the GIL. What it can copy at once takes less than
-the interpreter lets a thread keep the GIL for, and a busy engine's thread keeps it that long each time it is given up.
+"""With no more bytes than this under way UCX is driven without releasing the GIL: it copies them in less time than the
+interpreter lets a thread keep the GIL, and a busy engine's thread keeps it that long whenever it is released.
 """
 
 _TCP_OPTIONS = {"TCP_CONN_NB": "y"}
@@ -72,15 +72,15 @@ SHARED_MEMORY_TRANSPORTS = frozenset(("sysv", "posix", "xpmem"))
 
 
 class UcxTransport:
-    """A UCX worker, which sends and receives as `base` has it. Once it is closed, every method but `progress`,
+    """A UCX worker, which sends and receives as `base` has it. Once it is closed, every method except `progress`,
     `receive_control`, `disconnect` and `close` raises `LocalError`.
 
     `options` are UCX settings named without `UCX_`. `tcp_segment_bytes`, if not 0, sets the length of tcp's messages; a
     peer that set another is refused, for UCX would reset the connection. `liveness_interval_s` bounds how often the
     processes of peers on this host are looked at, and `close_timeout_s` how long `close` waits for them. `require_rdma`
-    refuses peers on other hosts that UCX has no RDMA lane to; without it they are warned of where RDMA ports are
-    active, with the reason that `rdma` finds. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start
-    with these options.
+    refuses peers on other hosts that UCX has no RDMA lane to; without it, active RDMA ports cause a warning, with the
+    reason that `rdma` finds. `clock` is monotonic, in seconds. Raises TransportError: UCX cannot start with these
+    options.
     """
 
     def __init__(
@@ -132,15 +132,15 @@ class UcxTransport:
 
     @property
     def address(self) -> bytes:
-        """The argument of a peer's `connect`: host, process and UCX's worker address. Stable until `close`."""
+        """The argument for a peer's `connect`: host, process and UCX's worker address. Stable until `close`."""
         return self._local.encode()
 
     def connect(self, address: bytes) -> int:
-        """Open a sending direction to a worker, without waiting for it: its endpoint id.
+        """Open a sending direction to a worker, without waiting for it. Returns its endpoint id.
 
         Raises:
-            RemoteProtocolError: the bytes are no address of UCX's.
-            IncompatiblePeerError: UCX could not exchange messages with that worker, as both are set.
+            RemoteProtocolError: The bytes are no address of UCX's.
+            IncompatiblePeerError: UCX cannot exchange messages with that worker, given both sides' settings.
             TransportError: UCX cannot reach that worker.
         """
         self._check_open()
@@ -158,8 +158,8 @@ class UcxTransport:
         return endpoint
 
     def disconnect(self, endpoint: int) -> None:
-        """Give up an endpoint: what it still sends completes with `OperationCancelledError`, and may yet be received.
-        The peer may lose its own endpoint to this worker. Idempotent.
+        """Give up an endpoint: its pending sends complete with `OperationCancelledError`, and may yet be received. The
+        peer may lose its own endpoint to this worker. Idempotent.
         """
         self._endpoints.retire(endpoint)
 
@@ -178,15 +178,15 @@ class UcxTransport:
 
     def cancel(self, ticket: int) -> None:
         """End an operation with `OperationCancelledError`, unless it completes first: a receive whose message is
-        arriving ends when UCX has let go of its memory. A cancelled send may still reach the peer, with whatever its
+        arriving ends when UCX has released its memory. A cancelled send may still reach the peer, with whatever its
         memory holds then: never reuse its tag. `LocalError`: no such ticket was given.
         """
         self._check_open()
         self._requests.cancel(ticket)
 
     def progress(self, *, others_move: bool = False) -> list[Completion]:
-        """Drive UCX until nothing moves, without blocking, and return what ended: every ticket once. After `close`, one
-        call returns what `close` cancelled. `others_move`: operations that were posted on `libucp` are under way, too.
+        """Drive UCX until nothing moves, without blocking, and return what ended, every ticket once. After `close`, one
+        call returns what `close` cancelled. `others_move`: operations posted on `libucp` are under way, too.
         """
         self._others_move = others_move
         if not self._closed:
@@ -235,7 +235,7 @@ class UcxTransport:
             self._drive()
             events += self._control.take(limits)
         if self._requests.finished:
-            self._libucp.worker_signal()  # found on the way: `progress` is to report it
+            self._libucp.worker_signal()  # found on the way: `progress` must report it
         if self._requests.failed_control:
             events += self._requests.failed_control
             self._requests.failed_control = []
