@@ -1,4 +1,4 @@
-"""The worker half: one per rank of an engine. The engine's thread calls it once a step; it never blocks that thread."""
+"""The worker half: one per rank. The engine's thread calls it once a step; only a withdrawn prompt may block it."""
 
 from __future__ import annotations
 

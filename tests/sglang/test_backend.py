@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvconnector.errors import ConfigError, GeometryError, TransferAbortedError
+from kvconnector.errors import ConfigError, GeometryError, LocalError, TransferAbortedError
 from tests.sglang.listed import hybrid_pool, listed
 from tests.support.ports import free_ports
 
@@ -267,6 +267,16 @@ def test_an_aborted_request_fails_on_both_sides_with_its_reason(backend, sides, 
         with pytest.raises(TransferAbortedError):
             each.failure_exception()
         each.clear()
+
+
+def test_a_prompt_that_is_to_be_computed_again_fails_and_not_the_engine(backend, sides):
+    """As SGLang asks for when a decode engine has retracted its requests for new weights."""
+    _, decode = sides
+    _, _, receiver = _asked(backend, sides)
+    decode.manager.submit_prefill_recompute(receiver, {"rid": "r"})
+    _until(FAILED, receiver)
+    with pytest.raises(LocalError, match="computed again"):
+        receiver.failure_exception()
 
 
 def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(backend, monkeypatch):

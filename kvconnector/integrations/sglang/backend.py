@@ -10,7 +10,7 @@ import os
 import secrets
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import msgspec
 import torch
@@ -89,9 +89,10 @@ class KVManager(RankTransfers, BaseKVManager):
         self.prefill_info_table.setdefault(bootstrap_addr, info)
         return True
 
-    def submit_prefill_recompute(self, *_: object) -> NoReturn:
-        """Refuse to have a retracted prompt computed again with new weights. Raises LocalError: always."""
-        raise LocalError("kvconnector cannot have a retracted prompt computed again")
+    def submit_prefill_recompute(self, receiver: LoadedPrompt, *_: object) -> None:
+        """Fail a request whose retracted prompt is to be computed again with new weights."""
+        with receiver.failing():
+            raise LocalError("kvconnector cannot have a retracted prompt computed again")
 
 
 class KVSender(SentPrompt, BaseKVSender):
