@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -135,7 +136,7 @@ class CudaCopies(Copies):
             words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
             for span in self.chunk_spans(source, blocks, ids, packing=packing):
-                self._launches.fill(words, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
+                self._launches.fill(words[span.chunks], span, handle, MAX_UNCAPPED_CHUNK_BYTES)
         except BaseException:
             buffer.give_back()
             raise
@@ -149,17 +150,17 @@ class CudaCopies(Copies):
         stream = self.streams.marks.stream_of(read.blocks)
         buffer, ids, nbytes = self._ids.lend(blocks, stream)
         try:
-            handle, spans = self.streams.handles[stream], list(self.read_spans(read, remote, ids))
-            memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
+            handle = self.streams.handles[stream]
             sent = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)
-            memory[:_READ_WORDS] = len(spans), *sent, handle
-            words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
-            for span in spans:
-                self._launches.fill(words, span, handle, MAX_UNCAPPED_READ_BYTES)
+            numbers = [0, *sent, handle]
+            for span in self.read_spans(read, remote, ids):
+                numbers += self._launches.job_of_read(span, handle, MAX_UNCAPPED_READ_BYTES)
         except BaseException:
             buffer.give_back()
             raise
-        return address_of(memory), buffer, memory
+        numbers[0] = (len(numbers) - _READ_WORDS) // _JOB_WORDS
+        words = array("q", numbers)
+        return words.buffer_info()[0], buffer, words
 
     def some_ids(self) -> BlockIdsAt:
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises

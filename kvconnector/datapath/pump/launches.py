@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copies import Lane, Span, Tokens, Window, words_of
-from kvconnector_kernels.pump.copy_cuda import JOB, fill_jobs
+from kvconnector_kernels.pump.copy_cuda import JOB
+from kvconnector_kernels.pump.records import index_of
 from kvconnector_kernels.relayout import PackedSide, PartTable, Side
 from kvconnector_kernels.relayout.sides import CopyGeometry
 
@@ -17,16 +18,29 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 _MAX_LAUNCHES = 1 << 10
-_SLOT_PARAM, _PARAMS = map(JOB.names.index, ("slot_param", "params"))  # type: ignore[union-attr]  # a record
+_NBYTES, _NUM_PROGRAMS, _STREAM, _SLOT_PARAM, _PARAMS = (
+    index_of(JOB, name) for name in ("nbytes", "num_programs", "stream", "slot_param", "params")
+)
+_COUNTS = ("num_tokens", "num_token_tiles", "num_tiles")
+_STRIDES = ("part_stride", "head_stride", "token_stride", "dim_stride")
 
 
 class _Job(NamedTuple):
-    """A launch of one part, as `fill_jobs` takes it, and where its tokens start and how many it has."""
+    """The `words` of a launch of one part, for `num_tokens` tokens from `starts` of the source and the destination on.
 
-    terms: npt.NDArray[np.int64]
-    launch: tuple[int, ...]
-    starts: tuple[int, int]
+    `windows`: for an end that is a window, 0 or 1 for source or destination, and the words of its block ids, first part
+    and origin. `strides`: the words of a slot's strides, and what a further token adds to each. `counts`: the words of
+    the tokens, the tiles along them, and all tiles. `shape`: the tokens before the copy in the first tile, those of a
+    tile, and the tiles that share their tokens.
+    """
+
+    words: list[int]
     num_tokens: int
+    starts: tuple[int, int]
+    windows: list[tuple[int, ...]]
+    strides: list[tuple[int, int]]
+    counts: tuple[int, ...]
+    shape: tuple[int, int, int]
 
 
 class Launches:
@@ -43,12 +57,12 @@ class Launches:
         self._jobs: dict[tuple[object, ...], _Job] = {}
 
     def fill(
-        self, words: npt.NDArray[np.int64], span: Span, stream: int, max_uncapped_bytes: int
+        self, jobs: npt.NDArray[np.int64], span: Span, stream: int, max_uncapped_bytes: int
     ) -> None:
         """Write the jobs of a span's chunks.
 
         Args:
-            words: The jobs of all chunks of a read, `[chunk, word]`.
+            jobs: The words of each of these jobs, `[chunk, word]`.
             span: The copies.
             stream: The handle of the stream on which they run.
             max_uncapped_bytes: A job of at most this size may have any number of programs.
@@ -56,16 +70,49 @@ class Launches:
         Raises:
             RelayoutError: See `prepare_launch`.
         """
-        job, lane = self._job(span), span.lane
-        further = span.src[2] - job.starts[0], span.dst[2] - job.starts[1]
-        counts = span.num_tokens - job.num_tokens, span.num_tokens
-        ids, parts = (span.src[0], span.dst[0]), (_first_part(lane.src), _first_part(lane.dst))
-        part_bytes = span.num_tokens * lane.token_bytes
-        limits = self._max_programs, max_uncapped_bytes
-        jobs, edges = np.ascontiguousarray(words[span.chunks]), np.array(span.rows, np.int64)
-        numbers = (*further, *counts, *ids, *parts, stream, part_bytes, *limits)
-        fill_jobs(jobs, job.terms, edges, job.launch, numbers)
-        words[span.chunks] = jobs
+        job, words = self._part_of(span, stream)
+        edges, num_tiles = np.array(span.rows, np.int64), job.counts[2]
+        num_parts = edges[1:] - edges[:-1]
+        jobs[:] = words
+        jobs[:, _NBYTES] *= num_parts
+        jobs[:, num_tiles] = tiles = words[num_tiles] * num_parts
+        for _, _, part, _ in job.windows:
+            jobs[:, part] += edges[:-1]
+        capped = np.minimum(tiles, self._max_programs)
+        jobs[:, _NUM_PROGRAMS] = np.where(jobs[:, _NBYTES] > max_uncapped_bytes, capped, tiles)
+
+    def job_of_read(self, span: Span, stream: int, max_uncapped_bytes: int) -> list[int]:
+        """Return the words of a direct read's one job, as `fill` writes them: for one, numpy takes longer than Python.
+        Raises RelayoutError: See `prepare_launch`.
+        """
+        job, words = self._part_of(span, stream)
+        (first, stop), num_tiles = span.rows, job.counts[2]
+        words[_NBYTES] *= stop - first
+        words[num_tiles] *= stop - first
+        for _, _, part, _ in job.windows:
+            words[part] += first
+        words[_NUM_PROGRAMS] = words[num_tiles]
+        if words[_NBYTES] > max_uncapped_bytes:
+            words[_NUM_PROGRAMS] = min(words[num_tiles], self._max_programs)
+        return words
+
+    def _part_of(self, span: Span, stream: int) -> tuple[_Job, list[int]]:
+        """Return a job that stands for a span's, and the words of a launch of the span's first part."""
+        job, lane, num_tokens = self._job(span), span.lane, span.num_tokens
+        words, ends = job.words.copy(), ((lane.src, span.src), (lane.dst, span.dst))
+        for side, ids, part, origin in job.windows:
+            window, tokens = ends[side]
+            words[ids], words[part] = tokens[0], window.segment.first_row  # type: ignore[union-attr]  # a window
+            words[origin] += tokens[2] - job.starts[side]
+        for stride, more in job.strides:
+            words[stride] += more * (num_tokens - job.num_tokens)
+        lead, tile_tokens, tiles_beside = job.shape
+        token_tiles = -(-(num_tokens + lead) // tile_tokens)
+        at_tokens, at_token_tiles, at_tiles = job.counts
+        words[at_tokens], words[at_token_tiles] = num_tokens, token_tiles
+        words[at_tiles] = token_tiles * tiles_beside
+        words[_NBYTES], words[_STREAM] = num_tokens * lane.token_bytes, stream
+        return job, words
 
     def _job(self, span: Span) -> _Job:
         num_tokens, lane = span.num_tokens, span.lane
@@ -87,10 +134,6 @@ class Launches:
         return _job_for(span, self._prepare(*sides, lane.num_heads, span.num_tokens))
 
 
-def _first_part(end: Window | PackedSide) -> int:
-    return end.segment.first_row if isinstance(end, Window) else 0
-
-
 def _kind(end: Window | PackedSide, tokens: Tokens) -> tuple[object, ...] | None:
     """Return the properties of one end on which a launch depends; None if there are runs."""
     if isinstance(end, PackedSide):
@@ -105,39 +148,34 @@ def _side(end: Window | PackedSide, tokens: Tokens) -> Side:
 
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
-    kernel, job = launch.kernel, np.zeros(1, JOB)
-    job["function"], job["num_threads"] = kernel.function, kernel.num_threads
-    job["shared_bytes"] = kernel.shared_bytes
-    job["num_params"] = len(kernel.param_bytes)
-    job["params"][0, : len(launch.values)] = launch.values
-    terms = np.zeros((4, JOB.itemsize // 8), np.int64)
-    terms[0] = words_of(job)[0]
-    terms[3, _word(launch, "num_tokens")] = 1
-    ids, parts = [-1, -1], [-1, -1]
+    kernel, record = launch.kernel, np.zeros(1, JOB)
+    record["function"], record["num_threads"] = kernel.function, kernel.num_threads
+    record["shared_bytes"] = kernel.shared_bytes
+    record["num_params"] = len(kernel.param_bytes)
+    record["params"][0, : len(launch.values)] = launch.values
+    words: list[int] = words_of(record)[0].tolist()
+    windows, strides = list[tuple[int, ...]](), list[tuple[int, int]]()
     for side, (name, end) in enumerate((("src", span.lane.src), ("dst", span.lane.dst))):
         if isinstance(end, Window):
-            ids[side] = _word(launch, f"{name}_ids")
-            parts[side] = _word(launch, f"{name}_part_start")
-            terms[1 + side, _word(launch, f"{name}_origin")] = 1
+            at = [_word(launch, f"{name}_{each}") for each in ("ids", "part_start", "origin")]
+            windows.append((side, *at))
         else:
-            terms[0, _SLOT_PARAM] = launch.index(f"{name}_address")
-            strides = [f"{name}_{axis}_stride" for axis in ("part", "head", "token", "dim")]
-            more = _strides_of_a_token(span.lane, end)
-            terms[3, [_word(launch, each) for each in strides]] = more
+            words[_SLOT_PARAM] = launch.index(f"{name}_address")
+            at = [_word(launch, f"{name}_{each}") for each in _STRIDES]
+            strides = list(zip(at, _strides_of_a_token(span.lane, end), strict=True))
+    counts = tuple([_word(launch, name) for name in _COUNTS])
     lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
-    tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
     starts = span.src[2], span.dst[2]
-    return _Job(terms, (*ids, *parts, *tiles, *shape), starts, span.num_tokens)
+    return _Job(words, span.num_tokens, starts, windows, strides, counts, shape)
 
 
 def _word(launch: PreparedLaunch, name: str) -> int:
     """Return the index of a kernel's parameter among the words of a job."""
-    word: int = _PARAMS + launch.index(name)
-    return word
+    return _PARAMS + launch.index(name)
 
 
-def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
+def _strides_of_a_token(lane: Lane, slot: PackedSide) -> list[int]:
     """Return the amounts that each further token adds to the strides of a slot."""
     paged = lane.src if isinstance(lane.src, Window) else lane.dst
     assert isinstance(paged, Window)  # no copy is between two slots
@@ -145,7 +183,7 @@ def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
     none, one = (
         slot.strides_bytes(CopyGeometry(1, lane.num_heads, count, *shape)) for count in (0, 1)
     )
-    return np.subtract(one, none)
+    return [after - before for before, after in zip(none, one, strict=True)]
 
 
 def windows_of(block_size: int) -> list[tuple[int, int]]:
