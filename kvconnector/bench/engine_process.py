@@ -148,9 +148,9 @@ class Engine(ExitStack):
         """Queue requests, and load them with the next step."""
         for request_id, params, blocks, num_tokens in requests:
             self._scheduler.on_new_request(request_id, params)
-            self._ask(request_id, blocks, num_tokens)
+            self._order_load(request_id, blocks, num_tokens)
 
-    def _ask(self, request_id: str, blocks: Blocks, num_tokens: int) -> None:
+    def _order_load(self, request_id: str, blocks: Blocks, num_tokens: int) -> None:
         """Load a queued request with the next step."""
         external, _ = self._scheduler.matched_tokens(request_id, num_tokens + 1, 0)
         firsts = self._firsts(num_tokens)
@@ -222,7 +222,7 @@ class Engine(ExitStack):
                 raise KVConnectorError("loads failed", reasons=output.failed_recving)
             paths |= {each.path for each in output.stats.transfers}
             for request_id in output.begun:
-                self._ask(request_id, *requests[request_id])
+                self._order_load(request_id, *requests[request_id])
             ended_s += [now_s] * len(output.finished_recving)
             if now_s > deadline_s:
                 raise TransferTimeoutError("a prompt did not arrive in time")

@@ -67,7 +67,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                 if loads == IDLE:
                     idle = ours
                 else:
-                    ours = _judge(ours, idle, alone, turns)
+                    ours = _compare(ours, idle, alone, turns)
                 yield CaseResult(case, (ours,))
 
 
@@ -76,9 +76,9 @@ def _measure(
 ) -> tuple[Measurement, Turns, Turns]:
     """Return the seconds of each request, and the engines' turns without requests and beside them."""
     longest = max(transfers, key=lambda each: each.num_tokens)
-    apart = [_held_apart(pair.deployment, each, index) for index, each in enumerate(transfers)]
+    apart = [_request(pair.deployment, each, index) for index, each in enumerate(transfers)]
     for index in (1, 0):
-        pair.prepare(_held_apart(pair.deployment, longest, index))
+        pair.prepare(_request(pair.deployment, longest, index))
     _drive(pair, at_pace, IDLE, [longest] * WARMUP)
     alone = _drive(pair, at_pace, loads, []) if loads != IDLE else []
     turns = _drive(pair, at_pace, loads, apart)
@@ -92,13 +92,13 @@ def _measure(
     return Measurement(name, "ours", samples, nbytes), alone, turns
 
 
-def _held_apart(deployment: Deployment, transfer: Transfer, index: int) -> Transfer:
+def _request(deployment: Deployment, transfer: Transfer, index: int) -> Transfer:
     """Return request number `index`, in blocks of its own: it waits for steps that use its blocks."""
     other = deployment.transfer(transfer.num_tokens, index % 2)
     return replace(transfer, prefill_blocks=other.prefill_blocks)
 
 
-def _judge(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
+def _compare(busy: Measurement, idle: Measurement, alone: Turns, turns: Turns) -> Measurement:
     """Return `busy` with figures that compare loads beside busy engines with those beside idle ones."""
     idle_s, step_s = idle.percentile_s(90), _step_s(alone, 1)
     bound_s = MAX_OVER_IDLE * (idle_s + step_s)

@@ -76,7 +76,7 @@ class RankPools:
     def write(self, seed: int, block_ids: Sequence[int], num_tokens: int) -> None:
         """Write the rank's part of a sequence into its last blocks, `block_ids`, with zeros after the last token."""
         for _, elements, values in self._contents(seed, len(block_ids), num_tokens):
-            ids = _beside(values, np.asarray(block_ids))
+            ids = _placed(values, np.asarray(block_ids))
             blocks = elements[ids]
             rows = blocks.reshape(-1, *values.shape[1:])
             rows[: len(values)], rows[len(values) :] = values, 0
@@ -88,7 +88,7 @@ class RankPools:
         poison = int.from_bytes(bytes([POISON] * item), "little", signed=True)
         unused = np.setdiff1d(np.arange(self.num_blocks), np.asarray(block_ids))
         for where, elements, values in self._contents(seed, len(block_ids), num_tokens):
-            ids, others = (_beside(values, np.asarray(each)) for each in (block_ids, unused))
+            ids, others = (_placed(values, np.asarray(each)) for each in (block_ids, unused))
             found, held = elements[ids].reshape(-1, *values.shape[1:]), len(values)
             differs = found[:held] != values
             if differs.any():
@@ -114,9 +114,9 @@ class RankPools:
         turn = np.arange(first, num_tokens) // group.interleave_tokens % group.dcp_size
         own = slice(part.head_start, part.head_stop)
         sequence = random_values(part, [seed], num_tokens)[first:][turn == group.dcp_rank, own]
-        values = _beside(next(iter(self.storage.values())), sequence)
+        values = _placed(next(iter(self.storage.values())), sequence)
         for (layer, index), storage in self.storage.items():
-            keys = _beside(storage, random_values(self._part, [seed, layer, index], 1)[:, own])
+            keys = _placed(storage, random_values(self._part, [seed, layer, index], 1)[:, own])
             elements = storage.view(values.dtype)
             if self._layout == "NHD":
                 elements = elements.reshape(-1, tokens, heads, dim)
@@ -161,7 +161,7 @@ def _allocate(nbytes: int, device: str) -> Any:
     return torch.full((nbytes,), POISON, dtype=torch.uint8, device=device)
 
 
-def _beside(storage: Any, host: npt.NDArray[Any]) -> Any:
+def _placed(storage: Any, host: npt.NDArray[Any]) -> Any:
     """Return these elements in the same memory as `storage`."""
     if isinstance(storage, np.ndarray):
         return host

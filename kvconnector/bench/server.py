@@ -128,21 +128,21 @@ class ServedEngine(EngineProcess):
         try:
             self._peer = self._channel.connect(f"tcp://{address}", key or self._channel.server_key)
             variables = {name: each for name, each in os.environ.items() if name.startswith(TUNING)}
-            self._ask(_Client.open, __version__, SESSION, deployment, peer, variables)()
+            self._begin_call(_Client.open, __version__, SESSION, deployment, peer, variables)()
         except BaseException:
             self.close()
             raise
 
     def forward(self, call: bytes) -> Callable[[], bytes]:
-        return self._ask(_Client.forward, call)
+        return self._begin_call(_Client.forward, call)
 
     def serve_stream(self, nbytes: int) -> int:
-        port: int = self._ask(_Client.serve_stream, nbytes)()
+        port: int = self._begin_call(_Client.serve_stream, nbytes)()
         return port
 
     def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
         """See `_Client.serve_perftest`."""
-        port: int = self._ask(_Client.serve_perftest, library, variables)()
+        port: int = self._begin_call(_Client.serve_perftest, library, variables)()
         return port
 
     def pause(self) -> None:
@@ -152,7 +152,7 @@ class ServedEngine(EngineProcess):
     def resume(self) -> None:
         self.call(Engine.resume)
 
-    def _ask(self, method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    def _begin_call(self, method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         """Call a method of the server's. The returned function waits for the result, and raises CallFailedError: it
         raised there, the connection is lost, or no answer came in time.
         """

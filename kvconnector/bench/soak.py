@@ -151,7 +151,7 @@ class Soak:
             if elapsed_s > fault_at_s and self._have_met and not self._paused[0]:
                 fault_at_s = elapsed_s + fault_s
                 fault = FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)]
-                if self._strike(fault, total_s) and fault.is_restart:
+                if self._cause(fault, total_s) and fault.is_restart:
                     check_at_s = min(check_at_s, elapsed_s + fault_s / 2)  # before the next restart
             if elapsed_s > check_at_s and not self._paused[0]:
                 self._check()
@@ -194,10 +194,10 @@ class Soak:
             ResultMismatchError: see `run`.
         """
         prefill, decode = self._sides.values()
-        failed, name = self._state.counts.get("failed", 0), self._take(num_tokens)
+        failed, name = self._state.counts.get("failed", 0), self._allocate(num_tokens)
         ours, theirs = [decode.held[name]], [prefill.held[name]]
         self._prepare(theirs, num_tokens)
-        self._ask({name: num_tokens})
+        self._start_loads({name: num_tokens})
         self._drain()
         if self._state.counts.get("failed", 0) > failed:
             return False
@@ -229,11 +229,11 @@ class Soak:
             num_tokens = self._random.randint(1, self._random.choice(sizes))
             if not all(side.has_room(num_tokens) for side in self._sides.values()):
                 break  # the engines would queue this request
-            asked[self._take(num_tokens)] = num_tokens
+            asked[self._allocate(num_tokens)] = num_tokens
         if asked:
-            self._ask(asked)
+            self._start_loads(asked)
 
-    def _take(self, num_tokens: int) -> str:
+    def _allocate(self, num_tokens: int) -> str:
         """Take blocks for a request on both sides. Returns its name."""
         self._state.count("requests")
         name = f"request-{self._state.counts['requests']}"
@@ -241,7 +241,7 @@ class Soak:
             side.take(name, num_tokens)
         return name
 
-    def _ask(self, asked: dict[str, int]) -> None:
+    def _start_loads(self, asked: dict[str, int]) -> None:
         """Offer requests, given by name and number of tokens, and load them, with both engines' next steps."""
         prefill, decode = self._sides.values()
         offered = [(name, [prefill.held[name]], count) for name, count in asked.items()]
@@ -310,7 +310,7 @@ class Soak:
 
     # -- faults --
 
-    def _strike(self, fault: Fault, total_s: float) -> bool:
+    def _cause(self, fault: Fault, total_s: float) -> bool:
         """Cause a fault. In the second half, once each kind has occurred, leave out faults that end a process. Returns
         True if the fault was caused.
         """
@@ -346,7 +346,7 @@ class Soak:
             side.engine.kill()
         side.engine.close()
         if self._other is not None:
-            side.release = self._state.least_met(self._releases, fault.engine)
+            side.release = self._state.next_release(self._releases, fault.engine)
             self._progress(f"{fault.engine} starts again: {pair_of(self._releases)} release")
         side.engine = self._open(fault.engine, side.release)
         self._start(fault.engine)

@@ -89,7 +89,7 @@ class SoakState(msgspec.Struct):
         """Return the counts of a pair of releases, to be increased."""
         return self.pairs.setdefault(name, PairCounts())
 
-    def least_met(self, releases: Mapping[str, str], engine: str) -> str:
+    def next_release(self, releases: Mapping[str, str], engine: str) -> str:
         """Return the release in which to start an engine again: the one that has met the other engine's release less
         often, or the present one if both have met it equally often. `releases` are both engines' now.
         """

@@ -10,7 +10,7 @@ import msgspec
 from kvconnector import __version__
 from kvconnector.bench import file_errors
 from kvconnector.cli.console import Finding
-from kvconnector.cli.peer_greeting import PeerGreeting, resolve, whole_engine, why_silent
+from kvconnector.cli.peer_greeting import PeerGreeting, reason_for_silence, resolve, whole_engine
 from kvconnector.config import ConnectorConfig
 from kvconnector.control.address import parse_address
 from kvconnector.errors import (
@@ -45,7 +45,7 @@ def examine_peer(
             PeerUnreachableError,
             RemoteProtocolError,
         ) as error:
-            yield Finding("peer", "FAIL", f"{address}: {_why_no_answer(error, address)}")
+            yield Finding("peer", "FAIL", f"{address}: {_reason_for_no_answer(error, address)}")
             return
         theirs = directory.geometry.unpack()
         yield from _engine(address, directory, theirs, config)
@@ -87,12 +87,12 @@ def examine_params(path: Path, config: ConnectorConfig, device: str) -> Iterator
             return
 
 
-def _why_no_answer(error: KVConnectorError, address: str) -> str:
+def _reason_for_no_answer(error: KVConnectorError, address: str) -> str:
     """Return the reason why the directory service does not answer, and its remedy."""
     if isinstance(error, AuthenticationError):
         return f"not authorised: {error}, or give its key, as in --peer {address},KEY"
     if isinstance(error, PeerUnreachableError):
-        return why_silent(f"tcp://{address}")
+        return reason_for_silence(f"tcp://{address}")
     return f"{error.statement}: see whether that port is its directory service's, and its log"
 
 

@@ -74,7 +74,7 @@ def whole_engine(like: EngineGeometry, engine_id: str) -> EngineGeometry:
     return msgspec.structs.replace(like, engine_id=engine_id, tp_size=1, pp_size=1, ranks=(rank,))
 
 
-def why_silent(address: str) -> str:
+def reason_for_silence(address: str) -> str:
     """Find out by a plain connection why an address does not answer. Returns the reason and its remedy.
 
     Args:
@@ -241,7 +241,7 @@ class PeerGreeting(ExitStack):
             f" {len(trips_s)} heartbeats"
         )
         yield Finding(name, "ok", text, {"round_trip_s": median(trips_s)})
-        why = self._why_packed(worker)
+        why = self._reason_for_packing(worker)
         path = f"packed: {why}" if why else "direct: its pools can be read here"
         yield Finding("  path", "note" if why else "ok", f"transfers are {path}")
         yield self._lanes(worker.link)
@@ -256,7 +256,7 @@ class PeerGreeting(ExitStack):
         )
         yield Finding("  bandwidth", "ok", text, {"bytes_per_second": rate})
 
-    def _why_packed(self, worker: RemoteWorker) -> str:
+    def _reason_for_packing(self, worker: RemoteWorker) -> str:
         """Return the reason why the rank's pools cannot be read from here; "" if they can."""
         if self._config.paths.direct == "never":
             return "paths.direct=never here"

@@ -108,7 +108,7 @@ def top(
     ):
         for looks in itertools.count(1):
             started_s = time.monotonic()
-            now = {url: _look(url) for url in urls}
+            now = {url: _examine(url) for url in urls}
             screen = Group(*_screen(now, before), *_loads(now))
             if live is not None:
                 live.update(screen, refresh=True)
@@ -142,7 +142,7 @@ def _fetch(url: str) -> bytes:
     return content
 
 
-def _look(url: str) -> dict[str, Snapshot] | str:
+def _examine(url: str) -> dict[str, Snapshot] | str:
     """Return every engine of an endpoint by its label, or the reason why there is none."""
     try:
         engines = read_snapshots(_fetch(url).decode(), time.monotonic())

@@ -210,7 +210,7 @@ class _Loop:
                     return
                 self._pipe.send((command, getattr(self, f"on_{command}")(*arguments)))
             outputs = self._engine.step()
-            self._look()
+            self._record_blocks()
             for output in outputs:
                 request_id = output.request_id
                 if output.finished and request_id in self._submitted:
@@ -237,7 +237,7 @@ class _Loop:
                 self._loads["remote"] += [min(each)[0] for each in ranges if each]
         return planned
 
-    def _look(self):
+    def _record_blocks(self):
         """Record each request's blocks, which the engine does not reveal after its end."""
         for unique_id, request in self._scheduler.requests.items():
             request_id = unique_id.rpartition("-")[0]  # vLLM adds a random part
