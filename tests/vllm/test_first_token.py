@@ -269,17 +269,16 @@ def test_no_token_is_sent_or_expected_that_no_engine_can_take(world, sampling, o
 @BOTH_WAYS
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize("is_partly_filled", [False, True])
-def test_after_a_failed_load_the_token_is_computed_here(
-    world, policy, is_partly_filled, is_streamed
+def test_a_failed_load_is_logged_and_the_token_computed_here(
+    world, caplog, policy, is_partly_filled, is_streamed
 ):
     engine = world(policy=policy)
     load = Seeded(world, engine, is_streamed=is_streamed)
     (ids,) = engine.scheduler.kv_cache_manager.get_block_ids("r1")
-    failure = {"failed_recving": {"r1"}}
-    if is_partly_filled:
-        report = WorkerReport(failed={"r1": "PeerLostError: gone"})
-        failure = {"invalid_block_ids": {ids[2]}, "kv_connector_worker_meta": report}
-    outputs = load.end(**failure)
+    report = WorkerReport(failed={"r1": "PeerLostError: gone"})
+    failure = {"invalid_block_ids": {ids[2]}} if is_partly_filled else {"failed_recving": {"r1"}}
+    outputs = load.end(kv_connector_worker_meta=report, **failure)
+    assert "e: load of r1 failed: PeerLostError: gone" in caplog.messages
     if policy == "fail":
         assert [str(output.finish_reason) for output in outputs] == ["error"]
         return
