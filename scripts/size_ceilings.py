@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1646),
     "tests/sglang": Size(738),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(7002),
+    "tests/vllm": Size(7000),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {
