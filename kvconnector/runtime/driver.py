@@ -1,9 +1,11 @@
 """The driver: the one loop of a worker. It owns the links, the data path and the sessions, and nothing else does.
 
-Theory of operation ------------------- One turn: wait in the data path until something happens; take new work (control
-messages over the transport, the data path's events, the control channel, the engine's orders); give each to the
-sessions; send each peer its messages, as one batch. Sessions are pure: they get events and the time, and call a `Port`,
-which is the executor. The consequences of a call come back as events of the same turn, until nothing is queued.
+Theory of operation
+-------------------
+One turn: wait in the data path until something happens; take new work (control messages over the transport, the data
+path's events, the control channel, the engine's orders); give each to the sessions; send each peer its messages, as one
+batch. Sessions are pure: they get events and the time, and call a `Port`, which is the executor. The consequences of a
+call come back as events of the same turn, until nothing is queued.
 
 Threads and ownership. A driver is not bound to a thread: whoever holds the driver lock (see
 `kvconnector_kernels.pump.driver_lock`) calls it. That is the driver's thread, in `turn`, or an engine's thread, in
@@ -71,9 +73,7 @@ MAX_ROUNDS = 64
 not wait for it.
 """
 MAX_WORK_S = 1e-3
-"""Seconds for which a turn decodes messages and handles events. The next one begins in the data path, which releases
-the GIL.
-"""
+"""Seconds for which a turn decodes messages and handles events. The next begins in the data path, without the GIL."""
 MAX_QUEUED_EVENTS = 1024
 """With this many events queued, a turn takes no more messages from peers."""
 MAX_SLEEP_S = 0.5

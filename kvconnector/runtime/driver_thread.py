@@ -17,8 +17,7 @@ GPU order. `put` makes a mark in the engine's current stream before the orders e
 them makes copies of these blocks wait for the mark. No thread waits for the GPU here.
 
 Inline progress. The engine's thread always releases the data path. A signal's handler runs between any two instructions
-of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to release the data
-path.
+of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to release it.
 
 Blocking. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is at
 work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks in

@@ -1,7 +1,7 @@
 """One request that a producer holds for its consumer: its state table and its record.
 
-Ownership of the blocks -----------------------------
-
+Ownership of the blocks
+-----------------------
 *FILLING.* The engine is still computing the prompt and owns the blocks. It may take them back at any time, by
 `WithdrawRequest` or by granting other blocks, which voids the lease. Consumers read below the watermark, and use the
 bytes only if the lease is still published afterwards. Such a lease never expires and is never released.

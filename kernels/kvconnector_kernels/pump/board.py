@@ -4,10 +4,10 @@ An entry is a seqlock whose sequence is its key, since no key is ever published 
 releases, the consumer's loads acquires, and a fence separates them from the blocks. So on processors that reorder
 loads and stores (aarch64, ppc64le), too:
 
-- a reader that finds a key finds its `expected`, which was stored before it, or a later one; - a reader that finds
-`ready` equal to it finds the numbers that were stored before `ready`, or later ones; - a reader that then finds the key
-again has seen a single lease: a retracted entry loses its key first; - the blocks are read after the first look and
-before the second.
+- a reader that finds a key finds its `expected`, which was stored before it, or a later one;
+- a reader that finds `ready` equal to it finds the numbers that were stored before `ready`, or later ones;
+- a reader that then finds the key again has seen a single lease: a retracted entry loses its key first;
+- the blocks are read after the first look and before the second.
 
 On x86, where loads and stores are seen in order, all this costs no instruction.
 """

@@ -19,12 +19,11 @@ overtaken by the thread that has it, and both would stand still.
 
 Which thread. `inline_thread` is the native id of the thread that owns it inline, else 0. It is written by the compiled
 code, so that no Python instruction lies between becoming the owner and being known as such: an interrupt
-(KeyboardInterrupt) may come between any two instructions, and the thread that it hits must find out whether it has to
-release the lock.
+(KeyboardInterrupt) may come between any two instructions, and the thread that it hits must know if it owns the lock.
 
 Wake-ups. `release_inline` and `notify` write to an eventfd on which the driver's thread sleeps, in the loop and in
-`_await_release`: UCX's own descriptor must be armed anew after each progress, by whoever sleeps on it. A wake-up that
-is lost costs at most `_PARK_MS`.
+`_await_release`: UCX's own descriptor must be armed anew after each progress, by whoever sleeps on it. A lost wake-up
+costs at most `_PARK_MS`.
 
 Pending. `pending` says that there is work for a turn of the driver. The lock's owner clears it before it looks for
 work, so work that arrives meanwhile sets it again. The loop returns for it at once, or after a grace period in which an

@@ -1,13 +1,15 @@
 """Threads that help the owner of the driver lock with a direct read in host memory: one read at a time.
 
-Theory of operation ------------------- The word. A read's fence is a 32-bit word in memory that outlives all reads. Its
-low half gets the read's value when the read is over. `_OPEN` says that threads may join, and `_HELPER` is added for
-each that has joined. So the word reaches the value when the last helper leaves, and a read that is over has none.
+Theory of operation
+-------------------
+The word. A read's fence is a 32-bit word in memory that outlives all reads. Its low half gets the read's value when the
+read is over. `_OPEN` says that threads may join, and `_HELPER` is added for each that has joined. So the word reaches
+the value when the last helper leaves, and a read that is over has none.
 
 Writers. The owner of the driver lock names a read in the crew's record, opens its fence, and closes it when no piece is
-left or the read was stopped. It names another read only when the word of the last one has no helper and is not open. A
-helper touches a read's jobs and blocks only after it has joined, which fails once the word is closed, and leaves when
-no piece is left or the word is closed. Its writes are visible to a thread that then sees the word.
+left or the read is stopped. It names another only when the last one's word has no helper and is not open. A helper
+touches a read's jobs and blocks only after it has joined, which fails once the word is closed, and leaves when no piece
+is left or the word is closed. Its writes are visible to a thread that then sees the word.
 
 Blocking. Helpers sleep on an eventfd that counts the wanted ones. No thread waits for them: the loop looks at the fence
 again, as at a GPU's. A helper that the system does not run delays its own read only.

@@ -1,7 +1,6 @@
 """The pump's loop: every chunk of every program from memory to memory, in one call that holds no GIL.
 
-What each kind of program does is in `sends`, `receives` and `reads`. Nothing here waits for one thing while another can
-move.
+What each kind of program does is in `sends`, `receives` and `reads`. Nothing waits while anything else can move.
 """
 
 from __future__ import annotations
