@@ -63,7 +63,7 @@ ROOMS: dict[str, Size] = {
     "tests/docs": Size(449),
     "tests/golden": Size(112),
     "tests/hosts": Size(1272),
-    "tests/integration": Size(1710),
+    "tests/integration": Size(1709),
     "tests/kernels": Size(1975),
     "tests/property": Size(3084),
     "tests/sglang/pure": Size(861),

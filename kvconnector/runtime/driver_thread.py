@@ -185,7 +185,7 @@ class DriverThread:
         # a queued order may still grant one
         while driver.num_queued or any(map(producer.holds, request_ids)):
             if time.monotonic() >= until_s:
-                logger.warning("withdrawn prompts can be read for longer: %s", request_ids)
+                logger.debug("withdrawn prompts can be read for longer: %s", request_ids)
                 return
             if not self._run_inline(WAIT_LIMIT_S, progress):
                 time.sleep(YIELD_S)
