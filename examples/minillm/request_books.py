@@ -62,7 +62,7 @@ class RequestBooks:
             seq.status = status
 
     def first_stop(self, resume_at: int) -> int | None:
-        """Where a step that starts at `resume_at` must end at the latest, because it replaces kept states; or None."""
+        """The latest token at which a step from `resume_at` must end, because it replaces kept states; or None."""
         if self.keep_state_at is None or self.keep_state_at <= resume_at:
             return None
         return self.keep_state_at

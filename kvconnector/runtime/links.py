@@ -78,7 +78,7 @@ class Links:
         self.with_unsent: deque[Link] = deque()
         """Links whose messages wait for `flush`."""
         self.arrived: deque[ControlEvent] = deque()
-        """What came, and the last caller of `receive` did not take."""
+        """The messages that came and that the last caller of `receive` did not take."""
         self.refusals = Refusals(logger)
 
     def __repr__(self) -> str:
@@ -210,7 +210,7 @@ class Links:
             self._send_unsent(self.with_unsent.popleft())
 
     def send(self, link: Link, message: m.Message) -> None:
-        """Send a message with the others of this turn. No effect on a link that is lost."""
+        """Send a message with the others of the driver's turn. No effect on a lost link."""
         if link.handle is None or link.is_lost:
             return  # the sessions know, or will
         if type(message) in _OF_LINKS:

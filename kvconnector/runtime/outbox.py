@@ -64,7 +64,7 @@ class Outbox:
         self._stuck: set[str] = set()
         """Requests whose copies the driver could not end. They never end."""
         self._unreported = WorkerOutput()
-        """What has ended since the engine's last step, maybe thousands of requests."""
+        """The requests that ended since the engine's last step, maybe thousands."""
 
     def __repr__(self) -> str:
         state = ", broken" if self._failure else ""

@@ -134,7 +134,7 @@ class SharedMemory:
 
 
 _open: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
-"""Ranges whose caches consumers may read: if they moved again, consumers would read memory that nobody writes."""
+"""Ranges whose caches consumers may read: if they moved again, consumers would read memory that is never written."""
 
 
 def is_of_this_process(nonce: bytes) -> bool:

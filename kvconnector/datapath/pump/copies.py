@@ -312,7 +312,7 @@ class Window(msgspec.Struct, frozen=True, eq=False):
 
 
 class Lane(msgspec.Struct, frozen=True, eq=False):
-    """What all copies of a segment from `src` to `dst` have in common. `token_bytes` are the bytes of one token of one
+    """The data shared by all copies of a segment from `src` to `dst`. `token_bytes` are the bytes of one token of one
     part, `template` is the data that the device keeps for its jobs.
     """
 
