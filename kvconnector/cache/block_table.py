@@ -236,20 +236,22 @@ class BlockTable:
 
     def numpy(self, num_reqs: int | None = None) -> npt.NDArray[np.int32]:
         """Return the first rows on the host, int32 `[num_reqs, width]`, as a read-only view."""
-        rows: npt.NDArray[np.int32] = self._table.host[:num_reqs]
+        rows: npt.NDArray[np.int32] = self._table.host[: self._num_rows(num_reqs)]
         rows.flags.writeable = False
         return rows
 
     def host_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """Return the same memory as a tensor, pinned for a GPU. Do not write to it."""
-        return self._table.host_tensor[:num_reqs]
+        return self._table.host_tensor[: self._num_rows(num_reqs)]
 
     def device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """Return the first rows as last committed, int32 `[num_reqs, width]` on the device."""
-        return self._table.device[:num_reqs]
+        return self._table.device[: self._num_rows(num_reqs)]
 
     def device_slot_mapping(self, num_tokens: int | None = None) -> torch.Tensor:
         """Return the slot mapping as last committed, int64 `[num_tokens]` on the device."""
+        if num_tokens is not None:
+            check_count("num_tokens", num_tokens, self.max_num_batched_tokens)
         return self._slots.device[:num_tokens]
 
     def num_blocks(self, row: int) -> int:
@@ -260,6 +262,13 @@ class BlockTable:
         """Return the number of kernel ids in a row."""
         self._check_rows(row)
         return int(self._num_kernel_blocks[row])
+
+    def _num_rows(self, num_reqs: int | None) -> int:
+        """Return `num_reqs`, or the number of all rows: a slice alone would be shorter without an error."""
+        if num_reqs is None:
+            return self.max_num_reqs
+        check_count("num_reqs", num_reqs, self.max_num_reqs)
+        return num_reqs
 
     def _check_rows(self, *rows: int) -> None:
         for row in rows:
