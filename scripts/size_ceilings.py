@@ -69,7 +69,7 @@ ROOMS: dict[str, Size] = {
     "tests/sglang/pure": Size(861),
     "tests/support": Size(2854),
     "tests/transport": Size(1453),
-    "tests/unit": Size(1774),
+    "tests/unit": Size(1768),
     "tests/unit/bench": Size(1088),
     "tests/unit/cache": Size(1052),
     "tests/unit/cli": Size(1230),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1646),
     "tests/sglang": Size(738),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(7000),
+    "tests/vllm": Size(6999),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -125,10 +125,7 @@ def overlapping():
 @pytest.mark.parametrize(
     "whole, by_heads, in_any_way",
     [
-        (engine(tp_size=2), False, False),
         (engine(tp_size=4), False, False),
-        (engine(tp_size=8), True, True),
-        (mla(1), False, False),
         (mla(2), True, True),
         # eight ranks, of which pairs share the tokens
         (engine(tp_size=8, dcp=(2, 1)), False, False),
@@ -146,10 +143,7 @@ def test_replication_by_heads_and_in_any_way(whole, by_heads, in_any_way):
     "ours, theirs, needed",
     [
         (engine(), engine(tp_size=2), True),
-        (engine(tp_size=2), engine(tp_size=4), True),
-        (sharing(2, 4), sharing(2, 4), False),
         (sharing(2, 4), sharing(2, 8), True),
-        (sharing(2, 4), engine(heads=1), True),
         # the order of blocks, parts and layers does not change a block
         (stored("2BHND"), stored("BL2HND"), False),
         (stored("2BHND"), engine(), False),

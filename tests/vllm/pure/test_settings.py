@@ -95,7 +95,6 @@ def test_our_own_sections_and_variables_are_options():
         ({"kv_lease": 3}, "kv_lease_duration|lease"),
         ({"kv_recompute_threshold": "many"}, "kv_recompute_threshold"),
         ({"kv_lease_duration": "long"}, "kv_lease_duration"),
-        ({"lease": 30}, "lease"),
         ({"decoder_kv_blocks_ttl": 0}, "decoder_kv_blocks_ttl"),
         ({"bidirectional_kv_xfer": "perhaps"}, "bidirectional_kv_xfer"),
         ({"control": {"host": "10.0.0.1"}}, "keys"),
