@@ -136,7 +136,7 @@ class CudaCopies(Copies):
             words = np.empty((source.num_chunks, _JOB_WORDS), np.int64)
             handle = self.streams.handles[stream]
             for span in self.chunk_spans(source, blocks, ids, packing=packing):
-                self._launches.fill(words[span.chunks], span, handle, MAX_UNCAPPED_CHUNK_BYTES)
+                self._launches.fill(words, span, handle, MAX_UNCAPPED_CHUNK_BYTES)
         except BaseException:
             buffer.give_back()
             raise

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvconnector.datapath.pump.copies import Lane, Span, Tokens, Window, words_of
-from kvconnector_kernels.pump.copy_cuda import JOB
+from kvconnector_kernels.pump.copy_cuda import JOB, fill_jobs
 from kvconnector_kernels.pump.records import index_of
 from kvconnector_kernels.relayout import PackedSide, PartTable, Side
 from kvconnector_kernels.relayout.sides import CopyGeometry
@@ -21,26 +21,18 @@ _MAX_LAUNCHES = 1 << 10
 _NBYTES, _NUM_PROGRAMS, _STREAM, _SLOT_PARAM, _PARAMS = (
     index_of(JOB, name) for name in ("nbytes", "num_programs", "stream", "slot_param", "params")
 )
-_COUNTS = ("num_tokens", "num_token_tiles", "num_tiles")
-_STRIDES = ("part_stride", "head_stride", "token_stride", "dim_stride")
 
 
 class _Job(NamedTuple):
-    """The `words` of a launch of one part, for `num_tokens` tokens from `starts` of the source and the destination on.
+    """A launch of one part, as `fill_jobs` takes it, and where its tokens start and how many it has."""
 
-    `windows`: for an end that is a window, 0 or 1 for source or destination, and the words of its block ids, first part
-    and origin. `strides`: the words of a slot's strides, and what a further token adds to each. `counts`: the words of
-    the tokens, the tiles along them, and all tiles. `shape`: the tokens before the copy in the first tile, those of a
-    tile, and the tiles that share their tokens.
-    """
-
-    words: list[int]
-    num_tokens: int
+    terms: npt.NDArray[np.int64]
+    launch: tuple[int, ...]
     starts: tuple[int, int]
-    windows: list[tuple[int, ...]]
-    strides: list[tuple[int, int]]
-    counts: tuple[int, ...]
-    shape: tuple[int, int, int]
+    num_tokens: int
+    words: list[int]
+    moved: tuple[int, int, int] = (0, 0, 0)
+    """If both ends are windows, the words of their origins and of the number of tokens."""
 
 
 class Launches:
@@ -57,12 +49,12 @@ class Launches:
         self._jobs: dict[tuple[object, ...], _Job] = {}
 
     def fill(
-        self, jobs: npt.NDArray[np.int64], span: Span, stream: int, max_uncapped_bytes: int
+        self, words: npt.NDArray[np.int64], span: Span, stream: int, max_uncapped_bytes: int
     ) -> None:
         """Write the jobs of a span's chunks.
 
         Args:
-            jobs: The words of each of these jobs, `[chunk, word]`.
+            words: The jobs of all chunks of a read, `[chunk, word]`.
             span: The copies.
             stream: The handle of the stream on which they run.
             max_uncapped_bytes: A job of at most this size may have any number of programs.
@@ -70,49 +62,40 @@ class Launches:
         Raises:
             RelayoutError: See `prepare_launch`.
         """
-        job, words = self._part_of(span, stream)
-        edges, num_tiles = np.array(span.rows, np.int64), job.counts[2]
-        num_parts = edges[1:] - edges[:-1]
-        jobs[:] = words
-        jobs[:, _NBYTES] *= num_parts
-        jobs[:, num_tiles] = tiles = words[num_tiles] * num_parts
-        for _, _, part, _ in job.windows:
-            jobs[:, part] += edges[:-1]
-        capped = np.minimum(tiles, self._max_programs)
-        jobs[:, _NUM_PROGRAMS] = np.where(jobs[:, _NBYTES] > max_uncapped_bytes, capped, tiles)
+        job, lane = self._job(span), span.lane
+        further = span.src[2] - job.starts[0], span.dst[2] - job.starts[1]
+        counts = span.num_tokens - job.num_tokens, span.num_tokens
+        ids, parts = (span.src[0], span.dst[0]), (_first_part(lane.src), _first_part(lane.dst))
+        part_bytes = span.num_tokens * lane.token_bytes
+        limits = self._max_programs, max_uncapped_bytes
+        jobs, edges = np.ascontiguousarray(words[span.chunks]), np.array(span.rows, np.int64)
+        numbers = (*further, *counts, *ids, *parts, stream, part_bytes, *limits)
+        fill_jobs(jobs, job.terms, edges, job.launch, numbers)
+        words[span.chunks] = jobs
 
     def job_of_read(self, span: Span, stream: int, max_uncapped_bytes: int) -> list[int]:
-        """Return the words of a direct read's one job, as `fill` writes them: for one, numpy takes longer than Python.
-        Raises RelayoutError: See `prepare_launch`.
-        """
-        job, words = self._part_of(span, stream)
-        (first, stop), num_tiles = span.rows, job.counts[2]
-        words[_NBYTES] *= stop - first
-        words[num_tiles] *= stop - first
-        for _, _, part, _ in job.windows:
-            words[part] += first
-        words[_NUM_PROGRAMS] = words[num_tiles]
-        if words[_NBYTES] > max_uncapped_bytes:
-            words[_NUM_PROGRAMS] = min(words[num_tiles], self._max_programs)
-        return words
+        """Return the words of a direct read's only job, as `fill` writes them: for one job this takes less time.
 
-    def _part_of(self, span: Span, stream: int) -> tuple[_Job, list[int]]:
-        """Return a job that stands for a span's, and the words of a launch of the span's first part."""
+        Raises:
+            RelayoutError: See `prepare_launch`.
+        """
         job, lane, num_tokens = self._job(span), span.lane, span.num_tokens
-        words, ends = job.words.copy(), ((lane.src, span.src), (lane.dst, span.dst))
-        for side, ids, part, origin in job.windows:
-            window, tokens = ends[side]
-            words[ids], words[part] = tokens[0], window.segment.first_row  # type: ignore[union-attr]  # a window
-            words[origin] += tokens[2] - job.starts[side]
-        for stride, more in job.strides:
-            words[stride] += more * (num_tokens - job.num_tokens)
-        lead, tile_tokens, tiles_beside = job.shape
-        token_tiles = -(-(num_tokens + lead) // tile_tokens)
-        at_tokens, at_token_tiles, at_tiles = job.counts
-        words[at_tokens], words[at_token_tiles] = num_tokens, token_tiles
-        words[at_tiles] = token_tiles * tiles_beside
-        words[_NBYTES], words[_STREAM] = num_tokens * lane.token_bytes, stream
-        return job, words
+        src_ids, dst_ids, src_part, dst_part, num_tiles, num_token_tiles = job.launch[:6]
+        lead, tile_tokens, tiles_beside = job.launch[6:]
+        (first, stop), words = span.rows, job.words.copy()
+        src_origin, dst_origin, tokens = job.moved
+        words[src_origin] += span.src[2] - job.starts[0]
+        words[dst_origin] += span.dst[2] - job.starts[1]
+        words[src_ids], words[dst_ids], words[tokens] = span.src[0], span.dst[0], num_tokens
+        words[src_part] = _first_part(lane.src) + first
+        words[dst_part] = _first_part(lane.dst) + first
+        words[num_token_tiles] = token_tiles = -(-(num_tokens + lead) // tile_tokens)
+        words[num_tiles] = tiles = (stop - first) * token_tiles * tiles_beside
+        words[_NBYTES] = nbytes = (stop - first) * num_tokens * lane.token_bytes
+        words[_STREAM] = stream
+        is_capped = nbytes > max_uncapped_bytes
+        words[_NUM_PROGRAMS] = min(tiles, self._max_programs) if is_capped else tiles
+        return words
 
     def _job(self, span: Span) -> _Job:
         num_tokens, lane = span.num_tokens, span.lane
@@ -134,6 +117,10 @@ class Launches:
         return _job_for(span, self._prepare(*sides, lane.num_heads, span.num_tokens))
 
 
+def _first_part(end: Window | PackedSide) -> int:
+    return end.segment.first_row if isinstance(end, Window) else 0
+
+
 def _kind(end: Window | PackedSide, tokens: Tokens) -> tuple[object, ...] | None:
     """Return the properties of one end on which a launch depends; None if there are runs."""
     if isinstance(end, PackedSide):
@@ -148,26 +135,34 @@ def _side(end: Window | PackedSide, tokens: Tokens) -> Side:
 
 
 def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
-    kernel, record = launch.kernel, np.zeros(1, JOB)
-    record["function"], record["num_threads"] = kernel.function, kernel.num_threads
-    record["shared_bytes"] = kernel.shared_bytes
-    record["num_params"] = len(kernel.param_bytes)
-    record["params"][0, : len(launch.values)] = launch.values
-    words: list[int] = words_of(record)[0].tolist()
-    windows, strides = list[tuple[int, ...]](), list[tuple[int, int]]()
+    kernel, job = launch.kernel, np.zeros(1, JOB)
+    job["function"], job["num_threads"] = kernel.function, kernel.num_threads
+    job["shared_bytes"] = kernel.shared_bytes
+    job["num_params"] = len(kernel.param_bytes)
+    job["params"][0, : len(launch.values)] = launch.values
+    terms = np.zeros((4, JOB.itemsize // 8), np.int64)
+    terms[0] = words_of(job)[0]
+    terms[3, _word(launch, "num_tokens")] = 1
+    ids, parts = [-1, -1], [-1, -1]
     for side, (name, end) in enumerate((("src", span.lane.src), ("dst", span.lane.dst))):
         if isinstance(end, Window):
-            at = [_word(launch, f"{name}_{each}") for each in ("ids", "part_start", "origin")]
-            windows.append((side, *at))
+            ids[side] = _word(launch, f"{name}_ids")
+            parts[side] = _word(launch, f"{name}_part_start")
+            terms[1 + side, _word(launch, f"{name}_origin")] = 1
         else:
-            words[_SLOT_PARAM] = launch.index(f"{name}_address")
-            at = [_word(launch, f"{name}_{each}") for each in _STRIDES]
-            strides = list(zip(at, _strides_of_a_token(span.lane, end), strict=True))
-    counts = tuple([_word(launch, name) for name in _COUNTS])
+            terms[0, _SLOT_PARAM] = launch.index(f"{name}_address")
+            strides = [f"{name}_{axis}_stride" for axis in ("part", "head", "token", "dim")]
+            more = _strides_of_a_token(span.lane, end)
+            terms[3, [_word(launch, each) for each in strides]] = more
     lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
+    tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
-    starts = span.src[2], span.dst[2]
-    return _Job(words, span.num_tokens, starts, windows, strides, counts, shape)
+    starts, words = (span.src[2], span.dst[2]), terms[0].tolist()
+    made = _Job(terms, (*ids, *parts, *tiles, *shape), starts, span.num_tokens, words)
+    if -1 in ids:
+        return made
+    src, dst, tokens = (_word(launch, each) for each in ("src_origin", "dst_origin", "num_tokens"))
+    return made._replace(moved=(src, dst, tokens))
 
 
 def _word(launch: PreparedLaunch, name: str) -> int:
@@ -175,7 +170,7 @@ def _word(launch: PreparedLaunch, name: str) -> int:
     return _PARAMS + launch.index(name)
 
 
-def _strides_of_a_token(lane: Lane, slot: PackedSide) -> list[int]:
+def _strides_of_a_token(lane: Lane, slot: PackedSide) -> npt.NDArray[np.int64]:
     """Return the amounts that each further token adds to the strides of a slot."""
     paged = lane.src if isinstance(lane.src, Window) else lane.dst
     assert isinstance(paged, Window)  # no copy is between two slots
@@ -183,7 +178,7 @@ def _strides_of_a_token(lane: Lane, slot: PackedSide) -> list[int]:
     none, one = (
         slot.strides_bytes(CopyGeometry(1, lane.num_heads, count, *shape)) for count in (0, 1)
     )
-    return [after - before for before, after in zip(none, one, strict=True)]
+    return np.subtract(one, none)
 
 
 def windows_of(block_size: int) -> list[tuple[int, int]]:
