@@ -4,14 +4,14 @@ Theory of operation
 -------------------
 Two threads, one driver. The driver's thread turns until it is asked to stop. An engine's thread leaves orders in the
 inbox (`put`), takes results from the outbox, and drives itself where the driver's thread sleeps or waits for the GIL:
-in `put`, in `progress_inline` (called by `poll`) and in `wait`. The thread that drives holds the driver lock; see
-`kvconnector_kernels.pump.driver_lock`.
+in `put`, in `progress_inline` (called by `poll`), in `wait` and in `await_withdrawal`. The thread that drives holds the
+driver lock; see `kvconnector_kernels.pump.driver_lock`.
 
 Ownership. Both threads use the inbox, a deque whose `append` and `popleft` are atomic, and the outbox, which has a
 lock. One thread writes `_is_stopping`, `_failure` and `_in_use`, the others only read them; each is written before
 whatever makes the others look (a wake-up, the end of the thread). All else, from transport to sessions, belongs to the
-driver, and so to the lock's holder. `_held` keeps the owners of the caches' memory alive until `_release` has
-succeeded, which may be longer than this object or the worker lives: until then something may read or write there.
+driver, and so to the lock's holder; `await_withdrawal` only looks up leases. `_held` keeps the owners of the caches'
+memory alive until `_release` has succeeded, maybe after the worker's end: until then something may read or write there.
 
 GPU order. `put` makes a mark in the engine's current stream before the orders enter the inbox. The thread that takes
 them makes copies of these blocks wait for the mark. No thread waits for the GPU here.
@@ -20,8 +20,8 @@ Inline progress. The engine's thread always releases the data path. A signal's h
 of the main thread, and may raise there: so `_run_inline` asks the lock who owns it, and tries twice to release it.
 
 Blocking. For an engine's thread nothing beyond microseconds: `_run_inline` gives up at once where the driver is at
-work, and leaves what takes long. `wait` and `close` block by name, each within its limit. The driver's thread blocks in
-the data path alone.
+work, and leaves what takes long. `wait`, `await_withdrawal` and `close` block by name, each within its limit. The
+driver's thread blocks in the data path alone.
 
 The end. After `close` the driver's thread says goodbye, waits until consumers have unmapped the caches, and releases
 everything, in the thread that used it. If a worker is collected without `close`, `abandon` stops its thread. It may run
