@@ -81,8 +81,7 @@ class ConsumerSession:
         """
         if isinstance(event, ev.OfReceive):
             self._progress_at = now
-            if event.read.load.engine.loss is not None:
-                self._fail_if_lost(event.read, now)
+            self._fail_if_lost(event.read, now)
         handler = self._HANDLERS.get(ev.kind_of(event))
         if handler is None:  # the event concerns a link
             self._engines.handle(event, now)

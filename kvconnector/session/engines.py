@@ -141,10 +141,13 @@ class RemoteEngines:
             return
         engine.idle_since = now
         if engine.is_ready:
-            for worker in engine.workers.values():
-                self._port.send(worker.link, ending)
+            self._send_to_all(engine, ending)
         elif engine.state in (EngineState.RESOLVING, EngineState.HELLO):
             engine.unsent_endings.append(ending)
+
+    def _send_to_all(self, engine: RemoteEngine, message: m.Message) -> None:
+        for worker in engine.workers.values():
+            self._port.send(worker.link, message)
 
     def _resolve(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.RESOLVING)
@@ -236,9 +239,7 @@ class RemoteEngines:
 
     def _send_endings(self, engine: RemoteEngine) -> None:
         for _ in range(min(MAX_AT_ONCE, len(engine.unsent_endings))):
-            ending = engine.unsent_endings.popleft()
-            for worker in engine.workers.values():
-                self._port.send(worker.link, ending)
+            self._send_to_all(engine, engine.unsent_endings.popleft())
 
     def _due(self, engine: RemoteEngine, event: ev.Tick, now: float) -> None:
         engine.accept(event, now)

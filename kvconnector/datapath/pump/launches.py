@@ -74,7 +74,7 @@ class Launches:
         words[span.chunks] = jobs
 
     def job_of_read(self, span: Span, stream: int, max_uncapped_bytes: int) -> list[int]:
-        """Return the words of a direct read's only job, as `fill` writes them: for one job this takes less time.
+        """Return the words of a direct read's only job, as `fill` writes them, but without numpy and its cold caches.
 
         Raises:
             RelayoutError: See `prepare_launch`.

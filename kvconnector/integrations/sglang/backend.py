@@ -91,8 +91,7 @@ class KVManager(RankTransfers, BaseKVManager):
 
     def submit_prefill_recompute(self, receiver: LoadedPrompt, *_: object) -> None:
         """Fail a request whose retracted prompt is to be computed again with new weights."""
-        with receiver.failing():
-            raise LocalError("kvconnector cannot have a retracted prompt computed again")
+        receiver.fail(LocalError("kvconnector cannot have a retracted prompt computed again"))
 
 
 class KVSender(SentPrompt, BaseKVSender):

@@ -113,11 +113,12 @@ class RoomTransfer:
 
     def abort(self) -> None:
         """Give up the request. It becomes `FAILED` once nothing uses its blocks. Idempotent."""
-        self._fail(TransferAbortedError("the request was aborted here", room=self.room))
+        self.fail(TransferAbortedError("the request was aborted here", room=self.room))
 
     clear = abort
 
-    def _fail(self, error: KVConnectorError) -> None:
+    def fail(self, error: KVConnectorError) -> None:
+        """Fail this request, unless it is over. The first error counts."""
         if self.stage in {Stage.DONE, Stage.FAILED}:
             return
         if self.error is None:
@@ -132,7 +133,7 @@ class RoomTransfer:
         try:
             yield
         except KVConnectorError as error:
-            self._fail(error)
+            self.fail(error)
 
     def failure_exception(self) -> NoReturn:
         """End the request on this rank, no matter which rank failed, and raise its error once nothing uses the blocks.
