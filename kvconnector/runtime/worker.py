@@ -8,12 +8,14 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import structs
+
 from kvconnector.config import ConnectorConfig, checked_config
 from kvconnector.datapath.pools import CacheGroup, Pools
 from kvconnector.errors import ConfigError, KVConnectorError, LocalError, MemoryInUseError
 from kvconnector.ids import Rank, new_incarnation
 from kvconnector.runtime.engine import WorkerMetadata
-from kvconnector.runtime.intake import checked_orders
+from kvconnector.runtime.intake import blocks_of, checked_orders
 from kvconnector.runtime.layers import StepLayers
 from kvconnector.runtime.outbox import Outbox
 from kvconnector.runtime.tensors import cache_groups
@@ -191,9 +193,7 @@ class Worker:
         if step.is_empty:
             return
         if self._is_quiet:
-            self.refuse(step.orders, LocalError("the engine sleeps: its caches have no memory"))
-            self._end(step.orders)
-            return
+            step = structs.replace(step, orders=self._without_blocks(step.orders))
         if self._engine is None:
             if step.engine is None:
                 raise LocalError(
@@ -224,8 +224,8 @@ class Worker:
 
     def quiesce(self, timeout_s: float) -> None:
         """End every load and lease, and wait until nothing reads or writes the caches. Their memory may then be
-        unmapped, and mapped again at the same addresses. Connections and staging stay. Orders are refused until
-        `resume`. `poll` reports the ended requests, all loads as failed. Idempotent.
+        unmapped, and mapped again at the same addresses. Connections and staging stay. Until `resume`, orders that name
+        blocks are refused. `poll` reports the ended requests, all loads as failed. Idempotent.
 
         Args:
             timeout_s: The most seconds to wait.
@@ -309,16 +309,19 @@ class Worker:
         if self._finalizer is not None:
             self._finalizer.detach()
 
-    def _end(self, orders: Sequence[Order]) -> None:
-        """End earlier orders of these requests, or heartbeats would keep a producer's leases forever."""
-        endings = [
-            DropRequest(order.request_id) if isinstance(order, LoadRequest) else order
-            for order in orders
-            if isinstance(order, LoadRequest | DropRequest | WithdrawRequest)
-        ]
-        if endings and self._engine is not None:
-            self._outbox.expect(endings)
-            self._registered().put(endings)
+    def _without_blocks(self, orders: Sequence[Order]) -> tuple[Order, ...]:
+        """Refuse the orders that name blocks. Returns the others, with ends of the refused requests in their place."""
+        error = LocalError("the engine sleeps: its caches have no memory")
+        taken: list[Order] = []
+        for order in orders:
+            if any(group.num_blocks for blocks in blocks_of((order,)) for group in blocks):
+                self.refuse((order,), error)
+                # otherwise heartbeats keep a producer's lease forever, or followers wait for the prompt
+                ending = DropRequest if isinstance(order, LoadRequest) else WithdrawRequest
+                taken.append(ending(order.request_id))
+            else:
+                taken.append(order)
+        return tuple(taken)
 
     def _registered(self) -> DriverThread:
         if self._thread is None:

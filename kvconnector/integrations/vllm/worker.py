@@ -137,7 +137,7 @@ class WorkerHalf:
         if taken.is_empty:
             return
         if self._is_asleep:
-            self._take(taken)  # the worker refuses all orders; the caches have no memory to prepare
+            self._take(taken)  # nothing is to be prepared: the worker refuses orders with blocks
             return
         orders = tuple(map(self._prepared, _without_beginnings(taken.orders)))
         try:

@@ -66,3 +66,18 @@ def test_a_prompt_below_a_page_that_is_computed_before_it_is_wanted(pair):
     pair.load(wanted, DECODE_PAGES, 3)
     assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
     pair.check(DECODE_PAGES, 3)
+
+
+@pytest.mark.parametrize("asleep", ["prefill", "decode"])
+def test_a_request_that_comes_while_an_engine_has_no_memory_is_served_afterwards(asleep):
+    with closing(Pair(Model())) as pair:
+        ranks = getattr(pair, asleep).ranks
+        for rank in ranks:
+            rank.deregister_buffer_to_engine()
+        sent, wanted = pair.send(79), pair.want(79)
+        for rank in ranks:
+            rank.register_buffer_to_engine()
+        pair.load(wanted, DECODE_PAGES, 3)
+        pair.compute(sent, PREFILL_PAGES, 0, 3, is_last=True)
+        assert {*pair.until_over(*sent, *wanted)} == {Stage.DONE}
+        pair.check(DECODE_PAGES, 3)

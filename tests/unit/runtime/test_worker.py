@@ -90,6 +90,23 @@ def test_requests_that_end_while_the_worker_sleeps_are_dropped(is_loaded):
 
 
 @pytest.mark.ucx
+def test_a_prompt_whose_offer_is_refused_while_the_worker_sleeps_is_given_up():
+    streamed = {"do_remote_decode": True, "transfer_id": "t", "transfer_secret": "5" * 32}
+    with _worker() as worker:
+        worker.register(_caches())
+        with kvc.Scheduler(CONFIG, [worker.handshake()]) as scheduler:
+            worker.quiesce(DEADLINE_S)
+            scheduler.on_new_request("r", streamed)
+            worker.start_step(scheduler.build_step())
+            holds = worker._thread._driver.producer.holds
+            until(lambda: holds("r"))
+            scheduler.offer("r", blocks=[[1]], num_tokens=3)
+            worker.start_step(scheduler.build_step())
+            assert worker.poll().failed_sending.keys() == {"r"}
+            until(lambda: not holds("r"))
+
+
+@pytest.mark.ucx
 def test_a_collected_workers_caches_live_as_long_as_its_driver():
     caches = _caches()
     tensor = weakref.ref(caches[0][0])
