@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from array import array
 from collections.abc import Sequence
 from functools import partial
 from itertools import product
@@ -150,17 +149,17 @@ class CudaCopies(Copies):
         stream = self.streams.marks.stream_of(read.blocks)
         buffer, ids, nbytes = self._ids.lend(blocks, stream)
         try:
-            handle = self.streams.handles[stream]
+            handle, spans = self.streams.handles[stream], list(self.read_spans(read, remote, ids))
+            memory = np.empty(_READ_WORDS + len(spans) * _JOB_WORDS, np.int64)
             sent = buffer.there_address, buffer.here_address, max(nbytes, _MIN_IDS_BYTES)
-            numbers = [0, *sent, handle]
-            for span in self.read_spans(read, remote, ids):
-                numbers += self._launches.job_of_read(span, handle, MAX_UNCAPPED_READ_BYTES)
+            memory[:_READ_WORDS] = len(spans), *sent, handle
+            words = memory[_READ_WORDS:].reshape(len(spans), _JOB_WORDS)
+            for span in spans:
+                self._launches.fill(words, span, handle, MAX_UNCAPPED_READ_BYTES)
         except BaseException:
             buffer.give_back()
             raise
-        numbers[0] = (len(numbers) - _READ_WORDS) // _JOB_WORDS
-        words = array("q", numbers)
-        return words.buffer_info()[0], buffer, words
+        return address_of(memory), buffer, memory
 
     def some_ids(self) -> BlockIdsAt:
         """Return block ids for launches that are prepared and not made, aligned as those of reads are. Raises

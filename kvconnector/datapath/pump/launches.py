@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     from kvconnector_kernels.relayout.launch import PreparedLaunch
 
 _MAX_LAUNCHES = 1 << 10
-_NBYTES, _NUM_PROGRAMS, _STREAM, _SLOT_PARAM, _PARAMS = (
-    index_of(JOB, name) for name in ("nbytes", "num_programs", "stream", "slot_param", "params")
-)
+_SLOT_PARAM, _PARAMS = index_of(JOB, "slot_param"), index_of(JOB, "params")
 
 
 class _Job(NamedTuple):
@@ -30,9 +28,6 @@ class _Job(NamedTuple):
     launch: tuple[int, ...]
     starts: tuple[int, int]
     num_tokens: int
-    words: list[int]
-    moved: tuple[int, int, int] = (0, 0, 0)
-    """If both ends are windows, the words of their origins and of the number of tokens."""
 
 
 class Launches:
@@ -72,30 +67,6 @@ class Launches:
         numbers = (*further, *counts, *ids, *parts, stream, part_bytes, *limits)
         fill_jobs(jobs, job.terms, edges, job.launch, numbers)
         words[span.chunks] = jobs
-
-    def job_of_read(self, span: Span, stream: int, max_uncapped_bytes: int) -> list[int]:
-        """Return the words of a direct read's only job, as `fill` writes them, but without numpy and its cold caches.
-
-        Raises:
-            RelayoutError: See `prepare_launch`.
-        """
-        job, lane, num_tokens = self._job(span), span.lane, span.num_tokens
-        src_ids, dst_ids, src_part, dst_part, num_tiles, num_token_tiles = job.launch[:6]
-        lead, tile_tokens, tiles_beside = job.launch[6:]
-        (first, stop), words = span.rows, job.words.copy()
-        src_origin, dst_origin, tokens = job.moved
-        words[src_origin] += span.src[2] - job.starts[0]
-        words[dst_origin] += span.dst[2] - job.starts[1]
-        words[src_ids], words[dst_ids], words[tokens] = span.src[0], span.dst[0], num_tokens
-        words[src_part] = _first_part(lane.src) + first
-        words[dst_part] = _first_part(lane.dst) + first
-        words[num_token_tiles] = token_tiles = -(-(num_tokens + lead) // tile_tokens)
-        words[num_tiles] = tiles = (stop - first) * token_tiles * tiles_beside
-        words[_NBYTES] = nbytes = (stop - first) * num_tokens * lane.token_bytes
-        words[_STREAM] = stream
-        is_capped = nbytes > max_uncapped_bytes
-        words[_NUM_PROGRAMS] = min(tiles, self._max_programs) if is_capped else tiles
-        return words
 
     def _job(self, span: Span) -> _Job:
         num_tokens, lane = span.num_tokens, span.lane
@@ -157,12 +128,8 @@ def _job_for(span: Span, launch: PreparedLaunch) -> _Job:
     lead, count = (launch.values[launch.index(name)] for name in ("lead_tokens", "num_token_tiles"))
     tiles = _word(launch, "num_tiles"), _word(launch, "num_token_tiles")
     shape = lead, launch.tile_tokens, launch.tiles_per_part // count
-    starts, words = (span.src[2], span.dst[2]), terms[0].tolist()
-    made = _Job(terms, (*ids, *parts, *tiles, *shape), starts, span.num_tokens, words)
-    if -1 in ids:
-        return made
-    src, dst, tokens = (_word(launch, each) for each in ("src_origin", "dst_origin", "num_tokens"))
-    return made._replace(moved=(src, dst, tokens))
+    starts = span.src[2], span.dst[2]
+    return _Job(terms, (*ids, *parts, *tiles, *shape), starts, span.num_tokens)
 
 
 def _word(launch: PreparedLaunch, name: str) -> int:
