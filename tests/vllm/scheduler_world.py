@@ -94,11 +94,11 @@ def vllm_config(
     return EngineArgs(model=model, **arguments).create_engine_config()
 
 
-def state_spec():
+def state_spec(**options):
     """Return a recurrent layer's spec, with pages as large as the attention's."""
-    return kv_cache_interface.MambaSpec(
-        block_size=1024, shapes=((2 * BLOCK_SIZE * HEADS * DIM,),), dtypes=(torch.float32,)
-    )
+    shapes = ((2 * BLOCK_SIZE * HEADS * DIM,),)
+    defaults = {"block_size": 1024, "shapes": shapes, "dtypes": (torch.float32,)}
+    return kv_cache_interface.MambaSpec(**{**defaults, **options})
 
 
 def cache_config(specs):
@@ -187,7 +187,9 @@ KeepingConnector.__abstractmethods__ = frozenset()
 
 
 class World:
-    """An engine without a model: every scheduled request whose prompt is complete samples token 7."""
+    """An engine without a model: every scheduled request whose prompt is complete samples token 7, after its draft
+    tokens, which are all accepted.
+    """
 
     def __init__(self, config, kv_caches, handshakes, *, is_async=False):
         block_size, hash_block_size = kv_cache_utils.resolve_kv_cache_block_sizes(kv_caches, config)
@@ -249,7 +251,11 @@ class World:
         if finished:
             reported = KVConnectorOutput(**finished)
         requests = list(planned.num_scheduled_tokens)
-        sampled = [[7] if self._has_prompt(request) else [] for request in requests]
+        drafts = planned.scheduled_spec_decode_tokens
+        sampled = [
+            [*drafts.get(request, ()), 7] if self._has_prompt(request) else []
+            for request in requests
+        ]
         output = ModelRunnerOutput(
             req_ids=requests,
             req_id_to_index={request: index for index, request in enumerate(requests)},

@@ -2,6 +2,7 @@ import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
+from vllm.v1.outputs import DraftTokenIds
 
 from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo, WorkerReport
@@ -287,3 +288,25 @@ def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
         (output,) = engine.complete(planned)
         assert str(output.finish_reason) == "stop"
         assert (output.kv_transfer_params is None) == is_async
+
+
+@pytest.mark.parametrize("num_tokens, is_offered", [(1, True), (4, False)])
+def test_a_state_that_may_be_among_those_of_draft_tokens_is_not_offered(
+    world, num_tokens, is_offered
+):
+    """After a step with draft tokens it is in one of the scratch blocks, by the number of accepted tokens."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    engine = world(
+        role="kv_both",
+        specs=[attention(), w.state_spec(num_speculative_blocks=2)],
+        engine={"enable_prefix_caching": False, "speculative_config": drafts},
+        bidirectional_kv_xfer=True,
+    )
+    chat = engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=num_tokens)
+    outputs = []
+    while not chat.is_finished():
+        outputs += engine.step()[1]
+        engine.scheduler.update_draft_token_ids(DraftTokenIds(["r1"], [[8, 9]]))
+    assert [each.new_token_ids for each in outputs] == [[7], [8, 9, 7]][: len(outputs)]
+    assert (chat.num_output_tokens, chat.num_computed_tokens) == (num_tokens, 49 + num_tokens)
+    assert (outputs[-1].kv_transfer_params is not None) == is_offered

@@ -325,8 +325,8 @@ class SchedulerHalf:
             return None
         # the last sampled token is not in the cache
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        if request.num_computed_tokens > num_tokens and self._keeps_states:
-            return None  # a step in flight has already advanced the states
+        if self._has_lost_states(request, num_tokens):
+            return None
         held = [
             request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
         ]
@@ -354,9 +354,14 @@ class SchedulerHalf:
             offer[FIRST_TOKEN] = token
         return offer
 
-    @property
-    def _keeps_states(self) -> bool:
-        return any(info.keeps == "state" for info in self._groups)
+    def _has_lost_states(self, request: Request, num_tokens: int) -> bool:
+        """Return True if the recurrent states after `num_tokens` tokens are not in the blocks that we would offer."""
+        states = [info for info in self._groups if info.keeps == "state"]
+        # a step in flight has already advanced them
+        is_advanced = request.num_computed_tokens > num_tokens
+        # a step with draft tokens leaves them in one of its scratch blocks, by the number of accepted tokens
+        is_scratch = request.num_output_tokens > 1 and any(info.scratch_blocks for info in states)
+        return bool(states) and (is_advanced or is_scratch)
 
     def close(self) -> None:
         """Stop the directory service."""
