@@ -8,7 +8,7 @@ from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.messages import GroupInfo, WorkerReport
 from kvconnector.runtime import TransferParams
 from tests.vllm import scheduler_world as w
-from tests.vllm.cache_world import SIZE, attention
+from tests.vllm.cache_world import DIM, HEADS, SIZE, attention
 
 pytestmark = pytest.mark.vllm
 
@@ -45,6 +45,27 @@ def test_a_window_is_loaded_into_the_blocks_after_those_that_are_gone(world):
         (window.count(0), [block for block in window if block]),
     ]
     assert window.count(0) > 0
+
+
+WIDE = attention(num_kv_heads=HEADS * 2, head_size=DIM // 2)
+
+
+@pytest.mark.parametrize("others, first", [([], 96), ([WIDE], 0)])
+def test_groups_that_find_different_prefixes_get_all_that_they_lack(world, others, first):
+    """Of a cached prompt there is no state, and a second group with all tokens has lost the last ones."""
+    state = w.state_spec(block_size=SIZE, mamba_cache_mode="align")
+    engine = world(specs=[attention(), *others, state])
+    engine.add(100, prompt=1, max_tokens=1)
+    planned = engine.scheduler.schedule()
+    cache = engine.scheduler.kv_cache_manager
+    second = cache.get_block_ids("r1")[1]
+    engine.complete(planned)
+    cache.evict_blocks(set(second[1:3]))
+    blocks = [[1, 2, 3, 4, 5]] * (1 + len(others))
+    places = {"remote_first_blocks": [0] * len(blocks) + [138]}
+    engine.add(140, w.offer(140, remote_block_ids=[*blocks, [6]], **places), prompt=1)
+    (load,) = engine.step()[0].loads
+    assert load.token_ranges == (*[(first, 139)] * len(blocks), (138, 139))
 
 
 def test_another_connectors_reports_reach_vllm(world):

@@ -101,8 +101,11 @@ class SchedulerHalf:
 
     @property
     def completes_divergent_hits(self) -> bool:
-        """True if a load brings everything that groups lack after different local hits: of a window, it does not."""
-        return all(info.keeps in {"all", "state"} for info in self._groups)
+        """True if a load brings everything that groups lack after different local hits: states, but neither windows nor
+        tokens of a group that has fewer than vLLM's first one with all tokens, from whose hit on tokens are loaded.
+        """
+        kept = {info.vllm_group: info.keeps for info in self._groups if info.keeps != "state"}
+        return list(kept.values()) == ["all"]
 
     def on_new_request(self, request: Request) -> None:
         """Take a queued request: leave the end of its prompt to the decode engine, or keep a producer's lease alive."""
