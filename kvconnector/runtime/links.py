@@ -85,7 +85,7 @@ class Links:
         return f"<Links {[*self]}>"
 
     def __iter__(self) -> Iterator[Link]:
-        """The links that are connected."""
+        """Iterate over the connected links."""
         return iter(list(self._by_handle.values()))
 
     @property

@@ -56,19 +56,19 @@ _ERRORS: dict[Refusal, type[e.RemoteError]] = {
 
 
 def refusal_error(refusal: Refusal, text: str, **context: object) -> e.RemoteError:
-    """The exception that a peer's refusal becomes here."""
+    """Return the exception for a peer's refusal."""
     return _ERRORS[refusal](text, **context)
 
 
 def encode(message: m.Message, version: int | None = None) -> bytes:
-    """The message with its envelope, in the newest version or the one that its link uses."""
+    """Return a message with its envelope, in the newest version or the one that its link uses."""
     kind = _KIND_OF[type(message)]
     version = versions.SPOKEN.newest if version is None else version
     return _ENVELOPE.pack(MAGIC, version, kind) + _ENCODER.encode(message)
 
 
 def encode_batch(payloads: Sequence[bytes], version: int | None = None) -> bytes:
-    """Encoded messages as one, in their order."""
+    """Return encoded messages as one, in their order."""
     if len(payloads) == 1:
         return payloads[0]
     return encode(m.Batch(messages=tuple(payloads)), version)
@@ -81,7 +81,7 @@ def version_of(payload: bytes) -> int:
 
 
 def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
-    """The message in `payload`, or those of the batch in it.
+    """Return the message in `payload`, or those of the batch in it.
 
     Raises:
         IncompatiblePeerError, RemoteProtocolError: see `decode`, of any of them; or a batch holds a batch.
@@ -96,7 +96,7 @@ def decode_batch(payload: bytes) -> tuple[m.Message, ...]:
 
 
 def decode(payload: bytes) -> m.Message:
-    """The message in `payload`.
+    """Return the message in `payload`.
 
     Raises:
         IncompatiblePeerError: it is of a wire version that is not spoken here, and of no `FIXED` kind.

@@ -92,5 +92,5 @@ def map_slots(
 
 
 def _arrays(tables: TableSet, group: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """A group's table and the lengths of its rows."""
+    """Return a group's table and the lengths of its rows."""
     return tables.tables[group].numpy(), tables.lengths[group].numpy()

@@ -53,7 +53,7 @@ def _store_key(entry: Any, key: Any) -> None:
 
 
 def _compile(sources_hash: int) -> Any:
-    """The functions for Python. A key is four unsigned words; the first names one of `num_buckets`, a power of two."""
+    """Compile the functions for Python. A key has four unsigned words; the first names one of `num_buckets`, 2**n."""
 
     @njit("UniTuple(int64, 2)(int64, int64, UniTuple(int64, 4))", cache=True)
     def look_up(board, num_buckets, key):

@@ -134,7 +134,7 @@ def must_return(state, run, found, now):
 
 
 def _compile(sources_hash):
-    """The functions for Python, which take a state's address."""
+    """Compile the functions for Python, which take a state's address."""
 
     @njit(cache=True)
     def try_acquire(address, owner, limit_ns, thread):

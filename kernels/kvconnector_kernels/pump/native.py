@@ -32,7 +32,7 @@ def operation(result: Any) -> Callable[[Callable[..., Any]], Any]:
 
 
 def pointer_to(kind: Any, builder: Any, address: Any) -> Any:
-    """The address as a pointer of LLVM's."""
+    """Return the address as a pointer of LLVM's."""
     return builder.inttoptr(address, kind.as_pointer())
 
 
@@ -54,7 +54,7 @@ def call(typingctx: Any, function: Any, arguments: Any) -> Any:
 
 @intrinsic
 def record_at(typingctx: Any, address: Any, dtype: Any) -> Any:
-    """The record of a numpy dtype at an address: reads and writes of its fields go there."""
+    """Return the record of a numpy dtype at an address: reads and writes of its fields go there."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(dtype.dtype))
@@ -69,19 +69,19 @@ def _pointer(builder: Any, address: Any) -> Any:
 
 @njit(nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def array_at(address: Any, count: Any, dtype: Any) -> Any:
-    """The `count` elements of a numpy dtype at an address."""
+    """Return the `count` elements of a numpy dtype at an address."""
     return carray(_pointer(address), (count,), dtype)
 
 
 @operation(types.int64)
 def two_words(builder: Any) -> Any:
-    """The address of two int64 on the caller's stack, which no other thread writes; valid until the caller returns."""
+    """Return the address of two int64 on the caller's stack, where no other thread writes; valid until it returns."""
     return builder.ptrtoint(cgutils.alloca_once(builder, ir.ArrayType(_I64, 2)), _I64)
 
 
 @operation(types.int64)
 def load(builder: Any, address: Any) -> Any:
-    """The int64 at an address, aligned or not."""
+    """Return the int64 at an address, aligned or not."""
     return builder.load(pointer_to(_I64, builder, address), align=1)
 
 
@@ -93,13 +93,13 @@ def store(builder: Any, address: Any, value: Any) -> None:
 
 @operation(types.int64)
 def swap_bytes(builder: Any, value: Any) -> Any:
-    """An int64 with its bytes in the reverse order."""
+    """Return an int64 with its bytes in the reverse order."""
     return builder.bswap(value)
 
 
 @operation(types.int64)
 def load_flag(builder: Any, address: Any) -> Any:
-    """The 32-bit flag at an address, written by another device or thread; nothing after it is read before it."""
+    """Return the 32-bit flag at an address, written by another device or thread; nothing after it is read before it."""
     return builder.zext(builder.load_atomic(pointer_to(_I32, builder, address), "acquire", 4), _I64)
 
 
@@ -128,7 +128,7 @@ def add_flag(builder: Any, address: Any, value: Any) -> Any:
 
 @operation(types.void)
 def fence(builder: Any) -> None:
-    """No load or store moves across it, in either direction. On x86 this restrains only the compiler."""
+    """Let no load or store move across this, in either direction. On x86 this restrains only the compiler."""
     builder.fence("acq_rel")
 
 

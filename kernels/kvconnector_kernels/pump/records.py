@@ -33,7 +33,7 @@ NOTICE, READABLE, TIMEOUT = 1, 2, 3
 
 
 def record_of(*names: str) -> np.dtype[np.void]:
-    """A record of int64 fields."""
+    """Make a record of int64 fields."""
     return np.dtype([(name, np.int64) for name in names])
 
 
@@ -44,7 +44,7 @@ def offset_of(record: np.dtype[np.void], name: str) -> int:
 
 
 def numbers_of(records: Any) -> memoryview[int]:
-    """The numbers in an array of such records. numpy takes four times as long for a few when caches are cold."""
+    """Return the numbers in an array of such records. numpy takes four times as long for a few when caches are cold."""
     found: memoryview[int] = records.reshape(-1).view(np.int64).data
     return found
 

@@ -38,7 +38,7 @@ def status_of(register):
 
 @helper
 def now_ns(state):
-    """The monotonic clock. Several threads may read it at once."""
+    """Return the time of the monotonic clock. Several threads may read it at once."""
     timespec = two_words()
     call(state.clock_gettime, (_CLOCK_MONOTONIC, timespec))
     return load(timespec) * NS_PER_S + load(timespec + 8)

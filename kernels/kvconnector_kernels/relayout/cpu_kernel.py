@@ -31,7 +31,7 @@ def _copy_bytes(builder: Any, dst: Any, src: Any, nbytes: Any) -> None:
 
 @intrinsic
 def _load(typingctx: Any, address: Any, witness: Any) -> Any:
-    """The item of the witness's type at an address."""
+    """Return the item of the witness's type at an address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         item = context.get_value_type(signature.return_type)
@@ -64,7 +64,7 @@ def _stream_line(builder: Any, dst: Any, src: Any) -> None:
 
 @helper
 def _copy_run(dst, src, nbytes, is_streamed):
-    """One contiguous run. Streaming saves reading the destination's lines first: a third of the memory traffic."""
+    """Copy one contiguous run. Streaming saves reading the destination's lines first: a third of the memory traffic."""
     if not is_streamed or nbytes < _MIN_STREAMED_BYTES:
         _copy_bytes(dst, src, nbytes)
         return
@@ -80,7 +80,7 @@ def _copy_run(dst, src, nbytes, is_streamed):
 
 @helper
 def _copy_strided(witness, dst, dst_strides, src, src_strides, counts):
-    """An `[outer, inner]` matrix item by item, in tiles that stay in the first-level cache on both sides."""
+    """Copy an `[outer, inner]` matrix item by item, in tiles that stay in the first-level cache on both sides."""
     for outer_tile in range(0, counts[0], _TILE_ITEMS):
         outer_end = min(outer_tile + _TILE_ITEMS, counts[0])
         for inner_tile in range(0, counts[1], _TILE_ITEMS):
@@ -96,7 +96,7 @@ def _copy_strided(witness, dst, dst_strides, src, src_strides, counts):
 
 @helper
 def _copy_matrix(dst, dst_strides, src, src_strides, counts, item_bytes, is_streamed):
-    """One head's `[token, dim]` matrix whose dim is not contiguous on both sides."""
+    """Copy one head's `[token, dim]` matrix whose dim is not contiguous on both sides."""
     if dst_strides[0] < dst_strides[1]:
         # The inner loop follows the destination's finer axis, so that writes are in order.
         dst_strides, src_strides = dst_strides[::-1], src_strides[::-1]
@@ -117,7 +117,7 @@ def _copy_matrix(dst, dst_strides, src, src_strides, counts, item_bytes, is_stre
 
 @helper
 def _copy_rows(dst, dst_strides, src, src_strides, counts, row_bytes, is_streamed):
-    """A `[head, token]` matrix of contiguous rows, joined along an axis that is contiguous on both sides."""
+    """Copy a `[head, token]` matrix of contiguous rows, joined along an axis that is contiguous on both sides."""
     if dst_strides[0] < dst_strides[1]:
         # As in `_copy_matrix`: writes in order. The inner axis is now the heads.
         dst_strides, src_strides = dst_strides[::-1], src_strides[::-1]
@@ -136,7 +136,7 @@ def _copy_rows(dst, dst_strides, src, src_strides, counts, row_bytes, is_streame
 
 @helper
 def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
-    """The order in which `[head, token, dim]` lies without gaps: 1 HND, 2 NHD, 3 HDN, 0 if none."""
+    """Return the order in which `[head, token, dim]` lies without gaps: 1 HND, 2 NHD, 3 HDN, 0 if none."""
     head, token, dim = strides
     row_bytes = head_dim * item_bytes
     is_head_outermost = head == num_tokens * row_bytes or num_heads == 1
@@ -153,7 +153,7 @@ def _dense_order(strides, num_heads, num_tokens, head_dim, item_bytes):
 
 @helper
 def next_box(base, block_stride, token_stride, window, token):
-    """The address of a token, how many tokens follow it evenly in its block, itself included, and their stride."""
+    """Return a token's address, how many tokens from it on are evenly spaced in its block, and their stride."""
     ids, block_size, _, token_start, run, step, skip = window
     turn = (skip + token) // run
     place = skip + token - turn * run
@@ -196,7 +196,7 @@ def _copy_box(dst, dst_strides, src, src_strides, num_heads, num_tokens, item, i
 
 @helper
 def copy_part(dst_row, dst_window, src_row, src_window, num_heads, span, item, is_streamed):
-    """The tokens `span[0]` to `span[1]` of one part, all heads; nothing is checked. `end_stream` follows if streamed.
+    """Copy the tokens `span[0]` to `span[1]` of one part, all heads. Checks nothing. `end_stream` follows if streamed.
 
     A row is the address of a side's part table row (5 int64). A window is (address of the int32 block ids, block size,
     first head, first token, tokens of a run, tokens from one run's start to the next, tokens skipped at first), see

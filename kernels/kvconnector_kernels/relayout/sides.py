@@ -312,7 +312,7 @@ def _address_bits(
 
 
 def _upload_and_wait(rows: npt.NDArray[np.int64], device: str) -> torch.Tensor:
-    """The rows on the GPU, complete on return: later copies may run on any stream."""
+    """Return the rows on the GPU, complete on return: later copies may run on any stream."""
     import torch
 
     return torch.tensor(rows).to(device)

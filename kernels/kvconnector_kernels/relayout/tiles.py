@@ -73,7 +73,7 @@ class Tiling(NamedTuple):
         )
 
     def numbers(self, geometry: CopyGeometry) -> tuple[int, ...]:
-        """The kernel's arguments from `num_heads` on."""
+        """Return the kernel's arguments from `num_heads` on."""
         counts = self.counts(geometry)
         num_tiles = geometry.num_parts * math.prod(counts)
         return (geometry.num_heads, geometry.num_tokens, self.lead_tokens, num_tiles, *counts)
@@ -97,7 +97,7 @@ class _SideFacts(NamedTuple):
 
 
 def plan_tiles(src: Side, dst: Side, geometry: CopyGeometry) -> Tiling:
-    """The tiling of a copy that `check_copy` accepted.
+    """Return the tiling of a copy that `check_copy` accepted.
 
     Raises:
         RelayoutError: items are copied one by one, and an address or a stride is no multiple of the item size.
@@ -189,7 +189,7 @@ def _facts(side: Side, geometry: CopyGeometry) -> _SideFacts:
 
 
 def _tile_words(num_words: int, limit: int) -> int:
-    """The widest power of two that wastes at most a quarter of the lanes, or else the one that wastes fewest."""
+    """Return the widest power of two that wastes at most a quarter of the lanes, or else the one that wastes fewest."""
     widest = min(_next_power_of_two(num_words), limit)
     widths = [widest]
     while widths[-1] > _MIN_WORDS:
@@ -231,7 +231,7 @@ def _tile_side(side: _SideFacts, tile: Tile, lead_tokens: int) -> SideTiling:
 
 
 def _alignment(bits: int, cap: int = _MAX_ACCESS_BYTES) -> int:
-    """The largest power of two that divides all numbers whose bits were united, at most `cap`."""
+    """Return the largest power of two that divides all numbers whose bits were united, at most `cap`."""
     return min(cap, bits & -bits) if bits else cap
 
 

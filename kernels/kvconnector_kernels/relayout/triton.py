@@ -189,7 +189,7 @@ def relayout_triton(
 
 
 def side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[Any, ...]:
-    """One side's arguments of the kernel: its table rows and block ids, and `side_numbers`."""
+    """Return one side's arguments of the kernel: its table rows and block ids, and `side_numbers`."""
     if isinstance(side, PackedSide):
         return (None, None, *side_numbers(side, tiling, geometry))
     rows: Any = side.table.device_rows
@@ -204,7 +204,7 @@ def side_arguments(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tu
 
 
 def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tuple[int, ...]:
-    """One side's arguments of the kernel, from a chunk's address to its runs."""
+    """Return one side's arguments of the kernel, from a chunk's address to its runs."""
     if isinstance(side, PackedSide):
         strides = side.strides_bytes(geometry)
         return (side.address, *strides, 0, 0, tiling.origin_tokens, 1, 0, 1, 1)
@@ -214,7 +214,7 @@ def side_numbers(side: Side, tiling: SideTiling, geometry: CopyGeometry) -> tupl
 
 
 def kernel_constants(tiling: Tiling) -> dict[str, Any]:
-    """The kernel's compile-time arguments."""
+    """Return the kernel's compile-time arguments."""
     return {
         "WORD": _WORD_TYPES[tiling.tile.word_bytes],
         "WORD_BYTES": tiling.tile.word_bytes,

@@ -56,7 +56,7 @@ ErrorCallback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, Status)
 
 
 def c_struct(c_name: str, **fields: Any) -> Any:
-    """A C struct with these fields: a class of ctypes."""
+    """Make a ctypes class of a C struct with these fields."""
     return type(c_name, (ctypes.Structure,), {"_fields_": list(fields.items())})
 
 

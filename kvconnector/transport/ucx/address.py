@@ -53,7 +53,7 @@ class WorkerAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, encoded: bytes) -> WorkerAddress:
-        """The inverse of `encode`. UCX parses addresses without bounds checks, so no damaged one may reach it.
+        """Return the address in `encoded`. UCX parses addresses without bounds checks, so no damaged one may reach it.
 
         Raises RemoteProtocolError: the bytes are too short, too long, damaged, or of another version.
         """

@@ -132,8 +132,8 @@ class LogGuard:
 
 
 def _compile_handler(ring: Any) -> int:
-    """The handler that notes messages in a ring: its address. Its arguments are file, line, function, level, component,
-    format and a va_list, which x86-64 and AArch64 pass as a pointer.
+    """Compile the handler that notes messages in a ring. Returns its address. Its arguments are file, line, function,
+    level, component, format and a va_list, which x86-64 and AArch64 pass as a pointer.
     """
     start = ctypes.addressof(ring)
 

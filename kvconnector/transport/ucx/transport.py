@@ -296,7 +296,7 @@ class UcxTransport:
         return not self._registers_memory or self._endpoints.has_losses(self._local)
 
     def lanes(self, endpoint: int) -> str:
-        """The lanes that UCX chose, as "transport/device" joined by "+"."""
+        """Return the lanes that UCX chose, as "transport/device" joined by "+"."""
         return self._endpoints.get(endpoint).lanes
 
     @property
@@ -306,7 +306,7 @@ class UcxTransport:
         return self._libucp
 
     def endpoint_handle(self, endpoint: int) -> int:
-        """The `ucp_ep_h` of an endpoint, valid until the next `progress`, `disconnect` or `close`. Raises
+        """Return the `ucp_ep_h` of an endpoint, valid until the next `progress`, `disconnect` or `close`. Raises
         LocalError: no such endpoint. PeerLostError: its peer is lost.
         """
         opened = self._endpoints.get(endpoint)
