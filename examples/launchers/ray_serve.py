@@ -14,7 +14,7 @@ KEYS = "/etc/kvconnector"
 
 
 def engine(model: str, role: str) -> dict[str, Any]:
-    """The arguments of one side's `ray.serve.llm.LLMConfig`; `role` is kv_producer or kv_consumer."""
+    """Return the arguments of one side's `ray.serve.llm.LLMConfig`; `role` is kv_producer or kv_consumer."""
     return {
         "model_loading_config": {"model_id": model},
         "engine_kwargs": {"kv_transfer_config": {"kv_connector": "KVConnector", "kv_role": role}},
@@ -28,7 +28,7 @@ def engine(model: str, role: str) -> dict[str, Any]:
 
 
 def build(arguments: Mapping[str, str]) -> Any:
-    """The application; `arguments` has `model`."""
+    """Return the application; `arguments` has `model`."""
     from ray.serve.llm import LLMConfig, build_pd_openai_app
 
     register()

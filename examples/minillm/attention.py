@@ -195,7 +195,7 @@ class HeadProjections:
         return tuple(projected_THD.split(self.counts[first:stop], dim=1))
 
     def out(self, out_THD: Tensor) -> Tensor:
-        """This rank's partial sum, `[T, E]`."""
+        """Return this rank's partial sum, `[T, E]`."""
         return F.linear(out_THD.flatten(1), self.o)
 
 

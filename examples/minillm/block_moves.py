@@ -77,7 +77,7 @@ class BlockMover:
         return directions[kind]
 
     def _parts(self, pool: int, *, on_host: bool) -> list[KVPool]:
-        """A pool's parts on the device or the host, grouped by shape."""
+        """Return a pool's parts on the device or the host, grouped by shape."""
         from kvconnector.cache.host_copy import KVPool
 
         cache = self.host if on_host else self._cache
@@ -91,7 +91,7 @@ class BlockMover:
 
 
 def transform_between(source: KVPool, target: KVPool, device: str) -> ReceiveTransform | None:
-    """The transform that lays out blocks of one pool as those of another; None if they have the same size and order."""
+    """Return the transform from one pool's blocks to another's layout; None if they have the same size and order."""
     from kvconnector_kernels.relayout import (
         receive_block_size,
         receive_block_size_and_layout,
@@ -112,7 +112,7 @@ def transform_between(source: KVPool, target: KVPool, device: str) -> ReceiveTra
 
 
 def _stored_ids(block_ids: Sequence[int], pool: KVPool, block_size: int) -> IdArray:
-    """The pool's own blocks that hold blocks of `block_size` tokens, one after another."""
+    """Return the pool's own blocks that hold blocks of `block_size` tokens, one after another."""
     ratio = block_size // pool.view.block_size
     stored: IdArray = np.add.outer(np.asarray(block_ids) * ratio, np.arange(ratio)).astype(np.int32)
     return stored.reshape(-1)

@@ -120,7 +120,7 @@ class LayerGroup:
 def layer_groups(
     model: ModelConfig, cache: CacheConfig, dcp_size: int = 1
 ) -> tuple[LayerGroup, ...]:
-    """The model's cache groups, in the order of `KIND_ORDER`, on ranks of which `dcp_size` share the tokens."""
+    """Return the model's cache groups, in the order of `KIND_ORDER`, on ranks of which `dcp_size` share the tokens."""
     groups: list[LayerGroup] = []
     for kind in KIND_ORDER:
         layers = tuple(
@@ -145,13 +145,13 @@ def layer_groups(
 
 
 def cache_name(layer: int, kind: CacheKind) -> str:
-    """The name of a layer's cache in specs."""
+    """Return the name of a layer's cache in specs."""
     parts: dict[CacheKind, str] = {"state": "mixer", "cross": "cross_attn"}
     return f"model.layers.{layer}.{parts.get(kind, 'self_attn')}"
 
 
 def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, KVCacheSpec]:
-    """The specs of a pool's layers on one rank. Layers that cache nothing are in the first pool."""
+    """Return the specs of a pool's layers on one rank. Layers that cache nothing are in the first pool."""
     model, cache = config.model, config.cache
     found: dict[str, KVCacheSpec] = {}
     for group in layer_groups(model, cache, config.parallel.dcp_size):
@@ -169,7 +169,7 @@ def rank_specs(config: EngineConfig, share: RankShare, pool: int) -> dict[str, K
 def uniform_specs(
     config: EngineConfig, share: RankShare, pool: int
 ) -> Iterator[UniformTypeKVCacheSpecs]:
-    """The specs of a pool's layers on one rank, merged by kind.
+    """Return the specs of a pool's layers on one rank, merged by kind.
 
     Raises:
         ConfigError: layers of one kind cannot share block tables.
@@ -185,7 +185,7 @@ def uniform_specs(
 
 
 def rank_pool(config: EngineConfig, share: RankShare, pool: int, num_blocks: int) -> KVCacheConfig:
-    """The groups and tensors of one pool on one rank. Layers of two groups share tensors; one group in the layout CROSS
+    """Return a pool's groups and tensors on one rank. Layers of two groups share tensors; a group in the layout CROSS
     has a single tensor.
     """
     specs = rank_specs(config, share, pool)

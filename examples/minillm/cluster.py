@@ -35,7 +35,7 @@ class Server:
             return False  # not listening yet, or gone
 
     async def metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
-        """The engine's gauges by name; a name includes its labels."""
+        """Return the engine's gauges by name; a name includes its labels."""
         async with session.get(f"{self.url}/metrics") as response:
             lines = (await response.text()).splitlines()
         pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))

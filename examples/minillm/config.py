@@ -201,7 +201,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         return -(-self.state_interval // self.block_size) * self.block_size
 
     def resolved_num_host_blocks(self, num_blocks: int) -> int:
-        """The host pool's size in blocks, for a device pool of `num_blocks`."""
+        """Return the host pool's size in blocks, for a device pool of `num_blocks`."""
         return num_blocks // 4 if self.num_host_blocks is None else self.num_host_blocks
 
 
@@ -328,7 +328,7 @@ def engine_shape(options: Mapping[str, str]) -> tuple[ParallelConfig, CacheConfi
 
 
 def load_engine_config(path: Path) -> EngineConfig:
-    """The configuration that a parent process wrote with `save_engine_config`."""
+    """Return the configuration that a parent process wrote with `save_engine_config`."""
     return msgspec.json.decode(path.read_bytes(), type=EngineConfig)
 
 

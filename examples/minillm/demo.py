@@ -85,7 +85,7 @@ def compare(num_prompt: int, remote: Completion, reference: Completion) -> Promp
 
 
 def split_prompt(model: str, tokens: list[int]) -> dict[str, list[int]]:
-    """A prompt's fields in a request. An encoder-decoder model encodes the whole prompt, and decodes from its end."""
+    """Return a prompt's fields in a request. Encoder-decoder models encode all of it, and decode from its end."""
     if model != "encoder-decoder":
         return {"prompt": tokens}
     return {"encoder_prompt": tokens, "prompt": tokens[-max(2, len(tokens) // 4) :]}
@@ -193,7 +193,7 @@ async def run(arguments: argparse.Namespace, console: Console, cluster: Cluster)
 
 
 def result_table(results: list[PromptResult]) -> Table:
-    """A table with one row per prompt."""
+    """Return a table with one row per prompt."""
     table = Table(
         title="prefill on one engine, decode on another", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
@@ -245,7 +245,7 @@ def _engine_text(text: str) -> str:
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The demo's command line."""
+    """Parse the demo's command line."""
     parser = argparse.ArgumentParser(
         prog="scripts/demo", description="Prefill on one engine, decode on another; compare tokens."
     )

@@ -28,7 +28,7 @@ HOUSEKEEPING_S = 0.25
 
 
 def create_scheduler(config: EngineConfig) -> Scheduler:
-    """The scheduler of an engine, with the blocks that fit into its memory, and no connector yet."""
+    """Return the scheduler of an engine, with the blocks that fit into its memory, and no connector yet."""
     return Scheduler(
         RequestBlocks(
             layer_groups(config.model, config.cache, config.parallel.dcp_size),

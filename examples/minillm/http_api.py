@@ -41,7 +41,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
 
     def token_ids(self, vocab_size: int) -> tuple[list[int], list[int]]:
-        """The prompt and the encoder's as tokens.
+        """Return the prompt, and the encoder's, as tokens.
 
         Raises:
             ApiError: a token outside the vocabulary.
@@ -83,7 +83,7 @@ class ApiError(Exception):
 
 
 async def read_completion_request(request: web.Request) -> CompletionRequest:
-    """The validated body.
+    """Return the validated body.
 
     Raises:
         ApiError: not JSON, a field of the wrong type, or sampling that a greedy engine cannot do.
@@ -105,7 +105,7 @@ def completion_choice(
     tokens: Sequence[SampledToken],
     finish_reason: str | None,
 ) -> dict[str, Any]:
-    """One answer, or the part of it that is in one stream event."""
+    """Return one answer, or the part of it that is in one stream event."""
     token_ids = [token.token_id for token in tokens]
     choice: dict[str, Any] = {
         "index": answer,
@@ -123,7 +123,7 @@ def completion_choice(
 def completion_body(
     body: CompletionRequest, completion_id: str, choices: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """A response, or one stream event."""
+    """Return a response, or one stream event."""
     return {
         "id": completion_id,
         "object": "text_completion",
@@ -144,7 +144,7 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 def sse(payload: dict[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"data: " + msgspec.json.encode(payload) + b"\n\n"
 
 

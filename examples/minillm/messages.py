@@ -24,12 +24,12 @@ class SequenceInput(msgspec.Struct, frozen=True, array_like=True):
 
 
 def stored_event(item: SequenceInput) -> str:
-    """The cache event of a step's sequence: its tokens up to this step's end are stored."""
+    """Return the cache event of a step's sequence: its tokens up to this step's end are stored."""
     return f"{item.request_id}:{item.start + len(item.token_ids)}"
 
 
 def block_number(group: int, block_id: int, num_groups: int) -> int:
-    """A block of a cache group as one number, different from those of other groups' blocks."""
+    """Return a block of a cache group as one number, different from those of other groups' blocks."""
     return block_id * num_groups + group
 
 

@@ -102,7 +102,7 @@ class PagedCache:
             )
 
     def names_of(self, group: int) -> tuple[str, ...]:
-        """This rank's caches of a group, by ascending layer."""
+        """Return this rank's caches of a group, by ascending layer."""
         return tuple(name for name, own in self.group_of.items() if own == group)
 
     def block_ids(self, name: str, tables: Sequence[Tensor]) -> Tensor:
@@ -175,7 +175,7 @@ def _allocate(nbytes: int, device: str, pinned: bool) -> Tensor:
 
 
 def attention_backends(share: RankShare, layout: Layout) -> dict[str, AttentionBackend]:
-    """The backends of a rank's layers; none for those with the default one."""
+    """Return the backends of a rank's layers; none for those with the default one."""
     backend = LatentPagedAttention() if share.is_mla else HeadsFirstAttention()
     has_default = layout == "NHD" and not share.is_mla
     kinds: tuple[CacheKind, ...] = ("full", "cross")
@@ -190,7 +190,7 @@ def _layer_views(
     num_blocks: int,
     backends: Mapping[str, AttentionBackend],
 ) -> list[tuple[KVView, ...]]:
-    """The parts of one layer, or of several that share a tensor, in the memory that their spec asks for."""
+    """Return the parts of one layer, or of several that share a tensor, in the memory that their spec asks for."""
     if isinstance(spec, MambaSpec):
         return [tuple(_state_views(spec, memory.data_ptr(), num_blocks))]
     if not isinstance(spec, AttentionSpec):
@@ -228,14 +228,14 @@ def _state_views(spec: MambaSpec, address: int, num_blocks: int) -> Iterator[KVV
 
 
 def _transposed(view: KVView) -> KVView:
-    """The same memory with a block's and head's tokens adjacent in every dim."""
+    """Return the same memory with a block's and head's tokens adjacent in every dim."""
     item, tokens = view.item_size_bytes, view.block_size
     strides = (tokens * view.head_dim * item, item, tokens * item)
     return replace(view, strides_bytes=(view.strides_bytes[0], *strides))
 
 
 def _in_blocks_of(view: KVView, block_size: int) -> KVView:
-    """The same memory in smaller blocks, for a pool in which a block's consecutive tokens are evenly spaced."""
+    """Return the same memory in smaller blocks, for a pool in which a block's consecutive tokens are evenly spaced."""
     if view.block_size <= block_size:
         return view
     num_blocks = view.num_blocks * (view.block_size // block_size)
@@ -248,7 +248,7 @@ def _in_blocks_of(view: KVView, block_size: int) -> KVView:
 
 
 def _as_tensor(view: KVView, memory: Tensor) -> Tensor:
-    """A view of float32 elements as a tensor `[B, H, N, D]`."""
+    """Return a view of float32 elements as a tensor `[B, H, N, D]`."""
     item = view.item_size_bytes
     return memory.view(torch.float32).as_strided(
         view.shape,

@@ -63,7 +63,7 @@ class ProcessGroups:
         return found
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the tensor-parallel ranks of this stage. May work in place; use the result."""
+        """Return the sum of `tensor` over this stage's tensor-parallel ranks. May work in place; use the result."""
         if self.parallel.tp_size == 1:
             return tensor
         staged = tensor.cpu() if self.host_copies else tensor

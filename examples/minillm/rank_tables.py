@@ -114,7 +114,7 @@ class HostTables:
         )
 
     def _encoder_slots(self, table: BlockTable, inputs: Sequence[SequenceInput]) -> Tensor:
-        """Those of the tokens that the step encodes."""
+        """Return the slots of the tokens that the step encodes."""
         size, rows = table.geometry.kernel_block_size, table.numpy(len(inputs))
         slots = [np.empty(0, dtype=np.int64)]
         for row, item in zip(rows, inputs, strict=True):
@@ -188,7 +188,7 @@ class DeviceTables:
     def _encoder_slots(
         self, group: LayerGroup, table: Tensor, inputs: Sequence[SequenceInput]
     ) -> Tensor:
-        """Those of the tokens that the step encodes."""
+        """Return the slots of the tokens that the step encodes."""
         size, slots = group.kernel_block_size, []
         for row, item in zip(table, inputs, strict=False):
             places = torch.arange(len(item.encoder_token_ids), device=self.device)

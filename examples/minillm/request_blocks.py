@@ -337,7 +337,7 @@ class RequestBlocks:
     def _offered(
         self, group: LayerGroup, books: RequestBooks, num_tokens: int
     ) -> tuple[list[int], int] | None:
-        """A group's blocks and where they begin, or None if it has forgotten tokens that a consumer needs."""
+        """Return a group's blocks and where they begin, or None if it has forgotten tokens that a consumer needs."""
         if group.kind == "cross":
             return self._cross_table(group, books), 0
         if group.kind == "state" and books.kept and books.keep_state_at:
@@ -375,7 +375,7 @@ class RequestBlocks:
         return [places[block_id] for block_id in self._pools[pool].get_block_table(tokens)]
 
     def _cross_table(self, group: LayerGroup, books: RequestBooks) -> list[int]:
-        """The blocks of the encoder's input, which are the request's."""
+        """Return the blocks of the encoder's input, which are the request's."""
         places, pool = self._places[group.pool], self._pools[group.pool]
         return [places[block_id] for block_id in pool.get_cross_block_table(books.group)]
 

@@ -62,14 +62,14 @@ class RequestBooks:
             seq.status = status
 
     def first_stop(self, resume_at: int) -> int | None:
-        """The latest token at which a step from `resume_at` must end, because it replaces kept states; or None."""
+        """Return the last token at which a step from `resume_at` must end because it replaces kept states, or None."""
         if self.keep_state_at is None or self.keep_state_at <= resume_at:
             return None
         return self.keep_state_at
 
 
 def forgetting(retention: Retention) -> dict[str, Any]:
-    """A block manager's options for a group that forgets tokens."""
+    """Return a block manager's options for a group that forgets tokens."""
     match retention:
         case KeepsWindow(window_tokens=window):
             return {"sliding_window": window}

@@ -33,7 +33,7 @@ class Router(router.Router):
     """Round robin over prefill and over decode servers, given by their base URLs."""
 
     def app(self) -> web.Application:
-        """The HTTP application, whose errors are OpenAI's objects."""
+        """Return the HTTP application, whose errors are OpenAI's objects."""
         app = super().app()
         app.middlewares.append(error_middleware)
         return app
@@ -98,7 +98,7 @@ class Router(router.Router):
 
 
 def _error_of(body: str) -> dict[str, Any]:
-    """The error object of an answer; empty if it is something else."""
+    """Return the error object of an answer; empty if it is something else."""
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):

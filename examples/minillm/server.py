@@ -133,7 +133,7 @@ class CompletionHandler:
         return response
 
     def _transfer_fields(self, update: RequestUpdate) -> dict[str, Any]:
-        """The last response's fields about the request's KV: params for the next engine, figures of its own load."""
+        """Return the last response's fields about its KV: params for the next engine, and figures of its own load."""
         if update.finish_reason is None:
             return {}
         fields: dict[str, Any] = {"kv_transfer_params": update.kv_transfer_params}
@@ -155,7 +155,7 @@ class StatusHandlers:
         return web.json_response({"status": "ok", "engine_id": self.engine.config.engine_id})
 
     async def transfers(self, request: web.Request) -> web.Response:
-        """The loads under way, as `kvconnector top` reads them."""
+        """Return the loads under way, as `kvconnector top` reads them."""
         return web.json_response(
             msgspec.to_builtins(self.engine.scheduler.transfer.loads_in_flight)
         )
@@ -181,7 +181,7 @@ class StatusHandlers:
 
 
 def create_app(engine: Engine) -> web.Application:
-    """The engine's HTTP application."""
+    """Return the engine's HTTP application."""
     app = web.Application(middlewares=[error_middleware], client_max_size=MAX_BODY_BYTES)
     status = StatusHandlers(engine)
     app.add_routes(
@@ -203,7 +203,7 @@ async def serve(config: EngineConfig, arguments: argparse.Namespace) -> None:
 
 
 def parse_config(role: Role, argv: list[str]) -> tuple[EngineConfig, argparse.Namespace]:
-    """The engine's configuration from a command line."""
+    """Return the engine's configuration from a command line."""
     parser = argparse.ArgumentParser(prog=f"minillm {role} server")
     add_server_arguments(parser)
     parser.add_argument("--log-dir", type=Path, default=Path("build/minillm-logs"))

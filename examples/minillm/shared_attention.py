@@ -47,7 +47,7 @@ def merge_partials(shares: list[Tensor]) -> Tensor:
 def _attend(
     q_THD: Tensor, cache: PagedCache, name: str, sequence: SequenceSlice, scale: float
 ) -> Tensor:
-    """One sequence's rows over the tokens that this rank caches: `[T, H, D + 1]`, the last one the log-sum-exp.
+    """Return one sequence's rows over the tokens that this rank caches: `[T, H, D + 1]`, the last one the log-sum-exp.
 
     It is minus infinity, and the rest zero, where a row sees none of them.
     """

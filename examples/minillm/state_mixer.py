@@ -91,7 +91,7 @@ class StateMixer:
             start = end
 
     def _convolve(self, u_THP: Tensor, kept: Tensor) -> Tensor:
-        """The causal convolution of each channel, then SiLU. Mutates `kept [H, (width - 1) * P]`, the last inputs."""
+        """Convolve each channel causally, then apply SiLU. Mutates `kept [H, (width - 1) * P]`, the last inputs."""
         past = kept.unflatten(1, (-1, self.config.head_dim)).transpose(0, 1)
         line_LHP = torch.cat((past, u_THP))
         kept.copy_(line_LHP[len(u_THP) :].transpose(0, 1).flatten(1))

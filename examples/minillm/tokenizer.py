@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def encode(text: str) -> list[int]:
-    """The UTF-8 bytes of `text`, one token each."""
+    """Return the UTF-8 bytes of `text`, one token each."""
     return list(text.encode())
 
 
 def decode(token_ids: Sequence[int]) -> str:
-    """The text of the byte tokens in `token_ids`; ids above 255 and broken UTF-8 become U+FFFD."""
+    """Return the text of the byte tokens in `token_ids`; ids above 255 and broken UTF-8 become U+FFFD."""
     parts: list[str] = []
     run = bytearray()
     for token in token_ids:

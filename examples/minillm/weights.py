@@ -49,7 +49,7 @@ def _normal(shape: tuple[int, ...], deviation: float, generator: torch.Generator
 
 
 def file_source(path: str) -> WeightSource:
-    """The tensors of one safetensors file. A file without `lm_head.weight` ties it to the embedding.
+    """Return the tensors of one safetensors file. A file without `lm_head.weight` ties it to the embedding.
 
     Raises:
         ConfigError: (by the source) a tensor is missing or has another shape than the model's configuration says.

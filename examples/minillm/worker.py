@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 def choose_device(config: EngineConfig, global_rank: int) -> str:
-    """This rank's device; ranks share GPUs when there are fewer.
+    """Return this rank's device; ranks share GPUs when there are fewer.
 
     Raises:
         ConfigError: A GPU is requested, but torch sees none.
@@ -130,7 +130,7 @@ class RankWorker:
             self.transfer = ConnectorWorkerTransfer(config, share, self.cache)
 
     def ready(self) -> Ready:
-        """This rank's greeting, with the connector's handshake metadata."""
+        """Return this rank's greeting, with the connector's handshake metadata."""
         return Ready(self.transfer.handshake())
 
     def run(self, step: Step) -> StepResult:

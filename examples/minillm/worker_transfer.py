@@ -35,7 +35,7 @@ class ConnectorWorkerTransfer(WorkerTransfer):
             raise
 
     def handshake(self) -> msgspec.Raw:
-        """The worker's handshake metadata."""
+        """Return the worker's handshake metadata."""
         return msgspec.Raw(msgspec.msgpack.encode(self.worker.handshake()))
 
     def start_step(self, metadata: msgspec.Raw) -> None:
@@ -81,7 +81,7 @@ def blocks_of(load: LoadRequest, block_tokens: Sequence[int]) -> Iterator[int]:
 
 
 def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> list[CacheGroup]:
-    """This rank's cache in the connector's terms: by group, its views in the order of their parts."""
+    """Return this rank's cache in the connector's terms: by group, its views in the order of their parts."""
     found = []
     for index, group in enumerate(cache.groups):
         caches = {cache.layer_of[name]: cache.views[name] for name in cache.names_of(index)}
@@ -103,7 +103,7 @@ def cache_groups(config: EngineConfig, share: RankShare, cache: PagedCache) -> l
 
 
 def _parts(model: ModelConfig, share: RankShare, kind: CacheKind) -> tuple[PartGeometry, ...]:
-    """The parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
+    """Return the parts of one layer. A state's heads are cut by tensor parallelism as those of K and V are."""
     heads, total = share.kv_heads, model.cache_heads
     widths = {"latent": model.cache_dim} if share.is_mla else dict.fromkeys("kv", model.cache_dim)
     if kind == "state":

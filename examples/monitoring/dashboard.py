@@ -28,13 +28,13 @@ class Graph(NamedTuple):
 
 
 def quantile(share: float, seconds: str = "kvconnector_transfer_seconds") -> str:
-    """A quantile of a histogram of seconds, by engine."""
+    """Return a quantile of a histogram of seconds, by engine."""
     buckets = f"rate({seconds}_bucket{{{WHERE}}}[$__rate_interval])"
     return f"histogram_quantile({share}, sum by (engine, le) ({buckets}))"
 
 
 def rate(metric: str, label: str) -> str:
-    """A counter's rate by engine and one more label."""
+    """Return a counter's rate by engine and one more label."""
     return f"sum by (engine, {label}) (rate({metric}{{{WHERE}}}[$__rate_interval]))"
 
 
@@ -73,7 +73,7 @@ GRAPHS = (
 
 
 def build() -> str:
-    """The dashboard as JSON."""
+    """Return the dashboard as JSON."""
     engines = QueryVariable("engine").datasource(SOURCE).multi(True).include_all(True)
     board = (
         Dashboard("KV cache transfers")
