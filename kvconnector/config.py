@@ -72,7 +72,7 @@ class PeerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Liveness of peers. Every wait for a peer ends by one of these."""
 
     hello_timeout_s: Positive = 10.0
-    """From the first connection attempt to a usable session; an engine not met before has three times as long."""
+    """From the first connection attempt to a usable session. An engine that is not known has three times as long."""
     heartbeat_interval_s: Positive = 5.0
     """A consumer sends heartbeats this often to every producer rank it waits for or reads from."""
     timeout_s: Positive = 15.0

@@ -77,7 +77,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/datapath": Size(2588),
     "tests/unit/minillm": Size(1669),
     "tests/unit/runtime": Size(2249),
-    "tests/unit/session": Size(1646),
+    "tests/unit/session": Size(1663),
     "tests/sglang": Size(738),
     "tests/sglang/harness": Size(1082),
     "tests/vllm": Size(7049),

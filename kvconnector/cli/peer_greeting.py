@@ -125,7 +125,7 @@ class _Session(ConsumerSession):
         orders = defaultdict[tuple[int, int], str](lambda: "NHD")
         super().__init__(ours, RANK, peer, port, chunk_bytes=WARM_UP_BYTES, orders=orders)
         self.engine = self._engines.engine_of(name)
-        self.patience_s = self._engines.patience_s(name)
+        self.patience_s = self._engines.patience_s(self.engine)
         self.replies: dict[Link, m.HelloReply] = {}
         self.round_trips_s: defaultdict[Link, list[float]] = defaultdict(list)
 

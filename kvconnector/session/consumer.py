@@ -153,7 +153,7 @@ class ConsumerSession:
         if load.engine.is_ready:
             self._advance(load, now)
             return
-        self._give_until(load, now + self._engines.patience_s(load.engine.name))
+        self._give_until(load, now + self._engines.patience_s(load.engine))
         load.move(LoadState.CONNECTING)
 
     def _advance(self, load: Load, now: float) -> None:

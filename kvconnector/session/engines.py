@@ -67,7 +67,6 @@ class RemoteEngines:
         self._engines: dict[EngineAddress, RemoteEngine] = {}
         self._link_numbers = count(1)
         self.agenda = agenda
-        self._met: set[EngineAddress] = set()
 
     def engine_of(self, name: EngineAddress) -> RemoteEngine:
         """Return the engine of this name, which may be new."""
@@ -82,9 +81,9 @@ class RemoteEngines:
         is_ready = isinstance(worker, RemoteWorker) and worker.engine.is_ready
         return worker.engine if is_ready else None
 
-    def patience_s(self, name: EngineAddress) -> float:
+    def patience_s(self, engine: RemoteEngine) -> float:
         """Return the seconds that greeting an engine may take; see `config.PeerConfig.hello_timeout_s`."""
-        factor = 1 if name in self._met else FIRST_GREETING_FACTOR
+        factor = 1 if engine.was_ready else FIRST_GREETING_FACTOR
         return factor * self._settings.hello_timeout_s
 
     def want(self, event: WantRequest, now: float) -> None:
@@ -94,7 +93,7 @@ class RemoteEngines:
         if engine.state is EngineState.UNKNOWN:
             self._resolve(engine, now)
         elif engine.state is EngineState.RESOLVING:
-            asked_at = engine.until - self.patience_s(engine.name)
+            asked_at = engine.until - self.patience_s(engine)
             if now > asked_at + self._settings.timeout_s:
                 # a connection attempt over a broken network may hang long after the network works again
                 self._close(engine)
@@ -151,7 +150,7 @@ class RemoteEngines:
 
     def _resolve(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.RESOLVING)
-        engine.until = now + self.patience_s(engine.name)
+        engine.until = now + self.patience_s(engine)
         link = engine.directory_link = Link(next(self._link_numbers), engine)
         engine.has_named_ranks = False
         # a guess that is right for an engine like ours. Its geometry will show which ranks we need
@@ -230,7 +229,7 @@ class RemoteEngines:
 
     def _ready_now(self, engine: RemoteEngine, now: float) -> None:
         engine.move(EngineState.READY)
-        self._met.add(engine.name)
+        engine.was_ready = True
         engine.attempts = 0
         engine.heartbeat_at = engine.idle_since = now
         engine.loads.num_unnamed = len(engine.loads.turns)  # the engine knows none of them yet
@@ -268,7 +267,7 @@ class RemoteEngines:
                 engine=engine.name.engine_id,
                 address=engine.name.address,
                 state=engine.state.value,
-                waited_s=self.patience_s(engine.name),
+                waited_s=self.patience_s(engine),
             )
         for rank, worker in engine.workers.items():
             if worker.silent_at <= now:

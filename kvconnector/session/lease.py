@@ -245,16 +245,15 @@ class EndedLeases:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._ended: dict[str, tuple[str, LeaseState]] = {}
+        # a look-up compares secrets only if their hashes are equal, so its time tells nothing about one
+        self._ended: dict[tuple[str, str], LeaseState] = {}
 
     def add(self, lease: Lease) -> None:
         """Remember an ended lease; forget the oldest beyond the limit."""
-        self._ended.pop(lease.transfer_id, None)  # the newest are the last
-        self._ended[lease.transfer_id] = lease.secret, lease.state
+        self._ended[lease.transfer_id, lease.secret] = lease.state
         if len(self._ended) > self._limit:
             del self._ended[next(iter(self._ended))]
 
     def find(self, transfer_id: str, secret: str) -> LeaseState | None:
         """Return the outcome of the lease with this id and secret, None if it is not remembered."""
-        ours, state = self._ended.get(transfer_id, (None, None))
-        return state if ours is not None and _is_same(ours, secret) else None
+        return self._ended.get((transfer_id, secret))

@@ -225,7 +225,7 @@ class EngineLoads:
 
 class RemoteEngine(Tracked[EngineState]):
     """A producer engine: its address, its workers, and the `routes` on which we read from them. Once it is ready,
-    `chunk_bytes` is the longest chunk that we and all of its workers take.
+    `chunk_bytes` is the longest chunk that we and all of its workers take, and it `was_ready`, even if it is lost.
 
     `until` ends the present attempt or pause. A transfer last ended at `idle_since`. `has_named_ranks`: its directory
     was asked for the very workers that we need. The next heartbeat is due at `heartbeat_at`. `unsent_endings` are sent
@@ -236,6 +236,7 @@ class RemoteEngine(Tracked[EngineState]):
         super().__init__(ENGINE_TABLE, f"engine {name.engine_id} at {name.address}")
         self.name = name
         self.attempts = 0
+        self.was_ready = False
         self.until = 0.0
         self.heartbeat_at = 0.0
         self.idle_since = 0.0

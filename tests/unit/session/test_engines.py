@@ -146,6 +146,17 @@ def test_a_reconnecting_engine_has_less_time_to_greet(side):
     assert harness.call("close_link", opened.link) in side.tick(harness.HELLO_S)
 
 
+def test_nothing_is_known_of_an_engine_that_no_request_wants_any_more(side):
+    """Each start of an engine may have another name or address."""
+    (link,) = harness.connect(side)
+    side.handle(DropRequest("w"), ev.LinkLost(link, PeerLostError("gone")))
+    side.tick(2.0)
+    (opened,) = harness.of(side.handle(harness.want("v")), "open_link")
+    left = harness.call("close_link", opened.link)
+    assert left not in side.tick(harness.HELLO_S)
+    assert left in side.tick((FIRST_GREETING_FACTOR - 1) * harness.HELLO_S)
+
+
 def test_a_failed_warm_up_fails_the_load(side):
     (opened,) = harness.resolve(side)
     side.handle(harness.load_request())

@@ -75,6 +75,12 @@ def test_a_reused_name_may_be_read_early(side):
     assert harness.of(side.handle(harness.hold(secret=harness.OTHER_SECRET)), "start_send")
 
 
+def test_a_name_and_its_secret_are_used_once_whatever_other_secret_came_between(side):
+    for secret in (harness.SECRET, harness.OTHER_SECRET):
+        side.handle(harness.hold(secret=secret), WithdrawRequest("r"))
+    assert harness.released(side.handle(harness.hold())) == [("r", "aborted")]
+
+
 def test_reads_need_a_greeting_and_the_current_incarnation(side):
     side.handle(harness.hold())
     assert harness.refusals(side.receive(-1, harness.read())) == [Refusal.NOT_GREETED]
