@@ -185,7 +185,6 @@ def _asked(backend, sides):
     sender.init(len(prefill.pages), SENT_ROW)
     receiver = backend.KVReceiver(decode.manager, address, room)
     assert receiver.poll() == BOOTSTRAPPING
-    assert decode.manager.try_ensure_parallel_info(address)
     receiver.init(0)
     assert receiver.poll() == WAITING
     stream = torch.cuda.current_stream() if decode.device != "cpu" else None
@@ -214,6 +213,19 @@ def _send_first(prefill, sender):
     _busy(prefill.device)
     prefill.write(values, CHUNK, TOKENS)
     return values
+
+
+def test_sglang_never_has_to_look_a_prefill_engine_up(backend):
+    """It would keep what it finds, for each address that a router ever names."""
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    with closing(Side(backend, "decode", 32, "cpu")) as decode:
+        queue = SimpleNamespace(kv_manager=decode.manager)
+        for host in ("one", "another"):
+            request = SimpleNamespace(
+                bootstrap_host=host, bootstrap_port=1, disagg_prefill_dp_rank=None
+            )
+            assert DecodePreallocQueue._resolve_prefill_dp_rank(queue, request) == 0
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -18,8 +18,9 @@ OF_REFUSED = {
     "abort_notified": "pages kept after an abort",
     "bootstrap_infos": "pages kept after an abort",
     "conclude_state": "allocation once a prompt is computed",
+    "try_ensure_parallel_info": "prefill engines of which nothing is known",
 }
-"""Names that SGLang uses only with features that are refused at the start, or that a backend must declare."""
+"""Names that SGLang uses only with what does not occur here, or that a backend must declare."""
 ASKING = {"getattr", "hasattr"}
 KINDS = ("KVARGS", "MANAGER", "SENDER", "RECEIVER", "BOOTSTRAP_SERVER")
 

@@ -43,6 +43,14 @@ MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 """Model types whose recurrent layers are SGLang's `MambaMixer2`."""
 
 
+class PrefillInfos:
+    """SGLang's table of prefill engines. It says the same of all, since workers greet them by themselves."""
+
+    def get(self, bootstrap_addr: str) -> SimpleNamespace:
+        """Return what SGLang must know of an engine before a request's receiver can begin."""
+        return SimpleNamespace(dp_size=1)
+
+
 class KVManager(RankTransfers, BaseKVManager):
     """One rank's caches and transfers. SGLang passes the same arguments to all backends.
 
@@ -53,7 +61,7 @@ class KVManager(RankTransfers, BaseKVManager):
     def __init__(
         self, args: KVArgs, disaggregation_mode: Any, server_args: Any, is_mla_backend: bool = False
     ) -> None:
-        self.prefill_info_table: dict[str, Any] = {}
+        self.prefill_info_table = PrefillInfos()
         is_prefill = disaggregation_mode.value == "prefill"
         refuse_unsupported(_facts(server_args))
         shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
@@ -82,12 +90,6 @@ class KVManager(RankTransfers, BaseKVManager):
 
     def register_to_bootstrap(self) -> None:
         """Do nothing: rank 0 of a prefill engine has already started the directory service."""
-
-    def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
-        """Return True at once: workers greet a prefill engine, and compare geometries, with the first request."""
-        info = SimpleNamespace(dp_size=1, follow_bootstrap_room=True)
-        self.prefill_info_table.setdefault(bootstrap_addr, info)
-        return True
 
     def submit_prefill_recompute(self, receiver: LoadedPrompt, *_: object) -> None:
         """Fail a request whose retracted prompt is to be computed again with new weights."""
