@@ -54,7 +54,7 @@ class Outbox:
             from kvconnector_kernels.pump.flag import FlagWait
 
             self._spin = FlagWait()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loads: dict[str, bool] = {}
         """Loads that the engine waits for. True if it has asked for the load, False while it waits until it may."""
         self._leases: dict[str, LeaseOrder] = {}
@@ -143,7 +143,7 @@ class Outbox:
             return sorted({*self._asked(), *self._leases, *self._stuck})
 
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
-        """End every request that the engine waits for, now and from now on.
+        """End every request that the engine waits for, now and from now on: once, although two threads may call this.
 
         If copies under way `may_write` or read blocks, requests that have blocks never end: the engine would give the
         blocks to other requests.
@@ -155,22 +155,21 @@ class Outbox:
                 self._loads = {
                     name: False for name, is_asked in self._loads.items() if not is_asked
                 }
+            if may_write and self._stuck:
+                logger.error(
+                    "the blocks of these requests may still be read and written, so they never end: %s",
+                    sorted(self._stuck),
+                )
             # leases that grow are dropped, too: no end of theirs would be reported if they were given up
             holds = {r for r in self._leases if self._is_complete(r)} - self._stuck
             self._leases = {request_id: self._leases[request_id] for request_id in holds}
-            loads = list(self._loads.items())
-        if may_write and self._stuck:
-            logger.error(
-                "the blocks of these requests may still be read and written, so they never end: %s",
-                sorted(self._stuck),
-            )
-        for request_id, is_asked in loads:
-            if is_asked:
-                self.load_ended(request_id, failure)
-            else:
-                self.begun(request_id)
-        for request_id in holds:
-            self.released(request_id, "aborted")
+            for request_id, is_asked in list(self._loads.items()):
+                if is_asked:
+                    self.load_ended(request_id, failure)
+                else:
+                    self.begun(request_id)
+            for request_id in holds:
+                self.released(request_id, "aborted")
 
     def released(self, request_id: str, outcome: str, trace: RequestTrace | None = None) -> None:
         """Report that the producer's blocks of a request are free. `outcome` is a lease's, see `RequestTrace`."""

@@ -126,6 +126,35 @@ def test_prompts_that_are_withdrawn_from_their_blocks_are_named():
     assert outbox.expect(withdrawn) == ["begun"]
 
 
+class Stepped(Outbox):
+    """An outbox whose engine takes a step while the driver's thread ends the first request."""
+
+    def __init__(self):
+        super().__init__()
+        self.engine = threading.Thread(target=self._step)
+        self.taken = []
+
+    def _step(self):
+        self.expect([load("new")])
+        self.taken.append(self.take())
+
+    def load_ended(self, *arguments):
+        if self.engine.ident is None:
+            self.engine.start()
+            self.engine.join(0.2)
+        super().load_ended(*arguments)
+
+
+def test_a_broken_driver_ends_each_request_once_although_the_engine_takes_a_step_meanwhile():
+    outbox = Stepped()
+    outbox.expect([load("a"), hold("r")])
+    outbox.break_off(KVConnectorError("broken"))
+    outbox.engine.join()
+    outputs = [*outbox.taken, outbox.take()]
+    assert sorted(name for each in outputs for name in each.finished_recving) == ["a", "new"]
+    assert [name for each in outputs for name in each.finished_sending] == ["r"]
+
+
 def test_abandoned_requests_end_and_loads_among_them_do_not_count():
     outbox = Outbox()
     outbox.expect([load("a"), load("b"), hold("r"), grown("g"), follow("f"), load("over")])
