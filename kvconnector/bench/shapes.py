@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from kvconnector.bench.sizes import parse_numbers
 from kvconnector.cache.specs import DType
-from kvconnector.errors import ConfigError, require_counts
+from kvconnector.errors import ConfigError
 from kvconnector.ids import Rank
 from kvconnector.layout.watermark import MAX_LAYERS
-from kvconnector.planning import Keeps, Retention, retention_named
 from kvconnector.topology import (
     EngineGeometry,
     GroupGeometry,
@@ -24,7 +23,14 @@ from kvconnector.topology import (
 )
 from kvconnector.wire.packed_geometry import MAX_RANKS
 
+if TYPE_CHECKING:
+    from kvconnector.planning import Retention
+
 Layout = Literal["HND", "NHD"]
+Keeps = Literal["all", "window", "chunk", "encoder", "state"]
+"""`kvconnector.planning.Keeps`, which the releases that a soak runs do not all have."""
+MAX_COUNT = (1 << 31) - 1
+"""The largest number of heads, or of a head's elements, that a message carries."""
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -47,10 +53,14 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def retention(self) -> Retention:
         """The tokens of a sequence that these layers keep."""
+        from kvconnector.planning import retention_named
+
         return retention_named(self.keeps, self.extent_tokens)
 
     def missing(self, tokens: range) -> range:
         """Return the tokens of a prompt that these layers lack before the next one can be computed."""
+        if self.keeps == "all":
+            return tokens
         if self.keeps == "encoder":
             return range(self.encoder_tokens or tokens.stop)
         return self.retention.missing(tokens.start, tokens.stop)
@@ -81,14 +91,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[LayerGroup, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise ConfigError(f"{field} must be at least 1", **{field: getattr(self, field)})
-        if self.num_layers > MAX_LAYERS:
-            raise ConfigError(
-                "num_layers is out of range", num_layers=self.num_layers, max_layers=MAX_LAYERS
-            )
-        require_counts(ConfigError, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
+        most = {"num_layers": MAX_LAYERS, "num_kv_heads": MAX_COUNT, "head_dim": MAX_COUNT}
+        for field, limit in most.items():
+            if not 1 <= (value := getattr(self, field)) <= limit:
+                raise ConfigError(f"{field} is 1 to {limit}", **{field: value})
         if self.is_mla and self.num_kv_heads != 1:
             raise ConfigError("an MLA cache has one head", num_kv_heads=self.num_kv_heads)
         DType(self.dtype)

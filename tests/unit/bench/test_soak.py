@@ -14,6 +14,8 @@ from rich.console import Console
 import kvconnector
 import kvconnector_kernels
 from kvconnector.bench import ResultMismatchError, processes, soak, soak_state
+from kvconnector.bench.deployment import Deployment
+from kvconnector.bench.engine_process import EngineProcess
 from kvconnector.bench.options import BenchOptions, SoakOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.releases import open_release
@@ -204,6 +206,16 @@ def test_a_wheel_and_a_folder_are_opened_alike_with_this_releases_benchmarks(tmp
         assert (tmp_path in wire.parents) == (path == folder)
     assert not wire.exists()  # the unpacked files are removed
     assert folder.exists()
+
+
+@pytest.mark.integration
+def test_the_ranks_of_the_last_release_run_this_ones_benchmarks(monkeypatch):
+    monkeypatch.setattr(processes, "subprocess", subprocess)  # not forked from this release
+    deployment = Deployment(BenchOptions(model=MODEL), (9,))
+    with open_release(last_release()) as found:
+        environment = found.environment
+        with EngineProcess(deployment, "prefill", environment=environment) as engine:
+            engine.call_ranks(RankProcess.write, [[0]], 9)
 
 
 def soaked(is_over, monkeypatch, **options):

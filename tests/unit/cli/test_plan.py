@@ -61,7 +61,7 @@ def test_a_models_configuration_file_gives_the_shape_that_is_known_by_name(tmp_p
         ({**LLAMA_70B, "sliding_window": -1}, "sliding_window"),
         ({**LLAMA_70B, "torch_dtype": "complex64"}, "complex64"),
         ({**LLAMA_70B, "num_key_value_heads": -8}, "num_key_value_heads"),
-        ({**LLAMA_70B, "num_hidden_layers": 1 << 40}, "max_layers=65536"),
+        ({**LLAMA_70B, "num_hidden_layers": 1 << 40}, "num_layers is 1 to 65536"),
         ({**LLAMA_70B, "layer_types": 3}, "unknown=['3']"),
         ({**LLAMA_70B, "layer_types": ["mlp"] * 80}, "no layer of the model caches anything"),
         ({**LLAMA_70B, "num_nextn_predict_layers": "x"}, "num_nextn_predict_layers='x'"),
@@ -196,7 +196,7 @@ def test_a_configuration_that_cannot_be_read_is_one_line(tmp_path, capsys, text)
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (("--layers", str(1 << 40)), "max_layers=65536"),
+        (("--layers", str(1 << 40)), "num_layers is 1 to 65536"),
         (("--decode", f"tp={1 << 40}"), "max_ranks=65536"),
         (("--link", "nan"), "speed is positive"),
     ],
