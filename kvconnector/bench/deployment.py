@@ -9,7 +9,6 @@ from typing import TypeAlias
 import numpy as np
 
 from kvconnector.bench.options import SEED, BenchOptions
-from kvconnector.bench.pools import choose_blocks
 from kvconnector.bench.shapes import EngineShape
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.errors import ConfigError
@@ -38,7 +37,6 @@ class Deployment:
     """
 
     options: BenchOptions
-    tokens: tuple[int, ...]
     in_flight: int = 1
 
     def __str__(self) -> str:
@@ -116,4 +114,15 @@ class Deployment:
 
     @property
     def _longest(self) -> int:
-        return max(self.tokens) + max(self.tokens) // LENGTH_SPREAD
+        longest = max(self.options.tokens)
+        return longest + longest // LENGTH_SPREAD
+
+
+def choose_blocks(
+    num_needed: int, num_blocks: int, *, scattered: bool, rng: np.random.Generator
+) -> list[int]:
+    """Return block ids of one request: a random choice in random order, or one run at a random place."""
+    if scattered:
+        return [int(block) for block in rng.permutation(num_blocks)[:num_needed]]
+    start = int(rng.integers(num_blocks - num_needed + 1))
+    return list(range(start, start + num_needed))

@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvconnector.bench.between_hosts import serve_stream
 from kvconnector.bench.deployment import Blocks, Deployment
+from kvconnector.bench.limits import perftest_server, serve_stream
 from kvconnector.bench.options import TIMEOUT_S, control_settings
+from kvconnector.bench.peers import peer_variables
 from kvconnector.bench.processes import (
     ANSWER_TIMEOUT_S,
     Child,
@@ -29,6 +30,7 @@ from kvconnector.bench.processes import (
     serve_calls,
 )
 from kvconnector.bench.rank_process import RankProcess
+from kvconnector.bench.server import ServedProcess
 from kvconnector.errors import KVConnectorError, TransferTimeoutError
 from kvconnector.runtime import Scheduler, StepMetadata, WorkerOutput
 from kvconnector.session import KVOutputAggregator
@@ -74,6 +76,7 @@ class Engine(ExitStack):
         self._aggregator = KVOutputAggregator(len(self._names))
         self._children: list[Child] = []
         self._scheduler: Scheduler
+        self._perftest = self.enter_context(ExitStack())
         try:
             for index in range(len(self._names)):
                 child = Child("rank_process", (deployment, side, index), {})
@@ -105,6 +108,16 @@ class Engine(ExitStack):
     def usage(self) -> list[Usage]:
         """Return what the scheduler's process uses, and each rank."""
         return [process_usage(), *self._call(RankProcess.usage)]
+
+    def serve_stream(self, nbytes: int) -> int:
+        """Answer one client of a raw socket with up to `nbytes`. Returns the port on the control channel's host."""
+        return serve_stream(control_settings().host, nbytes)
+
+    def serve_perftest(self, library: str, variables: dict[str, str]) -> int:
+        """Start a `perftest_server` with the caller's UCX variables, after ending the one before. Returns the port."""
+        self._perftest.close()
+        of_ucx = {name: value for name, value in variables.items() if name.startswith("UCX_")}
+        return self._perftest.enter_context(perftest_server(library, of_ucx))
 
     def _call(self, method: Callable[..., Result], *arguments: Any) -> list[Result]:
         """Call a method of `RankProcess` in every rank. Raises CallFailedError: one of them failed."""
@@ -248,28 +261,35 @@ class Engine(ExitStack):
 
 
 class EngineProcess(ExitStack):
-    """The parent's end of an engine, whose processes start when it is made. `close` ends them in order.
+    """The parent's end of an engine, whose processes start when it is made: at the `bench serve` of the options if it
+    is the producer, else here, with `environment`. `close` ends them in order. `peer` is the number of its `PEERS`.
 
     Each call raises CallFailedError: the engine did not start, a rank failed, or a process is gone.
     """
-
-    host = "127.0.0.1"
 
     def __init__(
         self,
         deployment: Deployment,
         side: str,
+        *,
+        peer: int | None = None,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self._side, self._ranks = side, deployment.shapes[side].ranks
-        self._child = Child("engine_process", (deployment, side), environment)
-        self.callback(self._child.stop)
+        self._process: Child | ServedProcess
+        if side == "prefill" and deployment.options.connect:
+            self._process = ServedProcess(deployment, peer)
+        else:
+            variables = {**environment, **peer_variables(peer, deployment.options.tls)}
+            self._process = Child("engine_process", (deployment, side), variables)
+        self.callback(self._process.stop)
+        self.host = self._process.host
 
     def begin(self, method: Callable[..., Result], *arguments: Any) -> Callable[[], Result]:
         """Call a method of `Engine`. The function that comes back waits for the result."""
-        receive = self.forward(encode_call(method, arguments))
-        return lambda: decode_answer(self._side, method, receive())
+        self._process.send(encode_call(method, arguments))
+        return lambda: decode_answer(self._side, method, self._process.receive())
 
     def call(self, method: Callable[..., Result], *arguments: Any) -> Result:
         """`begin`, and wait."""
@@ -291,28 +311,19 @@ class EngineProcess(ExitStack):
         """`begin_ranks`, and wait."""
         return self.begin_ranks(method, *arguments)()
 
-    def forward(self, call: bytes) -> Callable[[], bytes]:
-        """Send an encoded call. The function that comes back waits for the answer."""
-        self._child.send(call)
-        return self._child.receive
-
-    def serve_stream(self, nbytes: int) -> int:
-        """Answer one client of a raw socket with up to `nbytes`. Returns the port on `host`."""
-        return serve_stream(self.host, nbytes)
-
     def pause(self) -> None:
         """Keep all of the engine's processes from running, until `resume`: idle threads may use the processor, too."""
         self.call(Engine.pause)
-        self._child.signal(signal.SIGSTOP)
+        self._process.signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let all of them run; returns when they do."""
-        self._child.signal(signal.SIGCONT)
+        self._process.signal(signal.SIGCONT)
         self.call(Engine.resume)
 
     def kill(self) -> None:
         """End all processes at once, without a word to anybody: ranks die with their parent."""
-        self._child.signal(signal.SIGKILL)
+        self._process.signal(signal.SIGKILL)
         self.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
 
@@ -10,11 +11,10 @@ from kvconnector.bench import ResultMismatchError
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import ROUTER_HOP_S, Engine, EngineProcess
 from kvconnector.bench.options import Settings
-from kvconnector.bench.peers import PEERS, peer_variables
+from kvconnector.bench.peers import PEERS
 from kvconnector.bench.processes import CallFailedError
-from kvconnector.bench.rank_process import Driven, RankProcess
+from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import ContenderKind
-from kvconnector.bench.server import ServedEngine
 
 ROLES = {"prefill": "producer", "decode": "consumer"}
 
@@ -41,28 +41,35 @@ class Runner:
 
 
 class ProcessPair(ExitStack, Runner):
-    """Two engines' processes, with agents of `PEERS[peer]` or the connector. `close` ends them."""
+    """Two engines' processes, with agents of `PEERS[peer]` or the connector. `close` ends them.
+
+    `engines` has them by side, "prefill" and "decode".
+    """
 
     def __init__(self, deployment: Deployment, peer: int | None = None) -> None:
         super().__init__()
         self.deployment = deployment
+        self.engines: dict[str, EngineProcess] = {}
         self._peer = peer
         try:
-            self.decode, self.prefill = map(self._open, ("decode", "prefill"))
+            for side in deployment.shapes:
+                self.engines[side] = self.enter_context(EngineProcess(deployment, side, peer=peer))
             self._start()
         except BaseException:
             self.close()
             raise
 
+    @property
+    def prefill(self) -> EngineProcess:
+        return self.engines["prefill"]
+
+    @property
+    def decode(self) -> EngineProcess:
+        return self.engines["decode"]
+
     @abstractmethod
     def _start(self) -> None:
         """Start both engines' ranks at once."""
-
-    def _open(self, side: str) -> EngineProcess:
-        if side == "prefill" and self.deployment.options.connect:
-            return self.enter_context(ServedEngine(self.deployment, self._peer))
-        variables = peer_variables(self._peer, self.deployment.options.tls)
-        return self.enter_context(EngineProcess(self.deployment, side, variables))
 
     def verify(self, transfer: Transfer) -> float:
         self.prepare(transfer)
@@ -85,12 +92,12 @@ class ProcessPair(ExitStack, Runner):
                 raise ResultMismatchError(f"{type(self).__name__}: {mismatch}", rank=str(rank))
 
     def pause(self) -> None:
-        self.prefill.pause()
-        self.decode.pause()
+        for engine in self.engines.values():
+            engine.pause()
 
     def resume(self) -> None:
-        self.prefill.resume()
-        self.decode.resume()
+        for engine in self.engines.values():
+            engine.resume()
 
 
 class EnginePair(ProcessPair):
@@ -109,25 +116,32 @@ class EnginePair(ProcessPair):
         super().__init__(deployment)
 
     def _start(self) -> None:
-        sides = {"prefill": self.prefill, "decode": self.decode}
-        starting = [
-            engine.begin(Engine.start, side, ROLES[side], self._settings)
-            for side, engine in sides.items()
-        ]
+        starting = [self._begin(side) for side in self.engines]
         self.warnings = list(dict.fromkeys(text for end in starting for text in end()))
 
+    def _begin(self, side: str) -> Callable[[], list[str]]:
+        return self.engines[side].begin(Engine.start, side, ROLES[side], self._settings)
+
+    def restart(self, side: str, environment: Mapping[str, str]) -> None:
+        """End an engine, and start it again under the same id, with these variables."""
+        self.engines[side].close()
+        engine = EngineProcess(self.deployment, side, environment=environment)
+        self.engines[side] = self.enter_context(engine)
+        self._begin(side)()
+
     def run(self, *transfers: Transfer) -> float:
-        requests = self.offer_and_want(*transfers)
+        requests = self.named(*transfers)
+        self.offer_and_want(requests)
         self.prefill.call(Engine.turn, ROUTER_HOP_S)
         try:
-            seconds, paths = self.decode.call(Engine.load, requests)
+            seconds, paths = self.decode.call(Engine.load, list(requests))
         except CallFailedError as error:
             if not self.deployment.options.connect:
                 raise
             raise CallFailedError(
                 f"{error}; workers listen on free ports of their hosts: are these open between the two?"
             ) from error
-        self.prefill.call(Engine.await_sent, requests)
+        self.prefill.call(Engine.await_sent, list(requests))
         self.paths |= paths
         return seconds
 
@@ -136,21 +150,23 @@ class EnginePair(ProcessPair):
         found = self.prefill.call_ranks(RankProcess.lanes)
         self.lanes = sorted({text for texts in found for text in texts})
 
-    def new_request_id(self) -> str:
-        self._num_requests += 1
-        return f"request-{self._num_requests}"
+    def named(self, *transfers: Transfer) -> dict[str, Transfer]:
+        """Return new requests by their names."""
+        first = self._num_requests + 1
+        self._num_requests += len(transfers)
+        return {f"request-{number}": each for number, each in enumerate(transfers, first)}
 
-    def offer_and_want(self, *transfers: Transfer) -> list[str]:
-        """Give requests to both schedulers, whose next steps hold and load them. Returns their names."""
-        named = {self.new_request_id(): each for each in transfers}
-        offers = [(name, each.prefill_blocks, each.num_tokens) for name, each in named.items()]
-        params = self.prefill.call(Engine.offer, offers)
-        pairs = zip(named.items(), params, strict=True)
+    def offer_and_want(self, requests: Mapping[str, Transfer]) -> None:
+        """Give requests to both schedulers, whose next steps hold and load them."""
+        params = self.prefill.call(
+            Engine.offer,
+            [(name, each.prefill_blocks, each.num_tokens) for name, each in requests.items()],
+        )
+        pairs = zip(requests.items(), params, strict=True)
         self.decode.call(
             Engine.want,
             [(name, offer, each.decode_blocks, each.num_tokens) for (name, each), offer in pairs],
         )
-        return list(named)
 
 
 class PeerPair(ProcessPair):
@@ -173,11 +189,3 @@ class PeerPair(ProcessPair):
         remote = [each.prefill_blocks for each in transfers]
         local = [each.decode_blocks for each in transfers]
         return max(self.decode.call_ranks(RankProcess.read_blocks, remote, local))
-
-
-def request_seconds(driven: list[Driven]) -> tuple[float, ...]:
-    """Return the seconds of each request, from asking the first rank until the last rank saw its end."""
-    by_request = zip(*(each.spans_s for each in driven), strict=True)
-    return tuple(
-        max(end for _, end in spans) - min(start for start, _ in spans) for spans in by_request
-    )

@@ -17,7 +17,7 @@ import msgspec
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import Engine
-from kvconnector.bench.engines import EnginePair, request_seconds
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.loads import PREFILL_STEP_S, LoadName
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.rank_process import Driven, RankProcess
@@ -51,10 +51,10 @@ Steps: TypeAlias = list[tuple[list[str], StepMetadata]]
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield a case for each request size, rhythm and load of the engines."""
-    deployment = Deployment(options, options.tokens, in_flight=2)
+    deployment = Deployment(options, in_flight=2)
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
-        for num_tokens in deployment.tokens:
+        for num_tokens in deployment.options.tokens:
             transfers = deployment.transfers(num_tokens, options.iterations)
             for (rhythm, at_pace), (loads, beside) in product(RHYTHMS.items(), BESIDE.items()):
                 if options.device == "cpu" and {"decode", "prefill"} & {*loads}:
@@ -84,7 +84,16 @@ def _measure(
     turns = _drive(pair, at_pace, loads, apart)
     pair.check(longest)
     decoded = [driven for _, driven in turns]
-    samples = tuple(seconds for driven in decoded for seconds in request_seconds(driven))
+    by_request = [
+        spans
+        for driven in decoded
+        for spans in zip(*(each.spans_s for each in driven), strict=True)
+    ]
+    samples = tuple(
+        # from asking the first rank until the last one saw the end
+        max(end for _, end in spans) - min(start for start, _ in spans)
+        for spans in by_request
+    )
     paths = sorted({path for driven in decoded for each in driven for path in each.paths})
     nbytes = sum(each.num_tokens for each in transfers) // len(transfers)
     nbytes *= pair.deployment.options.model.token_bytes
@@ -121,11 +130,12 @@ def _drive(pair: EnginePair, at_pace: bool, loads: Loads, transfers: Sequence[Tr
     """
     request_ids, holds, asked = list[str](), Steps(), Steps()
     for each in transfers:
-        (request_id,) = pair.offer_and_want(each)
+        named = pair.named(each)
+        pair.offer_and_want(named)
         # at P's pace D asks in the next turn, so no turn waits for P
-        request_ids.append(request_id)
-        holds.append(([] if at_pace else [request_id], pair.prefill.call(Engine.step)))
-        asked.append(([request_id], pair.decode.call(Engine.step)))
+        request_ids += named
+        holds.append(([] if at_pace else [*named], pair.prefill.call(Engine.step)))
+        asked.append(([*named], pair.decode.call(Engine.step)))
     if not transfers:
         steps = [(holds, asked)] * ALONE_TURNS
     elif at_pace:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from kvconnector.bench.deployment import Deployment, Transfer
 from kvconnector.bench.engine_process import Engine
@@ -32,22 +33,24 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield a case for every length and number of prompts, except for those with more tokens than the smallest number
     of the longest prompts. Both ways take turns; the bytes are checked before the first turn and after the last.
     """
-    deployment, compute = Deployment(options, options.tokens), options.compute
+    deployment, compute = Deployment(options), options.compute
     unit = deployment.common_block_tokens
     sizes = [
         # prompts that are computed at once fill their blocks, and are checked as one
         (count, each + (-each % unit if count > 1 else 0))
         for count in compute.prompts
-        for each in deployment.tokens
+        for each in deployment.options.tokens
     ]
     most = max(count * each for count, each in sizes if count == min(compute.prompts))
-    pools = replace(deployment, tokens=(most,))
+    pools = Deployment(msgspec.structs.replace(options, tokens=(most,)))
     progress(f"starting {deployment}")
     with EnginePair(pools) as pair:
         handover = _Handover(pair, compute)
         pair.prepare(pools.transfer(most))  # shorter prompts have a prefix of it
         for _ in range(WARMUP):  # which also gives the producer's address
-            handover.measure([pools.transfer(min(deployment.tokens))], compute.step, IN_SEQUENCE)
+            handover.measure(
+                [pools.transfer(min(deployment.options.tokens))], compute.step, IN_SEQUENCE
+            )
         for count, num_tokens in sizes:
             if count * num_tokens <= most:
                 case = f"{deployment.case_name(num_tokens)}, {count} at once"
@@ -57,7 +60,10 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transfer]]:
     """Return the prompts of each turn, which are computed at once. Turns have their own blocks if pools allow it."""
-    whole, fill = pools.transfer(max(pools.tokens)), not num_tokens % pools.common_block_tokens
+    whole, fill = (
+        pools.transfer(max(pools.options.tokens)),
+        not num_tokens % pools.common_block_tokens,
+    )
     num_turns = min(pools.options.iterations, MAX_TURNS, whole.num_tokens // (count * num_tokens))
     theirs, ours = (shape.num_blocks(num_tokens) for shape in pools.shapes.values())
     prompts = [
@@ -128,7 +134,7 @@ class _Handover:
             CallFailedError: a load or the producer failed, or took too long.
         """
         prefill, decode, num_tokens = self.pair.prefill, self.pair.decode, prompts[0].num_tokens
-        named = {self.pair.new_request_id(): prompt for prompt in prompts}
+        named = self.pair.named(*prompts)
         asked = {name: (prompt.decode_blocks, num_tokens) for name, prompt in named.items()}
         if way == STREAMED:
             secrets = {

@@ -51,9 +51,9 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
                 )
             continue
         shape = EngineShape(block=page // ENTRY_TOKENS)
-        cut = msgspec.structs.replace(options, prefill=shape, decode=shape)
         prompt, share = tokens // ENTRY_TOKENS, number / len(cases)
-        deployment = Deployment(cut, (prompt,), in_flight=burst)
+        cut = msgspec.structs.replace(options, prefill=shape, decode=shape, tokens=(prompt,))
+        deployment = Deployment(cut, in_flight=burst)
         requests = [deployment.transfer(prompt, index) for index in range(burst)]
         yield from compare(
             deployment,

@@ -71,7 +71,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Matrix:
     gpu = int(os.environ.get("LOCAL_RANK", "0"))
     options = msgspec.structs.replace(options, gpus=((), (gpu,)))
     num_tokens = options.tokens[0]
-    deployment = Deployment(options, (num_tokens,))
+    deployment = Deployment(options)
     # ranks of one host share its environment, but not its ports
     control = {**msgspec.to_builtins(control_settings()), "port": 0}
     requests = [deployment.transfer(num_tokens)] * (WARMUP + options.iterations)

@@ -136,16 +136,6 @@ class RankPools:
         return KVView(_address(storage), shape, strides, item)
 
 
-def choose_blocks(
-    num_needed: int, num_blocks: int, *, scattered: bool, rng: np.random.Generator
-) -> list[int]:
-    """Return block ids of one request: a random choice in random order, or one run at a random place."""
-    if scattered:
-        return [int(block) for block in rng.permutation(num_blocks)[:num_needed]]
-    start = int(rng.integers(num_blocks - num_needed + 1))
-    return list(range(start, start + num_needed))
-
-
 def _allocate(nbytes: int, device: str) -> Any:
     """Return `nbytes` bytes, with each page touched."""
     if device == "cpu":

@@ -93,6 +93,8 @@ class Child:
     JSON. Its stdout and stderr go to a file, whose end explains a failure.
     """
 
+    host = "127.0.0.1"
+
     def __init__(self, module: str, options: object, environment: Mapping[str, str]) -> None:
         self._connection, theirs = Pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the child

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.deployment import SPARE_FACTOR, Deployment
+from kvconnector.bench.deployment import SPARE_FACTOR, Deployment, choose_blocks
 from kvconnector.bench.limits import host_copy, repeat
 from kvconnector.bench.options import SEED, WARMUP, BenchOptions
-from kvconnector.bench.pools import RankPools, choose_blocks
+from kvconnector.bench.pools import RankPools
 from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
 from kvconnector.bench.shapes import EngineShape, rank_geometry
 from kvconnector.bench.sizes import format_bytes
@@ -33,7 +33,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Sequence[CaseResult]:
 def _measure(
     options: BenchOptions, shapes: Sequence[EngineShape], tokens: int, progress: ShowProgress
 ) -> CaseResult:
-    device, *_ = Deployment(options, (tokens,)).devices("prefill")
+    device, *_ = Deployment(options).devices("prefill")
     nbytes = options.model.token_bytes * tokens
     cuts = " to ".join(f"{shape.layout}{shape.block}" for shape in shapes)
     case = f"{tokens} tokens, {format_bytes(nbytes)}, {cuts}"

@@ -58,10 +58,7 @@ class _Queue(Simulation):
     """Two ranks in a world where nothing costs virtual time. It measures how long this thread works for each event."""
 
     def __init__(self, model: ModelShape, count: int, *, is_streamed: bool) -> None:
-        cluster = Cluster(
-            model=model, prefill=SHAPE, decode=SHAPE, num_producers=1, num_consumers=1, costs=FREE
-        )
-        super().__init__(cluster, [])
+        super().__init__(Cluster(model=model, prefill=SHAPE, decode=SHAPE, costs=FREE), [])
         self._producer, self._consumer = self.producers[0][0], self.consumers[0][0]
         self._is_streamed = is_streamed
         self._names = [f"request-{number}" for number in range(count)]

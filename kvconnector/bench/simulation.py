@@ -52,15 +52,13 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a simulation."""
+    """The engines of a simulation, however many. Idle ones disconnect after `idle_timeout_s`."""
 
     model: ModelShape
     prefill: EngineShape
     decode: EngineShape
-    num_producers: int
-    num_consumers: int
     costs: Costs = Costs()
-    peer: PeerConfig = PeerConfig()
+    idle_timeout_s: float = PeerConfig().idle_timeout_s
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +97,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 class Simulation:
     """Runs one cluster until every request has ended on all ranks and every lease is over."""
 
-    def __init__(self, cluster: Cluster, requests: Sequence[Request]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        requests: Sequence[Request],
+        *,
+        num_producers: int = 1,
+        num_consumers: int = 1,
+    ) -> None:
         self.costs = cluster.costs
         self.now = 0.0
         self.messages: Counter[str] = Counter()
@@ -114,16 +119,17 @@ class Simulation:
         self._completion_s: dict[str, float] = {}
         self._shapes = cluster.prefill, cluster.decode
         self.producers: list[list[ProducerRank]] = []
-        for i in range(cluster.num_producers):
+        for i in range(num_producers):
             engine = engine_geometry(cluster.model, cluster.prefill, f"p{i}")
             packed = PackedGeometry.of(engine)
             ranks = [ProducerRank(self, engine, packed, rank) for rank in engine.ranks]
             self.producers.append(ranks)
             self.listening[f"p{i}"] = SimulatedDirectory(self, packed, ranks)
+        peer = PeerConfig(idle_timeout_s=cluster.idle_timeout_s)
         self.consumers: list[list[ConsumerRank]] = []
-        for i in range(cluster.num_consumers):
+        for i in range(num_consumers):
             engine = engine_geometry(cluster.model, cluster.decode, f"d{i}")
-            packed, peer = PackedGeometry.of(engine), cluster.peer
+            packed = PackedGeometry.of(engine)
             self.consumers.append(
                 [ConsumerRank(self, engine, packed, rank, peer) for rank in engine.ranks]
             )

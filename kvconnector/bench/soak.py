@@ -4,7 +4,7 @@ The first half of a run has faults of every kind. In the second half no engine i
 processes live long enough to show what grows. A failed request is explained if this process aborted it, or caused a
 fault of an engine while it was loaded. All others count as `unexplained`.
 
-From time to time the soak drains the load, fills both engines' pools with known bytes, and moves one more request. It
+Between two faults the soak drains the load, fills both engines' pools with known bytes, and moves one more request. It
 compares that request with the bytes sent, and all other blocks with their earlier content: wrong bytes and late writes
 end the run.
 
@@ -15,21 +15,21 @@ releases occur equally often.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvconnector.bench import ResultMismatchError
-from kvconnector.bench.deployment import Blocks, Deployment
-from kvconnector.bench.engine_process import TURN_S, Engine, EngineProcess, Turned
-from kvconnector.bench.engines import ROLES
+from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engine_process import TURN_S, Engine, Turned
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import BenchOptions
-from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.releases import Release, open_release
 from kvconnector.bench.results import CaseResult, ShowProgress
 from kvconnector.bench.shapes import EngineShape
-from kvconnector.bench.soak_faults import FAULTS, PEER_TIMEOUT_S, SETTINGS, Fault
 from kvconnector.bench.soak_state import (
     RELEASES,
     PairCounts,
@@ -45,127 +45,160 @@ IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
 """Probability that a step aborts one request."""
 FAULT_S = 45.0
-"""Seconds between two faults; fewer in short runs, so that each kind occurs in the first half."""
-CHECK_S = 60.0
-"""Seconds between two comparisons of bytes, after which the state is saved; fewer in short runs."""
+"""Seconds of load between two faults; fewer in short runs, which should have each kind, too."""
 DRAIN_S = 60.0
 MAX_TOLD = 10
 """Most unexplained errors that are reported in full."""
+PEER_TIMEOUT_S = 5.0
+SETTINGS = {
+    "lease": {"duration_s": 5.0},
+    "peer": {"timeout_s": PEER_TIMEOUT_S, "heartbeat_interval_s": 1.0, "transfer_timeout_s": 10.0},
+}
+
+
+class Fault(NamedTuple):
+    """One fault of an engine. It stops for `pause_s`; a silent one stops for so long that its peer gives it up."""
+
+    kind: str
+    engine: str
+    is_restart: bool = False
+    pause_s: float = 0.0
+
+    @property
+    def loses_peer(self) -> bool:
+        """Returns True if requests that are loaded meanwhile may fail."""
+        return self.is_restart or self.pause_s > PEER_TIMEOUT_S
+
+    def __str__(self) -> str:
+        return f"{self.engine}_{self.kind}"
+
+
+FAULTS = (
+    Fault("killed", "decode", is_restart=True),
+    Fault("paused", "prefill", pause_s=1.0),
+    Fault("restarted", "prefill", is_restart=True),
+    Fault("silent", "decode", pause_s=1.6 * PEER_TIMEOUT_S),
+    Fault("killed", "prefill", is_restart=True),
+    Fault("paused", "decode", pause_s=1.0),
+    Fault("restarted", "decode", is_restart=True),
+    Fault("silent", "prefill", pause_s=1.6 * PEER_TIMEOUT_S),
+)
+"""The faults, in turn."""
 
 
 @dataclass(slots=True)
 class _Side:
-    """One engine, its release, its free blocks, and the blocks that each request holds. `lives` counts its starts."""
+    """One engine's free blocks and release. `lives` counts its starts."""
 
-    engine: EngineProcess
     shape: EngineShape
     free: list[int]
     lives: int
     release: str = RELEASES[0]
-    held: dict[str, list[int]] = field(default_factory=dict)
 
     def has_room(self, num_tokens: int) -> bool:
         return len(self.free) >= self.shape.num_blocks(num_tokens)
 
-    def take(self, request: str, num_tokens: int) -> None:
-        self.held[request] = [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
-
-    def give_back(self, request: str) -> None:
-        self.free += self.held.pop(request, [])
+    def take(self, num_tokens: int) -> list[int]:
+        return [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
 
 
 @dataclass(slots=True)
-class _Loading:
-    """A request that the consumer loads, and the counts of its engines' releases. `is_first`: it was asked for before
-    the engines had greeted each other.
+class _Request:
+    """A request, until both engines have given its `blocks` back, which are by side.
+
+    `is_loading`: its load is awaited, and was not aborted. `is_first`: it was asked for before the engines had greeted
+    each other. `pair` are the counts of its engines' releases. `cause` is what this process did to it, or to an engine
+    while it was loaded; if it is empty, a failure is unexplained.
     """
 
-    started_s: float
     num_tokens: int
+    blocks: dict[str, list[int]]
     is_first: bool
     pair: PairCounts
+    cause: str
+    started_s: float = 0.0
+    is_loading: bool = True
+    has_failed: bool = False
+
+    @property
+    def transfer(self) -> Transfer:
+        return Transfer(self.num_tokens, [self.blocks["prefill"]], [self.blocks["decode"]])
 
 
 class Soak:
-    """One run, or the rest of it. This process is the block managers and the router. `close` ends the engines."""
+    """One run, or the rest of it. This process is the block managers and the router of the engines of `pair`."""
 
     def __init__(
         self,
-        deployment: Deployment,
+        pair: EnginePair,
         state: SoakState,
+        total_s: float,
         progress: ShowProgress,
         other: Release | None = None,
     ) -> None:
-        self._deployment, self._state, self._progress = deployment, state, progress
-        self._other, self._random = other, rng_of(state)
-        self._loading: dict[str, _Loading] = {}
-        self._aborted: set[str] = set()
-        self._troubled: dict[str, str] = {}
-        """By request: the fault that happened while it was loaded."""
+        self._pair, self._state, self._random = pair, state, rng_of(state)
+        self._total_s, self._progress, self._other = total_s, progress, other
+        self._sides: dict[str, _Side] = {}
+        for name, shape in pair.deployment.shapes.items():
+            free = list(range(pair.deployment.num_blocks(shape)[0]))
+            self._sides[name] = _Side(shape, free, lives=1 + 1000 * state.num_begun)
+        self._requests: dict[str, _Request] = {}
         self._trouble = ("", 0.0)
         """The last fault by which an engine lost its peer, and until when new requests may fail because of it."""
-        self._paused = ("", 0.0)
         self._have_met = False
-        self._sides: dict[str, _Side] = {}
-        for name, shape in deployment.shapes.items():
-            free, lives = list(range(deployment.num_blocks(shape)[0])), 1 + 1000 * state.num_begun
-            self._sides[name] = _Side(self._open(name, RELEASES[0]), shape, free, lives)
-
-    def _open(self, name: str, release: str) -> EngineProcess:
-        is_other = release != RELEASES[0]
-        environment = self._other.environment if self._other and is_other else {}
-        return EngineProcess(self._deployment, name, environment)
-
-    def _start(self, name: str) -> None:
-        self._sides[name].engine.call(Engine.start, name, ROLES[name], SETTINGS)
-
-    def close(self) -> None:
-        for side in self._sides.values():
-            side.engine.close()
+        self._began_s = time.monotonic() - state.elapsed_s
 
     @property
     def _releases(self) -> dict[str, str]:
         return {name: side.release for name, side in self._sides.items()}
 
     @property
-    def _pair(self) -> PairCounts:
+    def _counts(self) -> PairCounts:
         """The counts of the two engines' releases."""
         return self._state.pair(pair_of(self._releases))
 
-    def run(self, total_s: float, path: Path | None) -> None:
-        """Start the engines, and continue until `total_s` of the run are over.
+    @property
+    def _loading(self) -> list[str]:
+        return [name for name, request in self._requests.items() if request.is_loading]
+
+    def run(self, path: Path | None) -> None:
+        """Continue until `total_s` of the run are over, in rounds: a comparison of bytes within load, and then a fault.
+        In the second half, once each kind of fault has occurred, leave out those that end a process.
 
         Raises:
             ResultMismatchError: blocks leaked, or bytes are wrong.
         """
-        for name in self._sides:
-            self._start(name)
-        state, began_s = self._state, time.monotonic() - self._state.elapsed_s
-        fault_s = min(FAULT_S, total_s / 2 / (len(FAULTS) + 1))
-        check_s = min(CHECK_S, total_s / 8)
-        fault_at_s, check_at_s = state.elapsed_s + fault_s, state.elapsed_s + check_s
-        while (elapsed_s := time.monotonic() - began_s) < total_s:
-            state.elapsed_s = elapsed_s
-            if self._paused[0] and time.monotonic() > self._paused[1]:
-                self._resume()
-            if elapsed_s > fault_at_s and self._have_met and not self._paused[0]:
-                fault_at_s = elapsed_s + fault_s
-                fault = FAULTS[state.counts.get("fault_turns", 0) % len(FAULTS)]
-                if self._cause(fault, total_s) and fault.is_restart:
-                    check_at_s = min(check_at_s, elapsed_s + fault_s / 2)  # before the next restart
-            if elapsed_s > check_at_s and not self._paused[0]:
-                self._check()
-                save_state(path, state)
-                check_at_s = time.monotonic() - began_s + check_s
-            if not self._paused[0]:  # its scheduler is stopped, too
+        state, total_s = self._state, self._total_s
+        round_s = min(FAULT_S, total_s / 2 / (len(FAULTS) + 1))
+        while state.elapsed_s < total_s:
+            self._serve(round_s / 2)
+            self._check()
+            save_state(path, state)
+            self._serve(round_s / 2)
+            if self._have_met and state.elapsed_s < total_s:
+                number = state.count("fault_turns") - 1
+                fault = FAULTS[number % len(FAULTS)]
+                is_late = state.elapsed_s > total_s / 2 and number >= len(FAULTS)
+                if not (fault.is_restart and is_late):
+                    self._cause(fault)
+        self._check()
+        save_state(path, state)
+
+    def _serve(self, seconds: float, paused: str = "") -> None:
+        """Serve requests for `seconds`, without new ones while an engine is `paused`: its scheduler is stopped, too."""
+        until_s = time.monotonic() + seconds
+        while time.monotonic() < until_s:
+            if not paused:
                 self._start_requests()
                 self._abort_some()
-            self._step()
-            self._progress("requests, aborts and faults", elapsed_s / total_s)
-        self._resume()
-        self._check()
-        state.elapsed_s = time.monotonic() - began_s
-        save_state(path, state)
+            self._step(paused)
+            self._progress("requests, aborts and faults", self._state.elapsed_s / self._total_s)
+
+    def _step(self, paused: str = "") -> None:
+        running = [each for name, each in self._pair.engines.items() if name != paused]
+        for end in [each.begin(Engine.turn, TURN_S) for each in running]:
+            self._record(end())
+        self._state.elapsed_s = time.monotonic() - self._began_s
 
     def _check(self) -> None:
         """Drain the load, compare bytes, and record the memory, descriptors and threads of both engines.
@@ -174,17 +207,14 @@ class Soak:
             ResultMismatchError: see `run`.
         """
         self._drain()
-        self._troubled.clear()
-        self._aborted.clear()
-        num_tokens = self._random.choice(self._deployment.tokens)
+        num_tokens = self._random.choice(self._pair.deployment.options.tokens)
         while not self._compare(num_tokens) and time.monotonic() < self._trouble[1]:
             pass
-        self._state.count("checks")
-        self._pair.checks += 1
-        for name, side in self._sides.items():
-            usages = side.engine.call(Engine.usage)
+        self._counts.checks += 1
+        for name, engine in self._pair.engines.items():
+            usages = engine.call(Engine.usage)
             values = tuple(float(sum(each)) for each in zip(*usages, strict=True))
-            self._state.note_usage(name, side.lives, values)
+            self._state.note_usage(name, self._sides[name].lives, values)
 
     def _compare(self, num_tokens: int) -> bool:
         """Move one request alone, and compare all of the consumer's blocks. Returns False if the load failed, which it
@@ -193,170 +223,149 @@ class Soak:
         Raises:
             ResultMismatchError: see `run`.
         """
-        prefill, decode = self._sides.values()
-        failed, name = self._state.counts.get("failed", 0), self._allocate(num_tokens)
-        ours, theirs = [decode.held[name]], [prefill.held[name]]
-        self._prepare(theirs, num_tokens)
-        self._start_loads({name: num_tokens})
+        name, request = self._allocate(num_tokens)
+        transfer = request.transfer
+        self._pair.prepare(transfer)
+        self._start_loads({name: request})
         self._drain()
-        if self._state.counts.get("failed", 0) > failed:
+        if request.has_failed:
             return False
-        for mismatch in decode.engine.call_ranks(RankProcess.mismatch, ours, num_tokens):
-            if mismatch:
-                raise ResultMismatchError(mismatch, releases=pair_of(self._releases))
+        try:
+            self._pair.check(transfer)
+        except ResultMismatchError as error:
+            raise ResultMismatchError(error.message, releases=pair_of(self._releases)) from error
         return True
-
-    def _prepare(self, blocks: Blocks, num_tokens: int) -> None:
-        """Write the sequence into the producer's blocks, and poison into the consumer's pools."""
-        prefill, decode = self._sides.values()
-        prefill.engine.call_ranks(RankProcess.write, blocks, num_tokens)
-        decode.engine.call_ranks(RankProcess.poison)
 
     def _drain(self) -> None:
         """Wait for all requests. Raises ResultMismatchError: some still hold blocks after `DRAIN_S`."""
         deadline = time.monotonic() + DRAIN_S
-        while any(side.held for side in self._sides.values()) and time.monotonic() < deadline:
+        while self._requests and time.monotonic() < deadline:
             self._step()
-        leaked = {name: len(side.held) for name, side in self._sides.items() if side.held}
-        if leaked:
-            raise ResultMismatchError("blocks of requests leaked", requests=leaked)
+        if self._requests:
+            holders = [side for request in self._requests.values() for side in request.blocks]
+            raise ResultMismatchError("blocks of requests leaked", requests=Counter(holders))
 
     # -- load --
 
     def _start_requests(self) -> None:
-        sizes, asked = self._deployment.tokens, dict[str, int]()
+        sizes, asked = self._pair.deployment.options.tokens, dict[str, _Request]()
         for _ in range(IN_FLIGHT - len(self._loading)):
             num_tokens = self._random.randint(1, self._random.choice(sizes))
             if not all(side.has_room(num_tokens) for side in self._sides.values()):
                 break  # the engines would queue this request
-            asked[self._allocate(num_tokens)] = num_tokens
+            name, request = self._allocate(num_tokens)
+            asked[name] = request
         if asked:
             self._start_loads(asked)
 
-    def _allocate(self, num_tokens: int) -> str:
-        """Take blocks for a request on both sides. Returns its name."""
-        self._state.count("requests")
-        name = f"request-{self._state.counts['requests']}"
-        for side in self._sides.values():
-            side.take(name, num_tokens)
-        return name
+    def _allocate(self, num_tokens: int) -> tuple[str, _Request]:
+        """Take blocks for a request on both sides. Returns its name, and the request."""
+        name = f"request-{self._state.count('requests')}"
+        cause, until_s = self._trouble
+        request = self._requests[name] = _Request(
+            num_tokens=num_tokens,
+            blocks={side: each.take(num_tokens) for side, each in self._sides.items()},
+            is_first=not self._have_met,
+            pair=self._counts,
+            cause=cause if time.monotonic() < until_s else "",
+        )
+        return name, request
 
-    def _start_loads(self, asked: dict[str, int]) -> None:
-        """Offer requests, given by name and number of tokens, and load them, with both engines' next steps."""
-        prefill, decode = self._sides.values()
-        offered = [(name, [prefill.held[name]], count) for name, count in asked.items()]
-        params = prefill.engine.call(Engine.offer, offered)
-        pairs = zip(asked.items(), params, strict=True)
-        wanted = [(name, offer, [decode.held[name]], count) for (name, count), offer in pairs]
-        decode.engine.call(Engine.want, wanted)
-        for name, count in asked.items():
-            now_s, is_first = time.perf_counter(), not self._have_met
-            self._loading[name] = _Loading(now_s, count, is_first, self._pair)
-            if time.monotonic() < self._trouble[1]:
-                self._troubled[name] = self._trouble[0]
+    def _give_back(self, name: str, side: str) -> None:
+        """Free the blocks of a request on a side, unless they are free."""
+        if request := self._requests.get(name):
+            self._sides[side].free += request.blocks.pop(side, [])
+            if not request.blocks:
+                del self._requests[name]
+
+    def _start_loads(self, asked: dict[str, _Request]) -> None:
+        """Offer and load requests with both engines' next steps."""
+        self._pair.offer_and_want({name: each.transfer for name, each in asked.items()})
+        for request in asked.values():
+            request.started_s = time.perf_counter()
 
     def _abort_some(self) -> None:
-        if self._loading and self._random.random() < ABORT_PROBABILITY:
-            name = self._random.choice(list(self._loading))
+        if (loading := self._loading) and self._random.random() < ABORT_PROBABILITY:
+            name = self._random.choice(loading)
             self._state.count("aborts")
-            del self._loading[name]
-            self._aborted.add(name)
-            if not self._sides["decode"].engine.call(Engine.abort, name):
-                self._sides["decode"].give_back(name)
-
-    def _step(self) -> None:
-        running = [side.engine for name, side in self._sides.items() if name != self._paused[0]]
-        for end in [each.begin(Engine.turn, TURN_S) for each in running]:
-            self._record(end())
+            request = self._requests[name]
+            request.is_loading, request.cause = False, request.cause or "aborted"
+            if not self._pair.decode.call(Engine.abort, name):
+                self._give_back(name, "decode")
 
     def _record(self, turned: Turned) -> None:
         for name in turned.sent:
-            self._sides["prefill"].give_back(name)
-        for name, failed in turned.loads.items():
-            self._sides["decode"].give_back(name)
-            loading = self._loading.pop(name, None)
-            if failed:
-                self._record_failure(name, failed, loading)
-            elif loading is not None:  # else it was aborted
-                self._record_arrival(name, loading)
+            self._give_back(name, "prefill")
+        for name, error in turned.loads.items():
+            request = self._requests.get(name)
+            if request and error:
+                self._record_failure(name, error, request)
+            elif request and request.is_loading:  # else it was aborted
+                self._record_arrival(request)
+            if request:
+                request.is_loading = False
+            self._give_back(name, "decode")
 
-    def _record_arrival(self, name: str, loading: _Loading) -> None:
-        self._state.count("bytes", loading.num_tokens * self._deployment.options.model.token_bytes)
-        loading.pair.served += 1
-        if loading.is_first and not self._have_met:
+    def _record_arrival(self, request: _Request) -> None:
+        token_bytes = self._pair.deployment.options.model.token_bytes
+        self._state.count("bytes", request.num_tokens * token_bytes)
+        request.pair.served += 1
+        if request.is_first and not self._have_met:
             self._have_met = True
-            loading.pair.met += 1
-        if name in self._troubled:
+            request.pair.met += 1
+        if request.cause:
             return  # it may have arrived before the fault, unnoticed
-        seconds = time.perf_counter() - loading.started_s
-        loading.pair.samples.add(seconds, self._random)
-        samples = self._state.first_samples if loading.is_first else self._state.samples
+        seconds = time.perf_counter() - request.started_s
+        request.pair.samples.add(seconds, self._random)
+        samples = self._state.first_samples if request.is_first else self._state.samples
         samples.add(seconds, self._random)
 
-    def _record_failure(self, name: str, failed: str, loading: _Loading | None) -> None:
-        """Count a failure by its cause: this process's action on the request, or on an engine while it was loaded."""
-        cause = self._troubled.get(name) or ("aborted" if name in self._aborted else "unexplained")
-        self._state.count(f"{failed.partition(':')[0]}, {cause}")
-        pair = loading.pair if loading else self._pair
-        if cause == "unexplained":
-            self._state.count("unexplained")
-            pair.failed_unexplained += 1
-            if self._state.counts["unexplained"] <= MAX_TOLD:
-                self._progress(f"{name} failed, and nothing was done to it: {failed}")
-        elif loading is not None:
-            pair.failed_explained += 1
-        if loading is not None:
-            self._state.count("failed")
+    def _record_failure(self, name: str, error: str, request: _Request) -> None:
+        """Count a failure by its cause."""
+        request.has_failed = True
+        self._state.count(f"{error.partition(':')[0]}, {request.cause or 'unexplained'}")
+        if not request.cause:
+            request.pair.failed_unexplained += 1
+            if self._state.total("failed_unexplained") <= MAX_TOLD:
+                self._progress(f"{name} failed, and nothing was done to it: {error}")
+        elif request.is_loading:
+            request.pair.failed_explained += 1
 
     # -- faults --
 
-    def _cause(self, fault: Fault, total_s: float) -> bool:
-        """Cause a fault. In the second half, once each kind has occurred, leave out faults that end a process. Returns
-        True if the fault was caused.
-        """
-        state = self._state
-        state.count("fault_turns")
-        is_late = state.elapsed_s > total_s / 2 and state.counts["fault_turns"] > len(FAULTS)
-        if fault.is_restart and is_late:
-            return False
-        state.count(str(fault))
-        self._progress(f"{fault.engine} is {fault.kind}", state.elapsed_s / total_s)
+    def _cause(self, fault: Fault) -> None:
+        """Cause a fault of an engine, and undo a pause."""
+        self._state.count(str(fault))
+        self._progress(f"{fault.engine} is {fault.kind}")
         if fault.loses_peer:
-            self._troubled |= dict.fromkeys(self._loading, str(fault))
+            for name in self._loading:
+                self._requests[name].cause = str(fault)
             # an engine that its peer gave up on greets again when it notices
             self._trouble = str(fault), time.monotonic() + fault.pause_s + 2 * PEER_TIMEOUT_S
         if fault.is_restart:
             self._restart(fault)
         else:
-            self._sides[fault.engine].engine.pause()
-            self._paused = fault.engine, time.monotonic() + fault.pause_s
-        return True
-
-    def _resume(self) -> None:
-        name, _ = self._paused
-        if name:
-            self._sides[name].engine.resume()
-            self._paused = "", 0.0
+            engine = self._pair.engines[fault.engine]
+            engine.pause()
+            self._serve(fault.pause_s, paused=fault.engine)
+            engine.resume()
 
     def _restart(self, fault: Fault) -> None:
         """End an engine and start it again under the same id. Its loads and leases are gone."""
-        side = self._sides[fault.engine]
+        side, environment = self._sides[fault.engine], dict[str, str]()
         self._have_met = False
         if fault.kind == "killed":
-            side.engine.kill()
-        side.engine.close()
+            self._pair.engines[fault.engine].kill()
         if self._other is not None:
             side.release = self._state.next_release(self._releases, fault.engine)
             self._progress(f"{fault.engine} starts again: {pair_of(self._releases)} release")
-        side.engine = self._open(fault.engine, side.release)
-        self._start(fault.engine)
+            environment = {} if side.release == RELEASES[0] else self._other.environment
+        self._pair.restart(fault.engine, environment)
         side.lives += 1
-        for request in list(side.held):
-            side.give_back(request)
-        if fault.engine == "decode":
-            self._loading.clear()
-        for loading in self._loading.values():
-            loading.is_first = False  # its producer is gone
+        for name, request in list(self._requests.items()):
+            self._give_back(name, fault.engine)
+            request.is_first = False  # an engine of its is gone
+            request.is_loading &= fault.engine != "decode"
 
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
@@ -366,8 +375,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         ResultMismatchError: blocks leaked, or bytes are wrong.
         ConfigError: the state's file or the other release cannot be used.
     """
-    asked, total_s = options.soak, options.soak.minutes * 60
-    deployment = Deployment(options, options.tokens, in_flight=IN_FLIGHT // 8)
+    asked = options.soak
+    deployment = Deployment(options, in_flight=IN_FLIGHT // 8)
     name = f"{options.model.name}, {deployment}"
     path = Path(asked.state) if asked.state else None
     with ExitStack() as exits:
@@ -378,10 +387,11 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         state = load_state(path, name)
         begun = f", {state.elapsed_s:.0f} s of them done before" if state.num_begun else ""
         progress(f"{asked.minutes:g} minutes{begun}, {name}")
-        soak = exits.enter_context(closing(Soak(deployment, state, progress, other)))
+        pair = exits.enter_context(EnginePair(deployment, SETTINGS))
+        soak = Soak(pair, state, asked.minutes * 60, progress, other)
         state.num_begun += 1
         try:
-            soak.run(total_s, path)
+            soak.run(path)
         except KeyboardInterrupt:
             save_state(path, state)
             yield from cases_of(name, state)

@@ -96,8 +96,14 @@ class SoakState(msgspec.Struct):
         choices = sorted(RELEASES, key=lambda release: release != releases[engine])
         return min(choices, key=lambda each: self.pair(pair_of({**releases, engine: each})).met)
 
-    def count(self, name: str, number: int = 1) -> None:
+    def total(self, name: str) -> int:
+        """Return the sum of a count of `PairCounts` over all pairs."""
+        return sum(getattr(pair, name) for pair in self.pairs.values())
+
+    def count(self, name: str, number: int = 1) -> int:
+        """Add to a count. Returns the new one."""
         self.counts[name] = self.counts.get(name, 0) + number
+        return self.counts[name]
 
     def note_usage(self, engine: str, life: int, values: tuple[float, ...]) -> None:
         """Add a point of an engine's use."""
@@ -169,9 +175,16 @@ def rng_of(state: SoakState) -> random.Random:
 
 def cases_of(name: str, state: SoakState) -> list[CaseResult]:
     """Return the cases of a run: one of all requests, and one by pairs of releases if several have met."""
+    unexplained = state.total("failed_unexplained")
+    counts = {
+        **state.counts,
+        "unexplained": unexplained,
+        "failed": unexplained + state.total("failed_explained"),
+        "checks": state.total("checks"),
+    }
     figures = {
         "unexplained": 0.0,
-        **{each: float(number) for each, number in sorted(state.counts.items())},
+        **{each: float(number) for each, number in sorted(counts.items())},
         "interruptions": float(max(0, state.num_begun - 1)),
         "arrived": float(state.samples.num_seen + state.first_samples.num_seen),
         "first_contacts": float(state.first_samples.num_seen),

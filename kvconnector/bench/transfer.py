@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
-from kvconnector.bench.between_hosts import bandwidth, find_perftest, ucx_variables
+from kvconnector.bench import limits
 from kvconnector.bench.deployment import Deployment, Transfer
+from kvconnector.bench.engine_process import Engine
 from kvconnector.bench.engines import EnginePair, PeerPair, Runner
-from kvconnector.bench.limits import limits_of
 from kvconnector.bench.options import WARMUP, BenchOptions
 from kvconnector.bench.peers import PEERS
 from kvconnector.bench.processes import CallFailedError
-from kvconnector.bench.results import CaseResult, Measurement, ShowProgress
-from kvconnector.bench.server import ServedEngine
+from kvconnector.bench.results import CaseResult, ContenderKind, Measurement, ShowProgress
+from kvconnector.bench.shapes import ModelShape
 from kvconnector.errors import ConfigError, KVConnectorError, TransportError
 from kvconnector.session.events import DIRECT_PATH
 
@@ -28,14 +29,14 @@ Bursts: TypeAlias = Sequence[Sequence[Transfer]]
 
 def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     """Yield the cases of every request size between our engines, and between a peer's if there is one."""
-    deployment = Deployment(options, options.tokens)
+    deployment = Deployment(options)
     if options.peer:
         _refuse_what_peers_cannot(deployment)
     cases = {
         deployment.case_name(num_tokens): [
             (each,) for each in deployment.transfers(num_tokens, options.iterations)
         ]
-        for num_tokens in deployment.tokens
+        for num_tokens in deployment.options.tokens
     }
     yield from compare(deployment, cases, progress, must_run=not options.connect)
 
@@ -65,8 +66,8 @@ def compare(
         pair.pause()
         for case, bursts in cases.items():
             lengths = [each.num_tokens for burst in bursts for each in burst]
-            with limits_of(pair, max(lengths)) as limits:
-                runners = [*contenders, *limits]
+            with _limits_of(pair, max(lengths)) as limited:
+                runners = [*contenders, *limited]
                 alone = _ucx_alone(pair, max(lengths))
                 taken = _take_turns(runners, bursts, partial(progress, case), num_following)
                 alone += _ucx_alone(pair, max(lengths))
@@ -102,7 +103,7 @@ def _start_peers(
         progress(f"starting {peer.name}")
         try:
             pair = exits.enter_context(PeerPair(deployment, index))
-            pair.verify(deployment.transfer(min(deployment.tokens)))
+            pair.verify(deployment.transfer(min(deployment.options.tokens)))
         except KVConnectorError as error:
             if must_run and peer.library not in tried:
                 raise
@@ -114,20 +115,58 @@ def _start_peers(
     return contenders
 
 
+@dataclass(slots=True)
+class _Limit(Runner):
+    """One limit, which takes its turn among the contenders: `move` moves a given number of bytes."""
+
+    name: str
+    kind: ContenderKind
+    model: ModelShape
+    move: Callable[[int], None]
+
+    def run(self, *transfers: Transfer) -> float:
+        nbytes = sum(self.model.request_bytes(each.num_tokens) for each in transfers)
+        return limits.repeat(lambda: self.move(nbytes), 1, warmup=0)[0]
+
+
+@contextmanager
+def _limits_of(pair: EnginePair, num_tokens: int) -> Iterator[list[_Limit]]:
+    """Yield the limits of the pair's devices and transports, for the deployment's number of requests in flight, each of
+    at most `num_tokens` tokens.
+    """
+    deployment = pair.deployment
+    options, model = deployment.options, deployment.options.model
+    nbytes = model.request_bytes(num_tokens) * deployment.in_flight
+    if options.device != "cpu" and not options.connect:
+        copies = limits.copies_of(deployment, num_tokens)
+        name = f"plain copy, {len(copies)} at once" if len(copies) > 1 else "plain copy"
+        yield [_Limit(name, "limit", model, limits.device_copies(copies))]
+        return
+    host = pair.prefill.host
+    # on one host here: while a limit is timed, the engines are stopped
+    served = options.connect and pair.prefill.call(Engine.serve_stream, nbytes)
+    port = served or limits.serve_stream(host, nbytes)
+    with limits.open_stream((host, port), nbytes) as move:
+        found = [_Limit("raw TCP socket", "limit", model, move)]
+        if not options.connect:
+            kind: ContenderKind = "limit" if options.share_memory else "variant"
+            found.insert(0, _Limit("memcpy, one thread", kind, model, limits.host_copy(nbytes)))
+        yield found
+
+
 def _ucx_alone(pair: EnginePair, num_tokens: int) -> list[float]:
     """Return the bytes a second of `ucx_perftest` between two hosts, with the UCX and the settings of the connector;
     nothing on one host, or if either UCX has no such program.
     """
     options, engine = pair.deployment.options, pair.prefill
-    if isinstance(engine, ServedEngine):
-        config, nbytes = (
-            options.config("bench", "consumer"),
-            options.model.request_bytes(num_tokens),
-        )
-        with suppress(TransportError, CallFailedError):
-            command = find_perftest(config.ucx.library)
-            port = engine.serve_perftest(config.ucx.library, ucx_variables(config))
-            return [bandwidth(command, (engine.host, port), config, nbytes)]
+    if not options.connect:
+        return []
+    config, nbytes = options.config("bench", "consumer"), options.model.request_bytes(num_tokens)
+    library = config.ucx.library
+    with suppress(TransportError, CallFailedError):
+        command = limits.find_perftest(library)
+        port = engine.call(Engine.serve_perftest, library, limits.ucx_variables(config))
+        return [limits.bandwidth(command, (engine.host, port), config, nbytes)]
     return []
 
 
@@ -175,9 +214,9 @@ def _refuse_what_peers_cannot(deployment: Deployment) -> None:
             prefill=str(deployment.options.prefill),
             decode=str(deployment.options.decode),
         )
-    if any(tokens % unit for tokens in deployment.tokens):
+    if any(tokens % unit for tokens in deployment.options.tokens):
         raise ConfigError(
             "the peer reads whole blocks: requests must fill them",
-            tokens=list(deployment.tokens),
+            tokens=list(deployment.options.tokens),
             block_tokens=unit,
         )

@@ -285,13 +285,14 @@ def _self_test(device: str, tls: str) -> Iterator[Finding]:
     gpus = (parse_numbers(index) or (0,)) if kind == "cuda" else ()
     options = BenchOptions(
         model=MODEL,
+        tokens=(NUM_TOKENS,),
         prefill=EngineShape(block=16, layout="HND"),
         decode=EngineShape(block=64, layout="NHD"),
         device=kind,
         gpus=(gpus, gpus),
         tls=tls,
     )
-    deployment = Deployment(options, (NUM_TOKENS,))
+    deployment = Deployment(options)
     transfer = deployment.transfer(NUM_TOKENS)
     with EnginePair(deployment, STAGING | {"paths": {"direct": "never"}}) as pair:
         seconds = pair.verify(transfer)

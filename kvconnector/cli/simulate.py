@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 from rich.box import SIMPLE
 from rich.table import Table
 
@@ -35,14 +34,9 @@ PEER = PeerConfig()
 MAX_ENGINES = 100_000
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The simulated clusters, and the settings of the simulation."""
+class Report(Cluster, frozen=True, kw_only=True):
+    """The simulated clusters, one a row, and the seed of their requests."""
 
-    model: ModelShape
-    prefill: EngineShape
-    decode: EngineShape
-    costs: Costs
-    idle_timeout_s: float
     seed: int
     rows: list[Outcome]
 
@@ -161,28 +155,22 @@ def _read_trace(path: Path) -> list[tuple[float, int]]:
 
 
 def _run(
-    report: Report, size: int, rng: random.Random, arrivals: list[tuple[float, int]]
+    cluster: Cluster, size: int, rng: random.Random, arrivals: list[tuple[float, int]]
 ) -> Outcome:
-    """Simulate a cluster whose router takes any two engines."""
-    cluster = Cluster(
-        model=report.model,
-        prefill=report.prefill,
-        decode=report.decode,
-        num_producers=size // 2,
-        num_consumers=size - size // 2,
-        costs=report.costs,
-        peer=PeerConfig(idle_timeout_s=report.idle_timeout_s),
-    )
+    """Simulate `size` engines, with a router that takes any two of them."""
+    num_producers, num_consumers = size // 2, size - size // 2
     requests = [
         Request(
             at_s=at_s,
             num_tokens=tokens,
-            producer=rng.randrange(cluster.num_producers),
-            consumer=rng.randrange(cluster.num_consumers),
+            producer=rng.randrange(num_producers),
+            consumer=rng.randrange(num_consumers),
         )
         for at_s, tokens in arrivals
     ]
-    return Simulation(cluster, requests).run()
+    return Simulation(
+        cluster, requests, num_producers=num_producers, num_consumers=num_consumers
+    ).run()
 
 
 def _print(report: Report) -> None:

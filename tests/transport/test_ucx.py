@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvconnector.bench.between_hosts import bandwidth
+from kvconnector.bench.limits import bandwidth
 from kvconnector.bench.options import BenchOptions
 from kvconnector.errors import IncompatiblePeerError, PeerLostError, TransportError
 from kvconnector.transport.ucx import UcxTransport, load_library, open_ucx_transport

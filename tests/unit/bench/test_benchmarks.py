@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvconnector.bench import ResultMismatchError, gil, sessions
-from kvconnector.bench.between_hosts import open_stream, serve_stream
 from kvconnector.bench.engines import EnginePair
+from kvconnector.bench.limits import open_stream, serve_stream
 from kvconnector.bench.options import BenchOptions, Compute
 from kvconnector.bench.processes import CallFailedError
 from kvconnector.bench.shapes import DEEPSEEK_V4_PRO, EngineShape, ModelShape
@@ -127,10 +127,12 @@ def test_gil(monkeypatch):
 def test_a_transfer_of_other_blocks_reports_no_time(monkeypatch, name):
     offer_and_want = EnginePair.offer_and_want
 
-    def with_swapped_blocks(self, *transfers):
-        swapped = [[ids[::-1] for ids in each.decode_blocks] for each in transfers]
-        pairs = zip(transfers, swapped, strict=True)
-        return offer_and_want(self, *(replace(each, decode_blocks=ids) for each, ids in pairs))
+    def with_swapped_blocks(self, requests):
+        swapped = {
+            name: replace(each, decode_blocks=[ids[::-1] for ids in each.decode_blocks])
+            for name, each in requests.items()
+        }
+        return offer_and_want(self, swapped)
 
     monkeypatch.setattr(EnginePair, "offer_and_want", with_swapped_blocks)
     with pytest.raises(ResultMismatchError, match="tokens differ"):

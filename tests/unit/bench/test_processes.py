@@ -16,7 +16,7 @@ from kvconnector.bench.shapes import EngineShape, ModelShape
 from kvconnector.errors import ConfigError
 
 MODEL = ModelShape(name="tiny", num_layers=2, num_kv_heads=2, head_dim=8)
-DEPLOYMENT = Deployment(BenchOptions(model=MODEL, prefill=EngineShape(tp=2)), (16,))
+DEPLOYMENT = Deployment(BenchOptions(model=MODEL, prefill=EngineShape(tp=2)))
 
 
 @pytest.mark.integration
@@ -32,7 +32,7 @@ def test_a_process_that_ends_is_reported_with_its_last_output_and_none_stays():
     before = multiprocessing.active_children()
     with (
         pytest.raises(CallFailedError, match=r"pp0tp0 ended; its output: (.|\n)*no memory for"),
-        EngineProcess(Deployment(DEPLOYMENT.options, (1 << 60,)), "prefill") as engine,
+        EngineProcess(Deployment(BenchOptions(tokens=(1 << 60,))), "prefill") as engine,
     ):
         engine.call_ranks(RankProcess.ready)
     assert multiprocessing.active_children() == before
@@ -80,7 +80,7 @@ def test_ranks_take_turns_on_the_gpus_named_for_them(monkeypatch, gpus, side, ex
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     shapes = {"prefill": EngineShape(tp=2), "decode": EngineShape(tp=3)}
-    deployment = Deployment(BenchOptions(device="cuda", gpus=gpus, **shapes), (16,))
+    deployment = Deployment(BenchOptions(device="cuda", gpus=gpus, **shapes))
     if expected is None:
         with pytest.raises(ConfigError, match="num_gpus=4"):
             deployment.devices(side)

@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
+from unittest.mock import Mock
 
 import pytest
 
-from kvconnector.bench import server, transfer
+from kvconnector.bench import engine_process, server, transfer
 from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.options import BenchOptions
 from kvconnector.bench.results import Measurement
@@ -84,13 +85,16 @@ def test_a_server_is_measured_from_another_host_beside_a_raw_socket(
 
 
 def test_a_client_sets_no_variables_of_a_server_but_those_for_tuning(monkeypatch):
-    for name in ("EngineProcess", "perftest_server"):
-        monkeypatch.setattr(server, name, lambda *arguments: nullcontext(arguments))
-    client = server._Client("127.0.0.1", {})
+    monkeypatch.setattr(server, "Child", Mock())
     asked = {"LD_PRELOAD": "x", "KVCONNECTOR_STAGING_WINDOW": "7"}
-    client.open(server.__version__, "s", Deployment(BenchOptions(), (16,)), None, asked)
-    assert client._engine[2] == {"KVCONNECTOR_STAGING_WINDOW": "7"}
-    passed = client.serve_perftest("auto", {"LD_PRELOAD": "x", "UCX_TLS": "tcp"})
+    client = server._Client({})
+    client.open(server.__version__, "s", Deployment(BenchOptions()), None, asked)
+    *_, environment = server.Child.call_args.args
+    assert environment == {"KVCONNECTOR_STAGING_WINDOW": "7"}
+    monkeypatch.setattr(engine_process, "Child", Mock())
+    monkeypatch.setattr(engine_process, "perftest_server", lambda *each: nullcontext(each))
+    with engine_process.Engine(Deployment(BenchOptions()), "prefill") as engine:
+        passed = engine.serve_perftest("auto", {"LD_PRELOAD": "x", "UCX_TLS": "tcp"})
     assert passed == ("auto", {"UCX_TLS": "tcp"})
 
 

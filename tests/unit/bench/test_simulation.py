@@ -2,23 +2,18 @@
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Request, Simulation
-from kvconnector.config import PeerConfig
 from kvconnector.runtime import directory
 
 MODEL = ModelShape(name="small", num_layers=2, num_kv_heads=2, head_dim=8)
 
 
-def run(
-    requests, *, prefill="tp=1", decode="tp=1", engines=(1, 1), costs=None, model=MODEL, **peer
-):
+def run(requests, *, prefill="tp=1", decode="tp=1", costs=None, model=MODEL, **idle):
     cluster = Cluster(
         model=model,
         prefill=EngineShape.parse(prefill),
         decode=EngineShape.parse(decode),
-        num_producers=engines[0],
-        num_consumers=engines[1],
         costs=costs or Costs(),
-        peer=PeerConfig(**peer),
+        **idle,
     )
     return Simulation(cluster, requests).run()
 

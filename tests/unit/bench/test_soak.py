@@ -16,11 +16,12 @@ import kvconnector_kernels
 from kvconnector.bench import ResultMismatchError, processes, soak, soak_state
 from kvconnector.bench.deployment import Deployment
 from kvconnector.bench.engine_process import EngineProcess
+from kvconnector.bench.engines import EnginePair
 from kvconnector.bench.options import BenchOptions, SoakOptions
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.releases import open_release
 from kvconnector.bench.shapes import ModelShape
-from kvconnector.bench.soak_faults import FAULTS
+from kvconnector.bench.soak import FAULTS
 from kvconnector.bench.soak_state import (
     RELEASES,
     Samples,
@@ -129,7 +130,6 @@ def test_a_report_has_what_each_pair_of_releases_served_and_what_failed():
         pair.met, pair.served, pair.checks = number, 100 * number, number
         pair.failed_explained, pair.failed_unexplained = 10 * number, number - 1
         pair.samples.add(0.1 * number, rng)
-    state.count("unexplained", 3)
     _, by_pair = cases_of("x", state)
     assert [each.contender for each in by_pair.measurements] == [*PAIRS]
     assert by_pair.ours.contender == "this to this"
@@ -211,7 +211,7 @@ def test_a_wheel_and_a_folder_are_opened_alike_with_this_releases_benchmarks(tmp
 @pytest.mark.integration
 def test_the_ranks_of_the_last_release_run_this_ones_benchmarks(monkeypatch):
     monkeypatch.setattr(processes, "subprocess", subprocess)  # not forked from this release
-    deployment = Deployment(BenchOptions(model=MODEL), (9,))
+    deployment = Deployment(BenchOptions(model=MODEL, tokens=(9,)))
     with open_release(last_release()) as found:
         environment = found.environment
         with EngineProcess(deployment, "prefill", environment=environment) as engine:
@@ -222,10 +222,10 @@ def soaked(is_over, monkeypatch, **options):
     """Return the cases of a soak of an hour that is interrupted once `is_over(state)`."""
     step = soak.Soak._step
 
-    def interrupted(self):
+    def interrupted(self, *paused):
         if is_over(self._state):
             raise KeyboardInterrupt
-        step(self)
+        step(self, *paused)
 
     found = []
     with monkeypatch.context() as patch:
@@ -242,14 +242,12 @@ def soaked(is_over, monkeypatch, **options):
 def test_a_soak_meets_every_fault_and_goes_on_after_an_interruption(monkeypatch, tmp_path):
     monkeypatch.setattr(soak, "ABORT_PROBABILITY", 0.3)
     monkeypatch.setattr(soak, "FAULT_S", 1.0)
-    monkeypatch.setattr(soak, "CHECK_S", 4.0)
     options = {"state": str(tmp_path / "soak.json")}
     cases = soaked(lambda state: state.counts.get("fault_turns", 0) > 2, monkeypatch, **options)
     before = cases[0].ours.figures
 
     def is_over(state):
-        turns, checks = (state.counts.get(name, 0) for name in ("fault_turns", "checks"))
-        return turns > len(FAULTS) + 1 and checks > 1
+        return state.counts.get("fault_turns", 0) > len(FAULTS) + 1 and state.total("checks") > 1
 
     after = soaked(is_over, monkeypatch, **options)[0].ours.figures
     assert (before["interruptions"], after["interruptions"]) == (0, 1)
@@ -267,16 +265,17 @@ def test_a_soak_meets_every_fault_and_goes_on_after_an_interruption(monkeypatch,
 def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
     if what == "leak":
         monkeypatch.setattr(soak, "DRAIN_S", 1.0)
-        monkeypatch.setattr(soak._Side, "give_back", lambda self, request: None)
+        monkeypatch.setattr(soak.Soak, "_give_back", lambda *_: None)
     else:
-        prepare = soak.Soak._prepare
+        prepare = EnginePair.prepare
 
-        def written_late(self, blocks, num_tokens):
-            prepare(self, blocks, num_tokens)
-            decode = self._sides["decode"]
-            decode.engine.call_ranks(RankProcess.write, [[decode.free[0]]], 1)
+        def written_late(self, transfer):
+            prepare(self, transfer)
+            (used,) = transfer.decode_blocks
+            free = next(block for block in range(len(used) + 1) if block not in used)
+            self.decode.call_ranks(RankProcess.write, [[free]], 1)
 
-        monkeypatch.setattr(soak.Soak, "_prepare", written_late)
+        monkeypatch.setattr(EnginePair, "prepare", written_late)
     text = "leaked" if what == "leak" else "another request"
     options = BenchOptions(model=MODEL, tokens=(9, 70), soak=SoakOptions(0.05))
     with pytest.raises(ResultMismatchError, match=text):
@@ -289,7 +288,6 @@ def test_a_soak_ends_at_wrong_bytes_and_leaked_blocks(monkeypatch, what):
 def test_a_soak_serves_between_all_pairs_of_this_release_and_the_last(monkeypatch):
     monkeypatch.setattr(processes, "subprocess", subprocess)  # not forked from this release
     monkeypatch.setattr(soak, "FAULT_S", 1.0)
-    monkeypatch.setattr(soak, "CHECK_S", 2.0)
 
     def is_over(state):
         return all(state.pair(name).met and state.pair(name).checks for name in PAIRS)
