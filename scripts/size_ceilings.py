@@ -38,13 +38,13 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2916),
     "kvconnector/control": Size(1291, target=1330),
     "kvconnector/datapath": Size(4349, target=4050),
-    "kvconnector/integrations": Size(3406, target=3510),
+    "kvconnector/integrations": Size(3426, target=3510),
     "kvconnector/integrations/sglang": Size(1321, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(580, target=560),
     "kvconnector/runtime": Size(3687, target=2800),
     "kvconnector/session": Size(3563, target=2900),
-    "kvconnector/topology": Size(899, target=980),
+    "kvconnector/topology": Size(941, target=980),
     "kvconnector/transport": Size(2751, target=2530),
     "kvconnector/wire": Size(628, target=500),
     "kernels/kvconnector_kernels": Size(1),
@@ -69,7 +69,7 @@ ROOMS: dict[str, Size] = {
     "tests/sglang/pure": Size(876),
     "tests/support": Size(2854),
     "tests/transport": Size(1453),
-    "tests/unit": Size(1768),
+    "tests/unit": Size(1838),
     "tests/unit/bench": Size(1099),
     "tests/unit/cache": Size(1052),
     "tests/unit/cli": Size(1230),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1663),
     "tests/sglang": Size(751),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(7049),
+    "tests/vllm": Size(7068),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

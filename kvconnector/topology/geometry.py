@@ -6,6 +6,7 @@ a recurrent state a *head* is whatever the engine splits: channels, or state hea
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, NoReturn, TypeAlias
@@ -19,6 +20,7 @@ from kvconnector.layout import ContextParallel
 from kvconnector.layout.watermark import MAX_LAYERS
 
 MAX_BLOCK_SIZE = 1 << 20
+_DIGEST_BYTES = 8
 
 
 class PartGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -93,8 +95,11 @@ class GroupGeometry(
     """A cache group on one rank: layers (global indices) with a common block table. `block_size` is in tokens.
 
     With decode context parallelism, `dcp_size` ranks take the tokens in turns of `interleave_tokens`, and one block id
-    stands for a block on each of them. Raises GeometryError: layers do not ascend, there is no part, two parts have one
-    name, a size or the rank is out of range, or `interleave_tokens` does not divide the block size.
+    stands for a block on each of them. `scales[layer][part]`, if stated, are the factors by which a quantised cache's
+    numbers are multiplied: one, or one for each head that this rank holds.
+
+    Raises GeometryError: layers do not ascend, there is no part, two parts have one name, a size or the rank is out of
+    range, `interleave_tokens` does not divide the block size, or a layer, a part or a head has no scale.
     """
 
     block_size: int
@@ -103,6 +108,7 @@ class GroupGeometry(
     dcp_size: int = 1
     dcp_rank: int = 0
     interleave_tokens: int = 1
+    scales: tuple[tuple[tuple[float, ...], ...], ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.block_size <= MAX_BLOCK_SIZE:
@@ -120,6 +126,16 @@ class GroupGeometry(
             shares = {(self.parts[i].head_start, self.parts[i].head_stop) for i in family}
             if len(shares) > 1:
                 raise GeometryError("parts of one shape must hold the same heads", parts=self.parts)
+        counts = [(1, part.num_heads) for part in self.parts]
+        if self.scales and (
+            len(self.scales) != len(self.layers)
+            or any(len(layer) != len(counts) for layer in self.scales)
+            or any(
+                len(s) not in c for layer in self.scales for s, c in zip(layer, counts, strict=True)
+            )
+        ):
+            text = "scales are stated for each layer and part, one or one for each head"
+            raise GeometryError(text, layers=self.layers, parts=names)
 
     def _parts_by_key(self) -> dict[tuple[int, int, int], list[int]]:
         by_key: dict[tuple[int, int, int], list[int]] = {}
@@ -281,10 +297,11 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def agreed_values(engine: EngineGeometry) -> dict[str, object]:
-    """Return all values on which two engines must agree, by name. With several groups a name ends with the group's."""
-    values = {**msgspec.structs.asdict(engine.model), "verify": engine.verify}
-    if engine.num_groups != 1:
-        values["cache_groups"] = engine.num_groups
+    """Return all values on which two engines must agree, by name. With several groups a name ends with the group's.
+    Scales that an engine does not state are left out: it may be of an earlier release.
+    """
+    model = msgspec.structs.asdict(engine.model)
+    values = {**model, "verify": engine.verify, "cache_groups": engine.num_groups}
     # the ranks of a stage hold the same layers
     stages = [engine.stage(pp_rank)[0] for pp_rank in range(engine.pp_size)]
     for index, parts in enumerate(parts_of(engine.ranks[0])):
@@ -297,6 +314,8 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
             "head_dim": _joined(dims),
             "item_size_bytes": _joined(sizes),
         }
+        if scales := _scales(engine, index):
+            group["scales"] = scales
         end = f"_{index}" if engine.num_groups > 1 else ""
         values |= {name + end: value for name, value in group.items()}
     return values
@@ -305,6 +324,29 @@ def agreed_values(engine: EngineGeometry) -> dict[str, object]:
 def parts_of(rank: RankGeometry) -> list[list[tuple[str, int, int, int]]]:
     """Return the parts of every cache group, each as its name and the values of `PartGeometry.model_key`."""
     return [[(part.name, *part.model_key) for part in group.parts] for group in rank.groups]
+
+
+def _scales(engine: EngineGeometry, index: int) -> str:
+    """Return the scales of a group on all ranks as text, which is short and equal only if they are; "" if some rank
+    with layers of the group does not state them.
+    """
+    found: dict[tuple[int, str], dict[int, float]] = {}
+    for holding in (groups[index] for stage in engine.holdings for groups in stage):
+        if holding.layers and not holding.scales:
+            return ""
+        for layer, scales in zip(holding.layers, holding.scales, strict=True):
+            for part, own in zip(holding.parts, scales, strict=True):
+                heads = found.setdefault((layer, part.name), {})
+                heads.update(enumerate(own, part.head_start))
+    for place, heads in found.items():
+        if len({*heads.values()}) == 1:
+            found[place] = {0: heads.popitem()[1]}  # as if it were stated once for all heads
+    numbers = [number for heads in found.values() for number in heads.values()]
+    if not numbers:
+        return ""
+    stated = [(*place, sorted(heads.items())) for place, heads in sorted(found.items())]
+    digest = hashlib.blake2b(msgspec.msgpack.encode(stated), digest_size=_DIGEST_BYTES).hexdigest()
+    return f"{min(numbers):.4g} to {max(numbers):.4g}, digest {digest}"
 
 
 def _joined(values: tuple[int, ...]) -> int | tuple[int, ...]:

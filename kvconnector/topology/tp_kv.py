@@ -186,9 +186,9 @@ class TpKVTopology:
         ours, theirs = agreed_values(self.engine), agreed_values(remote)
         engine_id, peer_id = self.engine.engine_id, remote.engine_id
         differing = {
-            name: {engine_id: ours.get(name), peer_id: theirs.get(name)}
-            for name in {**ours, **theirs}
-            if ours.get(name) != theirs.get(name)
+            name: {engine_id: value, peer_id: theirs[name]}
+            for name, value in ours.items()
+            if name in theirs and value != theirs[name]
         }
         if differing:
             raise IncompatiblePeerError(

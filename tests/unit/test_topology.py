@@ -71,6 +71,15 @@ REFUSED = [
     (lambda: group(dcp_size=2, interleave_tokens=0), "at least 1"),
     (lambda: group(dcp_size=2, interleave_tokens=5), "does not divide the block"),
     (lambda: group(parts=()), "distinct names"),
+    *(
+        (
+            lambda scales=scales: group(
+                layers=(0, 1), parts=(part(), part(name="v")), scales=scales
+            ),
+            "scales",
+        )
+        for scales in ((((1.0,),) * 2,), (((1.0,),),) * 2, (((1.0,) * 3, (1.0,)),) * 2)
+    ),
     (lambda: group(parts=(part(), part())), "distinct names"),
     (lambda: group(parts=(part(), part(name="v", head_stop=1))), "same heads"),
     (lambda: split(slice(3)), "in order"),
@@ -132,6 +141,67 @@ def test_engines_of_other_models_are_incompatible():
             topology(ours).check_compatible(theirs)
         named = refused.value.context[name]
         assert named["ours"] != named["theirs"]
+
+
+def scaled(scale_of, **cut):
+    """Make an engine whose ranks state the scales `scale_of(layer, part, heads)` of quantised numbers."""
+
+    def rank_of(rank):
+        (group,) = rank.groups
+        scales = tuple(
+            tuple(
+                scale_of(layer, part.name, range(part.head_start, part.head_stop))
+                for part in group.parts
+            )
+            for layer in group.layers
+        )
+        return msgspec.structs.replace(
+            rank, groups=(msgspec.structs.replace(group, scales=scales),)
+        )
+
+    whole = engine(**cut)
+    return relisted(whole, map(rank_of, whole.ranks))
+
+
+def per_layer(layer, part, heads):
+    return (layer + ord(part),)
+
+
+def per_head(layer, part, heads):
+    return tuple(layer + 0.5 * head for head in heads)
+
+
+HALVES = ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize(
+    "theirs, is_compatible",
+    [
+        (scaled(per_layer, name="theirs", tp_size=8, stages=HALVES), True),
+        (scaled(lambda *place: per_layer(*place) * len(place[2]), name="theirs", tp_size=2), True),
+        (engine(name="theirs"), True),  # it states none
+        (scaled(lambda *place: (1.0,), name="theirs", stages=HALVES), False),
+        (scaled(lambda layer, *place: per_layer(layer ^ 1, *place), name="theirs"), False),
+        (scaled(per_head, name="theirs"), False),
+    ],
+)
+def test_quantised_caches_need_the_same_scales(theirs, is_compatible):
+    for ours in (scaled(per_layer, name="ours"), scaled(per_layer, name="ours", tp_size=4)):
+        if is_compatible:
+            topology(ours).check_compatible(theirs)
+            continue
+        with pytest.raises(IncompatiblePeerError, match="disagree in scales") as refused:
+            topology(ours).check_compatible(theirs)
+        assert set(refused.value.context["scales"]) == {"ours", "theirs"}
+
+
+def test_scales_of_heads_are_compared_head_by_head():
+    ours = scaled(per_head, name="ours", tp_size=2)
+    for cut in ({}, {"tp_size": 4}, {"tp_size": 8, "stages": HALVES}):
+        topology(ours).check_compatible(scaled(per_head, name="theirs", **cut))
+    other = scaled(lambda *place: per_head(*place)[::-1], name="theirs", tp_size=2)
+    with pytest.raises(IncompatiblePeerError, match="disagree in scales"):
+        topology(ours).check_compatible(other)
 
 
 def test_many_engines_spread_over_the_replicas():

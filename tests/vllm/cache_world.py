@@ -60,10 +60,13 @@ def vllm_config(
     total_kv_heads=HEADS,
     names=NAMES,
     draft_kv_heads=None,
+    layer=(),
     **overrides,
 ):
     layer = SimpleNamespace(
-        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), isa=isa
+        get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend),
+        isa=isa,
+        **dict(layer),
     )
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(names, layer)),

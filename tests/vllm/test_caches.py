@@ -42,6 +42,22 @@ def test_packed_k_and_v_are_found_in_every_layout(layout):
         assert np.array_equal(read(v), raw(caches[name][..., DIM:]))
 
 
+@pytest.mark.parametrize("numbers", [[0.5], [0.5, 0.25]])
+def test_the_scales_of_fp8_caches_are_stated(numbers):
+    """One for a layer's K and one for its V, or one for each head, as in checkpoints of compressed tensors."""
+    scales = {"_k_scale": torch.tensor(numbers), "_v_scale": torch.tensor(numbers) / 2}
+    fp8 = {"dtype": torch.float8_e4m3fn, "kv_quant_mode": kv.KVQuantMode.FP8_PER_TENSOR}
+    k, v = tuple(numbers), tuple(number / 2 for number in numbers)
+    group, _ = registered(attention(**fp8), layer=scales)
+    assert group.cache.geometry.scales == ((k, v),) * 3
+    latent = attention(kv.MLAAttentionSpec, **fp8, num_kv_heads=1, head_size_v=0)
+    group, _ = registered(latent, layer={name: scale[:1] for name, scale in scales.items()})
+    assert group.cache.geometry.scales == ((k[:1],),) * 3
+    for packed in ({}, {**fp8, "state_content_bytes": 2 * DIM}):
+        group, _ = registered(attention(**packed), layer=scales)
+        assert group.cache.geometry.scales == ()
+
+
 def store_in_tiles(key_NHD, value_NHD, key_cache, value_cache, slots, *isa, **scales):
     """Store bfloat16 as AMX code does: K as [16 tokens][dim pair][token][2], V as [16 dims][token pair][dim][2]."""
     size, dim = key_cache.shape[2:]

@@ -161,7 +161,23 @@ def _layer_cache(
         backend=backend,
         isa=getattr(layer, "isa", ""),
         kv_cache_dtype=str(vllm_config.cache_config.cache_dtype),
+        scales=_scales(layer, spec),
     )
+
+
+def _scales(layer: Any, spec: Any) -> tuple[tuple[float, ...], ...]:
+    """Return an attention layer's `LayerCache.scales`. They come from the checkpoint, whose name does not show them."""
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
+
+    # in opaque bytes, those of each token and head are stored beside the numbers
+    if (
+        layer is None
+        or not isinstance(spec, AttentionSpec)
+        or spec.kv_quant_mode is not KVQuantMode.FP8_PER_TENSOR
+        or spec.state_content_bytes is not None
+    ):
+        return ()
+    return tuple(tuple(scale.flatten().tolist()) for scale in (layer._k_scale, layer._v_scale))
 
 
 def _register(
@@ -194,6 +210,7 @@ def _register(
             keeps=info.keeps,
             dcp_size=shared.world_size,
         )
+    scales = [layers[number].scales[: len(geometries)] for number in sorted(layers)]
     geometry = GroupGeometry(
         block_size=tiles,
         layers=tuple(sorted(layers)),
@@ -201,6 +218,7 @@ def _register(
         dcp_size=shared.world_size,
         dcp_rank=shared.rank,
         interleave_tokens=shared.interleave_tokens,
+        scales=tuple(scales) if all(scales) else (),
     )
     return RegisteredGroup(
         cache=CacheGroup(geometry, views, device_name(next(iter(tensors.values())).device)),

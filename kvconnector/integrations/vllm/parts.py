@@ -46,7 +46,8 @@ CUT_STATES = frozenset({"MAMBA1", "MAMBA2", "GDN_ATTN"})
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """One layer as vLLM registers it. `backend` is the name of its attention backend, and `isa` the instruction set of
-    the CPU backend. `total_kv_heads` are those of the layer's own model, which may be a draft model.
+    the CPU backend. `total_kv_heads` are those of the layer's own model, which may be a draft model. `scales` are those
+    of K and of V in an fp8 cache, each one number, or one for each head; empty if the cache's numbers have none.
     """
 
     name: str
@@ -56,6 +57,7 @@ class LayerCache:
     backend: str = ""
     isa: str = ""
     kv_cache_dtype: str = "auto"
+    scales: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
