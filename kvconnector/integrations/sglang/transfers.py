@@ -281,7 +281,7 @@ class LoadedPrompt(RoomTransfer):
         self._row = aux_index or 0
         with self.failing(), self.kv_mgr.after(self.stream):
             ranges, blocks = self.kv_mgr.layout.to_load(
-                [int(page) for page in kv_indices],
+                kv_indices,
                 state_indices or (),
                 self._row,
                 prefix_tokens=decode_prefix_len or 0,
