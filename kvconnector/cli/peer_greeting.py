@@ -23,6 +23,7 @@ from kvconnector.cli.console import Finding, Verdict
 from kvconnector.config import ConnectorConfig, PeerConfig
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
+from kvconnector.control.lookup import Lookup
 from kvconnector.control.security import check_server
 from kvconnector.datapath import Pools
 from kvconnector.datapath.direct.export_check import check_export
@@ -101,19 +102,9 @@ def reason_for_silence(address: str) -> str:
 
 def resolve(host: str) -> str:
     """Look up a host, within `RESOLVE_S`. Returns the reason for a failure, "" if there was none."""
-    failed = [f"no answer within {RESOLVE_S} s"]
-
-    def look_up() -> None:
-        try:
-            socket.getaddrinfo(host, None)
-            failed[0] = ""
-        except (OSError, UnicodeError) as error:
-            failed[0] = str(error)
-
-    thread = threading.Thread(target=look_up, daemon=True)  # the resolver's own timeouts are longer
-    thread.start()
-    thread.join(RESOLVE_S)
-    return failed[0]
+    ended = threading.Event()
+    lookup = Lookup(host, ended.set)
+    return lookup.error if ended.wait(RESOLVE_S) else f"no answer within {RESOLVE_S} s"
 
 
 class _Session(ConsumerSession):

@@ -134,6 +134,7 @@ class ControlChannel:
             security=self.security,
             limits=self._limits,
             now=time.monotonic(),
+            wake=self.wake,
         )
         self._outgoing[handle] = connection
         if connection.deadline is not None:
@@ -207,6 +208,7 @@ class ControlChannel:
         for connection in list(self._outgoing.values()):
             is_ready = connection.socket in ready or connection.monitor.socket in ready
             if is_ready or connection.is_due(now):
+                self.is_settled = False  # it may connect and send only now
                 events += connection.receive(now)
                 if connection.finished:
                     self._drop(connection.handle, linger_ms=0)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
 import zmq
 
 from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
+from kvconnector.control.lookup import Lookup, is_name
 from kvconnector.control.security import CurveKeys, Security
 from kvconnector.control.zmq_sockets import Monitor, check_frames, configure, queue_is_full
 from kvconnector.errors import (
@@ -42,18 +43,12 @@ SHORT_MESSAGE_BYTES = 64 << 10
 
 
 class _Probe:
-    """A plain connection to a peer that closed another one, to see whether its process still listens. Never blocks, so
-    it resolves no host names, and does nothing while no descriptor is free.
+    """A plain connection to a peer that closed another one, to see whether its process still listens. Never blocks, and
+    does nothing while no descriptor is free. `target` has an IP address.
     """
 
     def __init__(self, target: HostPort) -> None:
         self._socket: socket.socket | None = None
-        self._is_named = False
-        try:
-            ipaddress.ip_address(target.host)
-        except ValueError:
-            self._is_named = True
-            return
         family = socket.AF_INET6 if ":" in target.host else socket.AF_INET
         with suppress(OSError):
             self._socket = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -62,7 +57,7 @@ class _Probe:
     def result(self) -> type[AuthenticationError | PeerLostError]:
         """Return the error that the peer's end means: a peer that still listens refused our keys."""
         with suppress(OSError):
-            if self._is_named or (self._socket is not None and self._socket.getpeername()):
+            if self._socket is not None and self._socket.getpeername():
                 return AuthenticationError
         return PeerLostError
 
@@ -74,6 +69,9 @@ class _Probe:
 class OutgoingConnection:
     """A DEALER that connects once. It is over as soon as `error` is set; messages that had arrived can still be
     received. After it has returned `Disconnected` it is `finished`, and must be closed.
+
+    A host's name is looked up first, and `wake` called when that is done: libzmq would look it up in the thread that
+    serves all connections of the context, and lose them all if no name server answers.
     """
 
     def __init__(
@@ -86,6 +84,7 @@ class OutgoingConnection:
         security: Security,
         limits: ControlLimits,
         now: float,
+        wake: Callable[[], None],
     ) -> None:
         self.handle = handle
         self.error: KVConnectorError | None = None
@@ -94,6 +93,9 @@ class OutgoingConnection:
         self._target = target
         self._probe: _Probe | None = None
         self._longest_bytes = 0
+        self._lookup = Lookup(target.host, wake) if is_name(target.host) else None
+        self._unsent: list[bytes] = []
+        """Messages that wait for the look-up."""
         self._uses_keys = isinstance(security, CurveKeys)
         self._limits = limits
         self.deadline: float | None = now + limits.connect_timeout_s
@@ -121,18 +123,24 @@ class OutgoingConnection:
                 self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
             self.monitor = Monitor(self.socket, _EVENTS)
             opened.callback(self.monitor.close)
-            self.socket.connect(self.address)
+            if self._lookup is None:
+                self.socket.connect(self.address)
             opened.pop_all()
 
     def is_due(self, now: float) -> bool:
-        """Returns True if it is over, by an error or because the handshake took too long."""
-        return self.error is not None or (self.deadline is not None and now >= self.deadline)
+        """Returns True if it is over, by an error or because the handshake took too long, or its host is looked up."""
+        is_found = self._lookup is not None and self._lookup.is_over
+        is_late = self.deadline is not None and now >= self.deadline
+        return self.error is not None or is_found or is_late
 
     def send(self, payload: bytes) -> None:
         """Queue a message. Raises `error`, the reason why the connection is over."""
         if self.error is not None:
             raise self.error
         self._longest_bytes = max(self._longest_bytes, len(payload))
+        if self._lookup is not None:
+            self._unsent.append(payload)
+            return
         try:
             self.socket.send(payload, zmq.NOBLOCK)
         except zmq.Again as exc:
@@ -142,11 +150,15 @@ class OutgoingConnection:
 
     def receive(self, now: float) -> list[ControlEvent]:
         """Return messages that arrived, and last `Disconnected`, once the connection is over and all is read."""
+        if self._lookup is not None and self._lookup.is_over:
+            self._connect_to(self._lookup)
         # The monitor first: once it has reported the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
             self.error = self._after_probe() or PeerUnreachableError(
-                "peer did not complete the handshake in time",
+                "peer did not complete the handshake in time"
+                if self._lookup is None
+                else "the host name was not looked up in time",
                 address=self.address,
                 connect_timeout_s=self._limits.connect_timeout_s,
             )
@@ -172,6 +184,20 @@ class OutgoingConnection:
             self._probe.close()
         self.monitor.close()
         self.socket.close(linger=linger_ms)
+
+    def _connect_to(self, found: Lookup) -> None:
+        """Connect to the address of the host's name, and send what waits for that."""
+        self._lookup = None
+        if found.error:
+            self.error = PeerUnreachableError(
+                f"the host name does not resolve: {found.error}", address=self.address
+            )
+            return
+        self._target = HostPort(found.address, self._target.port)
+        self.socket.connect(str(self._target))
+        for payload in self._unsent:
+            self.socket.send(payload, zmq.NOBLOCK)
+        self._unsent.clear()
 
     def _take_monitor(self) -> None:
         for kind, value in self.monitor.drain():
@@ -229,5 +255,5 @@ class OutgoingConnection:
                     )
             case _:
                 error = PeerUnreachableError
-                text = "nothing listens there, or the host name does not resolve"
+                text = "nothing listens there"
         return error(text, **context)

@@ -4,6 +4,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 import time
 from contextlib import ExitStack, closing, contextmanager
 
@@ -197,9 +198,47 @@ def test_a_peer_with_another_protocol_is_a_remote_error():
 
 
 def test_host_name_that_does_not_resolve_is_unreachable():
-    with channels(None, connect_timeout_s=2.0, linger_s=0.0) as (near,):
+    with channels(None, linger_s=0.0) as (near,):
         handle = near.connect("tcp://no-such-host.invalid:5555")
-        assert isinstance(Recorder(near).wait_loss(near, handle), PeerUnreachableError)
+        error = Recorder(near).wait_loss(near, handle)
+        assert isinstance(error, PeerUnreachableError)
+        assert "does not resolve" in str(error)
+
+
+@pytest.fixture
+def name_server(monkeypatch):
+    """An event before which no host name is looked up. Each one is this host's then."""
+    answers = threading.Event()
+
+    def look_up(*_, **__):
+        assert answers.wait(DEADLINE_S)
+        return [(None, None, None, "", ("127.0.0.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    yield answers
+    answers.set()
+
+
+def test_other_connections_work_while_a_host_name_is_looked_up(name_server):
+    """libzmq would look it up in the thread that serves them all."""
+    with channels(None, None) as (near, far):
+        recorder = Recorder(near, far)
+        named = near.connect(f"tcp://a-name.invalid:{parse_address(far.address).port}")
+        for payload in (b"first", b"second"):
+            near.send(named, payload)
+        recorder.link(near, far)
+        name_server.set()
+        recorder.wait_payloads(far, 2)
+        assert recorder.payloads(far) == [b"first", b"second"]
+
+
+@pytest.mark.usefixtures("name_server")
+def test_a_host_name_that_is_not_looked_up_in_time_is_unreachable():
+    with channels(None, connect_timeout_s=0.2, linger_s=0.0) as (near,):
+        handle = near.connect("tcp://a-name.invalid:5555")
+        error = Recorder(near).wait_loss(near, handle)
+        assert isinstance(error, PeerUnreachableError)
+        assert "not looked up in time" in str(error)
 
 
 def test_a_silent_peer_is_unreachable_at_the_deadline():

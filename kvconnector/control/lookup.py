@@ -1,0 +1,49 @@
+"""Look-ups of host names, each in a thread of its own: they take long if a name server does not answer."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import threading
+from collections.abc import Callable
+
+from kvconnector.errors import TransportError
+
+
+def is_name(host: str) -> bool:
+    """Returns True if `host` is no IP address, and so has to be looked up."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return True
+    return False
+
+
+class Lookup:
+    """A look-up of one host name. Once it is over, either `address`, the host's first one, or `error` is set, and its
+    thread calls `on_end`.
+
+    Raises:
+        TransportError: no thread can be started.
+    """
+
+    def __init__(self, host: str, on_end: Callable[[], None]) -> None:
+        self.address = self.error = ""
+        self._host, self._on_end = host, on_end
+        thread = threading.Thread(target=self._run, name="kvconnector-lookup", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise TransportError(f"cannot look up a host name: {error}", host=host) from error
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.address or self.error)
+
+    def _run(self) -> None:
+        try:
+            found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
+            self.address = str(found[0][4][0])
+        except (OSError, UnicodeError) as error:
+            self.error = str(error)
+        self._on_end()
