@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from kvconnector.bench.engines import EnginePair
 
 HELLO_TIMEOUT_S = 3.0
+KEYS = ("KVCONNECTOR_CONTROL_SECRET_KEY_FILE", "KVCONNECTOR_CONTROL_AUTHORIZED_CLIENTS_FILE")
+DEFAULTS = ConnectorConfig.from_mapping({"engine_id": "doctor", "control": {"insecure": True}})
+"""Settings for the other checks where those of the environment cannot be used."""
 text_option = partial(click.option, default="", show_default=False)
 
 
@@ -135,25 +138,35 @@ def _local_engine(model: str, dtype: str, decode: str, name: str) -> EngineGeome
 
 
 def _config(keys: Path | None, tls: str) -> ConnectorConfig:
-    """Return the environment's settings, as an engine here would have them, with a name for this process."""
-    control: dict[str, object] = {"insecure": True}
-    if files := _key_files(keys):
-        control = dict(zip(("secret_key_file", "authorized_clients_file"), files, strict=True))
-    base = {"engine_id": "doctor", "control": control, "peer": {"hello_timeout_s": HELLO_TIMEOUT_S}}
-    config = ConnectorConfig.from_env(os.environ, {**base, "ucx": {"tls": tls}})
-    return msgspec.structs.replace(
-        config, engine_id=f"doctor-{platform.node()}-{os.getpid()}", role="consumer"
-    )
+    """Return the environment's settings, as an engine here would have them, with a name for this process. Options
+    override them. Raises ConfigError: settings do not exist, or do not fit together.
+    """
+    environment = {**os.environ, **({"KVCONNECTOR_UCX_TLS": tls} if tls else {})}
+    if keys is not None:
+        files = (SECRET_KEY_FILE, AUTHORIZED_CLIENTS_FILE)
+        environment |= {name: str(keys / file) for name, file in zip(KEYS, files, strict=True)}
+    base: dict[str, object] = {
+        "control": {} if environment.keys() & {*KEYS} else {"insecure": True},
+        "peer": {"hello_timeout_s": HELLO_TIMEOUT_S},
+    }
+    named = {"KVCONNECTOR_ENGINE_ID": f"doctor-{platform.node()}-{os.getpid()}"}
+    return ConnectorConfig.from_env({**environment, **named, "KVCONNECTOR_ROLE": "consumer"}, base)
 
 
 def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Finding]:
     """Yield every finding as soon as it is known."""
     yield from _versions()
     yield from _gpus()
-    yield from _settings()
-    yield from _keys(keys)
+    if named := sorted(name for name in os.environ if name.startswith(("KVCONNECTOR_", "UCX_"))):
+        yield Finding("environment", "note", ", ".join(named))
+    try:
+        config = _config(keys, tls)
+    except KVConnectorError as error:
+        yield Finding("environment", "FAIL", str(error))
+        config = DEFAULTS
+    yield from _keys(config)
     found_ucx = False
-    for finding in _ucx(device):
+    for finding in _ucx(config, device):
         found_ucx |= finding.subject == "ucx" and finding.verdict == "ok"
         yield finding
     if not found_ucx:
@@ -192,29 +205,9 @@ def _gpus() -> Iterator[Finding]:
         yield Finding("gpu", "ok", text)
 
 
-def _settings() -> Iterator[Finding]:
-    named = sorted(name for name in os.environ if name.startswith(("KVCONNECTOR_", "UCX_")))
-    if named:
-        yield Finding("environment", "note", ", ".join(named))
-    try:
-        ConnectorConfig.from_env(os.environ, {"engine_id": "doctor", "control": {"insecure": True}})
-    except KVConnectorError as error:
-        if not _key_files(None):
-            yield Finding("environment", "FAIL", str(error))
-
-
-def _key_files(directory: Path | None) -> list[str]:
-    """Return the key files in a directory, or those that the environment names; none if it names neither."""
-    if directory is not None:
-        return [str(directory / name) for name in (SECRET_KEY_FILE, AUTHORIZED_CLIENTS_FILE)]
-    variables = ("SECRET_KEY_FILE", "AUTHORIZED_CLIENTS_FILE")
-    names = [os.environ.get(f"KVCONNECTOR_CONTROL_{variable}", "") for variable in variables]
-    return names if any(names) else []
-
-
-def _keys(directory: Path | None) -> Iterator[Finding]:
-    paths = [Path(name) for name in _key_files(directory)]
-    if not paths:
+def _keys(config: ConnectorConfig) -> Iterator[Finding]:
+    paths = Path(config.control.secret_key_file), Path(config.control.authorized_clients_file)
+    if not config.control.secret_key_file:
         text = "none named: the control channel may use loopback addresses only"
         yield Finding("keys", "note", text)
         return
@@ -233,11 +226,10 @@ def _usable_keys(secret: Path, clients: Path) -> Finding:
     return Finding("keys", "warn", text)
 
 
-def _ucx(device: str) -> Iterator[Finding]:
+def _ucx(config: ConnectorConfig, device: str) -> Iterator[Finding]:
     for stack in examine_stacks():
         yield _stack(stack)
-    variables = ("KVCONNECTOR_UCX_LIBRARY", "KVCONNECTOR_UCX")
-    source = next(filter(None, map(os.environ.get, variables)), AUTO)
+    source = config.ucx.library
     try:
         library = load_library(source)
         names = sorted({transport for transport, _ in offered(library, {})})
@@ -251,7 +243,7 @@ def _ucx(device: str) -> Iterator[Finding]:
         text = "no cuda_ipc: between GPUs UCX will go through host memory; install kvconnector[ucx-cu12] or [ucx-cu13]"
         yield Finding("transports", "warn", text)
     yield from attempt("rdma", rdma_places)
-    yield from attempt("network", lambda: [network(library, device)])
+    yield from attempt("network", lambda: [network(library, device, config)])
 
 
 def _stack(stack: Stack) -> Finding:

@@ -8,12 +8,11 @@ import platform
 import re
 from collections.abc import Iterator
 
-import msgspec
-
 from kvconnector.bench.environment import gpus
 from kvconnector.bench.sizes import format_bytes
 from kvconnector.cli.console import Finding, Verdict
-from kvconnector.config import StagingConfig
+from kvconnector.config import ConnectorConfig
+from kvconnector.runtime.channels import ucx_options
 from kvconnector.transport.base import LOCK_REMEDY
 from kvconnector.transport.ucx import UcxLibrary
 from kvconnector.transport.ucx.ports import (
@@ -38,12 +37,10 @@ _FORK_UNNEEDED = 2
 """`ibv_is_fork_initialized` returns this if the kernel copies, as some distributions' older kernels do."""
 
 
-def network(library: UcxLibrary, device: str) -> Finding:
-    """Report the network that moves KV caches to other hosts with the environment's settings."""
-    choice = RdmaChoice(library, device, staging_bytes=_staging_bytes())
-    named = {name: os.environ.get(f"KVCONNECTOR_UCX_{name}", "") for name in ("TLS", "NET_DEVICES")}
-    options = {name: value for name, value in named.items() if value}
-    options = choice.settle(options)
+def network(library: UcxLibrary, device: str, config: ConnectorConfig) -> Finding:
+    """Report the network that moves KV caches to other hosts with these settings."""
+    choice = RdmaChoice(library, device, staging_bytes=config.staging.budget_bytes)
+    options = choice.settle(ucx_options(config))
     devices = rdma_devices(choice.offers(options))
     lack = choice.lack_of_memory(devices)
     if not devices or lack:
@@ -57,16 +54,6 @@ def network(library: UcxLibrary, device: str) -> Finding:
     if (num_ports := len(rdma_devices(choice.offers(near)))) > rails:
         text += f"; UCX sends a message by {rails} of these {num_ports} RDMA ports: {_RAILS}={num_ports} takes all"
     return Finding("network", "ok", text)
-
-
-def _staging_bytes() -> int:
-    """Return the environment's staging budget, or the default if it is malformed, which is another finding."""
-    found = os.environ.get("KVCONNECTOR_STAGING_BUDGET_BYTES")
-    named = {} if found is None else {"budget_bytes": found}
-    try:
-        return msgspec.convert(named, StagingConfig, strict=False).budget_bytes
-    except msgspec.ValidationError:
-        return StagingConfig().budget_bytes
 
 
 def rdma_places() -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from tests.support.forked import POPEN
 @pytest.fixture
 def no_transfer(monkeypatch):
     """Leaves out the checks that need UCX."""
-    monkeypatch.setattr(doctor_module, "_ucx", lambda device: iter(()))
+    monkeypatch.setattr(doctor_module, "_ucx", lambda config, device: iter(()))
 
 
 def _findings(keys=None):
@@ -126,9 +126,21 @@ def test_bad_keys_are_a_fault_and_those_that_do_not_trust_themselves_a_warning(
 
 
 @pytest.mark.usefixtures("no_transfer")
-def test_a_variable_that_names_no_setting_is_a_fault(monkeypatch):
-    monkeypatch.setenv("KVCONNECTOR_LEASE_DURATION", "60")
-    assert "FAIL" in _verdicts(_findings(), "environment")
+@pytest.mark.parametrize("name", ["LEASE_DURATION", "STAGING_BUDGET_BYTES"])
+def test_a_variable_that_is_no_setting_is_a_fault_and_the_rest_is_examined(monkeypatch, name):
+    monkeypatch.setenv(f"KVCONNECTOR_{name}", "a")
+    findings = _findings()
+    assert "FAIL" in _verdicts(findings, "environment")
+    assert _verdicts(findings, "keys") == ["note"]
+
+
+def test_options_override_the_environment(monkeypatch, tmp_path):
+    for name in ("SECRET_KEY_FILE", "AUTHORIZED_CLIENTS_FILE"):
+        monkeypatch.setenv(f"KVCONNECTOR_CONTROL_{name}", "/elsewhere")
+    monkeypatch.setenv("KVCONNECTOR_UCX_TLS", "cma")
+    config = doctor_module._config(tmp_path, "tcp")
+    assert config.control.secret_key_file == str(tmp_path / "curve.secret")
+    assert config.ucx.tls == "tcp"
 
 
 TAKES_ALL = "; UCX sends a message by 2 of these 3 RDMA ports: UCX_MAX_RNDV_RAILS=3 takes all"
@@ -151,13 +163,13 @@ def test_doctor_says_if_caches_go_to_other_hosts_by_rdma(monkeypatch, host, verd
     ports = [f"mlx5_{number}:1" for number in range(num_ports)]
     offered = {(transport, port) for port in ports or ["lo"]}
     monkeypatch.setenv("UCX_MAX_RNDV_RAILS", rails)
-    monkeypatch.setenv("KVCONNECTOR_STAGING_BUDGET_BYTES", "a")  # a separate finding
     monkeypatch.setattr(rdma, "lockable_bytes", lambda: lockable)
     places = dict.fromkeys(ports, Place((), frozenset([0])))
     for module in (doctor_rdma, rdma):
         monkeypatch.setattr(module, "active_rdma_ports", lambda: places)
     monkeypatch.setattr(rdma, "offered", lambda library, options: offered)
-    finding = doctor_rdma.network(SimpleNamespace(path=Path("/libucp.so")), "cpu")
+    library = SimpleNamespace(path=Path("/libucp.so"))
+    finding = doctor_rdma.network(library, "cpu", doctor_module.DEFAULTS)
     assert finding.verdict == verdict
     assert text in finding.text
     assert ("UCX sends a message" in finding.text) == (text == TAKES_ALL)
@@ -204,6 +216,7 @@ def test_doctor_reports_the_effect_of_fork_on_registered_memory(
 @pytest.mark.ucx
 def test_a_network_device_that_ucx_cannot_use_is_a_fault(monkeypatch):
     monkeypatch.setenv("KVCONNECTOR_UCX_NET_DEVICES", "eth77")
-    (finding,) = [f for f in doctor_module._ucx("cpu") if f.subject == "network"]
+    config = doctor_module._config(None, "")
+    (finding,) = [f for f in doctor_module._ucx(config, "cpu") if f.subject == "network"]
     assert finding.verdict == "FAIL"
     assert "eth77" in finding.text
