@@ -38,11 +38,11 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2886),
     "kvconnector/control": Size(1368, target=1330),
     "kvconnector/datapath": Size(4349, target=4050),
-    "kvconnector/integrations": Size(3426, target=3510),
+    "kvconnector/integrations": Size(3493, target=3510),
     "kvconnector/integrations/sglang": Size(1321, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(580, target=560),
-    "kvconnector/runtime": Size(3687, target=2800),
+    "kvconnector/runtime": Size(3711, target=2800),
     "kvconnector/session": Size(3563, target=2900),
     "kvconnector/topology": Size(941, target=980),
     "kvconnector/transport": Size(2751, target=2530),
@@ -76,11 +76,11 @@ ROOMS: dict[str, Size] = {
     "tests/unit/control": Size(96),
     "tests/unit/datapath": Size(2588),
     "tests/unit/minillm": Size(1669),
-    "tests/unit/runtime": Size(2278),
+    "tests/unit/runtime": Size(2293),
     "tests/unit/session": Size(1663),
     "tests/sglang": Size(751),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(7068),
+    "tests/vllm": Size(7120),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from kvconnector.errors import BlockIdError, LocalError, require_counts
 from kvconnector.layout import GroupBlocks
 from kvconnector.planning import KeepsEncoder, KeepsState, Retention
 from kvconnector.runtime.params import TransferParams
 from kvconnector.session.orders import LoadRequest
+from kvconnector.topology import GroupGeometry
 
 
 def block_lists(
@@ -125,3 +127,19 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
             local_blocks=tuple(map(GroupBlocks.of, ids, starts)),
             remote_blocks=self.params.blocks(),
         )
+
+    def in_whole_blocks(
+        self, order: LoadRequest, cached_tokens: Sequence[int], groups: Sequence[GroupGeometry]
+    ) -> LoadRequest:
+        """Return the load, beginning in each group with a whole block of `cached_tokens` where the producer has it for
+        sure: where it has named its blocks, and their number shows that they have the size of ours (in `groups`).
+        """
+        ranges = list(order.token_ranges)
+        begins = zip(order.remote_blocks, cached_tokens, groups, strict=False)
+        for index, (remote, whole, group) in enumerate(begins):
+            (start, stop), size = ranges[index], group.virtual_block_tokens
+            has_our_size = -(-stop // size) == remote.first_block + remote.num_blocks
+            first = start // whole * whole
+            if start < stop and has_our_size and remote.first_block * size <= first:
+                ranges[index] = first, stop
+        return replace(order, token_ranges=tuple(ranges))

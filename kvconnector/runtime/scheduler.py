@@ -286,7 +286,8 @@ class Scheduler:
         num_encoder_tokens: int = 0,
         first_blocks: Sequence[int] | None = None,
         computed_tokens: Sequence[int] | None = None,
-    ) -> None:
+        cached_tokens: Sequence[int] = (),
+    ) -> tuple[tuple[int, int], ...]:
         """Load a request into its blocks, or free the producer's if nothing is to be loaded.
 
         Args:
@@ -295,8 +296,11 @@ class Scheduler:
             num_tokens: Tokens to load beyond those cached, as `matched_tokens` returned; or 0.
             num_encoder_tokens: Tokens of the encoder's input, where a group keeps these: all are loaded.
             first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
-            computed_tokens: Leading tokens that each group does not need, if groups found different numbers of tokens
-                cached; by default as many as the engine had.
+            computed_tokens: Leading tokens that each group does not need; by default as many as the engine had cached.
+            cached_tokens: Tokens of a block that each group caches. The first one is loaded whole, where possible.
+
+        Returns:
+            The first token and the stop of what is loaded of each group; () if nothing is.
 
         Raises:
             UnknownRequestError: the request has no producer, or was loaded already.
@@ -306,12 +310,12 @@ class Scheduler:
         remote = self._requests.get(request_id)
         if remote is None or remote.stage != "wanted":
             if not num_tokens:
-                return
+                return ()
             raise UnknownRequestError("nothing is to be loaded", request=request_id)
         if num_tokens == 0:
             self._orders.append(DropRequest(request_id))
             remote.stage = "over"
-            return
+            return ()
         order = remote.load_order(
             request_id,
             blocks=blocks,
@@ -320,8 +324,10 @@ class Scheduler:
             num_encoder_tokens=num_encoder_tokens,
             computed_tokens=computed_tokens,
         )
+        order = remote.in_whole_blocks(order, cached_tokens, self._engine.ranks[0].groups)
         self._orders.append(order)
         remote.stage = "loading"
+        return order.token_ranges
 
     def is_loading(self, request_id: str) -> bool:
         """Returns True while transfers write the request's blocks: do not free them before `finished_recving`."""

@@ -1,3 +1,5 @@
+from unittest.mock import patch
+
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
@@ -13,9 +15,9 @@ from tests.vllm.cache_world import DIM, HEADS, SIZE, attention
 pytestmark = pytest.mark.vllm
 
 
-def _load(world, num_tokens=100, **changes):
+def _load(world, num_tokens=100, prompt=None, **changes):
     """Add a request that waits for its load."""
-    request = world.add(num_tokens, w.offer(num_tokens, **changes))
+    request = world.add(num_tokens, w.offer(num_tokens, **changes), prompt=prompt)
     news, _ = world.step()
     return request, news
 
@@ -45,6 +47,55 @@ def test_a_window_is_loaded_into_the_blocks_after_those_that_are_gone(world):
         (window.count(0), [block for block in window if block]),
     ]
     assert window.count(0) > 0
+
+
+WINDOWED = [attention(), attention(SlidingWindowSpec, sliding_window=SIZE + 8)]
+HALVES = {"remote_block_ids": [[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4]]}
+"""Blocks of a producer with half our block size. Those of the window begin with its fourth."""
+
+
+@pytest.mark.parametrize(
+    "offer, first, is_found",
+    [({"remote_block_ids": [[1, 2, 3, 4], [1, 2, 3]]}, 32, True), (HALVES, 60, False)],
+)
+def test_requests_find_only_window_blocks_that_a_load_has_filled(world, offer, first, is_found):
+    """After 99 tokens a window begins at token 60, and after the 96 that another request finds at token 57."""
+    engine = world(specs=WINDOWED)
+    places = {"remote_first_blocks": [0, 1 if is_found else 3]}
+    _, other = (engine.add(100, w.offer(100, **offer, **places), prompt=1) for _ in range(2))
+    (load,) = engine.step()[0].loads
+    assert load.token_ranges == ((0, 99), (first, 99))
+    engine.step(finished_recving={"r1"})
+    _, outputs = engine.step()
+    (found,) = [each.prefill_stats for each in outputs if each.request_id == other.request_id]
+    assert found.num_local_cached_tokens == (96 if is_found else 0)
+
+
+def test_a_loaded_request_that_ends_before_it_runs_leaves_no_partly_filled_block(world):
+    engine = world(specs=WINDOWED)
+    places = {**HALVES, "remote_first_blocks": [0, 3]}
+    _load(engine, prompt=1, **places)
+    engine.step(finished_recving={"r1"})
+    cache = engine.scheduler.kv_cache_manager
+    with patch.object(cache, "allocate_slots", lambda *_, **__: None):
+        engine.step()
+    engine.abort("r1")
+    _, news = _load(engine, prompt=1, remote_request_id="another", **places)
+    assert news.loads[0].token_ranges == ((0, 99), (60, 99))
+
+
+@pytest.mark.parametrize("num_tokens, is_offered", [(3, False), (4, True)])
+def test_a_partly_filled_block_is_not_offered(world, num_tokens, is_offered):
+    """Another engine would take it for a whole one. At token 103 the window begins at the next block."""
+    engine = world(role="kv_both", specs=WINDOWED, bidirectional_kv_xfer=True)
+    offer = w.offer(100, **HALVES, remote_first_blocks=[0, 3])
+    request = engine.add(100, offer, max_tokens=num_tokens)
+    engine.step()
+    engine.step(finished_recving={"r1"})
+    outputs = []
+    while not request.is_finished():
+        outputs = engine.step()[1]
+    assert (outputs[-1].kv_transfer_params is not None) == is_offered
 
 
 WIDE = attention(num_kv_heads=HEADS * 2, head_size=DIM // 2)

@@ -64,10 +64,14 @@ def retention_of(info: GroupInfo) -> Retention:
     return kept if info.tile_tokens == 1 else InTiles(kept, info.tile_tokens)
 
 
+def block_tokens(info: GroupInfo, group: GroupGeometry) -> int:
+    """Return the number of tokens in a block of vLLM's, which stands for a block on each context parallel rank."""
+    return group.virtual_block_tokens * info.kernel_blocks
+
+
 def whole_blocks(info: GroupInfo, group: GroupGeometry, tokens: tuple[int, int]) -> range:
-    """Widen a token range to whole blocks of vLLM's, which stand for a block on each context parallel rank."""
-    start, stop = tokens
-    size = group.virtual_block_tokens * info.kernel_blocks
+    """Widen a token range to whole blocks of vLLM's."""
+    (start, stop), size = tokens, block_tokens(info, group)
     return range(start // size * size, -(-stop // size) * size)
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import EngineCoreOutputs
@@ -177,6 +177,10 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
         self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]
     ) -> None:
         self._scheduler.set_handshake(metadata)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        self._scheduler.partly_filled.evict_blocks = kv_cache_manager.evict_blocks
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids

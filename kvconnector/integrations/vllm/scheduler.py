@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.v1.request import RequestStatus
 
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
@@ -23,7 +24,7 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.integrations.vllm.settings import Settings, traces_endpoint
-from kvconnector.integrations.vllm.tracking import IdleSteps, Reports, Siblings
+from kvconnector.integrations.vllm.tracking import IdleSteps, PartlyFilled, Reports, Siblings
 from kvconnector.runtime import Scheduler, WorkerOutput
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 Params = Mapping[str, Any]
 ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
+ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
 class SchedulerHalf:
@@ -58,6 +60,7 @@ class SchedulerHalf:
         self._idle_steps = IdleSteps(vllm_config)
         self.first_tokens = FirstTokens(vllm_config, settings.first_token, loads=self._loads)
         self._sent, self._received = Reports(), Reports()
+        self.partly_filled = PartlyFilled()
         self._spans = _request_spans(vllm_config, settings.config.engine_id)
 
     def set_handshake(self, metadata: Mapping[tuple[int, ...], HandshakeMetadata]) -> None:
@@ -81,6 +84,7 @@ class SchedulerHalf:
                 raise LocalError("the workers have registered before, with other caches")
             return
         self._groups = groups.pop()
+        self.partly_filled.register(self._groups, handshakes[0].worker.geometry.groups)
         with parents_cores():
             self._started = Scheduler(
                 self._settings.config,
@@ -219,19 +223,23 @@ class SchedulerHalf:
             return
         if not num_external:
             self.first_tokens.forget(request.request_id)
+            self.partly_filled.evict(request.request_id)
         tables = blocks.get_block_ids()
         # vLLM's hit has the same length in all groups but recurrent states, whose position `Scheduler` derives
         given = [request_blocks(info, tables[info.vllm_group], 0) for info in self._groups]
         try:
-            self._scheduler.load(
+            loaded = self._scheduler.load(
                 request.request_id,
                 blocks=[ids for ids, _ in given],
                 first_blocks=[first for _, first in given],
                 num_tokens=num_external,
+                cached_tokens=self.partly_filled.block_tokens,
             )
         except KVConnectorError:
             # these must be another connector's tokens, as we offered none
             logger.exception("request %s is not loaded by this connector", request.request_id)
+            return
+        self.partly_filled.expect(request.request_id, loaded, tables)
 
     def build_step(self, planned: SchedulerOutput) -> ConnectorStep:
         """Return the orders for all workers, which take them once the planned step's kernels are launched."""
@@ -309,10 +317,12 @@ class SchedulerHalf:
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return True if the request's blocks must be kept, and the parameters with which another engine reads them."""
+        self.partly_filled.evict(request.request_id)
         self._siblings.remove(request.request_id)
         self._streamed.pop(request.request_id, None)
         self.first_tokens.forget(request.request_id)
         offer = self._offered(request, block_ids)
+        self.partly_filled.forget(request.request_id)
         self._shortened.discard(request.request_id)
         self._scheduler.finish(request.request_id)
         return offer is not None, offer
@@ -321,7 +331,7 @@ class SchedulerHalf:
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
         params = request.kv_transfer_params
-        if not self.delivers or not params or not _ended_well(request):
+        if not self.delivers or not params or request.status not in ENDED_WELL:
             return None
         is_decoder = not params.get("do_remote_decode")
         if is_decoder and not self._settings.bidirectional_kv_xfer:
@@ -329,6 +339,8 @@ class SchedulerHalf:
         # the last sampled token is not in the cache
         num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         if self._has_lost_states(request, num_tokens):
+            return None
+        if self.partly_filled.are_in(request.request_id, block_ids):
             return None
         held = [
             request_blocks(info, block_ids[info.vllm_group], num_tokens) for info in self._groups
@@ -384,12 +396,3 @@ def _request_spans(vllm_config: VllmConfig, engine_id: str) -> RequestSpans | No
     from kvconnector.integrations.tracing import RequestSpans
 
     return RequestSpans(engine_id)
-
-
-def _ended_well(request: Request) -> bool:
-    from vllm.v1.request import RequestStatus
-
-    return request.status in (
-        RequestStatus.FINISHED_LENGTH_CAPPED,
-        RequestStatus.FINISHED_STOPPED,
-    )

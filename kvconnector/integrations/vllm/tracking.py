@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+
+from kvconnector.integrations.vllm.blocks import block_tokens
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+    from kvconnector.integrations.vllm.messages import GroupInfo
+    from kvconnector.topology import GroupGeometry
 
 REMEMBERED_REPORTS = 16384
 
@@ -94,3 +99,54 @@ class Siblings:
         source = self._source.pop(request_id, None)
         if source is not None:
             del self._first[source]
+
+
+class PartlyFilled:
+    """Blocks of which a load fills only the last tokens, because a window begins there.
+
+    vLLM caches them like whole ones, and would give them to a request whose window begins earlier. So they are taken
+    out of its prefix cache when a request that was loaded is scheduled or ends, before vLLM looks up another one. They
+    are not offered to other engines either.
+    """
+
+    def __init__(self) -> None:
+        self.evict_blocks: Callable[[set[int]], None] = set.clear
+        """Takes blocks out of the prefix cache, once vLLM has made one."""
+        self.block_tokens: tuple[int, ...] = ()
+        self._groups: tuple[GroupInfo, ...] = ()
+        self._blocks: dict[str, list[tuple[int, int, int]]] = {}
+        """Group, place in its table and id of each block, by request."""
+
+    def register(self, groups: Sequence[GroupInfo], geometries: Sequence[GroupGeometry]) -> None:
+        """Take the engine's cache groups."""
+        self._groups = tuple(groups)
+        self.block_tokens = tuple(map(block_tokens, groups, geometries))
+
+    def expect(
+        self, request_id: str, loaded: Sequence[tuple[int, int]], tables: Sequence[Sequence[int]]
+    ) -> None:
+        """Record which blocks a load fills in part. `loaded` are the first token and the stop of each of our groups, if
+        there is a load, and `tables` the block ids of each of vLLM's.
+        """
+        begins = zip(self._groups, self.block_tokens, loaded, strict=False)
+        blocks = [
+            (info.vllm_group, start // size, tables[info.vllm_group][start // size])
+            for info, size, (start, stop) in begins
+            if start < stop and start % size
+        ]
+        if blocks:
+            self._blocks[request_id] = blocks
+
+    def evict(self, request_id: str) -> None:
+        """Take the blocks of a request's load out of the prefix cache, if there are any."""
+        if blocks := self._blocks.get(request_id):
+            self.evict_blocks({block for _, _, block in blocks})
+
+    def are_in(self, request_id: str, tables: Sequence[Sequence[int]]) -> bool:
+        """Return True if a request still has such a block: its window has not left it."""
+        blocks = self._blocks.get(request_id, ())
+        return any(tables[group][index] == block for group, index, block in blocks)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        self._blocks.pop(request_id, None)

@@ -295,27 +295,30 @@ def hybrid(retentions=RETENTIONS, role="consumer"):
     return Scheduler(config, metadata_of(shape, role), retentions=retentions)
 
 
-def _offer(state_position=STOP, num_tokens=NUM_PROMPT):
+def _offer(state_position=STOP, num_tokens=NUM_PROMPT, window_blocks=3):
+    window = list(range(5, 5 + window_blocks))
     return {
         **PARAMS,
-        "remote_block_ids": [list(range(11)), [5, 6, 7], list(range(11)), [9]],
+        "remote_block_ids": [list(range(11)), window, list(range(11)), [9]],
         "remote_first_blocks": [0, 7, 0, state_position - 1],
         "remote_num_tokens": num_tokens,
     }
 
 
-def _load(scheduler, engine_computed, computed_tokens=None, **offer):
+def _load(scheduler, engine_computed, computed_tokens=None, cached_tokens=(), **offer):
     """Return the load of a request whose window and chunk have no early blocks."""
     scheduler.on_new_request("w", _offer(**offer))
     count, _ = scheduler.matched_tokens("w", NUM_PROMPT, engine_computed)
-    scheduler.load(
+    loaded = scheduler.load(
         "w",
         blocks=[list(range(20, 31)), [31, 32, 33, 34], [35, 36, 37], [38]],
         first_blocks=[0, 7, 8, 0],
         num_tokens=count,
         computed_tokens=computed_tokens,
+        cached_tokens=cached_tokens,
     )
     loads = _orders(scheduler.build_step(), LoadRequest)
+    assert loaded == (loads[0].token_ranges if loads else ())
     return loads[0] if loads else None
 
 
@@ -331,6 +334,18 @@ def test_groups_that_found_a_different_number_of_tokens_load_what_each_lacks(
     computed_tokens, ranges
 ):
     assert _load(hybrid(), 8, computed_tokens).token_ranges == ranges
+
+
+@pytest.mark.parametrize(
+    "cached_tokens, num_blocks, first",
+    # our blocks are cached; larger ones, of which the producer lacks the beginning; its blocks have another size
+    [(4, 3, 28), (8, 3, 31), (4, 4, 31)],
+)
+def test_a_window_s_first_block_is_loaded_whole_if_the_producer_is_known_to_have_it(
+    cached_tokens, num_blocks, first
+):
+    load = _load(hybrid(), 0, cached_tokens=[cached_tokens] * 4, window_blocks=num_blocks)
+    assert load.token_ranges == ((0, 40), (first, 40), (32, 40), (39, 40))
 
 
 def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
