@@ -36,7 +36,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/bench": Size(5081),
     "kvconnector/cache": Size(3024, target=3280),
     "kvconnector/cli": Size(2886),
-    "kvconnector/control": Size(1368, target=1330),
+    "kvconnector/control": Size(1370, target=1330),
     "kvconnector/datapath": Size(4349, target=4050),
     "kvconnector/integrations": Size(3493, target=3510),
     "kvconnector/integrations/sglang": Size(1321, target=900),

@@ -20,8 +20,8 @@ def is_name(host: str) -> bool:
 
 
 class Lookup:
-    """A look-up of one host name. Once it is over, either `address`, the host's first one, or `error` is set, and its
-    thread calls `on_end`.
+    """A look-up of one host name. Once it is over, its thread sets `address`, an IPv4 one if the host has any, or
+    `error`, and calls `on_end`.
 
     Raises:
         TransportError: no thread can be started.
@@ -43,7 +43,9 @@ class Lookup:
     def _run(self) -> None:
         try:
             found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
-            self.address = str(found[0][4][0])
+            addresses = [str(each[4][0]) for each in found]
+            # engines listen on IPv4 by default, and names such as localhost often have both
+            self.address = min(addresses, key=lambda address: ":" in address)
         except (OSError, UnicodeError) as error:
             self.error = str(error)
         self._on_end()

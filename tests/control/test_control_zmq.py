@@ -207,12 +207,12 @@ def test_host_name_that_does_not_resolve_is_unreachable():
 
 @pytest.fixture
 def name_server(monkeypatch):
-    """An event before which no host name is looked up. Each one is this host's then."""
+    """An event before which no host name is looked up. Each one is this host's then, as `localhost` often is."""
     answers = threading.Event()
 
     def look_up(*_, **__):
         assert answers.wait(DEADLINE_S)
-        return [(None, None, None, "", ("127.0.0.1", 0))]
+        return [(None, None, None, "", (host, 0)) for host in ("::1", "127.0.0.1")]
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     yield answers
