@@ -19,9 +19,15 @@ def is_name(host: str) -> bool:
     return False
 
 
+def host_address(host: str) -> str:
+    """Return a host's address, an IPv4 one if it has any. May block. Raises OSError or UnicodeError: it has none."""
+    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    # engines listen on IPv4 by default, and names such as localhost often have both
+    return min([str(each[4][0]) for each in found], key=lambda address: ":" in address)
+
+
 class Lookup:
-    """A look-up of one host name. Once it is over, its thread sets `address`, an IPv4 one if the host has any, or
-    `error`, and calls `on_end`.
+    """A `host_address` call in a thread of its own, which then sets `address` or `error`, and calls `on_end`.
 
     Raises:
         TransportError: no thread can be started.
@@ -42,10 +48,7 @@ class Lookup:
 
     def _run(self) -> None:
         try:
-            found = socket.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
-            addresses = [str(each[4][0]) for each in found]
-            # engines listen on IPv4 by default, and names such as localhost often have both
-            self.address = min(addresses, key=lambda address: ":" in address)
+            self.address = host_address(self._host)
         except (OSError, UnicodeError) as error:
             self.error = str(error)
         self._on_end()

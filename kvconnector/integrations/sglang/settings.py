@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from kvconnector.config import ENV_PREFIX, ConnectorConfig, is_loopback
 from kvconnector.control.address import parse_address
+from kvconnector.control.lookup import host_address
 from kvconnector.control.security import read_key_file
 from kvconnector.errors import AuthenticationError, ConfigError
 from kvconnector.ids import EngineAddress, EngineId
@@ -127,8 +127,8 @@ class PrefillEngines:
 def _address(host: str) -> str:
     """Resolve a host name, because ZMQ binds addresses only."""
     try:
-        return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError as error:
+        return host_address(host)
+    except (OSError, UnicodeError) as error:
         raise ConfigError("--host has no address", host=host, reason=str(error)) from error
 
 

@@ -1,5 +1,6 @@
 """The SGLang backend takes settings from its environment, and refuses with a worded error what it cannot move."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +39,12 @@ def test_both_sides_derive_the_prefill_engines_name_and_the_transfers():
     assert transfer_names(7) == transfer_names(7)
     assert not {*transfer_names(7)} & {*transfer_names(8)}
     assert len(transfer_names(7)[1]) == 32
+
+
+def test_an_engine_listens_at_the_address_of_its_host_name_that_peers_use(monkeypatch):
+    both = [(None, None, None, "", (host, 0)) for host in ("::1", "127.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    assert _config(host="localhost").control.host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
