@@ -162,7 +162,7 @@ class Outbox:
                 )
             # leases that grow are dropped, too: no end of theirs would be reported if they were given up
             holds = {r for r in self._leases if self._is_complete(r)} - self._stuck
-            self._leases = {request_id: self._leases[request_id] for request_id in holds}
+            self._leases = {r: replace(self._leases[r], error=failure) for r in holds}
             for request_id, is_asked in list(self._loads.items()):
                 if is_asked:
                     self.load_ended(request_id, failure)

@@ -42,7 +42,7 @@ def test_a_broken_driver_ends_everything_that_the_engine_waits_for():
     outbox.break_off(KVConnectorError("broken"))
     outbox.expect([load("late"), hold("s")])
     output = outbox.take()
-    assert output.finished_sending == {"r", "s"}
+    assert set(output.failed_sending) == output.finished_sending == {"r", "s"}
     assert set(output.failed_recving) == output.finished_recving == {"b", "late"}
     assert output.begun == {"f"}
 
