@@ -45,7 +45,7 @@ IN_FLIGHT = 64
 ABORT_PROBABILITY = 0.03
 """Probability that a step aborts one request."""
 FAULT_S = 45.0
-"""Seconds of load between two faults; fewer in short runs, which should have each kind, too."""
+"""Seconds from one fault to the next; fewer in short runs, which should have each kind, too."""
 DRAIN_S = 60.0
 MAX_TOLD = 10
 """Most unexplained errors that are reported in full."""
@@ -94,9 +94,6 @@ class _Side:
     free: list[int]
     lives: int
     release: str = RELEASES[0]
-
-    def has_room(self, num_tokens: int) -> bool:
-        return len(self.free) >= self.shape.num_blocks(num_tokens)
 
     def take(self, num_tokens: int) -> list[int]:
         return [self.free.pop() for _ in range(self.shape.num_blocks(num_tokens))]
@@ -170,11 +167,13 @@ class Soak:
         """
         state, total_s = self._state, self._total_s
         round_s = min(FAULT_S, total_s / 2 / (len(FAULTS) + 1))
+        check_at_s = state.elapsed_s + round_s / 2
         while state.elapsed_s < total_s:
-            self._serve(round_s / 2)
+            self._serve(check_at_s - state.elapsed_s)
             self._check()
             save_state(path, state)
             self._serve(round_s / 2)
+            check_at_s = state.elapsed_s + round_s / 2
             if self._have_met and state.elapsed_s < total_s:
                 number = state.count("fault_turns") - 1
                 fault = FAULTS[number % len(FAULTS)]
@@ -251,7 +250,8 @@ class Soak:
         sizes, asked = self._pair.deployment.options.tokens, dict[str, _Request]()
         for _ in range(IN_FLIGHT - len(self._loading)):
             num_tokens = self._random.randint(1, self._random.choice(sizes))
-            if not all(side.has_room(num_tokens) for side in self._sides.values()):
+            sides = self._sides.values()
+            if any(len(side.free) < side.shape.num_blocks(num_tokens) for side in sides):
                 break  # the engines would queue this request
             name, request = self._allocate(num_tokens)
             asked[name] = request
