@@ -33,9 +33,9 @@ class Size(NamedTuple):
 
 ROOMS: dict[str, Size] = {
     "kvconnector": Size(762, target=560),
-    "kvconnector/bench": Size(5081),
+    "kvconnector/bench": Size(5077),
     "kvconnector/cache": Size(3024, target=3280),
-    "kvconnector/cli": Size(2886),
+    "kvconnector/cli": Size(2883),
     "kvconnector/control": Size(1373, target=1330),
     "kvconnector/datapath": Size(4349, target=4050),
     "kvconnector/integrations": Size(3493, target=3510),

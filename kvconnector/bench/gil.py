@@ -54,7 +54,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
     deployment = Deployment(options, in_flight=2)
     progress(f"starting {deployment}")
     with EnginePair(deployment) as pair:
-        for num_tokens in deployment.options.tokens:
+        for num_tokens in options.tokens:
             transfers = deployment.transfers(num_tokens, options.iterations)
             for (rhythm, at_pace), (loads, beside) in product(RHYTHMS.items(), BESIDE.items()):
                 if options.device == "cpu" and {"decode", "prefill"} & {*loads}:

@@ -39,7 +39,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         # prompts that are computed at once fill their blocks, and are checked as one
         (count, each + (-each % unit if count > 1 else 0))
         for count in compute.prompts
-        for each in deployment.options.tokens
+        for each in options.tokens
     ]
     most = max(count * each for count, each in sizes if count == min(compute.prompts))
     pools = Deployment(msgspec.structs.replace(options, tokens=(most,)))
@@ -48,9 +48,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         handover = _Handover(pair, compute)
         pair.prepare(pools.transfer(most))  # shorter prompts have a prefix of it
         for _ in range(WARMUP):  # which also gives the producer's address
-            handover.measure(
-                [pools.transfer(min(deployment.options.tokens))], compute.step, IN_SEQUENCE
-            )
+            handover.measure([pools.transfer(min(options.tokens))], compute.step, IN_SEQUENCE)
         for count, num_tokens in sizes:
             if count * num_tokens <= most:
                 case = f"{deployment.case_name(num_tokens)}, {count} at once"
@@ -60,10 +58,8 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
 
 def _prompts(pools: Deployment, count: int, num_tokens: int) -> list[list[Transfer]]:
     """Return the prompts of each turn, which are computed at once. Turns have their own blocks if pools allow it."""
-    whole, fill = (
-        pools.transfer(max(pools.options.tokens)),
-        not num_tokens % pools.common_block_tokens,
-    )
+    whole = pools.transfer(max(pools.options.tokens))
+    fill = not num_tokens % pools.common_block_tokens
     num_turns = min(pools.options.iterations, MAX_TURNS, whole.num_tokens // (count * num_tokens))
     theirs, ours = (shape.num_blocks(num_tokens) for shape in pools.shapes.values())
     prompts = [

@@ -36,7 +36,7 @@ def run(options: BenchOptions, progress: ShowProgress) -> Iterator[CaseResult]:
         deployment.case_name(num_tokens): [
             (each,) for each in deployment.transfers(num_tokens, options.iterations)
         ]
-        for num_tokens in deployment.options.tokens
+        for num_tokens in options.tokens
     }
     yield from compare(deployment, cases, progress, must_run=not options.connect)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import stat
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -165,13 +165,8 @@ def examine_host(*, keys: Path | None, device: str, tls: str) -> Iterator[Findin
         yield Finding("environment", "FAIL", str(error))
         config = DEFAULTS
     yield from _keys(config)
-    found_ucx = False
-    for finding in _ucx(config, device):
-        found_ucx |= finding.subject == "ucx" and finding.verdict == "ok"
-        yield finding
-    if not found_ucx:
-        return
-    yield from attempt("self-test", lambda: _self_test(device, tls))
+    if (yield from _ucx(config, device)):
+        yield from attempt("self-test", lambda: _self_test(device, tls))
 
 
 def _versions() -> Iterator[Finding]:
@@ -226,7 +221,8 @@ def _usable_keys(secret: Path, clients: Path) -> Finding:
     return Finding("keys", "warn", text)
 
 
-def _ucx(config: ConnectorConfig, device: str) -> Iterator[Finding]:
+def _ucx(config: ConnectorConfig, device: str) -> Generator[Finding, None, bool]:
+    """Yield the findings about UCX. Returns True if it can be used."""
     for stack in examine_stacks():
         yield _stack(stack)
     source = config.ucx.library
@@ -235,7 +231,7 @@ def _ucx(config: ConnectorConfig, device: str) -> Iterator[Finding]:
         names = sorted({transport for transport, _ in offered(library, {})})
     except KVConnectorError as error:
         yield Finding("ucx", "FAIL", error.statement)
-        return
+        return False
     why = "ucx.library names it" if source != AUTO else _why_first(library.source)
     yield Finding("ucx", "ok", f"{library}: {why}")
     yield Finding("transports", "ok", ", ".join(names))
@@ -244,6 +240,7 @@ def _ucx(config: ConnectorConfig, device: str) -> Iterator[Finding]:
         yield Finding("transports", "warn", text)
     yield from attempt("rdma", rdma_places)
     yield from attempt("network", lambda: [network(library, device, config)])
+    return True
 
 
 def _stack(stack: Stack) -> Finding:
