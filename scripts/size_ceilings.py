@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2883),
     "kvconnector/control": Size(1373, target=1330),
     "kvconnector/datapath": Size(4349, target=4050),
-    "kvconnector/integrations": Size(3493, target=3510),
+    "kvconnector/integrations": Size(3539, target=3510),
     "kvconnector/integrations/sglang": Size(1321, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(580, target=560),
@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1663),
     "tests/sglang": Size(751),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(7120),
+    "tests/vllm": Size(7154),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

@@ -17,6 +17,7 @@ from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm import first_token
 from kvconnector.integrations.vllm.first_token import FIRST_TOKEN
 from kvconnector.integrations.vllm.messages import WorkerReport
+from kvconnector.integrations.vllm.params import TOKENS_DIGEST
 from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import SIZE, attention
@@ -208,7 +209,7 @@ def test_a_token_that_was_sampled_differently_or_is_malformed_is_not_taken(
     world, caplog, sampling, changes, reason
 ):
     caplog.set_level(logging.INFO, "kvconnector")
-    engine, params = world(), sampled(world, 100) | changes
+    engine, params = world(), sampled(world, 100) | {TOKENS_DIGEST: None} | changes
     for number in range(2):
         name = params["remote_request_id"].replace("r1|", f"x{number}|")
         request = engine.add(100, {**params, "remote_request_id": name}, **sampling)

@@ -261,17 +261,10 @@ def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
     (hold,) = decode.step()[0].holds
     assert hold.lease_duration_s == 99
     prefill = world(role="kv_producer", bidirectional_kv_xfer=True)
-    prefill.add(200, {**params, **w.REMOTE_DECODE})
+    history = list(request.all_token_ids)
+    prefill.add(0, {**params, **w.REMOTE_DECODE}, forms={"prompt_token_ids": history + [8] * 96})
     (load,) = prefill.step()[0].loads
     assert load.token_ranges == ((0, 103),)
-
-
-def test_a_prefill_engine_computes_few_tokens_itself(world):
-    prefill = world(role="kv_producer", bidirectional_kv_xfer=True, kv_recompute_threshold=64)
-    prefill.add(200, w.offer(63, **w.REMOTE_DECODE))
-    news, outputs = prefill.step()
-    assert news.loads == []
-    assert len(outputs) == 1
 
 
 def test_a_step_that_is_planned_ahead_changes_no_offer(world):

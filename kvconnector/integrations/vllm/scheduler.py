@@ -23,6 +23,14 @@ from kvconnector.integrations.vllm.messages import (
     HandshakeMetadata,
     WorkerReport,
 )
+from kvconnector.integrations.vllm.params import (
+    TOKENS_DIGEST,
+    Params,
+    digest_of,
+    is_of_other_tokens,
+    offer_of,
+    transfer_of,
+)
 from kvconnector.integrations.vllm.settings import Settings, traces_endpoint
 from kvconnector.integrations.vllm.tracking import IdleSteps, PartlyFilled, Reports, Siblings
 from kvconnector.runtime import Scheduler, WorkerOutput
@@ -38,8 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Params = Mapping[str, Any]
-ADDRESS_KEYS = ("remote_engine_id", "remote_host", "remote_port")
 ENDED_WELL = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -124,13 +130,18 @@ class SchedulerHalf:
             alone = {**params, "do_remote_prefill": False}
             if is_streamed and self._tell_scheduler(request, alone):
                 self._streamed[request.request_id] = request
-        offer = self._offer_of(params)
+        offer = offer_of(params, is_bidirectional=self._settings.bidirectional_kv_xfer)
         if offer is None or not self._loads:
             return
-        source = str(offer["remote_engine_id"]), str(_transfer_of(offer))
+        source = str(offer["remote_engine_id"]), str(transfer_of(offer))
         if not self._siblings.add(request.request_id, *source):
             return  # the request reads the prefix cache later, and samples its own first token
         is_known = self._tell_scheduler(request, offer)
+        if is_known and is_of_other_tokens(offer, request.all_token_ids):
+            text = "request %s is computed without engine %s, which offers other tokens than its prompt has"
+            logger.info(text, request.request_id, source[0])
+            self._scheduler.load(request.request_id, blocks=(), num_tokens=0)  # frees its blocks
+            return
         # if a streamed prompt is not computed to its end, the prefill engine samples no token
         is_sampled = bool(offer.get("remote_block_ids")) or not self._backoff_tokens()
         if is_known and is_sampled and not params.get("do_remote_decode"):
@@ -147,18 +158,6 @@ class SchedulerHalf:
             )
             return False
         return True
-
-    def _offer_of(self, params: Params) -> Params | None:
-        """Return a request's parameters if they make this engine load an offer or a streamed prompt; else None."""
-        if not _transfer_of(params) or any(params.get(key) is None for key in ADDRESS_KEYS):
-            return None
-        if params.get("do_remote_prefill"):
-            return params
-        is_offered = bool(params.get("remote_block_ids"))
-        if is_offered and params.get("do_remote_decode") and self._settings.bidirectional_kv_xfer:
-            # a later turn of a chat: the decode engine has the earlier turns' blocks
-            return {**params, "do_remote_prefill": True, "do_remote_decode": False}
-        return None
 
     def _backoff_tokens(self) -> int:
         """Return the number of tokens at a prompt's end that a prefill engine must leave to the decode engine.
@@ -363,6 +362,7 @@ class SchedulerHalf:
             return None
         dcp_size = self._vllm_config.parallel_config.decode_context_parallel_size
         offer |= {"dcp_size": dcp_size, "transfer_mode": "pull"}
+        offer[TOKENS_DIGEST] = digest_of(request.all_token_ids[:num_tokens])
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
         elif token is not None:
@@ -382,11 +382,6 @@ class SchedulerHalf:
         """Stop the directory service."""
         if self._started is not None:
             self._started.close()
-
-
-def _transfer_of(params: Params) -> Any:
-    """Return the name of a request's transfer: the offer's, or the router's while the prompt is being computed."""
-    return params.get("remote_request_id" if params.get("remote_block_ids") else "transfer_id")
 
 
 def _request_spans(vllm_config: VllmConfig, engine_id: str) -> RequestSpans | None:
