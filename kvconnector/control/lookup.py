@@ -9,6 +9,10 @@ from collections.abc import Callable
 
 from kvconnector.errors import TransportError
 
+MAX_LOOKUPS = 256
+"""A look-up may take a minute, and clients may name hosts that nobody knows."""
+_free = threading.BoundedSemaphore(MAX_LOOKUPS)
+
 
 def is_name(host: str) -> bool:
     """Returns True if `host` is no IP address, and so has to be looked up."""
@@ -30,16 +34,19 @@ class Lookup:
     """A `host_address` call in a thread of its own, which then sets `address` or `error`, and calls `on_end`.
 
     Raises:
-        TransportError: no thread can be started.
+        TransportError: no thread can be started, or `MAX_LOOKUPS` of this process have not ended.
     """
 
     def __init__(self, host: str, on_end: Callable[[], None]) -> None:
         self.address = self.error = ""
         self._host, self._on_end = host, on_end
         thread = threading.Thread(target=self._run, name="kvconnector-lookup", daemon=True)
+        if not _free.acquire(blocking=False):
+            raise TransportError("too many host names are being looked up", host=host)
         try:
             thread.start()
         except RuntimeError as error:
+            _free.release()
             raise TransportError(f"cannot look up a host name: {error}", host=host) from error
 
     @property
@@ -51,4 +58,6 @@ class Lookup:
             self.address = host_address(self._host)
         except (OSError, UnicodeError) as error:
             self.error = str(error)
+        finally:
+            _free.release()
         self._on_end()

@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, contextmanager
 import pytest
 import zmq
 
+from kvconnector.control import lookup
 from kvconnector.control.address import parse_address
 from kvconnector.control.base import Received
 from kvconnector.control.zmq import ControlChannel
@@ -239,6 +240,21 @@ def test_a_host_name_that_is_not_looked_up_in_time_is_unreachable():
         error = Recorder(near).wait_loss(near, handle)
         assert isinstance(error, PeerUnreachableError)
         assert "not looked up in time" in str(error)
+
+
+def test_few_host_names_are_looked_up_at_a_time(name_server, monkeypatch):
+    """Clients may name hosts that nobody knows, and each look-up has a thread."""
+    monkeypatch.setattr(lookup, "_free", threading.BoundedSemaphore(1))
+    with channels(None, linger_s=0.0) as (near,):
+        near.connect("tcp://a-name.invalid:5555")
+        with pytest.raises(TransportError, match="too many host names"):
+            near.connect("tcp://another-name.invalid:5555")
+        name_server.set()
+        deadline = time.monotonic() + DEADLINE_S
+        while not lookup._free.acquire(timeout=0.01):
+            assert time.monotonic() < deadline
+        lookup._free.release()
+        near.connect("tcp://another-name.invalid:5555")
 
 
 def test_a_silent_peer_is_unreachable_at_the_deadline():
