@@ -70,7 +70,7 @@ class OutgoingConnection:
     """A DEALER that connects once. It is over as soon as `error` is set; messages that had arrived can still be
     received. After it has returned `Disconnected` it is `finished`, and must be closed.
 
-    A host's name is looked up first, and `wake` called when that is done: libzmq would look it up in the thread that
+    A host's name is looked up first, and `wake` is called at its end: libzmq would look it up in the thread that
     serves all connections of the context, and lose them all if no name server answers.
     """
 
@@ -128,7 +128,7 @@ class OutgoingConnection:
             opened.pop_all()
 
     def is_due(self, now: float) -> bool:
-        """Returns True if it is over, by an error or because the handshake took too long, or its host is looked up."""
+        """Returns True if the look-up has ended, or the connection: by an error, or as the handshake took too long."""
         is_found = self._lookup is not None and self._lookup.is_over
         is_late = self.deadline is not None and now >= self.deadline
         return self.error is not None or is_found or is_late
@@ -138,7 +138,8 @@ class OutgoingConnection:
         if self.error is not None:
             raise self.error
         self._longest_bytes = max(self._longest_bytes, len(payload))
-        if self._lookup is not None:
+        # no more than the socket then takes
+        if self._lookup is not None and len(self._unsent) < self._limits.max_queued_messages:
             self._unsent.append(payload)
             return
         try:
@@ -186,7 +187,7 @@ class OutgoingConnection:
         self.socket.close(linger=linger_ms)
 
     def _connect_to(self, found: Lookup) -> None:
-        """Connect to the address of the host's name, and send what waits for that."""
+        """Connect to the address that was found for the host's name, and send what waits for it."""
         self._lookup = None
         if found.error:
             self.error = PeerUnreachableError(

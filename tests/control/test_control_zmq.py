@@ -233,6 +233,17 @@ def test_other_connections_work_while_a_host_name_is_looked_up(name_server):
         assert recorder.payloads(far) == [b"first", b"second"]
 
 
+def test_a_queue_that_fills_while_a_host_name_is_looked_up_ends_the_connection(name_server):
+    with channels(None, linger_s=0.0, max_queued_messages=2) as (near,):
+        handle = near.connect("tcp://a-name.invalid:5555")
+        for _ in range(2):
+            near.send(handle, b"queued")
+        with pytest.raises(PeerLostError, match="queue to it is full"):
+            near.send(handle, b"one more")
+        name_server.set()
+        assert isinstance(Recorder(near).wait_loss(near, handle), PeerLostError)
+
+
 @pytest.mark.usefixtures("name_server")
 def test_a_host_name_that_is_not_looked_up_in_time_is_unreachable():
     with channels(None, connect_timeout_s=0.2, linger_s=0.0) as (near,):
