@@ -80,7 +80,7 @@ ROOMS: dict[str, Size] = {
     "tests/unit/session": Size(1663),
     "tests/sglang": Size(751),
     "tests/sglang/harness": Size(1082),
-    "tests/vllm": Size(7154),
+    "tests/vllm": Size(7163),
 }
 # lines that the rooms in and below these folders should have together; their ceilings bound the sum
 TARGETS: dict[tuple[str, ...], int] = {

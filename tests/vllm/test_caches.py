@@ -53,8 +53,9 @@ def test_the_scales_of_fp8_caches_are_stated(numbers):
     latent = attention(kv.MLAAttentionSpec, **fp8, num_kv_heads=1, head_size_v=0)
     group, _ = registered(latent, layer={name: scale[:1] for name, scale in scales.items()})
     assert group.cache.geometry.scales == ((k[:1],),) * 3
-    for packed in ({}, {**fp8, "state_content_bytes": 2 * DIM}):
-        group, _ = registered(attention(**packed), layer=scales)
+    packed = {**fp8, "state_content_bytes": 2 * DIM}
+    for without, has_scales in (({}, True), (packed, True), (fp8, False)):
+        group, _ = registered(attention(**without), layer=scales if has_scales else ())
         assert group.cache.geometry.scales == ()
 
 

@@ -1,8 +1,12 @@
 """Transfers in vLLM's traces, and engines of vLLM 0.33 that sleep and wake up with transfers under way."""
 
+from unittest.mock import Mock
+
 import pytest
 
+from kvconnector.errors import LocalError
 from kvconnector.integrations.vllm.connector import KVConnector
+from kvconnector.runtime import Worker
 from tests.support.spans import HEADERS, SPAN_ID, TRACE_ID, record_spans
 from tests.vllm.shared_tokens import UNWRITTEN, Shape, check_read, engines, prefilled, until
 
@@ -50,14 +54,18 @@ def test_an_engine_that_slept_fails_loads_under_way_and_reads_later_ones(model, 
         )
 
 
-def test_a_request_to_a_sleeping_engine_fails_alone(model):
+@pytest.mark.parametrize("takes_step", [True, False])
+def test_a_request_to_a_sleeping_engine_fails_alone(model, monkeypatch, takes_step):
     with engines(model, Shape(), Shape()) as (producer, consumer):
         _, params = prefilled(producer, 1, 90)
         (rank,) = consumer.ranks
         rank.connector.unregister_kv_caches()
         consumer.may_fail = True
         request = consumer.world.add(90, params, prompt=1)
-        until(request.is_finished, consumer, producer)
+        with monkeypatch.context() as patch:
+            if not takes_step:
+                patch.setattr(Worker, "start_step", Mock(side_effect=LocalError("not now")))
+            until(request.is_finished, consumer, producer)
         rank.connector.restore_kv_caches()
         consumer.may_fail = False
         check_read(producer, consumer, 2, 90)

@@ -169,9 +169,9 @@ def _scales(layer: Any, spec: Any) -> tuple[tuple[float, ...], ...]:
     """Return an attention layer's `LayerCache.scales`. They come from the checkpoint, whose name does not show them."""
     from vllm.v1.kv_cache_interface import AttentionSpec, KVQuantMode
 
-    # in opaque bytes, those of each token and head are stored beside the numbers
+    # in opaque bytes, those of each token and head are stored beside the numbers; not every layer has scales
     if (
-        layer is None
+        not hasattr(layer, "_k_scale")
         or not isinstance(spec, AttentionSpec)
         or spec.kv_quant_mode is not KVQuantMode.FP8_PER_TENSOR
         or spec.state_content_bytes is not None

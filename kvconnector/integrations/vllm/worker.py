@@ -136,10 +136,9 @@ class WorkerHalf:
         self._begun, taken = step, step.decode()
         if taken.is_empty:
             return
-        if self._is_asleep:
-            self._take(taken)  # nothing is to be prepared: the worker refuses orders with blocks
-            return
-        orders = tuple(map(self._prepared, _without_beginnings(taken.orders)))
+        orders = taken.orders
+        if not self._is_asleep:  # else those with blocks are refused: there is nothing to prepare
+            orders = tuple(map(self._prepared, _without_beginnings(orders)))
         try:
             self._take(replace(taken, orders=orders))
         except KVConnectorError as error:
