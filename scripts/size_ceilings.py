@@ -38,7 +38,7 @@ ROOMS: dict[str, Size] = {
     "kvconnector/cli": Size(2883),
     "kvconnector/control": Size(1383, target=1330),
     "kvconnector/datapath": Size(4349, target=4050),
-    "kvconnector/integrations": Size(3539, target=3510),
+    "kvconnector/integrations": Size(3538, target=3510),
     "kvconnector/integrations/sglang": Size(1321, target=900),
     "kvconnector/layout": Size(632, target=520),
     "kvconnector/planning": Size(580, target=560),
