@@ -131,8 +131,8 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
     def in_whole_blocks(
         self, order: LoadRequest, cached_tokens: Sequence[int], groups: Sequence[GroupGeometry]
     ) -> LoadRequest:
-        """Return the load, beginning in each group with a whole block of `cached_tokens` where the producer has it for
-        sure: where it has named its blocks, and their number shows that they have the size of ours (in `groups`).
+        """Return the load, beginning in each group with a whole block of `cached_tokens` where the producer has it: if
+        it has named its blocks, and their number is that of blocks of our size (in `groups`).
         """
         ranges = list(order.token_ranges)
         begins = zip(order.remote_blocks, cached_tokens, groups, strict=False)

@@ -110,15 +110,15 @@ class PartlyFilled:
     """
 
     def __init__(self) -> None:
-        self.evict_blocks: Callable[[set[int]], None] = set.clear
-        """Takes blocks out of the prefix cache, once vLLM has made one."""
+        self.evict_blocks: Callable[[set[int]], None] = lambda block_ids: None
+        """Takes blocks out of the prefix cache; does nothing until vLLM has made one."""
         self.block_tokens: tuple[int, ...] = ()
         self._groups: tuple[GroupInfo, ...] = ()
         self._blocks: dict[str, list[tuple[int, int, int]]] = {}
         """Group, place in its table and id of each block, by request."""
 
     def register(self, groups: Sequence[GroupInfo], geometries: Sequence[GroupGeometry]) -> None:
-        """Take the engine's cache groups."""
+        """Take the engine's cache groups, and their geometries on one rank."""
         self._groups = tuple(groups)
         self.block_tokens = tuple(map(block_tokens, groups, geometries))
 
