@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Cluster(msgspec.Struct, frozen=True, kw_only=True):
-    """The engines of a simulation, however many. Idle ones disconnect after `idle_timeout_s`."""
+    """The engines of a simulation, of any number. Idle ones disconnect after `idle_timeout_s`."""
 
     model: ModelShape
     prefill: EngineShape

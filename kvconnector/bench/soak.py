@@ -57,7 +57,7 @@ SETTINGS = {
 
 
 class Fault(NamedTuple):
-    """One fault of an engine. It stops for `pause_s`; a silent one stops for so long that its peer gives it up."""
+    """One fault of an engine. It stops for `pause_s`; a silent one stops until its peer has given it up."""
 
     kind: str
     engine: str
@@ -364,7 +364,7 @@ class Soak:
         side.lives += 1
         for name, request in list(self._requests.items()):
             self._give_back(name, fault.engine)
-            request.is_first = False  # an engine of its is gone
+            request.is_first = False  # one of its engines is gone
             request.is_loading &= fault.engine != "decode"
 
 

@@ -44,7 +44,7 @@ MAMBA_2 = ("granitemoehybrid", "falcon_h1", "nemotron_h", "mamba2")
 
 
 class PrefillInfos:
-    """SGLang's table of prefill engines. It says the same of all, since workers greet them by themselves."""
+    """SGLang's table of prefill engines. Its answer is the same for each: our workers greet engines themselves."""
 
     def get(self, bootstrap_addr: str) -> SimpleNamespace:
         """Return what SGLang must know of an engine before a request's receiver can begin."""

@@ -1,4 +1,4 @@
-"""The `kv_transfer_params` of requests: which offer one names, and whether it is of the request's own tokens.
+"""The `kv_transfer_params` of requests: which offer a request names, and if its tokens are the request's own.
 
 Each engine renders and tokenizes a request by itself. Many templates leave the reasoning out of a chat's earlier
 answers, so the next turn's prompt has other tokens than the decode engine's cache of this turn. A router may also
