@@ -84,7 +84,7 @@ class DirectoryService:
         if message.engine_id != self._engine_id and not message.any_engine:
             return m.DirectoryRefused(
                 refusal=m.Refusal.INCOMPATIBLE,
-                text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}",
+                text=f"engine {self._engine_id!r} is here, not {message.engine_id!r}"[: m.MAX_TEXT],
             )
         try:
             agreed = versions.SPOKEN.common(

@@ -132,7 +132,7 @@ class Links:
                 self.refusals.warn(peer, f"the connection to {peer} is given up: {error}")
         if link.number < 0 and link.handle is not None and not has_left:
             # over ZMQ, which outlives what was lost
-            goodbye = m.Bye(text=error.statement[:4096])
+            goodbye = m.Bye(text=error.statement[: m.MAX_TEXT])
             with suppress(KVConnectorError):
                 self.control.send(link.handle, encode(goodbye, link.version))
         self._end(link, error)

@@ -276,7 +276,7 @@ class Peers:
 
     def _lose(self, peer: Peer, event: object, error: KVConnectorError, now: float) -> None:
         peer.accept(event, now)
-        text = error.statement[:4096]
+        text = error.statement[: m.MAX_TEXT]
         if peer.state is not _S.READY:  # it waits for an answer to its greeting
             incompatible = isinstance(error, IncompatiblePeerError | GeometryError)
             refusal = Refusal.INCOMPATIBLE if incompatible else Refusal.INTERNAL

@@ -230,7 +230,7 @@ class ProducerSession:
     ) -> None:
         """Notify a consumer worker that its read ends after the first `sent_chunks` chunks."""
         ended = m.ReadEnded(
-            read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text=text[:4096]
+            read_id=read_id, sent_chunks=sent_chunks, refusal=refusal, text=text[: m.MAX_TEXT]
         )
         self._port.send(link, ended)
 
@@ -298,7 +298,7 @@ class ProducerSession:
         self, event: ev.FromPeer[m.Read | m.TransferKey], refusal: Refusal, text: str
     ) -> None:
         """Refuse a read or a follow."""
-        asked, text = event.message, text[:4096]
+        asked, text = event.message, text[: m.MAX_TEXT]
         if isinstance(asked, m.Read):
             refused: m.Message = m.ReadRefused(read_id=asked.read_id, refusal=refusal, text=text)
         else:

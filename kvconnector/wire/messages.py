@@ -20,7 +20,9 @@ from kvconnector.wire.export import PoolExport
 from kvconnector.wire.packed_geometry import PackedGeometry
 
 Id = Annotated[str, Meta(min_length=1, max_length=512)]
-Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT = 4096
+"""The most characters of a reason. Who sends a longer one cuts it."""
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 TAG_BITS = 62
 Tag = Annotated[int, Meta(ge=0, lt=1 << TAG_BITS)]

@@ -84,3 +84,17 @@ def test_releases_without_a_common_version_are_refused_by_name(ours, theirs, mon
     assert "no wire version in common" in refused.text
     for spoken in (ours, theirs):
         assert str(versions.WireVersions(*spoken)) in refused.text
+
+
+def test_a_refusal_of_long_names_is_cut_to_what_a_message_takes():
+    ours, theirs = "\U000e0001" * 512, "\U000e0002" * 512  # ten characters each in the text
+    hub = ControlHub(seed=0)
+    asking, serving = hub.open(), hub.open()
+    geometry = replace(harness.directory().geometry, engine_id=ours)
+    service = DirectoryService(serving, replace(harness.directory(), geometry=geometry))
+    handle = asking.connect(serving.address, "")
+    asking.send(handle, encode(m.DirectoryRequest(engine_id=theirs)))
+    service.turn(0.0)
+    (answer,) = asking.poll(0.0)
+    refused = decode(answer.payload)
+    assert (refused.refusal, len(refused.text)) == (m.Refusal.INCOMPATIBLE, m.MAX_TEXT)
