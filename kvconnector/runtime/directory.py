@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import warnings
 
@@ -45,6 +46,7 @@ class DirectoryService:
         self._engine_id = directory.geometry.engine_id
         self._directory = directory
         self._refusals = Refusals(logger)
+        self._process = os.getpid()
         self._stopping = threading.Event()
         name = f"kvconnector-{self._engine_id}-directory"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -102,8 +104,8 @@ class DirectoryService:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def abandon(self) -> None:
-        """Stop without waiting: the scheduler was collected without `close`."""
-        if self._stopping.is_set():
+        """Stop without waiting: the scheduler was collected without `close`. In a forked child, do nothing."""
+        if self._stopping.is_set() or self._process != os.getpid():
             return
         self._stop()
         warnings.warn(

@@ -1,5 +1,8 @@
 """The workers that a directory service names, and the wire version that it chooses."""
 
+import os
+import signal
+import warnings
 from fractions import Fraction
 
 import pytest
@@ -11,6 +14,7 @@ from kvconnector.runtime.directory import MAX_UNASKED, DirectoryService, answer_
 from kvconnector.wire import decode, encode, version_of, versions
 from kvconnector.wire import messages as m
 from tests.support.inproc_control import ControlHub
+from tests.support.waiting import DEADLINE_S
 from tests.unit.session import harness
 
 ENTRY = harness.directory().workers[0]
@@ -98,3 +102,17 @@ def test_a_refusal_of_long_names_is_cut_to_what_a_message_takes():
     (answer,) = asking.poll(0.0)
     refused = decode(answer.payload)
     assert (refused.refusal, len(refused.text)) == (m.Refusal.INCOMPATIBLE, m.MAX_TEXT)
+
+
+def test_a_forked_child_leaves_its_parents_service_alone():
+    service = DirectoryService(ControlHub(seed=0).open(), harness.directory())
+    child = os.fork()
+    if child == 0:
+        try:
+            signal.alarm(int(DEADLINE_S))
+            warnings.simplefilter("error")
+            service.abandon()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
