@@ -142,6 +142,7 @@ def backend(monkeypatch):
         disaggregation_bootstrap_port=free_ports(),
         enable_pd_role_switch=False,
         disaggregation_enable_kv_checksum=False,
+        disaggregation_decode_enable_radix_cache=False,
     )
     model = SimpleNamespace(
         num_hidden_layers=LAYERS,
@@ -295,6 +296,14 @@ def test_more_ranks_than_heads_are_refused_where_sglang_fills_up_with_zeros(back
     backend.get_parallel().attn_tp_size = 4
     with pytest.raises(GeometryError, match="heads of zeros"):
         Side(backend, "prefill", 16, "cpu")
+
+
+def test_windows_in_a_decode_engines_prefix_cache_are_refused(backend):
+    backend.get_disagg().disaggregation_decode_enable_radix_cache = True
+    with closing(Side(backend, "decode", 32, "cpu")):
+        pass
+    with pytest.raises(ConfigError, match="radix_cache with sliding windows"):
+        Side(backend, "decode", 32, "cpu", "swa")
 
 
 def test_sglangs_checksum_of_whole_pages_is_refused(backend):

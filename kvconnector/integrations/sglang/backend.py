@@ -63,7 +63,7 @@ class KVManager(RankTransfers, BaseKVManager):
     ) -> None:
         self.prefill_info_table = PrefillInfos()
         is_prefill = disaggregation_mode.value == "prefill"
-        refuse_unsupported(_facts(server_args))
+        refuse_unsupported(_facts(args, server_args))
         shape = _shape(args, server_args, has_latent=is_mla_backend, is_prefill=is_prefill)
         group = get_parallel().world_group.cpu_group
         own = secrets.token_hex(8), get_disagg().disaggregation_bootstrap_port
@@ -160,7 +160,7 @@ def gather(payload: bytes, group: distributed.ProcessGroup) -> list[bytes]:
     return [part.numpy().tobytes() for part in parts]
 
 
-def _facts(server_args: Any) -> dict[str, object]:
+def _facts(args: KVArgs, server_args: Any) -> dict[str, object]:
     parallel, disagg = get_parallel(), get_disagg()
     pool = os.environ.get("SGLANG_MOONCAKE_CUSTOM_MEM_POOL")
     return {
@@ -172,6 +172,10 @@ def _facts(server_args: Any) -> dict[str, object]:
         "enable_pd_role_switch": disagg.enable_pd_role_switch,
         # its digest covers whole pages and a cached prefix, but only tokens that the decode engine lacks are read
         "disaggregation_enable_kv_checksum": disagg.disaggregation_enable_kv_checksum,
+        # its tree also caches slots of a window before the first token that was transferred
+        "disaggregation_decode_enable_radix_cache with sliding windows": (
+            disagg.disaggregation_decode_enable_radix_cache and "swa" in args.state_types
+        ),
         "enable_hisparse": server_args.enable_hisparse,
         "metadata on a GPU": pool == "INTRA_NODE_NVLINK",
     }
