@@ -113,8 +113,8 @@ class Outbox:
                 self.begun(order.request_id)
 
     def give_up(self) -> list[Order]:
-        """Return the orders that end every load and lease. A load that completes meanwhile is reported as failed, as is
-        one whose end was not taken yet: otherwise the engine would use its tokens.
+        """Return the orders that end every load, and every lease on blocks. A load that completes meanwhile is reported
+        as failed, as is one whose end was not taken yet: otherwise the engine would use its tokens.
         """
         with self._lock:
             ended = self._unreported
@@ -127,6 +127,8 @@ class Outbox:
             self._given_up |= {*loads}
             orders: list[Order] = [DropRequest(request_id) for request_id in loads]
             for request_id, lease in self._leases.items():
+                if not _has_blocks(lease):
+                    continue  # a prompt that is queued: its followers wait for it
                 if isinstance(lease, GrowRequest):
                     # only the end of a complete lease is reported, once nothing reads its blocks any more
                     names = request_id, lease.transfer_id, lease.secret
@@ -140,7 +142,8 @@ class Outbox:
     def awaited(self) -> list[str]:
         """Return requests whose blocks may still be read or written."""
         with self._lock:
-            return sorted({*self._asked(), *self._leases, *self._stuck})
+            leases = (name for name, lease in self._leases.items() if _has_blocks(lease))
+            return sorted({*self._asked(), *leases, *self._stuck})
 
     def break_off(self, failure: KVConnectorError, *, may_write: bool = False) -> None:
         """End every request that the engine waits for, now and from now on: once, although two threads may call this.
@@ -272,7 +275,7 @@ class Outbox:
         if isinstance(order, HoldRequest) or not self._is_complete(order.request_id):
             if isinstance(order, WithdrawRequest):
                 lease = self._leases.pop(order.request_id, None)
-                return lease is not None and any(group.num_blocks for group in lease.blocks)
+                return lease is not None and _has_blocks(lease)
             self._leases[order.request_id] = order
         return False
 
@@ -285,6 +288,10 @@ class Outbox:
     def _forget_unasked(self, request_id: str) -> None:
         if not self._loads.get(request_id, True):
             del self._loads[request_id]
+
+
+def _has_blocks(lease: LeaseOrder) -> bool:
+    return any(group.num_blocks for group in lease.blocks)
 
 
 def _lost() -> TransferAbortedError:

@@ -223,9 +223,10 @@ class Worker:
         self._outbox.refuse(orders, error)
 
     def quiesce(self, timeout_s: float) -> None:
-        """End every load and lease, and wait until nothing reads or writes the caches. Their memory may then be
-        unmapped, and mapped again at the same addresses. Connections and staging stay. Until `resume`, orders that name
-        blocks are refused. `poll` reports the ended requests, all loads as failed. Idempotent.
+        """End every load and every lease on blocks, and wait until nothing reads or writes the caches. Their memory may
+        then be unmapped, and mapped again at the same addresses. Connections, staging and prompts that are only queued
+        stay. Until `resume`, orders that name blocks are refused. `poll` reports the ended requests, all loads as
+        failed. Idempotent.
 
         Args:
             timeout_s: The most seconds to wait.

@@ -41,6 +41,20 @@ def test_a_producer_that_sleeps_gives_up_its_leases_and_serves_again(pair):
     assert arrives(p, d, "again", [1, 2], [5, 6])
 
 
+def test_a_prompt_that_is_queued_while_its_producer_sleeps_is_computed_afterwards(pair):
+    p, d = pair
+    (worker,) = p.workers
+    p.scheduler.on_new_request("queued", STREAMED)
+    p.step()
+    worker.quiesce(DEADLINE_S)
+    p.step()
+    worker.resume()
+    params = p.offer("queued", [1, 2], 30)
+    d.load("w", params, [5, 6], 31)
+    until(lambda: "w" in d.received, d, p)
+    assert not d.failed
+
+
 def test_layers_that_are_written_after_it_fell_asleep_are_not_reported(pair, monkeypatch):
     p, _ = pair
     (worker,) = p.workers
