@@ -37,4 +37,4 @@ def test_no_prompt_is_continued_from_the_cache_of_other_tokens(world, role, kept
     assert bool(news.loads) is (kept == slice(104))
     assert bool(outputs) is not bool(news.loads)
     assert news.dropped == ([] if news.loads else ["r1"])
-    assert ("offers other tokens" in caplog.text) is not bool(news.loads)
+    assert ("does not offer the first tokens" in caplog.text) is not bool(news.loads)

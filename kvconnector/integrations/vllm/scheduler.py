@@ -138,7 +138,7 @@ class SchedulerHalf:
             return  # the request reads the prefix cache later, and samples its own first token
         is_known = self._tell_scheduler(request, offer)
         if is_known and is_of_other_tokens(offer, request.all_token_ids):
-            text = "request %s is computed without engine %s, which offers other tokens than its prompt has"
+            text = "request %s is computed without engine %s, which does not offer the first tokens of its prompt"
             logger.info(text, request.request_id, source[0])
             self._scheduler.load(request.request_id, blocks=(), num_tokens=0)  # frees its blocks
             return

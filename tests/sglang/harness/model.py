@@ -15,7 +15,7 @@ def model_of(folder, *, kind="llama", kv_heads=4, window=0):
         rope |= {"mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
         _change(path, rope_parameters=rope, rope_scaling=rope, moe_layer_freq=1)
     if window:
-        # SGLang keeps such layers in a separate pool if the model says so
+        # SGLang on a CPU keeps such layers in the pool of all others, whatever the model says
         _change(path, is_hybrid_swa=True, hybrid_layer_pattern=[1, 0] * (layers // 2))
     return path
 
