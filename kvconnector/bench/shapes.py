@@ -59,7 +59,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     def missing(self, tokens: range) -> range:
         """Return the tokens of a prompt that these layers lack before the next one can be computed."""
-        if self.keeps == "all":
+        if self.keeps == "all":  # a soak's other release may lack `retention_named`
             return tokens
         if self.keeps == "encoder":
             return range(self.encoder_tokens or tokens.stop)

@@ -129,13 +129,25 @@ class RemoteRequest(msgspec.Struct, eq=False, gc=False):
         )
 
     def in_whole_blocks(
-        self, order: LoadRequest, cached_tokens: Sequence[int], groups: Sequence[GroupGeometry]
+        self, order: LoadRequest, cache_block_tokens: Sequence[int], groups: Sequence[GroupGeometry]
     ) -> LoadRequest:
-        """Return the load, beginning in each group with a whole block of `cached_tokens` where the producer has it: if
+        """Return the load, beginning in each group with a whole block of the prefix cache where the producer has it: if
         it has named its blocks, and their number is that of blocks of our size (in `groups`).
+
+        Raises:
+            BlockIdError: not one positive number of tokens per cache group.
         """
+        if not cache_block_tokens:
+            return order
+        if len(cache_block_tokens) != len(groups) or min(cache_block_tokens) < 1:
+            raise BlockIdError(
+                "a prefix cache has blocks of at least one token in each cache group",
+                cache_block_tokens=cache_block_tokens,
+                groups=len(groups),
+            )
         ranges = list(order.token_ranges)
-        begins = zip(order.remote_blocks, cached_tokens, groups, strict=False)
+        # a followed producer has named no blocks
+        begins = zip(order.remote_blocks, cache_block_tokens, groups, strict=False)
         for index, (remote, whole, group) in enumerate(begins):
             (start, stop), size = ranges[index], group.virtual_block_tokens
             has_our_size = -(-stop // size) == remote.first_block + remote.num_blocks

@@ -286,7 +286,7 @@ class Scheduler:
         num_encoder_tokens: int = 0,
         first_blocks: Sequence[int] | None = None,
         computed_tokens: Sequence[int] | None = None,
-        cached_tokens: Sequence[int] = (),
+        cache_block_tokens: Sequence[int] = (),
     ) -> tuple[tuple[int, int], ...]:
         """Load a request into its blocks, or free the producer's if nothing is to be loaded.
 
@@ -297,7 +297,7 @@ class Scheduler:
             num_encoder_tokens: Tokens of the encoder's input, where a group keeps these: all are loaded.
             first_blocks: Where each group's blocks begin, as an index of the sequence's blocks; by default at 0.
             computed_tokens: Leading tokens that each group does not need; by default as many as the engine had cached.
-            cached_tokens: Tokens of a block that each group caches. The first one is loaded whole, where possible.
+            cache_block_tokens: Tokens in a block of each group's prefix cache. The first is loaded whole, if possible.
 
         Returns:
             The first token and the stop of what is loaded of each group; () if nothing is.
@@ -324,7 +324,7 @@ class Scheduler:
             num_encoder_tokens=num_encoder_tokens,
             computed_tokens=computed_tokens,
         )
-        order = remote.in_whole_blocks(order, cached_tokens, self._engine.ranks[0].groups)
+        order = remote.in_whole_blocks(order, cache_block_tokens, self._engine.ranks[0].groups)
         self._orders.append(order)
         remote.stage = "loading"
         return order.token_ranges

@@ -47,5 +47,5 @@ def is_of_other_tokens(offer: Params, prompt: Sequence[int]) -> bool:
     """Returns True if a valid offer states that its tokens are not the first ones of this prompt."""
     stated = offer.get(TOKENS_DIGEST)
     if stated is None or not offer.get("remote_block_ids"):
-        return False  # or the prompt is streamed
+        return False  # its router has left the digest out, or the prompt is streamed
     return bool(stated != digest_of(prompt[: offer["remote_num_tokens"]]))

@@ -232,7 +232,7 @@ class SchedulerHalf:
                 blocks=[ids for ids, _ in given],
                 first_blocks=[first for _, first in given],
                 num_tokens=num_external,
-                cached_tokens=self.partly_filled.block_tokens,
+                cache_block_tokens=self.partly_filled.block_tokens,
             )
         except KVConnectorError:
             # these must be another connector's tokens, as we offered none

@@ -305,7 +305,7 @@ def _offer(state_position=STOP, num_tokens=NUM_PROMPT, window_blocks=3):
     }
 
 
-def _load(scheduler, engine_computed, computed_tokens=None, cached_tokens=(), **offer):
+def _load(scheduler, engine_computed, computed_tokens=None, cache_block_tokens=(), **offer):
     """Return the load of a request whose window and chunk have no early blocks."""
     scheduler.on_new_request("w", _offer(**offer))
     count, _ = scheduler.matched_tokens("w", NUM_PROMPT, engine_computed)
@@ -315,7 +315,7 @@ def _load(scheduler, engine_computed, computed_tokens=None, cached_tokens=(), **
         first_blocks=[0, 7, 8, 0],
         num_tokens=count,
         computed_tokens=computed_tokens,
-        cached_tokens=cached_tokens,
+        cache_block_tokens=cache_block_tokens,
     )
     loads = _orders(scheduler.build_step(), LoadRequest)
     assert loaded == (loads[0].token_ranges if loads else ())
@@ -337,15 +337,21 @@ def test_groups_that_found_a_different_number_of_tokens_load_what_each_lacks(
 
 
 @pytest.mark.parametrize(
-    "cached_tokens, num_blocks, first",
+    "cache_block_tokens, num_blocks, first",
     # our blocks are cached; larger ones, of which the producer lacks the beginning; its blocks have another size
     [(4, 3, 28), (8, 3, 31), (4, 4, 31)],
 )
 def test_a_window_s_first_block_is_loaded_whole_if_the_producer_is_known_to_have_it(
-    cached_tokens, num_blocks, first
+    cache_block_tokens, num_blocks, first
 ):
-    load = _load(hybrid(), 0, cached_tokens=[cached_tokens] * 4, window_blocks=num_blocks)
+    load = _load(hybrid(), 0, cache_block_tokens=[cache_block_tokens] * 4, window_blocks=num_blocks)
     assert load.token_ranges == ((0, 40), (first, 40), (32, 40), (39, 40))
+
+
+@pytest.mark.parametrize("wrong", [[4] * 3, [4, 4, 0, 4]])
+def test_a_prefix_cache_has_blocks_of_tokens_in_each_group(wrong):
+    with pytest.raises(BlockIdError, match="prefix cache"):
+        _load(hybrid(), 0, cache_block_tokens=wrong)
 
 
 def test_block_lists_begin_where_the_engine_says_and_a_state_s_at_its_token():
