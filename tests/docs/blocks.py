@@ -1,7 +1,7 @@
 """The documentation's fenced blocks, and how each is checked.
 
 A block is run, unless the line before it is `<!-- not run: REASON -->`; `<!-- slow -->` leaves it to the slow
-tests.
+tests, and `<!-- in an empty environment -->` to one that runs it in a fresh clone, with nothing installed.
 """
 
 import re
@@ -16,7 +16,7 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 FENCE = re.compile(
-    r"(?:^ *<!-- (?P<mark>slow|not run: [^\n]+) -->\n)?"
+    r"(?:^ *<!-- (?P<mark>slow|in an empty environment|not run: [^\n]+) -->\n)?"
     r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -26,6 +26,7 @@ SPAN = re.compile(r"(?<!`)`(kvconnector [^`]+)`(?!`)")
 UNIT, RECORD = "\x1f", "\x1e"
 # variables of `scripts/hosts` besides the commands' prefixes
 HOST_VARIABLES = ("ip1", "ip2", "second1", "second2")
+EMPTY_ENVIRONMENT = "in an empty environment"
 RECORDER = f"""
 command_not_found_handle() {{ local IFS=$'{UNIT}'; printf '%s{RECORD}' "$*" >>"$CALLS"; }}
 kill() {{ :; }}

@@ -30,6 +30,7 @@ MODULES_OF_OTHERS = {
     "dynamo.sglang",
     "dynamo.vllm",
     "json.tool",
+    "venv",
     "sglang.launch_server",
     "vllm_router.app",
 }
@@ -141,7 +142,7 @@ def _check_pip(arguments):
     assert arguments[0] == "install"
     with (ROOT / "pyproject.toml").open("rb") as file:
         extras = tomllib.load(file)["project"]["optional-dependencies"].keys()
-    for named in re.findall(r"kvconnector\[(.*?)\]", " ".join(arguments)):
+    for named in re.findall(r"(?:kvconnector|\.)\[(.*?)\]", " ".join(arguments)):
         assert set(named.split(",")) <= extras
 
 
@@ -149,6 +150,7 @@ CHECKS = {
     "kvconnector": check_cli,
     "pip": _check_pip,
     "python": _check_python,
+    "python3": _check_python,
     ".venv-vllm/bin/python": _check_python,
     "vllm": lambda arguments: check_json(_value_of("--kv-transfer-config", arguments)),
 }
