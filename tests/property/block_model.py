@@ -13,7 +13,10 @@ STALE = "stale"
 
 
 class Request:
-    """A group whose sequences have equal lengths and progress; `tokens` has each sequence's tokens."""
+    """A group whose sequences have equal lengths and progress; `tokens` has each sequence's tokens. The KV of the first
+    `num_written` is in the blocks: accepted drafts are written before they have slots of their own. If it
+    `is_outdated`, the cache was reset since it was admitted.
+    """
 
     def __init__(self, group, tokens, extra_keys=(), num_encoder_tokens=0):
         self.group = group
@@ -22,6 +25,8 @@ class Request:
         self.encoder = range(num_encoder_tokens)
         self.device = GPU
         self.num_computed = 0
+        self.num_written = 0
+        self.is_outdated = False
         self.num_slots = 0
 
     @property
@@ -150,26 +155,31 @@ class BlockModel:
         stop = min(start + num_tokens, request.num_slots)
         tables = {seq: self.manager.get_block_table(seq) for seq in request.tokens}
         for seq, table in tables.items():
-            for position in range(start, stop) if written is None else written:
+            unwritten = range(max(start, request.num_written), stop)
+            for position in unwritten if written is None else written:
                 self.write(request, table, position, request.kv(seq, position))
         self.manager.mark_blocks_as_computed(request.group, stop - start)
         request.num_computed = stop
+        request.num_written = max(request.num_written, stop)
         for seq, table in tables.items():
             for index in range(start // self.block_size, stop // self.block_size):
                 is_held = index >= self.manager.get_first_block(seq)
-                if self.is_caching and is_held and self.is_whole(request, seq, table[index], index):
+                can_share = self.is_caching and is_held and not request.is_outdated
+                if can_share and self.is_whole(request, seq, table[index], index):
                     kv = request.kv(seq, (index + 1) * self.block_size - 1)
                     self.cache[GPU].setdefault(kv, table[index])
 
     def expected_append(self, request, seq, lookahead):
-        """Return indices of new blocks for a sequence's next slots, each with True if it copies a shared block."""
+        """Return indices of new blocks for a sequence's next slots, each with True if it copies a shared block. A block
+        after the last token may have drafts, accepted or not, so it is copied like any other.
+        """
         table, owners = self.manager.get_block_table(seq), self.owners(GPU)
         end = max(request.num_slots, self.step_end(request, request.num_computed)) + lookahead
         touched = range(request.num_slots // self.block_size, self.num_blocks(end))
         if end == request.num_slots:
             touched = range(0)
         return {
-            index: is_shared and index * self.block_size < request.num_slots
+            index: is_shared
             for index in touched
             if (is_shared := index < len(table) and owners[table[index]] > 1) or index >= len(table)
         }

@@ -110,6 +110,35 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
     def compute(self, data, num_tokens):
         self.compute_tokens(data.draw(st.sampled_from(self.on(GPU))), num_tokens)
 
+    @precondition(lambda self: any(self.lookahead_slots(request) for request in self.on(GPU)))
+    @rule(data=st.data())
+    def accept_drafts(self, data):
+        """A step computes every token and some drafts after them, of which the first few are accepted."""
+        request = data.draw(st.sampled_from([*filter(self.lookahead_slots, self.on(GPU))]))
+        self.compute_tokens(request, request.num_slots)
+        count = data.draw(st.integers(1, min(4, self.lookahead_slots(request))), label="accepted")
+        for seq, tokens in request.tokens.items():
+            accepted = data.draw(st.sampled_from(TAILS[count]))
+            seq.append_tokens(accepted)
+            tokens.extend(accepted)
+            table = self.manager.get_block_table(seq)
+            for position in range(request.num_slots, request.num_tokens):
+                self.write(request, table, position, request.kv(seq, position))
+        request.num_written = request.num_tokens
+
+    def lookahead_slots(self, request):
+        """Return how many drafts have slots that only their sequence writes. States of drafts are kept elsewhere."""
+        if self.is_recurrent or request.num_tokens > request.num_slots:
+            return 0
+        owners, lengths = self.owners(GPU), []
+        for seq in request.tokens:
+            table = self.manager.get_block_table(seq)
+            end = request.num_slots // self.block_size
+            while end < len(table) and owners[table[end]] == 1:
+                end += 1
+            lengths.append(end * self.block_size)
+        return max(0, min(lengths) - request.num_slots)
+
     @precondition(lambda self: self.on(GPU))
     @rule(data=st.data())
     def grow(self, data):
@@ -148,6 +177,16 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         self.hand_out(GPU, [after[index] for index in changed])
         self.copy(copies, GPU, GPU)
 
+    @precondition(lambda self: self.is_caching)
+    @rule()
+    def reset_the_cache(self):
+        free = [self.num_free(device) for device in self.totals]
+        self.manager.reset_prefix_cache()
+        assert [self.num_free(device) for device in self.totals] == free
+        self.cache = {GPU: {}, CPU: {}}
+        for request in self.live:
+            request.is_outdated = True
+
     def access(self, request):
         self.now += 1
         for seq in request.tokens:
@@ -159,6 +198,7 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
         self.manager.free(first)
         self.manager.free_cross(request.group)
         request.set_status(SequenceStatus.WAITING)
+        request.num_written, request.is_outdated = 0, False
         self.live.remove(request)
         self.waiting.append(request)
 
@@ -249,7 +289,8 @@ class BlockManagerMachine(BlockModel, RuleBasedStateMachine):
                 table = self.manager.get_block_table(seq)
                 assert len(table) * self.block_size >= request.num_slots
                 assert self.manager.get_num_computed_tokens(seq) == request.num_computed
-                for position in range(self.oldest(request.num_computed), request.num_computed):
+                oldest, written = self.oldest(request.num_computed), request.num_written
+                for position in range(oldest, max(request.num_computed, written)):
                     assert self.read(request, table, position) == request.kv(seq, position)
             table = self.cross_table(request)
             for position in request.encoder:

@@ -179,6 +179,15 @@ class BlockAllocator:
         """Return the content of a block that can be found; None for any other."""
         return self._contents[block_id]
 
+    def forget_contents(self) -> None:
+        """Make all content unfindable. Blocks without an owner become free, least recently used first."""
+        while len(self._evictor):
+            self._free_ids.append(self._evict())
+        for block_id in self._block_of_hash.values():
+            self._contents[block_id] = None
+            self._last_access_s[block_id] = NEVER_ACCESSED_S
+        self._block_of_hash.clear()
+
     def _evict(self) -> int:
         block_id = self._evictor.evict()
         if (content := self._contents[block_id]) is not None:

@@ -175,6 +175,17 @@ class BlockBooks:
             if self.enable_caching and full_blocks:
                 table.publish(full_blocks, seq.block_hashes(self.block_size, full_blocks.stop))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the content of all blocks on both devices, for example because the model's weights have changed.
+
+        Requests keep their blocks. Nothing that they hold, or compute on top of it, can be found by others; a request
+        that is freed and allocated again is computed anew, and its blocks can.
+        """
+        self._gpu.forget_contents()
+        self._cpu.forget_contents()
+        for table in self._tables.values():
+            table.is_outdated = True
+
     def get_common_computed_block_ids(self, seqs: Iterable[Sequence]) -> list[int]:
         """Return the leading computed blocks that all these sequences share, for example to read them only once for a
         batch. There are none if a window has left the first block.

@@ -21,14 +21,13 @@ class AppendPlan(NamedTuple):
     num_new_blocks: int
     """Number of blocks that are added at the end."""
     copied: list[int]
-    """Indices into `block_ids` of shared blocks with tokens to keep, each replaced by a copy."""
-    replaced: list[int]
-    """Indices into `block_ids` of shared blocks without such tokens, each replaced by an empty block."""
+    """Indices into `block_ids` of shared blocks that the slots touch, each replaced by a copy. Blocks after the last
+    token are copied like others: the engine may have written drafts to their lookahead slots, and accepted some."""
 
     @property
     def num_blocks_needed(self) -> int:
         """Number of blocks that the allocator must provide."""
-        return self.num_new_blocks + len(self.copied) + len(self.replaced)
+        return self.num_new_blocks + len(self.copied)
 
 
 def require_lookahead(num_lookahead_slots: int) -> None:
@@ -47,28 +46,24 @@ def plan_append(table: SequenceBlocks, num_tokens: int, num_lookahead_slots: int
     num_slots = num_tokens + num_lookahead_slots
     end_touched = table.paging.num_blocks(num_slots)
     copied: list[int] = []
-    replaced: list[int] = []
     if num_slots > table.num_tokens:
-        for block in range(table.num_tokens // block_size, min(end_touched, table.num_blocks)):
-            index = block - len(table.dropped)
-            if table.allocator.is_shared(table.block_ids[index]):
-                holds_tokens = block * block_size < table.num_tokens
-                (copied if holds_tokens else replaced).append(index)
-    return AppendPlan(num_tokens, max(0, end_touched - table.num_blocks), copied, replaced)
+        touched = range(table.num_tokens // block_size, min(end_touched, table.num_blocks))
+        indices = (block - len(table.dropped) for block in touched)
+        copied = [index for index in indices if table.allocator.is_shared(table.block_ids[index])]
+    return AppendPlan(num_tokens, max(0, end_touched - table.num_blocks), copied)
 
 
 def apply_append(table: SequenceBlocks, plan: AppendPlan) -> list[BlockCopy]:
     """Change the table as planned, and return the blocks to copy before the next write. Raises OutOfBlocksError."""
     fresh = table.allocator.allocate(plan.num_blocks_needed)
     table.block_ids.extend(fresh[: plan.num_new_blocks])
-    indices = plan.copied + plan.replaced
-    shared = [table.block_ids[index] for index in indices]
-    renewals = list(zip(shared, fresh[plan.num_new_blocks :], strict=True))
-    for index, (_, block_id) in zip(indices, renewals, strict=True):
+    shared = [table.block_ids[index] for index in plan.copied]
+    copies = list(zip(shared, fresh[plan.num_new_blocks :], strict=True))
+    for index, (_, block_id) in zip(plan.copied, copies, strict=True):
         table.block_ids[index] = block_id
     table.allocator.release(shared, table.last_access_s)
     table.num_tokens = plan.num_tokens
-    return renewals[: len(plan.copied)]
+    return copies
 
 
 def split_dependent_copies(copies: Iterable[BlockCopy]) -> list[list[BlockCopy]]:

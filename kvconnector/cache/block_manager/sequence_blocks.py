@@ -83,7 +83,8 @@ class SequenceBlocks:
     """The blocks of one sequence, all on one device.
 
     The sequence has a share of each of `block_ids`, and none of the `dropped` ones before them, which its window left.
-    `num_tokens` tokens have slots. Slots of tokens before `valid_from` hold no data.
+    `num_tokens` tokens have slots. Slots of tokens before `valid_from` hold no data. If it `is_outdated`, the cache was
+    reset after some of them were computed, so no block that depends on these is ever published.
     """
 
     allocator: BlockAllocator
@@ -94,6 +95,7 @@ class SequenceBlocks:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     valid_from: int = 0
+    is_outdated: bool = False
     last_access_s: float = NEVER_ACCESSED_S
 
     @property
@@ -113,6 +115,8 @@ class SequenceBlocks:
 
     def publish(self, full_blocks: range, block_hashes: list[bytes]) -> None:
         """Publish computed blocks, by their indices. `block_hashes` are those of all blocks from the first one on."""
+        if self.is_outdated:
+            return
         for depth in full_blocks:
             if depth >= len(self.dropped) and depth * self.paging.block_size >= self.valid_from:
                 content = CachedContent(block_hashes[depth], depth)

@@ -11,6 +11,7 @@ from kvconnector.cache.block_manager import (
     Sequence,
     SequenceError,
     SequenceGroup,
+    SequenceStatus,
 )
 from kvconnector.errors import BlockIdError, ConfigError, LocalProtocolError, UnknownRequestError
 from tests.unit.cache.block_managers import computed, group_of, manager_of, num_cached_tokens, start
@@ -266,3 +267,46 @@ def test_swapping_in_waits_for_blocks_above_the_watermark():
     assert manager.can_swap_in(group) is AllocStatus.OK
     group.seqs()[0].append_tokens([12])
     assert manager.can_swap_in(group) is AllocStatus.LATER
+
+
+def test_accepted_drafts_are_copied_after_a_fork():
+    manager = manager_of(enable_caching=True)
+    group = computed(manager, 1, range(4))
+    (parent,) = group.seqs()
+    manager.append_slots(parent, num_lookahead_slots=4)
+    parent.append_tokens(range(4, 8))  # four drafts, which the step has written
+    child = parent.fork(2)
+    manager.fork(parent, child)
+    group.add(child)
+    drafts = manager.get_block_table(parent)[1]
+    copies = manager.append_slots(parent)
+    assert copies == [(drafts, manager.get_block_table(parent)[1])]
+    assert manager.append_slots(child) == []
+    assert manager.get_block_table(child)[1] == drafts
+
+
+def test_a_reset_cache_finds_nothing_of_before():
+    manager = manager_of(enable_caching=True)
+    group = computed(manager, 1, range(8))
+    (seq,) = group.seqs()
+    gone = computed(manager, 2, range(20, 28))
+    manager.free(gone.seqs()[0])
+    swapped = computed(manager, 3, range(40, 48))
+    manager.swap_out(swapped)
+    free = manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+    manager.reset_prefix_cache()
+    assert (manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()) == free
+    for tokens in (range(9), range(20, 29), range(40, 49)):
+        assert num_cached_tokens(manager, 9, tokens) == 0
+    # what a request computes on top of its old blocks depends on them, and must not be found either
+    manager.swap_in(swapped)
+    swapped.seqs()[0].status = SequenceStatus.RUNNING
+    seq.append_tokens(range(8, 12))
+    manager.append_slots(seq)
+    child = seq.fork(4)
+    manager.fork(seq, child)
+    group.add(child)
+    manager.mark_blocks_as_computed(group, 4)
+    computed(manager, 5, range(8))
+    assert num_cached_tokens(manager, 9, range(13)) == 8, "only what was computed anew"
+    assert num_cached_tokens(manager, 9, range(40, 49)) == 0
