@@ -194,10 +194,11 @@ class BlockTable:
             positions: The index of each token in its request, `[num_tokens]`.
 
         Returns:
-            int64 `[num_tokens]`, a view of this table's memory; `PAD_SLOT_ID` for tokens that another rank stores.
+            int64 `[num_tokens]`, a view of this table's memory; `PAD_SLOT_ID` for tokens that another rank stores, or
+            that are not the last of a compressed row.
 
         Raises:
-            BlockIdError: a token has no block in its row.
+            BlockIdError: a token with a slot has no block in its row.
         """
         rows = _index_vector("req_indices", req_indices)
         places = _index_vector("positions", positions)
@@ -302,9 +303,11 @@ class MultiGroupBlockTable:
         max_model_len: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
-        context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+        context_parallel: ContextParallel | Sequence[ContextParallel] = NO_CONTEXT_PARALLEL,
+        row_tokens: Sequence[int] | None = None,
         device: str,
     ) -> None:
+        geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel, row_tokens)
         self.tables = tuple(
             BlockTable(
                 geometry=geometry,
@@ -315,7 +318,7 @@ class MultiGroupBlockTable:
                 max_num_batched_tokens=max_num_batched_tokens,
                 device=device,
             )
-            for geometry in group_geometries(block_sizes, kernel_block_sizes, context_parallel)
+            for geometry in geometries
         )
 
     def __len__(self) -> int:

@@ -107,15 +107,19 @@ class StagedWriteTensor:
             blocks * ratio for blocks, ratio in zip(max_blocks_per_row, self.ratios, strict=True)
         ]
         self.tables = TableSet.zeros(num_rows, widths, device)
-        parallel = geometries[0].context_parallel
-        self.geometry = TableGeometry(
-            block_sizes=torch.tensor([each.block_size for each in geometries], device=device),
-            kernel_block_sizes=torch.tensor(
-                [each.kernel_block_size for each in geometries], device=device
-            ),
-            world_size=parallel.world_size,
-            rank=parallel.rank,
-            interleave_tokens=parallel.interleave_tokens,
+        self.geometry = TableGeometry.of(
+            block_sizes=[each.block_size for each in geometries],
+            kernel_block_sizes=[each.kernel_block_size for each in geometries],
+            places=[
+                (
+                    each.context_parallel.world_size,
+                    each.context_parallel.rank,
+                    each.context_parallel.interleave_tokens,
+                    each.row_tokens,
+                )
+                for each in geometries
+            ],
+            device=device,
         )
         self._device = device
         self._kernels = kernels
@@ -201,7 +205,8 @@ class DeviceBlockTables:
         max_model_len: The most tokens of a request.
         max_num_batched_tokens: The most tokens of a step.
         num_speculative_tokens: The most tokens that a step computes beyond a request's end.
-        context_parallel: This rank's position among those that share a request's tokens.
+        context_parallel: This rank's position among those that share a request's tokens, of all groups or by group.
+        row_tokens: The tokens that share a slot, by group; None if each token has one of its own.
         device: The tables' device by torch's name, a CUDA GPU or the CPU.
         kernels: The kernels to run; None for the device's own.
 
@@ -218,11 +223,12 @@ class DeviceBlockTables:
         max_model_len: int,
         max_num_batched_tokens: int,
         num_speculative_tokens: int = 0,
-        context_parallel: ContextParallel = NO_CONTEXT_PARALLEL,
+        context_parallel: ContextParallel | Sequence[ContextParallel] = NO_CONTEXT_PARALLEL,
+        row_tokens: Sequence[int] | None = None,
         device: str,
         kernels: BlockTableKernels | None = None,
     ) -> None:
-        geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel)
+        geometries = group_geometries(block_sizes, kernel_block_sizes, context_parallel, row_tokens)
         sizes = {"max_num_reqs": max_num_reqs, "max_num_batched_tokens": max_num_batched_tokens}
         require_at_least(1, GeometryError, **sizes)
         # a tensor's device has the GPU's index, even if the caller named none
@@ -324,7 +330,7 @@ class DeviceBlockTables:
         Returns:
             int64 `[num_groups, max_num_batched_tokens]`, the same memory in every step. The slot is `PAD_SLOT_ID` after
             the last token (for CUDA graphs that were captured with more tokens), and for tokens that another rank
-            stores or whose request has no block for them.
+            stores, that are not the last of a compressed row, or whose request has no block for them.
         """
         self._check_vector("query_start_loc", query_start_loc, torch.int32, self.max_num_reqs + 1)
         self._check_vector("positions", positions, torch.int64, self.max_num_batched_tokens)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 from kvconnector_kernels.block_table.operands import (
     PAD_SLOT_ID,
+    PLACE_COLUMNS,
     WRITE_COLUMNS,
     BlockTableKernels,
     TableGeometry,
@@ -24,6 +25,7 @@ Implementation = Literal["naive", "cpu", "triton"]
 
 __all__ = [
     "PAD_SLOT_ID",
+    "PLACE_COLUMNS",
     "WRITE_COLUMNS",
     "BlockTableKernels",
     "Implementation",

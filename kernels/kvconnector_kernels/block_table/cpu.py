@@ -38,9 +38,10 @@ def _gather_rows(source, source_lengths, target, target_lengths, rows):
 
 @njit(nogil=True, cache=True)
 def _map_slots(table, lengths, query_start_loc, positions, slots, block_sizes, place):
-    """`block_sizes`: of the allocator and of kernels; `place`: the fields of `TableGeometry` from `world_size` on."""
+    """`block_sizes`: of the allocator and of kernels; `place`: a row of `TableGeometry.places`."""
     block_size, kernel_block_size = block_sizes
-    world_size, rank, interleave_tokens = place
+    world_size, rank, interleave_tokens, row_tokens = place
+    slots_per_block = kernel_block_size // row_tokens
     virtual_block = block_size * world_size
     ratio = block_size // kernel_block_size
     num_reqs = query_start_loc.shape[0] - 1
@@ -53,8 +54,10 @@ def _map_slots(table, lengths, query_start_loc, positions, slots, block_sizes, p
             local_offset = turn // world_size * interleave_tokens + at
             column = block * ratio + local_offset // kernel_block_size
             slot = PAD_SLOT_ID
-            if position >= 0 and turn % world_size == rank and column < lengths[request]:
-                slot = table[request, column] * kernel_block_size + local_offset % kernel_block_size
+            is_ours = turn % world_size == rank and (position + 1) % row_tokens == 0
+            if position >= 0 and is_ours and column < lengths[request]:
+                slot = table[request, column] * slots_per_block
+                slot += local_offset % kernel_block_size // row_tokens
             slots[token] = slot
     for token in range(min(query_start_loc[num_reqs], positions.shape[0]), slots.shape[0]):
         slots[token] = PAD_SLOT_ID
@@ -85,9 +88,9 @@ def map_slots(
 ) -> None:
     """`BlockTableKernels.map_slots`."""
     tokens = query_start_loc.numpy(), positions.numpy()
-    place = geometry.world_size, geometry.rank, geometry.interleave_tokens
     sizes = zip(geometry.block_sizes.tolist(), geometry.kernel_block_sizes.tolist(), strict=True)
     for group, block_sizes in enumerate(sizes):
+        place = tuple(geometry.places[group].tolist())
         _map_slots(*_arrays(batch, group), *tokens, slots[group].numpy(), block_sizes, place)
 
 

@@ -53,12 +53,14 @@ def _slot(batch: TableSet, geometry: TableGeometry, group: int, request: int, po
     kernel_block_size = int(geometry.kernel_block_sizes[group])
     if position < 0:
         return PAD_SLOT_ID
-    block, offset = divmod(position, block_size * geometry.world_size)
-    turn, place = divmod(offset, geometry.interleave_tokens)
-    round_of_turns, owner = divmod(turn, geometry.world_size)
-    local_offset = round_of_turns * geometry.interleave_tokens + place
+    world_size, rank, interleave_tokens, row_tokens = geometry.places[group].tolist()
+    block, offset = divmod(position, block_size * world_size)
+    turn, place = divmod(offset, interleave_tokens)
+    round_of_turns, owner = divmod(turn, world_size)
+    local_offset = round_of_turns * interleave_tokens + place
     column = block * (block_size // kernel_block_size) + local_offset // kernel_block_size
-    if owner != geometry.rank or column >= int(batch.lengths[group, request]):
+    if owner != rank or (position + 1) % row_tokens or column >= batch.lengths[group, request]:
         return PAD_SLOT_ID
     kernel_id = int(batch.tables[group][request, column])
-    return kernel_id * kernel_block_size + local_offset % kernel_block_size
+    row = local_offset % kernel_block_size // row_tokens
+    return kernel_id * (kernel_block_size // row_tokens) + row

@@ -13,7 +13,10 @@ from typing import Protocol
 import torch
 
 PAD_SLOT_ID = -1
-"""The slot of a token on another rank, without a block, or after the last token."""
+"""The slot of a token on another rank, within a row, without a block, or after the last token."""
+
+PLACE_COLUMNS = ("world_size", "rank", "interleave_tokens", "row_tokens")
+"""Which tokens of a group write a slot: those of one rank among several, and the last one of each row."""
 
 WRITE_COLUMNS = ("group", "row", "start", "count", "offset", "length")
 """`ids[offset : offset + count]` go to `start` of a row; `length` is its new length, or -1 to keep."""
@@ -63,22 +66,43 @@ class TableSet:
 
 @dataclass(frozen=True)
 class TableGeometry:
-    """Block sizes of all groups, and this rank's position among those that share a request's tokens.
+    """Block sizes of all groups, and the tokens that have a slot on this rank.
 
     Attributes:
         block_sizes: int64 `[G]`, tokens per allocation block, on the device.
         kernel_block_sizes: int64 `[G]`, tokens per kernel block, a divisor, on the device.
-        world_size: Number of ranks that share a request's tokens.
-        rank: This rank's index among them.
-        interleave_tokens: Consecutive tokens that go to one rank, a divisor of every block size if there are several
-            ranks.
+        places: int64 `[G, 4]`, columns `PLACE_COLUMNS`, on the device. `rank` is this rank's index among the
+            `world_size` ones that take a request's tokens in turns of `interleave_tokens`, a divisor of the block size
+            if there are several. `row_tokens` tokens share a slot: a divisor of the kernel block, and of the interleave
+            if there are several ranks.
+        is_plain: True if every token has a slot of its own on this rank, in all groups.
     """
 
     block_sizes: torch.Tensor
     kernel_block_sizes: torch.Tensor
-    world_size: int
-    rank: int
-    interleave_tokens: int
+    places: torch.Tensor
+    is_plain: bool
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int],
+        places: Sequence[tuple[int, int, int, int]],
+        device: torch.device,
+    ) -> TableGeometry:
+        """Return the geometry of groups whose values are given on the host."""
+        sizes, kernel_sizes, rows = (
+            torch.tensor(list(values), dtype=torch.int64, device=device)
+            for values in (block_sizes, kernel_block_sizes, places)
+        )
+        return cls(
+            block_sizes=sizes,
+            kernel_block_sizes=kernel_sizes,
+            places=rows,
+            is_plain=all(place[0] == place[3] == 1 for place in places),
+        )
 
 
 class BlockTableKernels(Protocol):
@@ -118,8 +142,9 @@ class BlockTableKernels(Protocol):
     ) -> None:
         """Compute the slots of a batch's tokens in every group.
 
-        A token gets `PAD_SLOT_ID` if another rank stores it or its row holds no block for it; so
-        does every entry of `slots` after the last token.
+        A token gets `PAD_SLOT_ID` if another rank stores it, a later token writes the row that it
+        belongs to, or the request holds no block for it; so does every entry of `slots` after the
+        last token.
 
         Args:
             batch: The tables of the batch's requests.

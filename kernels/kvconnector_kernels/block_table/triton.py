@@ -99,6 +99,7 @@ def _map_slots_kernel(
     lengths,  # int32 [G, num_rows]
     block_sizes,  # int64 [G]
     kernel_block_sizes,  # int64 [G]
+    places,  # int64 [G, 4]
     query_start_loc,  # int32 [num_reqs + 1]
     positions,  # int64 [num_positions]
     slots,  # int64 [G, max_num_tokens]
@@ -106,9 +107,7 @@ def _map_slots_kernel(
     num_reqs,
     num_positions,
     max_num_tokens,
-    WORLD_SIZE: tl.constexpr,
-    RANK: tl.constexpr,
-    INTERLEAVE: tl.constexpr,
+    IS_PLAIN: tl.constexpr,
     PAD: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -125,6 +124,13 @@ def _map_slots_kernel(
     end = tl.minimum(tl.load(query_start_loc + request + 1), num_positions)
     block_size = tl.load(block_sizes + group).to(tl.int32)
     kernel_block_size = tl.load(kernel_block_sizes + group).to(tl.int32)
+    world_size = 1
+    row_tokens = 1
+    if not IS_PLAIN:
+        world_size = tl.load(places + group * 4).to(tl.int32)
+        rank = tl.load(places + group * 4 + 1).to(tl.int32)
+        interleave = tl.load(places + group * 4 + 2).to(tl.int32)
+        row_tokens = tl.load(places + group * 4 + 3).to(tl.int32)
     row = _table_row(pointers, widths, group, request)
     length = tl.load(lengths + group * num_rows + request)
     for first in range(begin, end, TILE):
@@ -134,14 +140,19 @@ def _map_slots_kernel(
         # A row's tokens fit into int32, whose divisions are several times faster.
         stored = mask & (position64 >= 0) & (position64 <= 0x7FFFFFFF)
         position = position64.to(tl.int32)
-        offset = position % (block_size * WORLD_SIZE)
-        turn = offset // INTERLEAVE
-        local_offset = turn // WORLD_SIZE * INTERLEAVE + offset % INTERLEAVE
-        column = position // (block_size * WORLD_SIZE) * (block_size // kernel_block_size)
-        column += local_offset // kernel_block_size
-        stored = stored & (turn % WORLD_SIZE == RANK) & (column < length)
+        offset = position % (block_size * world_size)
+        if not IS_PLAIN:
+            turn = offset // interleave
+            offset = turn // world_size * interleave + offset % interleave
+            stored = (
+                stored & (turn % world_size == rank) & (position % row_tokens == row_tokens - 1)
+            )
+        column = position // (block_size * world_size) * (block_size // kernel_block_size)
+        column += offset // kernel_block_size
+        stored = stored & (column < length)
         kernel_id = tl.load(row + column, mask=stored, other=0).to(tl.int64)
-        slot = kernel_id * kernel_block_size + local_offset % kernel_block_size
+        slot = kernel_id * (kernel_block_size // row_tokens)
+        slot += offset % kernel_block_size // row_tokens
         tl.store(slots + tokens, tl.where(stored, slot, PAD), mask=mask)
 
 
@@ -204,6 +215,7 @@ def map_slots(
             batch.lengths,
             geometry.block_sizes,
             geometry.kernel_block_sizes,
+            geometry.places,
             query_start_loc,
             positions,
             slots,
@@ -211,9 +223,7 @@ def map_slots(
             num_reqs,
             len(positions),
             slots.shape[1],
-            WORLD_SIZE=geometry.world_size,
-            RANK=geometry.rank,
-            INTERLEAVE=geometry.interleave_tokens,
+            IS_PLAIN=geometry.is_plain,
             PAD=PAD_SLOT_ID,
             TILE=_TOKEN_TILE,
         )

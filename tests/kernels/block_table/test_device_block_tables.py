@@ -94,21 +94,25 @@ def steps(draw):
 
 @st.composite
 def geometries(draw):
-    """Geometries of two groups of one rank, with or without context parallelism, with any kernel block sizes."""
-    world_size, interleave = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3]))
-    rank = draw(st.integers(0, world_size - 1))
-    parallel = ContextParallel(world_size=world_size, rank=rank, interleave_tokens=interleave)
-    sizes = [interleave * draw(st.sampled_from([1, 2, 4, 5, 8])) for _ in range(2)]
-    return [
-        BlockGeometry(
-            block_size=size,
-            kernel_block_size=draw(
-                st.sampled_from([part for part in range(1, size + 1) if size % part == 0])
-            ),
-            context_parallel=parallel,
+    """Geometries of two groups of one rank, each with or without context parallelism and compressed rows, with any
+    kernel block sizes.
+    """
+    found = []
+    for _ in range(2):
+        world_size, m = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 4]))
+        interleave, rank = (
+            m * draw(st.sampled_from([1, 2, 3])),
+            draw(st.integers(0, world_size - 1)),
         )
-        for size in sizes
-    ]
+        size = interleave * draw(st.sampled_from([1, 2, 4, 5, 8]))
+        kernel = draw(st.sampled_from([p for p in range(m, size + 1, m) if size % p == 0]))
+        place = ContextParallel(world_size=world_size, rank=rank, interleave_tokens=interleave)
+        found.append(
+            BlockGeometry(
+                block_size=size, kernel_block_size=kernel, context_parallel=place, row_tokens=m
+            )
+        )
+    return found
 
 
 @given(sequence=steps(), geometries=geometries())
@@ -117,7 +121,8 @@ def test_device_and_host_slots_equal_the_naive_ones(place, sequence, geometries)
         "block_sizes": [each.block_size for each in geometries],
         "kernel_block_sizes": [each.kernel_block_size for each in geometries],
         "max_model_len": 60 * max(each.virtual_block_tokens for each in geometries),
-        "context_parallel": geometries[0].context_parallel,
+        "context_parallel": [each.context_parallel for each in geometries],
+        "row_tokens": [each.row_tokens for each in geometries],
     }
     tables, host = make_tables(place, **sizes), make_host_tables(**sizes)
     held = [[[], []] for _ in range(MAX_REQS)]
@@ -132,7 +137,8 @@ def test_device_and_host_slots_equal_the_naive_ones(place, sequence, geometries)
         starts, tokens = [0], []
         for row in batch:
             reach = min(
-                len(ids) * each.virtual_block_tokens
+                # the first tokens of a row need no slot, so none of their row's block either
+                len(ids) * each.virtual_block_tokens + each.row_tokens - 1
                 for ids, each in zip(held[row], geometries, strict=True)
             )
             position = st.integers(0, max(reach - 1, 0))
@@ -146,6 +152,19 @@ def test_device_and_host_slots_equal_the_naive_ones(place, sequence, geometries)
         ]
         assert slots(tables, starts, positions.tolist()) == expected
         assert [each.tolist() for each in host.compute_slot_mapping(rows, positions)] == expected
+
+
+@pytest.mark.parametrize("at", [7, 6])
+def test_only_the_last_token_of_a_row_needs_a_block(at):
+    tables = make_host_tables(kernel_block_sizes=[4, 4], row_tokens=[1, 4], max_model_len=7)
+    assert [table.max_num_blocks_per_req for table in tables] == [2, 1]
+    tables.add_row([[3, 4], []], 0)
+    if at == 6:
+        found = tables.compute_slot_mapping(np.array([0]), np.array([at]))
+        assert [each.tolist() for each in found] == [[18], [PAD_SLOT_ID]]
+    else:
+        with pytest.raises(BlockIdError, match="position=7"):
+            tables.compute_slot_mapping(np.array([0]), np.array([at]))
 
 
 def test_a_bad_group_leaves_all_groups_unchanged():

@@ -107,9 +107,13 @@ def geometry(**sizes):
 
 
 UNEVEN = ContextParallel(world_size=2, interleave_tokens=3)
+HALVES = ContextParallel(world_size=2, interleave_tokens=2)
 IMPOSSIBLE = [
     (geometry, {"block_size": 48, "kernel_block_size": 32}, "block_size=48, kernel_block_size=32"),
     (geometry, {"context_parallel": UNEVEN}, "block_size=4, .*interleave_tokens=3"),
+    (geometry, {"row_tokens": 0}, "row_tokens=0"),
+    (geometry, {"kernel_block_size": 2, "row_tokens": 4}, "a row crosses"),
+    (geometry, {"context_parallel": HALVES, "row_tokens": 4}, "a row crosses"),
     (geometry, {"block_size": 0}, "at least 1"),
     (geometry, {"kernel_block_size": 0}, "at least 1"),
     (ContextParallel, {"world_size": 0}, "."),
@@ -119,6 +123,8 @@ IMPOSSIBLE = [
     (make_groups, {"block_sizes": []}, "."),
     (make_groups, {"kernel_block_sizes": [16]}, "."),
     (make_groups, {"kernel_block_sizes": [16, 12]}, "."),
+    (make_groups, {"row_tokens": [1]}, "row_tokens"),
+    (make_groups, {"context_parallel": [HALVES]}, "context_parallel"),
     (make_groups, {"max_model_len": 0}, "."),
     (make_groups, {"num_speculative_tokens": -1}, "."),
     (make_groups, {"max_num_reqs": 0}, "."),
@@ -138,6 +144,9 @@ def test_impossible_table_sizes_are_refused(make, sizes, complaint):
         ({}, [6, 3]),
         ({"max_model_len": 97}, [7, 4]),
         ({"context_parallel": ContextParallel(world_size=4, rank=1)}, [2, 1]),
+        ({"context_parallel": [ContextParallel(world_size=2), ContextParallel()]}, [3, 3]),
+        ({"row_tokens": [4, 32], "max_model_len": 31}, [2, 1]),
+        ({"row_tokens": [16, 32], "max_model_len": 95}, [5, 2]),
         ({"num_speculative_tokens": 4}, [6, 5]),
         ({"kernel_block_sizes": [16, 8]}, [6, 12]),
         ({"block_sizes": [16, 4096], "num_speculative_tokens": 0}, [6, 1]),
