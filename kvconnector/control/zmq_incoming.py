@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import zmq
@@ -21,6 +22,7 @@ from kvconnector.control.security import Security
 from kvconnector.control.zmq_sockets import (
     Authorizer,
     Monitor,
+    cannot_open,
     check_frames,
     configure,
     milliseconds,
@@ -75,19 +77,28 @@ class IncomingConnections:
         self.ending: list[_Peer] = []
         """Connections whose loss `receive` reports next, even if no socket is readable."""
         self._retired: deque[bytes] = deque(maxlen=_MAX_RETIRED)
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
-        configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
-        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self.authorizer = Authorizer(self.socket, security) if security is not None else None
-        self.monitor = Monitor(self.socket, _EVENTS)
-        try:
-            self.socket.bind(str(bind))
-        except zmq.ZMQError as exc:
-            self.close(linger_ms=0)
-            raise ConfigError(
-                f"cannot listen for control connections: {exc}", address=str(bind)
-            ) from exc
+        self.authorizer: Authorizer | None = None
+        with ExitStack() as opened:
+            try:
+                self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
+                opened.callback(self.socket.close, linger=0)
+                configure(self.socket, limits=limits, security=security, ipv6=":" in bind.host)
+                self.socket.setsockopt(zmq.HANDSHAKE_IVL, milliseconds(limits.connect_timeout_s))
+                self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                if security is not None:
+                    self.authorizer = Authorizer(self.socket, security)
+                    opened.callback(self.authorizer.close)
+                self.monitor = Monitor(self.socket, _EVENTS)
+                opened.callback(self.monitor.close)
+            except zmq.ZMQError as exc:
+                raise cannot_open("a control channel", exc, address=str(bind)) from exc
+            try:
+                self.socket.bind(str(bind))
+            except zmq.ZMQError as exc:
+                raise ConfigError(
+                    f"cannot listen for control connections: {exc}", address=str(bind)
+                ) from exc
+            opened.pop_all()
 
     @property
     def port(self) -> int:
@@ -108,10 +119,10 @@ class IncomingConnections:
             self.ending.append(peer)
             raise peer.error from exc
         except zmq.ZMQError as exc:
-            if exc.errno != errno.EHOSTUNREACH:
-                raise
-            self._note_closed(peer)
-            raise PeerLostError("peer closed the connection", peer=peer.address) from exc
+            if exc.errno == errno.EHOSTUNREACH:
+                self._note_closed(peer)
+                raise PeerLostError("peer closed the connection", peer=peer.address) from exc
+            raise TransportError(f"cannot send: {exc}", peer=peer.address) from exc
 
     def peer_of(self, handle: PeerHandle) -> str:
         peer = self._by_handle.get(handle)
@@ -173,7 +184,7 @@ class IncomingConnections:
         return peer
 
     def _read_monitor(self) -> None:
-        for kind, fd in self.monitor.drain():
+        for kind, fd, _ in self.monitor.drain():
             if kind == zmq.Event.ACCEPTED:
                 self._open_fds.add(fd)
                 continue

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 
@@ -14,7 +15,13 @@ from kvconnector.control.address import HostPort
 from kvconnector.control.base import ControlEvent, ControlLimits, Disconnected, PeerHandle, Received
 from kvconnector.control.lookup import Lookup, is_name
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.control.zmq_sockets import Monitor, check_frames, configure, queue_is_full
+from kvconnector.control.zmq_sockets import (
+    Monitor,
+    cannot_open,
+    check_frames,
+    configure,
+    queue_is_full,
+)
 from kvconnector.errors import (
     AuthenticationError,
     KVConnectorError,
@@ -71,7 +78,9 @@ class OutgoingConnection:
     received. After it has returned `Disconnected` it is `finished`, and must be closed.
 
     A host's name is looked up first, and `wake` is called at its end: libzmq would look it up in the thread that
-    serves all connections of the context, and lose them all if no name server answers.
+    serves all connections of the context, and lose them all if no name server answers. Its addresses are tried one
+    after the other, each for its share of the time that is left, until one answers. Messages wait meanwhile, for libzmq
+    drops those that it has queued for an address when another takes its place.
     """
 
     def __init__(
@@ -93,21 +102,28 @@ class OutgoingConnection:
         self._target = target
         self._probe: _Probe | None = None
         self._longest_bytes = 0
-        self._lookup = Lookup(target.host, wake) if is_name(target.host) else None
+        self._lookup: Lookup | None = None
+        self._untried: deque[str] = deque()
+        """Addresses of the host's name that are left to try."""
+        self._given_up: list[str] = []
+        """Endpoints that did not answer."""
         self._unsent: list[bytes] = []
-        """Messages that wait for the look-up."""
+        """Messages that wait for the look-up, or for an address that answers."""
         self._uses_keys = isinstance(security, CurveKeys)
         self._limits = limits
-        self.deadline: float | None = now + limits.connect_timeout_s
+        self._gives_up_at = now + limits.connect_timeout_s
+        self.deadline: float | None = self._gives_up_at
+        """The end of the present attempt; None once the handshake is done."""
         try:
             self._open(context, security, server_key)
         except zmq.ZMQError as exc:
-            hint = (
-                ": raise the limit of open files (ulimit -n)" if exc.errno == errno.EMFILE else ""
-            )
-            raise TransportError(
-                f"cannot open a control connection: {exc}{hint}", address=self.address
-            ) from exc
+            raise cannot_open("a control connection", exc, address=self.address) from exc
+        if is_name(target.host):
+            try:
+                self._lookup = Lookup(target.host, wake)
+            except TransportError:
+                self.close(linger_ms=0)
+                raise
 
     def _open(
         self, context: zmq.Context[zmq.Socket[bytes]], security: Security, server_key: str
@@ -123,7 +139,7 @@ class OutgoingConnection:
                 self.socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode("ascii"))
             self.monitor = Monitor(self.socket, _EVENTS)
             opened.callback(self.monitor.close)
-            if self._lookup is None:
+            if not is_name(self._target.host):
                 self.socket.connect(self.address)
             opened.pop_all()
 
@@ -138,21 +154,19 @@ class OutgoingConnection:
         if self.error is not None:
             raise self.error
         self._longest_bytes = max(self._longest_bytes, len(payload))
-        # no more than the socket then takes
-        if self._lookup is not None and len(self._unsent) < self._limits.max_queued_messages:
+        if self._lookup is None and not self._untried:
+            self._send_now(payload)
+        elif len(self._unsent) < self._limits.max_queued_messages:
             self._unsent.append(payload)
-            return
-        try:
-            self.socket.send(payload, zmq.NOBLOCK)
-        except zmq.Again as exc:
-            self._take_monitor()  # a connection that was refused has no queue either
-            self.error = self.error or queue_is_full(self.address, self._limits)
-            raise self.error from exc
+        else:
+            self.error = queue_is_full(self.address, self._limits)
+        if self.error is not None:
+            raise self.error
 
     def receive(self, now: float) -> list[ControlEvent]:
         """Return messages that arrived, and last `Disconnected`, once the connection is over and all is read."""
         if self._lookup is not None and self._lookup.is_over:
-            self._connect_to(self._lookup)
+            self._take_addresses(self._lookup, now)
         # The monitor first: once it has reported the loss, everything that had arrived is readable.
         self._take_monitor()
         if self.error is None and self.deadline is not None and now >= self.deadline:
@@ -163,6 +177,8 @@ class OutgoingConnection:
                 address=self.address,
                 connect_timeout_s=self._limits.connect_timeout_s,
             )
+        if isinstance(self.error, PeerUnreachableError) and self._untried:
+            self._try_next(now)
         events: list[ControlEvent] = []
         try:
             for _ in range(self._limits.max_messages_per_turn):
@@ -175,35 +191,84 @@ class OutgoingConnection:
         except zmq.Again:
             pass
         if self.error is not None:
+            if self._given_up:
+                self.error.context["tried"] = [*self._given_up, str(self._target)]
             events.append(Disconnected(self.handle, self.error))
             self.finished = True
         return events
 
     def close(self, linger_ms: int) -> None:
         """Release the sockets; libzmq goes on sending queued messages for at most `linger_ms`."""
+        if self._lookup is not None:
+            self._lookup.abandon()
+        elif linger_ms and self.error is None:
+            self._send_unsent()  # the address that is tried now may answer
         if self._probe is not None:
             self._probe.close()
         self.monitor.close()
         self.socket.close(linger=linger_ms)
 
-    def _connect_to(self, found: Lookup) -> None:
-        """Connect to the address that was found for the host's name, and send what waits for it."""
+    def _take_addresses(self, found: Lookup, now: float) -> None:
+        """Connect to the first of the addresses that were found for the host's name."""
         self._lookup = None
+        if self.error is not None:
+            return
         if found.error:
             self.error = PeerUnreachableError(
                 f"the host name does not resolve: {found.error}", address=self.address
             )
             return
-        self._target = HostPort(found.address, self._target.port)
-        self.socket.connect(str(self._target))
-        for payload in self._unsent:
+        self._untried.extend(found.addresses)
+        self._try_next(now)
+
+    def _try_next(self, now: float) -> None:
+        """Connect to the next address that libzmq accepts, instead of the one that was tried last."""
+        if self.error is not None:
+            self._given_up.append(str(self._target))
+            with suppress(zmq.ZMQError):
+                self.socket.disconnect(str(self._target))
+        while self._untried:
+            self._target = HostPort(self._untried.popleft(), self._target.port)
+            self.error = None
+            self.deadline = now + (self._gives_up_at - now) / (len(self._untried) + 1)
+            try:
+                self.socket.connect(str(self._target))
+            except zmq.ZMQError as exc:
+                self.error = PeerUnreachableError(
+                    f"cannot connect to an address of the host: {exc}",
+                    address=self.address,
+                    found=str(self._target),
+                )
+                continue
+            if not self._untried:
+                self._send_unsent()
+            return
+
+    def _send_unsent(self) -> None:
+        """Send what has waited for an address that answers."""
+        unsent, self._unsent = self._unsent, []
+        self._untried.clear()
+        for payload in unsent:
+            if self.error is None:
+                self._send_now(payload)
+
+    def _send_now(self, payload: bytes) -> None:
+        """Give a message to the socket. Sets `error` if it does not take it."""
+        try:
             self.socket.send(payload, zmq.NOBLOCK)
-        self._unsent.clear()
+        except zmq.Again:
+            self._take_monitor()  # a connection that was refused has no queue either
+            self.error = self.error or queue_is_full(self.address, self._limits)
+        except zmq.ZMQError as exc:
+            self.error = TransportError(f"cannot send: {exc}", address=self.address)
 
     def _take_monitor(self) -> None:
-        for kind, value in self.monitor.drain():
+        for kind, value, endpoint in self.monitor.drain():
+            if endpoint in self._given_up:
+                continue
             if kind == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.deadline = None
+                self._send_unsent()
             elif self.error is None and self._probe is None:
                 if self._uses_keys and (kind, value) == _CLOSED_IN_HANDSHAKE:
                     self._probe = _Probe(self._target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import struct
 from collections.abc import Iterator, Sequence, Sized
@@ -12,7 +13,7 @@ from zmq.utils import z85
 
 from kvconnector.control.base import ControlLimits
 from kvconnector.control.security import CurveKeys, Security
-from kvconnector.errors import PeerLostError, RemoteProtocolError
+from kvconnector.errors import PeerLostError, RemoteProtocolError, TransportError
 from kvconnector.folded_log import Refusals
 
 logger = logging.getLogger(__name__)
@@ -63,13 +64,15 @@ class Monitor:
             self.socket.close()
             raise
 
-    def drain(self) -> Iterator[tuple[int, int]]:
-        """Yield kind and value of each event so far. The value is a file descriptor, an errno or a protocol error."""
+    def drain(self) -> Iterator[tuple[int, int, str]]:
+        """Yield kind, value and endpoint of each event so far. The value is a file descriptor, an errno or a protocol
+        error; the endpoint is the one that was connected to, or bound.
+        """
         with contextlib.suppress(zmq.Again):
             while True:
-                event, _endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
+                event, endpoint = self.socket.recv_multipart(zmq.NOBLOCK)
                 kind, value = _MONITOR_EVENT.unpack(event)
-                yield kind, value
+                yield kind, value, endpoint.decode(errors="replace")
 
     def close(self) -> None:
         """Stop monitoring; before the monitored socket is closed."""
@@ -89,7 +92,11 @@ class Authorizer:
         self.refusals = Refusals(logger)
         self.socket: zmq.Socket[bytes] = server.context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(_ZAP_ENDPOINT)
+        try:
+            self.socket.bind(_ZAP_ENDPOINT)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
         server.setsockopt(zmq.CURVE_SERVER, 1)
         server.setsockopt_string(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
         server.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
@@ -113,6 +120,13 @@ class Authorizer:
     def close(self) -> None:
         """Stop answering; after the guarded socket is closed."""
         self.socket.close()
+
+
+def cannot_open(what: str, error: zmq.ZMQError, **context: object) -> TransportError:
+    """Return the error for sockets that libzmq does not make, such as those of "a control connection"."""
+    no_file = error.errno in (errno.EMFILE, errno.ENFILE)
+    hint = ": raise the limit of open files (ulimit -n)" if no_file else ""
+    return TransportError(f"cannot open {what}: {error}{hint}", **context)
 
 
 def queue_is_full(peer: str, limits: ControlLimits) -> PeerLostError:

@@ -24,6 +24,7 @@ from kvconnector.errors import (
     RemoteProtocolError,
     TransportError,
 )
+from tests.support import waiting
 from tests.support.control_suite import DEADLINE_S, STEP_S, Recorder, new_keys, small_limits
 from tests.support.remote import RemoteObject
 
@@ -206,21 +207,32 @@ def test_host_name_that_does_not_resolve_is_unreachable():
         assert "does not resolve" in str(error)
 
 
+class NameServer:
+    """Answers `getaddrinfo` once `answers` is set, and counts who asks. Names that `addresses` lacks are this host."""
+
+    def __init__(self):
+        self.answers = threading.Event()
+        self.asked = []
+        self.addresses = {}
+
+    def getaddrinfo(self, host, *_, **__):
+        self.asked.append(host)
+        assert self.answers.wait(DEADLINE_S)
+        found = self.addresses.get(host, ["::1", "127.0.0.1"])
+        if isinstance(found, Exception):
+            raise found
+        return [(None, None, None, "", (address, 0)) for address in found]
+
+
 @pytest.fixture
-def name_server(monkeypatch):
-    """An event before which no host name is looked up. Each one is this host's then, as `localhost` often is."""
-    answers = threading.Event()
-
-    def look_up(*_, **__):
-        assert answers.wait(DEADLINE_S)
-        return [(None, None, None, "", (host, 0)) for host in ("::1", "127.0.0.1")]
-
-    monkeypatch.setattr(socket, "getaddrinfo", look_up)
-    yield answers
-    answers.set()
+def names(monkeypatch):
+    server = NameServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server.getaddrinfo)
+    yield server
+    server.answers.set()
 
 
-def test_other_connections_work_while_a_host_name_is_looked_up(name_server):
+def test_other_connections_work_while_a_host_name_is_looked_up(names):
     """libzmq would look it up in the thread that serves them all."""
     with channels(None, None) as (near, far):
         recorder = Recorder(near, far)
@@ -228,23 +240,23 @@ def test_other_connections_work_while_a_host_name_is_looked_up(name_server):
         for payload in (b"first", b"second"):
             near.send(named, payload)
         recorder.link(near, far)
-        name_server.set()
+        names.answers.set()
         recorder.wait_payloads(far, 2)
         assert recorder.payloads(far) == [b"first", b"second"]
 
 
-def test_a_queue_that_fills_while_a_host_name_is_looked_up_ends_the_connection(name_server):
+def test_a_queue_that_fills_while_a_host_name_is_looked_up_ends_the_connection(names):
     with channels(None, linger_s=0.0, max_queued_messages=2) as (near,):
         handle = near.connect("tcp://a-name.invalid:5555")
         for _ in range(2):
             near.send(handle, b"queued")
         with pytest.raises(PeerLostError, match="queue to it is full"):
             near.send(handle, b"one more")
-        name_server.set()
+        names.answers.set()
         assert isinstance(Recorder(near).wait_loss(near, handle), PeerLostError)
 
 
-@pytest.mark.usefixtures("name_server")
+@pytest.mark.usefixtures("names")
 def test_a_host_name_that_is_not_looked_up_in_time_is_unreachable():
     with channels(None, connect_timeout_s=0.2, linger_s=0.0) as (near,):
         handle = near.connect("tcp://a-name.invalid:5555")
@@ -253,19 +265,109 @@ def test_a_host_name_that_is_not_looked_up_in_time_is_unreachable():
         assert "not looked up in time" in str(error)
 
 
-def test_few_host_names_are_looked_up_at_a_time(name_server, monkeypatch):
+def test_three_hundred_links_to_one_host_share_a_look_up(names):
+    """An engine of that many ranks on one host is greeted by name."""
+    with channels(None, None) as (near, far):
+        port = parse_address(far.address).port
+        threads = threading.active_count()
+        links = [near.connect(f"tcp://one-host.invalid:{port}") for _ in range(300)]
+        for number, link in enumerate(links):
+            near.send(link, b"%d" % number)
+        assert threading.active_count() <= threads + 1
+        names.answers.set()
+        recorder = Recorder(near, far)
+        recorder.wait_payloads(far, 300)
+        assert names.asked == ["one-host.invalid"]
+        assert {*recorder.payloads(far)} == {b"%d" % number for number in range(300)}
+
+
+def test_look_ups_of_many_hosts_wait_for_their_turn(names, monkeypatch):
     """Clients may name hosts that nobody knows, and each look-up has a thread."""
-    monkeypatch.setattr(lookup, "_free", threading.BoundedSemaphore(1))
+    monkeypatch.setattr(lookup, "MAX_THREADS", 2)
+    with channels(None, None, linger_s=0.0) as (near, far):
+        port = parse_address(far.address).port
+        threads = threading.active_count()
+        hosts = [f"host-{number}.invalid" for number in range(10)]
+        links = {host: near.connect(f"tcp://{host}:{port}") for host in hosts}
+        for host, link in links.items():
+            near.send(link, host.encode())
+        near.disconnect(links["host-7.invalid"])
+        assert threading.active_count() == threads + 2
+        names.answers.set()
+        recorder = Recorder(near, far)
+        recorder.wait_payloads(far, 9)
+        assert sorted(names.asked) == [host for host in hosts if host != "host-7.invalid"]
+
+
+@pytest.mark.parametrize("error", [OSError(), UnicodeError("label too long")])
+def test_a_look_up_that_fails_without_a_text_ends(names, error):
+    names.addresses["odd.invalid"] = error
+    names.answers.set()
+    with channels(None, linger_s=0.0) as (near,):
+        handle = near.connect("tcp://odd.invalid:5555")
+        near.send(handle, b"waits")
+        found = Recorder(near).wait_loss(near, handle)
+        assert isinstance(found, PeerUnreachableError)
+        assert (str(error) or "OSError()") in str(found)
+
+
+def test_the_next_address_is_tried_if_one_does_not_answer(names):
+    """Neither one that refuses, one that is silent, nor one that cannot be connected to at all."""
+    with (
+        channels(None, None, connect_timeout_s=2.0) as (near, far),
+        socket.create_server(("127.0.0.3", parse_address(far.address).port)),
+    ):
+        names.addresses["many.invalid"] = ["127.0.0.2", "127.0.0.3", "no address", "127.0.0.1"]
+        names.answers.set()
+        handle = near.connect(f"tcp://many.invalid:{parse_address(far.address).port}")
+        for payload in (b"first", b"second"):
+            near.send(handle, payload)
+        recorder = Recorder(near, far)
+        recorder.wait_payloads(far, 2)
+        assert recorder.payloads(far) == [b"first", b"second"]
+        near.send(handle, b"third")
+        recorder.wait_payloads(far, 3)
+
+
+def test_if_no_address_answers_all_are_named(names):
+    names.addresses["none.invalid"] = ["127.0.0.2", "no address", "127.0.0.3"]
+    names.answers.set()
+    with channels(None, linger_s=0.0) as (near,):
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        handle = near.connect(f"tcp://none.invalid:{port}")
+        near.send(handle, b"nobody")
+        error = Recorder(near).wait_loss(near, handle)
+        assert isinstance(error, PeerUnreachableError)
+        assert all(host in str(error) for host in ("none.invalid", "127.0.0.2", "127.0.0.3"))
+
+
+def test_a_message_just_before_the_end_reaches_a_host_that_was_found_by_name(names):
+    names.answers.set()
+    with channels(None, None) as (near, far):
+        names.addresses["named.invalid"] = ["127.0.0.1", "127.0.0.2"]
+        handle = near.connect(f"tcp://named.invalid:{parse_address(far.address).port}")
+        near.send(handle, b"goodbye")
+        while near._outgoing[handle]._lookup is not None:
+            near.poll(STEP_S)
+        near.disconnect(handle)
+        recorder = Recorder(near, far)
+        recorder.wait_payloads(far, 1)
+
+
+def test_a_forked_child_looks_up_hosts_itself(names):
     with channels(None, linger_s=0.0) as (near,):
         near.connect("tcp://a-name.invalid:5555")
-        with pytest.raises(TransportError, match="too many host names"):
-            near.connect("tcp://another-name.invalid:5555")
-        name_server.set()
-        deadline = time.monotonic() + DEADLINE_S
-        while not lookup._free.acquire(timeout=0.01):
-            assert time.monotonic() < deadline
-        lookup._free.release()
-        near.connect("tcp://another-name.invalid:5555")
+        waiting.until(lambda: names.asked)
+        child = os.fork()
+        if not child:
+            signal.alarm(round(DEADLINE_S))
+            socket.getaddrinfo = lambda *_, **__: [(None, None, None, "", ("127.0.0.1", 0))]
+            ended = os.eventfd(0)
+            lookup.Lookup("a-name.invalid", lambda: os.eventfd_write(ended, 1))
+            os.eventfd_read(ended)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_silent_peer_is_unreachable_at_the_deadline():
