@@ -67,6 +67,14 @@ def errors() -> Iterator[str]:
         kinds += kind.__subclasses__()
 
 
+def prefill_pod() -> Iterator[str]:
+    """Yield the prefill engine's part of a manifest."""
+    text = (ROOT / "examples/launchers/pods.yaml").read_text(encoding="utf-8")
+    ours = text.partition("---\napiVersion: apps/v1")[0]
+    manifest = "\n".join(line for line in ours.splitlines() if not line.startswith("#"))
+    yield from ("```yaml", manifest, "```")
+
+
 def names() -> Iterator[str]:
     """Yield a table of the names in `import kvconnector as kvc`."""
     yield from ("| `kvc.` | |", "|---|---|")
@@ -101,6 +109,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "names": names,
     "messages": wire_messages,
     "program": program,
+    "pod": prefill_pod,
 }
 
 

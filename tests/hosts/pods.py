@@ -1,13 +1,16 @@
 """Engines in containers of one node: each has namespaces of its own, and one folder is mounted in all of them."""
 
+import os
 import re
 from pathlib import Path
 
+from kvconnector.integrations.vllm.settings import Settings
 from tests.integration.runtime_pair import Engine, same, until
 from tests.support.keys import keyed_controls
 from tests.support.remote import RemoteObject
+from tests.vllm.pure.test_settings import vllm_config
 
-MANIFEST = Path(__file__).parents[2] / "docs/kubernetes.md"
+MANIFEST = Path(__file__).parents[2] / "examples/launchers/pods.yaml"
 TOKENS, SOURCE, TARGET = 30, [9, 3], [5, 6]
 
 
@@ -22,6 +25,22 @@ class PodEngine(Engine):
         self.step()
         self.workers[0].wait(0.01)
         return name in self.received
+
+
+class ManifestEngine(PodEngine):
+    """An engine with the settings that vLLM would pass on from its pod's variables and `--kv-transfer-config`."""
+
+    def __init__(self, name, kv_role):
+        found = Settings.of(vllm_config(kv_role, vllm_id=name)).config
+        control = {
+            field: getattr(found.control, field)
+            for field in ("host", "port", "secret_key_file", "authorized_clients_file", "insecure")
+        }
+        paths = {"shared_folder": found.paths.shared_folder}
+        super().__init__(name, found.role, control=control, paths=paths)
+
+    def user(self):
+        return os.geteuid()
 
 
 class Pods:
@@ -56,8 +75,8 @@ class Pods:
 def place_of_volume():
     """The folder where the documented manifest mounts the volume, and to which it sets `paths.shared_folder`."""
     text = MANIFEST.read_text()
-    (place,) = set(re.findall(r"KVCONNECTOR_PATHS_SHARED_FOLDER, value: (\S+) }", text))
-    assert f"mountPath: {place} }}" in text
+    (place,) = set(re.findall(r"KVCONNECTOR_PATHS_SHARED_FOLDER, value: (\S+)}", text))
+    assert f"mountPath: {place}}}" in text
     return place
 
 

@@ -5,7 +5,6 @@ of `tests.vllm.harness.launchers`.
 """
 
 import importlib.util
-import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,11 @@ import pytest
 from kvconnector.integrations.vllm.settings import HOST_VARIABLE, PORT_VARIABLE, Settings
 from kvconnector.runtime import TransferParams
 from launchers import ray_serve
+from tests.support.manifests import NAMES, documents
 from tests.vllm.pure.test_settings import vllm_config
 
 pytestmark = pytest.mark.vllm
 
-MANIFEST = Path(ray_serve.__file__).with_name("kubernetes.yaml")
 OFFER = TransferParams(
     remote_engine_id="p",
     remote_request_id="r",
@@ -88,24 +87,8 @@ def test_ray_serve_gives_every_engine_an_id_and_an_address_of_its_own(monkeypatc
     assert [port for _, port in found] == [20000, 20002]
 
 
-def documents():
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    return list(yaml.safe_load_all(MANIFEST.read_text()))
-
-
-def test_the_manifest_is_what_kubernetes_takes():
+@pytest.mark.parametrize("name", NAMES)
+def test_kubernetes_takes_the_manifest(name):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="it is not installed")
-    for document in documents():
+    for document in documents(name).values():
         kubernetes.validate(document, kubernetes.latest_version(), strict=True)
-
-
-def test_pods_use_their_own_address_and_keys():
-    for document, role in zip(documents(), ("producer", "consumer"), strict=True):
-        pod = document["spec"]["template"]["spec"]
-        assert pod["volumes"][0]["secret"]["defaultMode"] == 0o400
-        container = pod["containers"][0]
-        environ = {entry["name"]: entry.get("value", "10.0.0.7") for entry in container["env"]}
-        (argument,) = (a for a in container["args"] if a.startswith("--kv-transfer-config="))
-        config = settings_of(json.loads(argument.partition("=")[2]), environ)
-        assert (config.role, config.control.host) == (role, "10.0.0.7")
-        assert config.control.secret_key_file == "/etc/kvconnector/curve.secret"
