@@ -200,9 +200,9 @@ def build_report(
     kinds = [group.kind for group in model.layer_groups]
     reads: list[ReadRow] = []
     released, connections = {}, 0
-    for number, rank in enumerate(decode.ranks):
+    for rank in decode.ranks:
         # two engines without names: ranks read the replicas from the first on
-        topology = TpKVTopology(consumer, rank, replica_index=number)
+        topology = TpKVTopology(consumer, rank, rotation=0)
         topology.check_compatible(producer)
         connections += len(topology.get_target_remote_ranks_from_engine_id(producer.engine_id))
         planned = plan_transfer(topology, producer, ranges, chunk_bytes=chunk_bytes)

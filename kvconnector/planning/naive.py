@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from math import lcm
 from typing import NamedTuple
 
 from kvconnector.errors import GeometryError
@@ -30,6 +32,7 @@ def naive_plan(
     layers: range = ALL_LAYERS,
 ) -> Iterator[Item]:
     """Yield every item of these layers that the consumer rank needs, each once."""
+    takers = _takers(consumer.engine, producer)
     for group_index, group in enumerate(consumer.geometry.groups):
         for layer in (each for each in group.layers if each in layers):
             for part_index, part in enumerate(group.parts):
@@ -37,15 +40,65 @@ def naive_plan(
                     for token in token_ranges[group_index]:
                         if not _is_held(group, layer, part_index, head, token):
                             continue
-                        replicas = [
-                            rank.rank
-                            for rank in producer.ranks
-                            if _is_held(rank.groups[group_index], layer, part_index, head, token)
-                        ]
+                        replicas = _holders(producer, group_index, layer, (part_index, head, token))
                         if not replicas:
                             raise GeometryError("no producer rank holds this head", head=head)
-                        source = replicas[consumer.replica_index // group.dcp_size % len(replicas)]
+                        source = _choice(
+                            replicas,
+                            takers[group_index, replicas],
+                            consumer.geometry,
+                            group_index,
+                            consumer.rotation,
+                        )
                         yield Item(source, group_index, layer, part.name, head, token)
+
+
+_Takers = dict[tuple[int, tuple[Rank, ...]], set[RankGeometry]]
+
+
+def _takers(consumer: EngineGeometry, producer: EngineGeometry) -> _Takers:
+    """Return the consumer ranks that need something of each group and of each set of replicas."""
+    takers: _Takers = defaultdict(set)
+    for rank in consumer.ranks:
+        for index, group in enumerate(rank.groups):
+            theirs = producer.ranks[0].groups[index]
+            turns = [each.interleave_tokens * each.dcp_size for each in (group, theirs)]
+            for layer in group.layers:
+                for part, held in enumerate(group.parts):
+                    for head in range(held.head_start, held.head_stop):
+                        for token in range(lcm(*turns)):
+                            if _is_held(group, layer, part, head, token):
+                                found = _holders(producer, index, layer, (part, head, token))
+                                takers[index, found].add(rank)
+    return takers
+
+
+def _holders(
+    producer: EngineGeometry, group: int, layer: int, place: tuple[int, int, int]
+) -> tuple[Rank, ...]:
+    """Return the ranks that hold one part, head and token of a layer."""
+    return tuple(
+        rank.rank for rank in producer.ranks if _is_held(rank.groups[group], layer, *place)
+    )
+
+
+def _choice(
+    replicas: tuple[Rank, ...],
+    takers: set[RankGeometry],
+    reader: RankGeometry,
+    group: int,
+    rotation: int,
+) -> Rank:
+    """Return the replica that a consumer rank reads, by the newest rule of `topology.sources`."""
+    in_order = sorted(takers, key=lambda rank: rank.rank)
+    if len(takers) > len(replicas):
+        in_order.sort(key=lambda rank: rank.groups[group].dcp_rank)
+    place = in_order.index(reader)
+    if len(takers) >= len(replicas):
+        return replicas[place % len(replicas)]
+    if len(replicas) % len(takers) == 0:
+        rotation *= len(takers)
+    return replicas[(place + rotation) % len(replicas)]
 
 
 def _is_held(group: GroupGeometry, layer: int, part: int, head: int, token: int) -> bool:

@@ -155,10 +155,9 @@ class RemoteEngines:
         engine.has_named_ranks = False
         # a guess that is right for an engine like ours. Its geometry will show which ranks we need
         ours, rank = self._topology.engine, self._topology.rank
-        replica = Rank(rank.pp_rank, self._topology.replica_index % ours.tp_size)
         name = engine.name
         self._port.open_link(link, name.address, name.public_key, versions.SPOKEN.oldest)
-        self._port.send(link, look_up(name, (rank, replica), ours))
+        self._port.send(link, look_up(name, (rank,), ours))
 
     def _directory(self, engine: RemoteEngine, event: ev.FromPeer[m.Directory], now: float) -> None:
         directory = event.message

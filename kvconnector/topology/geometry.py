@@ -20,6 +20,8 @@ from kvconnector.layout import ContextParallel
 from kvconnector.layout.watermark import MAX_LAYERS
 
 MAX_BLOCK_SIZE = 1 << 20
+REPLICAS_BY_INDEX = 1
+"""The rule by which consumers of this release choose among replicas (`topology.sources`); 0 is that of earlier ones."""
 _DIGEST_BYTES = 8
 
 
@@ -197,7 +199,8 @@ _Share: TypeAlias = dict[int, tuple[tuple[GroupGeometry, tuple[Rank, ...]], ...]
 
 
 class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
-    """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name.
+    """All workers of one engine, ordered by (pp_rank, tp_rank). `verify` is the setting of that name; `replica_rule` is
+    the newest rule that it knows of those by which consumers choose among replicas.
 
     Raises GeometryError: a rank is missing or out of order; ranks differ in their groups' number, block size, parts or
     context parallelism; ranks of a stage hold different layers; no rank of a stage holds some of the tokens; or a layer
@@ -210,6 +213,7 @@ class EngineGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     model: ModelDescription
     ranks: tuple[RankGeometry, ...]
     verify: str = "none"
+    replica_rule: int = REPLICAS_BY_INDEX
 
     def __post_init__(self) -> None:
         require_at_least(1, GeometryError, tp_size=self.tp_size, pp_size=self.pp_size)

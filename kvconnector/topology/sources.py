@@ -1,5 +1,19 @@
 """The ranks of a producer engine that deliver a consumer rank's holding, and the choice among replicas.
 
+Several producer ranks may hold the same of a cache group: *replicas*. The consumer ranks that need it are its *takers*,
+and each reads one replica:
+
+- As many takers as replicas: the taker at position `i` reads replica `i`. Between engines of equal shape a rank reads
+  the rank with its own number, which on a rail-optimised network is the one on its rail.
+- More takers: they take turns, so the numbers of their readers differ by at most one.
+- Fewer takers: one replica each. Which ones depends on the consumer engine's id, so that several engines spread over
+  all replicas. If the numbers divide, an engine takes a run that begins at a multiple of its takers, so some engines
+  still read from their own rails.
+
+Both engines compute the choice: the producer's ranks have to know who confirms. So it is part of what they agree on:
+`EngineGeometry.replica_rule` says which rule an engine knows, and both use the older one. Rule 0 is that of releases
+that state none: rank `i` reads replica `i` plus a hash of its engine's id.
+
 Ranks of a stage with equal holdings are examined once, so the time grows with the number of ranks of both engines, not
 with the number of pairs.
 """
@@ -11,11 +25,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, pairwise
+from typing import TypeAlias
 
 from kvconnector.errors import IncompatiblePeerError
 from kvconnector.ids import Rank
 from kvconnector.layout import ContextParallel, Stripe, common_stripes
-from kvconnector.topology.geometry import EngineGeometry, GroupGeometry
+from kvconnector.topology.geometry import REPLICAS_BY_INDEX, EngineGeometry, GroupGeometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,30 +46,74 @@ class Offer:
     pieces: tuple[tuple[range, tuple[Rank, ...]], ...]
 
 
-def first_replica(engine: EngineGeometry) -> int:
-    """Return the replica that an engine's first rank reads: a hash of its id, so that engines read different ones."""
+Replicas: TypeAlias = tuple[int, tuple[Rank, ...]]
+"""A cache group, and the ranks that hold the same of it, in rank order."""
+
+
+def rotation_of(engine: EngineGeometry) -> int:
+    """Return where an engine begins among replicas that are more than its ranks: a hash of its id."""
     return zlib.crc32(engine.engine_id.encode())
 
 
-def chosen(replicas: Sequence[Rank], replica_index: int, dcp_size: int) -> Rank:
-    """Return the replica to read. All ranks of a context parallel group read the same one: they hold other tokens."""
-    return replicas[replica_index // dcp_size % len(replicas)]
+def chosen(num_replicas: int, num_takers: int, place: int, rotation: int) -> int:
+    """Return which replica the taker at `place` reads, by the rule that this module describes."""
+    if num_takers >= num_replicas:
+        return place % num_replicas
+    windows, rest = divmod(num_replicas, num_takers)
+    first = rotation if rest else num_takers * (rotation % windows)
+    return (first + place) % num_replicas
 
 
-def sources_of(consumer: EngineGeometry, producer: EngineGeometry, first: int) -> list[set[Rank]]:
-    """Return the producer ranks that each consumer rank reads, the first one replica `first`. Raises as `offers`."""
-    known: dict[tuple[GroupGeometry, ...], set[tuple[int, tuple[Rank, ...]]]] = {}
-    found = []
-    for index, rank in enumerate(consumer.ranks, first):
-        if rank.groups not in known:
-            known[rank.groups] = {
-                (rank.groups[offer.group].dcp_size, replicas)
-                for offer in offers(rank.groups, producer)
-                for _, replicas in offer.pieces
-            }
-        choices = known[rank.groups]
-        found.append({chosen(replicas, index, dcp_size) for dcp_size, replicas in choices})
-    return found
+def sources_of(
+    consumer: EngineGeometry, producer: EngineGeometry, rotation: int
+) -> dict[Replicas, dict[int, Rank]]:
+    """Return which replica each consumer rank reads, by the number of the rank, for all replicas that some rank needs.
+    `rotation` is that of the consumer. Raises as `offers`.
+    """
+    numbers: dict[tuple[GroupGeometry, ...], list[int]] = {}
+    for number, rank in enumerate(consumer.ranks):
+        numbers.setdefault(rank.groups, []).append(number)
+    takers: dict[Replicas, list[tuple[int, int]]] = {}
+    for groups, alike in numbers.items():
+        needed = {
+            (offer.group, replicas)
+            for offer in offers(groups, producer)
+            for _, replicas in offer.pieces
+        }
+        for key in needed:
+            dcp_rank = groups[key[0]].dcp_rank
+            takers.setdefault(key, []).extend([(dcp_rank, number) for number in alike])
+    is_by_index = min(consumer.replica_rule, producer.replica_rule) >= REPLICAS_BY_INDEX
+    return {
+        key: (
+            _by_index(key[1], places, rotation)
+            if is_by_index
+            else _by_id(key[1], places, rotation, consumer.ranks[0].groups[key[0]].dcp_size)
+        )
+        for key, places in takers.items()
+    }
+
+
+def _by_index(
+    replicas: tuple[Rank, ...], takers: list[tuple[int, int]], rotation: int
+) -> dict[int, Rank]:
+    """Return the replica of each taker, given as its rank in its context parallel group and its number."""
+    if len(takers) > len(replicas):
+        takers.sort()  # those that need the same tokens take turns
+    else:
+        takers.sort(key=lambda taker: taker[1])
+    return {
+        number: replicas[chosen(len(replicas), len(takers), place, rotation)]
+        for place, (_, number) in enumerate(takers)
+    }
+
+
+def _by_id(
+    replicas: tuple[Rank, ...], takers: list[tuple[int, int]], rotation: int, dcp_size: int
+) -> dict[int, Rank]:
+    """Rule 0, of earlier releases."""
+    size = len(replicas)
+    return {number: replicas[(number + rotation) // dcp_size % size] for _, number in takers}
 
 
 def offers(groups: Sequence[GroupGeometry], remote: EngineGeometry) -> Iterator[Offer]:

@@ -15,10 +15,10 @@ tensor rank `r` of `n` begin at `r * 2 // n`, and every rank has at least one, s
                                                      pp1tp1   layers 3-5  head 0
                                                      pp1tp2   layers 3-5  head 1
 
-Decode rank pp1tp2 needs layers 3-5 of head 1, which prefill ranks tp2 and tp3 both hold: two replicas. Decode rank
-number `i` reads replica `i % 2`, and ranks are numbered stage by stage, so the six ranks read
+Decode rank pp1tp2 needs layers 3-5 of head 1, which prefill ranks tp2 and tp3 both hold: two replicas. The ranks that
+need the same head read its replicas in turns (`topology.sources` has the rule), so the six ranks read
 
-    pp0tp0 from tp0    pp0tp1 from tp1    pp0tp2 from tp2    pp1tp0 from tp1    pp1tp1 from tp0    pp1tp2 from tp3
+    pp0tp0 from tp0    pp0tp1 from tp1    pp0tp2 from tp2    pp1tp0 from tp0    pp1tp1 from tp1    pp1tp2 from tp3
 
 Every (layer, head, token) of a decode rank arrives once, and one or two decode ranks read each prefill rank. On a
 decode rank `tp_ratio` is 3/4 (ours over theirs), `pp_ratio` is 2, and `is_kv_replicated` is True for both engines.
@@ -27,7 +27,7 @@ decode rank `tp_ratio` is 3/4 (ours over theirs), `pp_ratio` is 2, and `is_kv_re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from kvconnector.errors import GeometryError, IncompatiblePeerError, LocalError
@@ -40,7 +40,7 @@ from kvconnector.topology.geometry import (
     parts_of,
 )
 from kvconnector.topology.segments import Segment, Target, differ
-from kvconnector.topology.sources import Offer, chosen, first_replica, offers, sources_of
+from kvconnector.topology.sources import Offer, Replicas, offers, rotation_of, sources_of
 
 MAX_REMOTES = 1 << 10
 """The most engines that a topology remembers: all of a large deployment, but not every one that ever restarted."""
@@ -55,22 +55,18 @@ class TpKVTopology:
     Args:
         engine: All workers as they registered.
         rank: This rank.
-        replica_index: Which of several remote ranks with the same holding to read. By default it counts up over an
-            engine's ranks from a hash of the engine's id, so that the ranks of all engines spread over the replicas.
+        rotation: Where our engine begins among remote ranks with the same holding, if these are more than the ranks of
+            ours that read them. By default a hash of the engine's id, so that engines spread over them.
 
     Raises:
         GeometryError: the engine has no such rank.
     """
 
-    def __init__(
-        self, engine: EngineGeometry, rank: Rank, *, replica_index: int | None = None
-    ) -> None:
+    def __init__(self, engine: EngineGeometry, rank: Rank, *, rotation: int | None = None) -> None:
         self.engine = engine
         self.rank = rank
         self.geometry: RankGeometry = engine.rank_geometry(rank)
-        if replica_index is None:
-            replica_index = self.global_rank + first_replica(engine)
-        self.replica_index = replica_index
+        self.rotation = rotation_of(engine) if rotation is None else rotation
         self._remotes: dict[str, EngineGeometry] = {}
 
     @staticmethod
@@ -137,12 +133,13 @@ class TpKVTopology:
 
         Raises:
             IncompatiblePeerError: the remote engine has other cache groups or parts, or lacks a layer, a head or tokens
-                that we hold.
+                that a rank of ours holds.
         """
         self._check_same_parts(remote)
+        sources = sources_of(self.engine, remote, self.rotation)
         found: dict[Rank, list[Segment]] = {}
         for offer in offers(self.geometry.groups, remote):
-            for source, heads in self._assigned(offer):
+            for source, heads in self._assigned(offer, sources):
                 found.setdefault(source, []).extend(self._segments(offer, heads))
         return tuple(Target(rank, tuple(found[rank])) for rank in sorted(found))
 
@@ -155,12 +152,13 @@ class TpKVTopology:
         Raises:
             IncompatiblePeerError: we lack a layer or a head that a remote rank holds.
         """
-        found = sources_of(remote, self.engine, first_replica(remote))
-        reading = [
-            rank.rank
-            for rank, sources in zip(remote.ranks, found, strict=True)
-            if self.rank in sources
-        ]
+        found = sources_of(remote, self.engine, rotation_of(remote))
+        reading = {
+            remote.ranks[number].rank
+            for sources in found.values()
+            for number, source in sources.items()
+            if source == self.rank
+        }
         return frozenset(reading or {remote.ranks[self.global_rank % remote.world_size].rank})
 
     def holders(self, remote: EngineGeometry) -> tuple[Rank, ...]:
@@ -169,11 +167,12 @@ class TpKVTopology:
         Raises:
             IncompatiblePeerError: as `get_target_remote_ranks`.
         """
-        found = sources_of(self.engine, remote, self.replica_index - self.global_rank)
-        read = set().union(*found)
+        found = sources_of(self.engine, remote, self.rotation).values()
+        read = {source for sources in found for source in sources.values()}
+        ours = {sources[self.global_rank] for sources in found if self.global_rank in sources}
         at_our_position = remote.ranks[self.global_rank :: self.engine.world_size]
         unread = {rank.rank for rank in at_our_position} - read
-        return tuple(sorted(found[self.global_rank] | unread))
+        return tuple(sorted(ours | unread))
 
     def check_compatible(self, remote: EngineGeometry) -> None:
         """Refuse an engine whose cache differs from ours in meaning. Remember one that passes by its id, the newest
@@ -331,12 +330,13 @@ class TpKVTopology:
                 peer=remote.engine_id,
             )
 
-    def _assigned(self, offer: Offer) -> list[tuple[Rank, range]]:
+    def _assigned(
+        self, offer: Offer, sources: Mapping[Replicas, Mapping[int, Rank]]
+    ) -> list[tuple[Rank, range]]:
         """Return the ranks that deliver an offer, each with its heads, in ascending order."""
-        dcp_size = self.geometry.groups[offer.group].dcp_size
         assigned: list[tuple[Rank, range]] = []
         for heads, replicas in offer.pieces:
-            rank = chosen(replicas, self.replica_index, dcp_size)
+            rank = sources[offer.group, replicas][self.global_rank]
             continues = assigned and assigned[-1][0] == rank
             start = assigned.pop()[1].start if continues else heads.start
             assigned.append((rank, range(start, heads.stop)))

@@ -21,7 +21,8 @@ MAX_RANKS = 1 << 16
 
 class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True, cache_hash=True):
     """`holdings` are the ranks' holdings, each once; `ranks[i]` is the index of the i-th rank's. Raises GeometryError:
-    a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`.
+    a rank of no holding, no rank, or another number of ranks than `tp_size * pp_size`. Releases that state no
+    `replica_rule` know the first one.
     """
 
     engine_id: str
@@ -31,6 +32,7 @@ class PackedGeometry(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
     holdings: tuple[tuple[GroupGeometry, ...], ...]
     ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
     verify: str = "none"
+    replica_rule: Annotated[int, Meta(ge=0, lt=1 << 31)] = 0
 
     def __post_init__(self) -> None:
         num_ranks, num_holdings = self.tp_size * self.pp_size, len(self.holdings)

@@ -119,6 +119,45 @@ def test_readers_spread_evenly_over_replicas(pair):
         assert max(counts) - min(counts) <= 1
 
 
+def sources(consumer, producer):
+    return [
+        [(target.rank, target.segments) for target in targets]
+        for rank in consumer.ranks
+        for targets in [TpKVTopology(consumer, rank.rank).get_target_remote_ranks(producer)]
+    ]
+
+
+@given(engine_pairs())
+def test_between_engines_of_one_shape_each_rank_reads_its_own_number(pair):
+    for engine in pair:
+        twin = msgspec.structs.replace(engine, engine_id="twin")
+        for rank, targets in zip(engine.ranks, sources(engine, twin), strict=True):
+            assert {source for source, _ in targets} <= {rank.rank}
+
+
+@given(engine_pairs(), st.text(max_size=8))
+def test_ids_matter_only_where_replicas_outnumber_the_ranks_that_read_them(pair, name):
+    consumer, producer = pair
+    renamed = msgspec.structs.replace(consumer, engine_id=name)
+    elsewhere = msgspec.structs.replace(producer, engine_id="elsewhere")
+    assert sources(consumer, producer) == sources(consumer, elsewhere)
+    if all(min(counts) for counts in readers_by_replica(consumer, producer)):
+        assert sources(renamed, producer) == sources(consumer, producer)
+
+
+@given(engine_pairs())
+def test_both_engines_use_the_older_rule(pair):
+    consumer, producer = pair
+    earlier = [msgspec.structs.replace(engine, replica_rule=0) for engine in pair]
+    expected = sources(*earlier)
+    assert sources(consumer, earlier[1]) == sources(earlier[0], producer) == expected
+    for ours, theirs in ((consumer, earlier[1]), (earlier[0], producer)):
+        for holder, rank in product(theirs.ranks, ours.ranks):
+            greets = holder.rank in TpKVTopology(ours, rank.rank).holders(theirs)
+            awaits = rank.rank in TpKVTopology(theirs, holder.rank).readers(ours)
+            assert greets is awaits
+
+
 def in_memory(engine, order):
     """Return the engine with its caches stored as "HND" or "NHD"."""
 

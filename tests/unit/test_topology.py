@@ -214,6 +214,36 @@ def test_many_engines_spread_over_the_replicas():
     assert len(read) == 4
 
 
+def read_by(consumer, producer):
+    """Return the number of the one rank that each consumer rank reads."""
+    return [
+        target.rank.global_rank(producer.tp_size)
+        for rank in consumer.ranks
+        for target in TpKVTopology(consumer, rank.rank).get_target_remote_ranks(producer)
+    ]
+
+
+@pytest.mark.parametrize("name", ["decode-0", "decode-1", "x"])
+def test_equal_sizes_read_their_own_number_and_others_spread(name):
+    def decode(tp_size, **changes):
+        return relisted(mla(tp_size), mla(tp_size).ranks, engine_id=name, **changes)
+
+    assert read_by(decode(8), mla(8)) == [*range(8)]
+    assert read_by(decode(16), mla(8)) == [*range(8)] * 2
+    assert read_by(decode(8), mla(3)) == [0, 1, 2, 0, 1, 2, 0, 1]
+    # a run of neighbours from a multiple of their number on
+    assert read_by(decode(2), mla(8)) in [[0, 1], [2, 3], [4, 5], [6, 7]]
+    first, second = read_by(decode(2), mla(5))
+    assert second == (first + 1) % 5
+    shared = engine(tp_size=4, heads=1, parts=("latent",), dcp=(4, 2))
+    assert read_by(shared, mla(4)) == [*range(4)]
+    assert read_by(mla(4), shared) == [*range(4)] * 4
+    # an engine of an earlier release has another rule
+    assert read_by(decode(8, replica_rule=0), mla(8)) == read_by(
+        decode(8), msgspec.structs.replace(mla(8), replica_rule=0)
+    )
+
+
 def test_missing_heads_layers_and_parts_are_named():
     whole = engine()
     half = relisted(

@@ -46,8 +46,8 @@ def test_the_modules_example_holds():
         "pp0tp0": [(0, first, 0)],
         "pp0tp1": [(1, first, 0)],
         "pp0tp2": [(2, first, 1)],
-        "pp1tp0": [(1, second, 0)],
-        "pp1tp1": [(0, second, 0)],
+        "pp1tp0": [(0, second, 0)],
+        "pp1tp1": [(1, second, 0)],
         "pp1tp2": [(3, second, 1)],
     }
     ours = topology(decode)

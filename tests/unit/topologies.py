@@ -34,6 +34,5 @@ def relisted(base, ranks, **changes):
 
 
 def topology(whole, rank=(0, 0)):
-    """Return the topology of a rank that reads the replica with its own number."""
-    rank = Rank(*rank)
-    return TpKVTopology(whole, rank, replica_index=rank.global_rank(whole.tp_size))
+    """Return the topology of a rank of an engine that begins with the first replica."""
+    return TpKVTopology(whole, Rank(*rank), rotation=0)
