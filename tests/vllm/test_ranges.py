@@ -3,6 +3,7 @@
 import random
 
 import pytest
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
@@ -86,6 +87,60 @@ def test_the_tier_loads_nothing_before_the_producer_has_begun(world):
     step = w.TierStep(engine)
     assert [load.token_ranges for load in step.news.loads] == [((SPLIT, 200),)]
     assert len(step.tier) == 1
+
+
+@pytest.mark.parametrize("stored, is_loaded", [(0, True), (SPLIT, True), (0, False)])
+def test_a_load_waits_for_stores_that_read_its_blocks(world, monkeypatch, stored, is_loaded):
+    """As a prompt that is computed does: else the tier would store, under the earlier request's key, what is loaded."""
+    monkeypatch.setattr(w, "NUM_BLOCKS", 9)
+    engine = world(**TIER)
+    if stored:  # the tier has a part of the second prompt
+        engine.add(stored, max_tokens=1, prompt=2)
+        for _ in range(3):
+            w.TierStep(engine)
+        assert engine.scheduler.reset_prefix_cache()
+    earlier = engine.add(6 * SIZE, max_tokens=1, prompt=1)
+    jobs = {}
+    while not earlier.is_finished():  # no worker reports that its store has ended
+        planned = engine.scheduler.schedule()
+        jobs |= planned.kv_connector_metadata.metadata[0].store_jobs
+        engine.complete(planned)
+    planned = engine.scheduler.schedule()
+    jobs |= planned.kv_connector_metadata.metadata[0].store_jobs
+    engine.complete(planned)
+    stored_blocks = {int(each) for job in jobs.values() for each in job.src_spec.block_ids}
+    later = engine.add(7 * SIZE, w.offer(7 * SIZE) if is_loaded else None, prompt=2)
+    planned = engine.scheduler.schedule()
+    (ids,) = engine.scheduler.kv_cache_manager.get_block_ids(later.request_id)
+    assert stored_blocks.intersection(ids)
+    assert planned.kv_connector_metadata.metadata[0].jobs_to_flush == set(jobs)
+    if is_loaded:
+        assert len(engine.news(planned).loads) == 1
+
+
+@pytest.mark.skipif(
+    vllm.__version__.startswith("0.33"), reason="vLLM 0.33 fences all blocks itself"
+)
+def test_a_load_waits_for_no_store_of_blocks_that_it_does_not_write(world):
+    engine = world(**TIER)
+    engine.add(2 * SIZE, max_tokens=1, prompt=1)
+    engine.step()
+    engine.add(6 * SIZE, w.offer(6 * SIZE), prompt=1)
+    planned = engine.scheduler.schedule()
+    (load,) = engine.news(planned).loads
+    assert load.token_ranges == ((2 * SIZE, 6 * SIZE - 1),)
+    assert planned.kv_connector_metadata.metadata[0].jobs_to_flush == set()
+
+
+def test_a_tier_that_records_its_blocks_in_another_way_is_refused(model, monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector
+
+    monkeypatch.setattr(
+        offloading_connector, "OffloadingConnectorScheduler", lambda *_, **__: object()
+    )
+    config = w.vllm_config(model, **TIER)
+    with pytest.raises(ConfigError, match="OffloadingConnector"):
+        MultiConnector(config, base.KVConnectorRole.SCHEDULER, w.cache_config([attention()]))
 
 
 @pytest.mark.parametrize("window,tier_blocks", [(SIZE, 0), (4 * SIZE, 3)])

@@ -9,6 +9,10 @@ Ranges meet at block boundaries, since a tier writes whole blocks. Only asynchro
 synchronous load belongs to the step that uses it. States and windows are those at the end of the last range. vLLM
 allocates blocks for these only, so those that an earlier child has for other positions are not loaded.
 
+A tier goes on storing a finished request's blocks after vLLM has given them to other requests. `OffloadingConnector`
+fences that: a step that computes into such a block first waits for the store. In vLLM 0.32 it does not see the blocks
+into which another connector loads, so they are added to its fence here. In 0.33 it does.
+
 The scheduler's side decides, and each worker counts. A worker reports a request once all of its children have ended,
 as failed if one of them failed, since vLLM's aggregator expects one report from each worker. Blocks that a child
 reports as unfilled go to vLLM at once, which keeps them until the request is reported.
@@ -32,6 +36,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
     MultiConnector,
     MultiKVConnectorMetadata,
 )
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.kv_cache_utils import resolve_dcp_kv_block_size
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -62,7 +67,7 @@ class RangeConnector(MultiConnector):
     """vLLM's `MultiConnector`, except that its children load a request together.
 
     Raises:
-        ConfigError: `load_policy` is not `LOAD_POLICY`.
+        ConfigError: `load_policy` is not `LOAD_POLICY`, or a cache tier's stores cannot be fenced.
     """
 
     def __init__(
@@ -85,6 +90,18 @@ class RangeConnector(MultiConnector):
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         tokens = [each for each in specs if not isinstance(each, MambaSpec)]
         self._block_size = lcm(*(resolve_dcp_kv_block_size(each, dcp_size) for each in tokens))
+        self._tiers = [
+            child.connector_scheduler
+            for child in self._connectors
+            if isinstance(child, OffloadingConnector) and child.connector_scheduler is not None
+        ]
+        """The scheduler's side of children that go on reading blocks which vLLM has given to other requests."""
+        if not all(hasattr(tier, "_current_batch_allocated_block_ids") for tier in self._tiers):
+            raise ConfigError(
+                "kvconnector cannot make OffloadingConnector end its stores from blocks that are to be loaded: it"
+                " records allocated blocks in another way than in the known releases of vLLM",
+                known="0.32 and 0.33",
+            )
         self._shares: dict[str, dict[int, int]] = {}
         """How many tokens each child loads of a request, by the child's position."""
         self._new_loads: dict[str, int] = {}
@@ -115,10 +132,24 @@ class RangeConnector(MultiConnector):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         shares = self._shares_of(request, num_external_tokens)
+        if shares:
+            self._fence_stores(blocks)
         for position, child in enumerate(self._connectors):
             child.update_state_after_alloc(request, blocks, shares.get(position, 0))
         if len(shares) > 1:
             self._new_loads[request.request_id] = len(shares) - 1
+
+    def _fence_stores(self, blocks: KVCacheBlocks) -> None:
+        """Let workers wait for stores that still read the blocks of a load, before anything is loaded into them."""
+        # those that the prefix cache has are not written
+        written = [
+            block.block_id
+            for group in blocks.blocks
+            for block in group
+            if not block.is_null and block.block_hash is None
+        ]
+        for tier in self._tiers:
+            tier._current_batch_allocated_block_ids.update(written)
 
     def _shares_of(self, request: Request, num_external_tokens: int) -> dict[int, int]:
         """Divide `num_external_tokens`, which may be fewer than were offered, among the children by position."""
