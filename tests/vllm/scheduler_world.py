@@ -186,6 +186,10 @@ class KeepingConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 KeepingConnector.__abstractmethods__ = frozenset()
 
 
+OF_REQUEST = {"abort_immediately", "cache_salt", "lora_request", "mm_features", "trace_headers"}
+"""Arguments of vLLM's `Request` that tests give."""
+
+
 class World:
     """An engine without a model: every scheduled request whose prompt is complete samples token 7, after its draft
     tokens, which are all accepted.
@@ -214,8 +218,15 @@ class World:
         """Queue a request. Requests with one `prompt` number share their tokens. `forms`: the prompt as vLLM's
         `Request` takes it.
         """
-        extra = {"kv_transfer_params": params} if params else None
-        sampling = {"max_tokens": 4, "ignore_eos": True, "extra_args": extra, **sampling}
+        return self.add_with(
+            num_tokens, params or None, prompt, trace_headers=trace_headers, forms=forms, **sampling
+        )
+
+    def add_with(self, num_tokens, params, prompt=None, *, forms=None, **options):
+        """Queue a request with any object as parameters. `options` are those of `SamplingParams` or of `Request`."""
+        extra = None if params is None else {"kv_transfer_params": params}
+        sampling = {"max_tokens": 4, "ignore_eos": True, "extra_args": extra, **options}
+        own = {name: sampling.pop(name) for name in OF_REQUEST.intersection(sampling)}
         self._count += 1
         tokens = [(500 * (prompt or self._count) + i) % 997 for i in range(num_tokens)]
         request = Request(
@@ -223,7 +234,7 @@ class World:
             sampling_params=SamplingParams(**sampling),
             pooling_params=None,
             block_hasher=self._hasher,
-            trace_headers=trace_headers,
+            **own,
             **(forms or {"prompt_token_ids": tokens}),
         )
         self.scheduler.add_request(request)

@@ -5,6 +5,7 @@ It comes with the offer, or for a streamed prompt with the end of its load.
 
 import logging
 from functools import partial
+from unittest.mock import MagicMock
 
 import msgspec
 import pytest
@@ -15,9 +16,8 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from kvconnector.errors import ConfigError
 from kvconnector.integrations.vllm import first_token
-from kvconnector.integrations.vllm.first_token import FIRST_TOKEN
 from kvconnector.integrations.vllm.messages import WorkerReport
-from kvconnector.integrations.vllm.params import TOKENS_DIGEST
+from kvconnector.integrations.vllm.params import FIRST_TOKEN, TOKENS_DIGEST
 from kvconnector.session.orders import HoldRequest
 from tests.vllm import scheduler_world as w
 from tests.vllm.cache_world import SIZE, attention
@@ -398,3 +398,23 @@ def test_an_engine_that_is_not_the_one_known_computes_first_tokens(
     consumer.add(100, params)
     (load,) = consumer.step()[0].loads
     assert load.token_ranges == ((0, 99),)
+
+
+@pytest.mark.parametrize("is_several", [False, True])
+def test_other_connectors_in_the_process_are_left_alone(world, is_several):
+    """A stand-in, as in vLLM's own tests, has any attribute that it is asked for."""
+    world()  # wraps vLLM's scheduler
+    engine = world(role="kv_producer", beside="KeepingConnector" if is_several else "")
+    engine.add(40, max_tokens=1)
+    planned = engine.scheduler.schedule()
+    stand_in = MagicMock(get_kv_connector_stats=lambda: None, take_events=lambda: ())
+    stand_in.request_finished.return_value = (False, None)
+    stand_in.request_finished_all_groups.return_value = (False, None)
+    stand_in.register_finished_partial_tail.return_value = False
+    if is_several:
+        engine.scheduler.connector._connectors[0] = stand_in
+    else:
+        engine.scheduler.connector = stand_in
+    (output,) = engine.complete(planned)
+    assert output.new_token_ids == [7]
+    stand_in.emit_first_tokens.assert_not_called()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-from kvconnector.integrations.vllm.first_token import FIRST_TOKEN
+from kvconnector.integrations.vllm.params import FIRST_TOKEN
 from kvconnector.runtime import TransferParams
 from tests.vllm.cache_world import SIZE, attention
 from vllm_1p1d.router import REMOTE_DECODE

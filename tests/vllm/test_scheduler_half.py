@@ -1,3 +1,4 @@
+import time
 from unittest.mock import patch
 
 import pytest
@@ -248,6 +249,7 @@ def test_nothing_is_offered_of_requests_that_were_aborted_or_stay_here(world):
 
 
 def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
+    began_s = time.perf_counter()
     decode = world(bidirectional_kv_xfer=True, decoder_kv_blocks_ttl=99)
     request, _ = _load(decode)
     decode.step(finished_recving={"r1"})
@@ -256,6 +258,8 @@ def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
         outputs = decode.step()[1]
     params = outputs[-1].kv_transfer_params
     assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    # in seconds of the engine's monotonic clock, as NixlConnector states it
+    assert began_s + 99 <= params["remote_blocks_expiry_time"] <= time.perf_counter() + 99
     # the last sampled token is not in the cache
     assert params["remote_num_tokens"] == request.num_tokens - 1 == 103
     (hold,) = decode.step()[0].holds
@@ -270,7 +274,7 @@ def test_a_decode_engine_keeps_a_conversation_for_the_next_turn(world):
 def test_a_step_that_is_planned_ahead_changes_no_offer(world):
     engine = world(role="kv_both", is_async=True, bidirectional_kv_xfer=True)
     engine.add(100, dict(w.REMOTE_DECODE), max_tokens=1)
-    chat = engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=3)
+    chat = engine.add(50, {"do_remote_prefill": False}, max_tokens=3)
     finished, news = {}, []
     ahead = engine.scheduler.schedule()
     for _ in range(5):
@@ -346,7 +350,7 @@ def test_a_state_that_a_step_in_flight_has_moved_on_is_not_offered(world):
             engine={"enable_prefix_caching": False},
             bidirectional_kv_xfer=True,
         )
-        engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=8, stop_token_ids=[7])
+        engine.add(50, {"do_remote_prefill": False}, max_tokens=8, stop_token_ids=[7])
         planned = engine.scheduler.schedule()
         if is_async:
             assert engine.scheduler.schedule().num_scheduled_tokens == {"r1": 1}
@@ -367,7 +371,7 @@ def test_a_state_that_may_be_among_those_of_draft_tokens_is_not_offered(
         engine={"enable_prefix_caching": False, "speculative_config": drafts},
         bidirectional_kv_xfer=True,
     )
-    chat = engine.add(50, w.offer(1, remote_block_ids=[]), max_tokens=num_tokens)
+    chat = engine.add(50, {"do_remote_prefill": False}, max_tokens=num_tokens)
     outputs = []
     while not chat.is_finished():
         outputs += engine.step()[1]

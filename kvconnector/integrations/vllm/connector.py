@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvconnector.errors import LocalError
+from kvconnector.integrations.vllm.first_token import EmitsFirstTokens
 from kvconnector.integrations.vllm.host_buffer import CopyBlocks
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
@@ -47,7 +48,7 @@ _LAYOUT_NAMES = {"HND": "LBHNC", "NHD": "LBNHC"}
 """The names that vLLM's own connectors return. `MultiConnector` compares those of its children."""
 
 
-class KVConnector(KVConnectorBase_V1, SupportsHMA):
+class KVConnector(KVConnectorBase_V1, SupportsHMA, EmitsFirstTokens):
     """Moves KV caches between prefill and decode engines of any tensor, pipeline and decode context parallelism, block
     size and layout.
 
@@ -218,7 +219,6 @@ class KVConnector(KVConnectorBase_V1, SupportsHMA):
     def emit_first_tokens(
         self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]
     ) -> None:
-        """Add first tokens to a step's outputs. Called by our wrapper of vLLM's scheduler, not by vLLM itself."""
         self._scheduler.first_tokens.emit(scheduler, outputs)
 
     # -- both --

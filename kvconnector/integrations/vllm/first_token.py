@@ -29,10 +29,11 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -41,6 +42,7 @@ from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutp
 from vllm.v1.request import Request, RequestStatus
 
 from kvconnector.errors import ConfigError
+from kvconnector.integrations.vllm.params import FIRST_TOKEN, RequestParams
 from kvconnector.integrations.vllm.settings import FirstTokenPolicy
 
 if TYPE_CHECKING:
@@ -48,8 +50,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_TOKEN = "remote_first_token"
-"""Key of `kv_transfer_params`: `[token, digest of its sampling parameters]`."""
 GREEDY_TEMPERATURE = 1e-5
 
 # parameters that affect the first token (penalties on output tokens do not)
@@ -102,7 +102,8 @@ def request_obstacle(request: Request) -> str:
     for name in _CHECKED:
         if getattr(params, name) != getattr(_PLAIN, name):
             return name.strip("_")
-    return ", ".join(sorted(set(params.extra_args or ()) - _EXTRA_ARGS))
+    # a caller in this process may use any keys
+    return ", ".join(sorted(map(str, set(params.extra_args or ()) - _EXTRA_ARGS)))
 
 
 def engine_obstacle(vllm_config: VllmConfig) -> str:
@@ -126,6 +127,16 @@ def sampling_digest(request: Request) -> str:
     lora = request.lora_request.lora_name if request.lora_request else None
     drawn = [*(getattr(params, name) for name in _COMPARED), stops, lora]
     return hashlib.blake2b(json.dumps(drawn, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+class EmitsFirstTokens(ABC):
+    """A connector that adds first tokens to the outputs of vLLM's scheduler. No other connector is called."""
+
+    @abstractmethod
+    def emit_first_tokens(
+        self, scheduler: Scheduler, outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        """Add first tokens to a step's outputs, by client. Called by our wrapper of vLLM's scheduler."""
 
 
 class FirstTokens:
@@ -160,9 +171,8 @@ class FirstTokens:
     def __repr__(self) -> str:
         return f"<FirstTokens {sorted(self._expected)}, {len(self._loaded)} loaded>"
 
-    def is_sent(self, request: Request) -> bool:
+    def is_sent(self, request: Request, *, is_streamed: bool) -> bool:
         """Return True if the prompt is computed to its end although its model has windows or states."""
-        is_streamed = "transfer_id" in request.kv_transfer_params
         return self._policy == "always" and not is_streamed and not request_obstacle(request)
 
     def of(self, request: Request) -> list[Any] | None:
@@ -173,13 +183,13 @@ class FirstTokens:
             return None
         return [request.output_token_ids[0], sampling_digest(request)]
 
-    def expect(self, request: Request, params: Mapping[str, Any]) -> None:
-        """Expect a queued request's token, which is in `params`, or comes with `sampled` for a streamed prompt."""
+    def expect(self, request: Request, asked: RequestParams) -> None:
+        """Expect a queued request's token, which came with its offer, or comes with `sampled` for a streamed prompt."""
         if self._policy == "never" or not self._is_free(request_obstacle(request)):
             return
         self._expected[request.request_id] = request, None
-        if params.get("remote_block_ids"):
-            self._take(request, params.get(FIRST_TOKEN), params.get("remote_num_tokens"))
+        if asked.offer is not None and not asked.offer.is_followed:
+            self._take(request, asked.first_token, asked.offer.remote_num_tokens)
 
     def sampled(self, request_id: str, extra: bytes) -> None:
         """Take the token that the producer of a streamed prompt has reported. Unknown requests are ignored."""
@@ -207,7 +217,9 @@ class FirstTokens:
         match came:
             case None:
                 return "a producer that sends none"
-            case [int(token), str(digest)] if 0 <= token < self._vocabulary:
+            case [int(token), str(digest)] if (
+                type(token) is not bool and 0 <= token < self._vocabulary
+            ):
                 if digest != sampling_digest(request):
                     return "sampling parameters that the producer did not have"
                 if num_tokens != request.num_prompt_tokens:
@@ -302,8 +314,9 @@ def scheduler_obstacle(vllm_config: VllmConfig) -> str:
         self: Scheduler, *arguments: Any, **named: Any
     ) -> dict[int, EngineCoreOutputs]:
         outputs: dict[int, EngineCoreOutputs] = original(self, *arguments, **named)
-        for connector in getattr(self.connector, "_connectors", (self.connector,)):
-            if hasattr(connector, "emit_first_tokens"):
+        is_several = isinstance(self.connector, MultiConnector)
+        for connector in self.connector.sub_connectors if is_several else (self.connector,):
+            if isinstance(connector, EmitsFirstTokens):
                 connector.emit_first_tokens(self, outputs)
         return outputs
 

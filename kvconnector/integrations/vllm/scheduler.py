@@ -6,6 +6,7 @@ No input from a request or a worker may raise an error here: it would end vLLM's
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvconnector.errors import KVConnectorError, LocalError
 from kvconnector.integrations.vllm.blocks import kernel_block_ids, request_blocks, retention_of
 from kvconnector.integrations.vllm.cores import parents_cores
-from kvconnector.integrations.vllm.first_token import FIRST_TOKEN, FirstTokens
+from kvconnector.integrations.vllm.first_token import FirstTokens
 from kvconnector.integrations.vllm.messages import (
     ConnectorStep,
     GroupInfo,
@@ -24,16 +25,17 @@ from kvconnector.integrations.vllm.messages import (
     WorkerReport,
 )
 from kvconnector.integrations.vllm.params import (
+    FIRST_TOKEN,
+    NO_PARAMS,
     TOKENS_DIGEST,
-    Params,
+    RequestParams,
+    decoded,
     digest_of,
     is_of_other_tokens,
-    offer_of,
-    transfer_of,
 )
 from kvconnector.integrations.vllm.settings import Settings, traces_endpoint
 from kvconnector.integrations.vllm.tracking import IdleSteps, PartlyFilled, Reports, Siblings
-from kvconnector.runtime import Scheduler, WorkerOutput
+from kvconnector.runtime import Scheduler, TransferParams, WorkerOutput
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,6 +62,8 @@ class SchedulerHalf:
         """True if other engines may read the blocks of finished requests."""
         self._started: Scheduler | None = None
         self._handshakes: list[Handshake] = []
+        self._asked: dict[str, RequestParams] = {}
+        """What the `kv_transfer_params` of each request that is not over ask for; nothing if they were refused."""
         self._siblings = Siblings()
         self._shortened: set[str] = set()
         self._streamed: dict[str, Request] = {}
@@ -119,43 +123,64 @@ class SchedulerHalf:
 
     def on_new_request(self, request: Request) -> None:
         """Take a queued request: leave the end of its prompt to the decode engine, or keep a producer's lease alive."""
-        params = request.kv_transfer_params
-        if not params:
+        if not request.kv_transfer_params:
             return
         if self._spans is not None:
             self._spans.on_new_request(request.request_id, request.trace_headers)
-        if params.get("do_remote_decode"):
-            self._leave_to_decoder(request)
-            is_streamed = self.delivers and self._settings.config.stream and "transfer_id" in params
-            alone = {**params, "do_remote_prefill": False}
+        asked = self._decoded(request)
+        if asked is None:
+            return
+        self._asked[request.request_id] = asked
+        if asked.for_decoder:
+            self._leave_to_decoder(request, asked)
+            alone = {**asked.mapping, "do_remote_prefill": False}
+            is_streamed = self.delivers and self._settings.config.stream and asked.names_transfer
             if is_streamed and self._tell_scheduler(request, alone):
                 self._streamed[request.request_id] = request
-        offer = offer_of(params, is_bidirectional=self._settings.bidirectional_kv_xfer)
-        if offer is None or not self._loads:
-            return
-        source = str(offer["remote_engine_id"]), str(transfer_of(offer))
-        if not self._siblings.add(request.request_id, *source):
+        if asked.offer is not None and self._loads:
+            self._expect(request, asked, asked.offer)
+
+    def _expect(self, request: Request, asked: RequestParams, offer: TransferParams) -> None:
+        """Connect to the producer that has a request's blocks, or ask for none of them if they are another prompt's."""
+        name, engine = request.request_id, offer.remote_engine_id
+        if not self._siblings.add(name, engine, offer.remote_request_id):
             return  # the request reads the prefix cache later, and samples its own first token
-        is_known = self._tell_scheduler(request, offer)
-        if is_known and is_of_other_tokens(offer, request.all_token_ids):
+        if not self._tell_scheduler(request, {**asked.mapping, "do_remote_decode": False}):
+            return
+        if request.abort_immediately:
+            # vLLM's API server has rejected it, and ends it at once so that the producer's blocks are freed
+            text = (
+                "request %s was rejected here, so the blocks that engine %s holds for it are freed"
+            )
+            logger.info(text, name, engine)
+            return
+        if is_of_other_tokens(asked, request.all_token_ids):
             text = "request %s is computed without engine %s, which does not offer the first tokens of its prompt"
-            logger.info(text, request.request_id, source[0])
-            self._scheduler.load(request.request_id, blocks=(), num_tokens=0)  # frees its blocks
+            logger.info(text, name, engine)
+            self._scheduler.load(name, blocks=(), num_tokens=0)  # frees its blocks
             return
         # if a streamed prompt is not computed to its end, the prefill engine samples no token
-        is_sampled = bool(offer.get("remote_block_ids")) or not self._backoff_tokens()
-        if is_known and is_sampled and not params.get("do_remote_decode"):
-            self.first_tokens.expect(request, offer)
+        is_sampled = not offer.is_followed or not self._backoff_tokens()
+        if is_sampled and not asked.for_decoder:
+            self.first_tokens.expect(request, asked)
 
-    def _tell_scheduler(self, request: Request, params: Params) -> bool:
+    def _decoded(self, request: Request) -> RequestParams | None:
+        """Return what a request's parameters ask for; None if they are refused, and the prompt is computed here."""
+        try:
+            return decoded(
+                request.kv_transfer_params, is_bidirectional=self._settings.bidirectional_kv_xfer
+            )
+        except KVConnectorError as error:
+            _log_refusal(request, error)
+        if not isinstance(request.kv_transfer_params, dict):
+            request.kv_transfer_params = None  # vLLM itself looks for keys in it
+        return None
+
+    def _tell_scheduler(self, request: Request, params: Mapping[str, Any]) -> bool:
         try:
             self._scheduler.on_new_request(request.request_id, params)
         except KVConnectorError as error:
-            logger.warning(
-                "request %s is computed without another engine: its kv_transfer_params cannot be used: %s",
-                request.request_id,
-                error,
-            )
+            _log_refusal(request, error)
             return False
         return True
 
@@ -169,11 +194,11 @@ class SchedulerHalf:
         lookahead: int = self._vllm_config.num_prefill_lookahead_tokens
         return max(int(forgets), lookahead - 1)
 
-    def _leave_to_decoder(self, request: Request) -> None:
+    def _leave_to_decoder(self, request: Request, asked: RequestParams) -> None:
         backoff = self._backoff_tokens()
         if (
             not backoff
-            or self.first_tokens.is_sent(request)
+            or self.first_tokens.is_sent(request, is_streamed=asked.names_transfer)
             or request.request_id in self._shortened
             or request.num_prompt_tokens <= backoff
             or request.get_skip_reading_prefix_cache()
@@ -199,9 +224,9 @@ class SchedulerHalf:
             return None, False
         if self._scheduler.is_early(request.request_id):
             return None, False
-        params = request.kv_transfer_params or {}
+        asked = self._asked.get(request.request_id, NO_PARAMS)
         num_tokens = request.num_prompt_tokens
-        if not params.get("remote_block_ids"):
+        if asked.offer is None or asked.offer.is_followed:
             # the producer has not stated how many tokens it computes: assume this engine's configuration
             num_tokens -= max(0, self._backoff_tokens() - 1)
             if num_computed_tokens >= num_tokens - 1:
@@ -212,7 +237,7 @@ class SchedulerHalf:
         tokens, is_async = self._scheduler.matched_tokens(
             request.request_id, num_tokens, num_computed_tokens
         )
-        if params.get("do_remote_decode") and tokens < self._settings.kv_recompute_threshold:
+        if asked.for_decoder and tokens < self._settings.kv_recompute_threshold:
             return 0, False
         return tokens, is_async
 
@@ -323,16 +348,19 @@ class SchedulerHalf:
         offer = self._offered(request, block_ids)
         self.partly_filled.forget(request.request_id)
         self._shortened.discard(request.request_id)
+        self._asked.pop(request.request_id, None)
         self._scheduler.finish(request.request_id)
         return offer is not None, offer
 
     def _offered(
         self, request: Request, block_ids: Sequence[Sequence[int]]
     ) -> dict[str, Any] | None:
-        params = request.kv_transfer_params
-        if not self.delivers or not params or request.status not in ENDED_WELL:
+        asked = self._asked.get(request.request_id)
+        if asked is None or not self.delivers or request.status not in ENDED_WELL:
             return None
-        is_decoder = not params.get("do_remote_decode")
+        if request.kv_transfer_params is None:
+            return None  # its first token has ended it
+        is_decoder = not asked.for_decoder
         if is_decoder and not self._settings.bidirectional_kv_xfer:
             return None
         # the last sampled token is not in the cache
@@ -365,6 +393,9 @@ class SchedulerHalf:
         offer[TOKENS_DIGEST] = digest_of(request.all_token_ids[:num_tokens])
         if is_decoder:
             offer |= {"do_remote_prefill": False, "do_remote_decode": True}
+            # as NixlConnector has it: in seconds of this host's monotonic clock
+            expiry_s = time.perf_counter() + self._settings.decoder_kv_blocks_ttl_s
+            offer["remote_blocks_expiry_time"] = expiry_s
         elif token is not None:
             offer[FIRST_TOKEN] = token
         return offer
@@ -382,6 +413,14 @@ class SchedulerHalf:
         """Stop the directory service."""
         if self._started is not None:
             self._started.close()
+
+
+def _log_refusal(request: Request, error: KVConnectorError) -> None:
+    logger.warning(
+        "request %s is computed without another engine: its kv_transfer_params cannot be used: %s",
+        request.request_id,
+        error,
+    )
 
 
 def _request_spans(vllm_config: VllmConfig, engine_id: str) -> RequestSpans | None:
