@@ -24,6 +24,7 @@ from kvconnector.bench.options import WARMUP, BenchOptions, control_settings
 from kvconnector.bench.processes import ANSWER_TIMEOUT_S
 from kvconnector.bench.rank_process import RankProcess
 from kvconnector.bench.results import ShowProgress
+from kvconnector.bench.tables import Fitted
 from kvconnector.errors import ConfigError, KVConnectorError
 
 PEER = {"timeout_s": 20.0, "transfer_timeout_s": 20.0}
@@ -61,7 +62,7 @@ class Matrix(msgspec.Struct, frozen=True, kw_only=True):
             cells = ["failed" if each is None else f"{each:.2f}" for each in row]
             cells[rank] = "-"
             table.add_row(f"{rank} {host}", *cells)
-        console.print(table)
+        console.print(Fitted(table))
         console.print(str(self.environment), soft_wrap=True)
 
 

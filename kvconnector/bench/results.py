@@ -12,6 +12,7 @@ from rich.table import Table
 
 from kvconnector.bench.environment import Environment
 from kvconnector.bench.options import BenchOptions
+from kvconnector.bench.tables import Fitted
 
 ContenderKind = Literal["ours", "variant", "peer", "naive", "limit"]
 PERCENTILES = (50, 90, 99)
@@ -40,6 +41,11 @@ class Measurement(msgspec.Struct, frozen=True):
         """Return a percentile, interpolated between samples; NaN without any."""
         return float(np.percentile(self.samples_s, percent)) if self.samples_s else math.nan
 
+    def stated_s(self, percent: int) -> float:
+        """Return a percentile, NaN if it would be the longest sample under another name: p99 takes 100 samples."""
+        is_known = len(self.samples_s) * (100 - percent) >= 100 or percent == 50
+        return self.percentile_s(percent) if is_known else math.nan
+
     @property
     def gigabytes_per_s(self) -> float | None:
         """Payload per median time, in 10^9 bytes per second."""
@@ -60,10 +66,10 @@ class CaseResult(msgspec.Struct, frozen=True):
     def print_to(self, console: Console) -> None:
         """Print tables of the times and of the other figures."""
         console.print(self.case, style="bold", soft_wrap=True)
-        console.print(_times(self))
+        console.print(Fitted(_times(self)))
         figures = _figures(self)
         if figures.row_count:
-            console.print(figures)
+            console.print(Fitted(figures))
         for note in self.notes:
             console.print(f"  {note}", soft_wrap=True)
 
@@ -86,7 +92,7 @@ class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
         found: dict[str, Any] = msgspec.to_builtins(self)
         for case, stated in zip(self.cases, found["cases"], strict=True):
             for each, measured in zip(case.measurements, stated["measurements"], strict=True):
-                measured |= {f"p{p}_s": each.percentile_s(p) for p in PERCENTILES}
+                measured |= {f"p{p}_s": each.stated_s(p) for p in PERCENTILES}
                 measured["gigabytes_per_s"] = each.gigabytes_per_s
                 measured["time_over_ours"] = case.time_over_ours(each)
         return found
@@ -101,7 +107,7 @@ def _times(case: CaseResult) -> Table:
         table.add_row(
             each.contender,
             str(len(each.samples_s)),
-            *(format_seconds(each.percentile_s(p)) for p in PERCENTILES),
+            *(format_seconds(each.stated_s(p)) for p in PERCENTILES),
             "" if throughput is None else f"{throughput:.2f}",
             "" if math.isnan(ratio) else f"{ratio:.2f}",
             style="bold" if each.kind == "ours" else None,

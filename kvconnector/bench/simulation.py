@@ -61,6 +61,10 @@ class Cluster(msgspec.Struct, frozen=True, kw_only=True):
     idle_timeout_s: float = PeerConfig().idle_timeout_s
 
 
+LEAST_FOR_P99 = 100
+"""Times of fewer requests have no 99th percentile: it would be the longest of them."""
+
+
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a simulation, whose last request and lease ended after `elapsed_s`.
 
@@ -171,7 +175,7 @@ class Simulation:
             busiest_s=max(thread.busy_s for thread in threads),
             elapsed_s=self.now,
             p50_ms=float(np.percentile(times_ms, 50)) if times_ms else None,
-            p99_ms=float(np.percentile(times_ms, 99)) if times_ms else None,
+            p99_ms=float(np.percentile(times_ms, 99)) if len(times_ms) >= LEAST_FOR_P99 else None,
         )
 
     def loaded(self, request_id: str, error: KVConnectorError | None, at_s: float) -> None:

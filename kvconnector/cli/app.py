@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -81,6 +84,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         error.show()
         return EXIT_ERROR
+    except SystemExit:  # click's way with a broken pipe, with the status of a fault
+        if not _nobody_reads():
+            raise
+        return 0  # as in `kvconnector plan | head -1`
     except OSError as error:  # mostly a full disk
         click.echo(f"kvconnector: {type(error).__name__}: {error}", err=True)
         return EXIT_ERROR
@@ -88,3 +95,16 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo("kvconnector: interrupted", err=True)
         return EXIT_INTERRUPTED
     return status if isinstance(status, int) else 0
+
+
+def _nobody_reads() -> bool:
+    """Returns True if standard output is a pipe without a reader. What is still to be written to it is then dropped."""
+    output = sys.__stdout__
+    if output is None:
+        return False
+    poll = select.poll()
+    poll.register(output.fileno(), select.POLLOUT)
+    is_over = any(events & select.POLLERR for _, events in poll.poll(0))
+    if is_over:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return is_over

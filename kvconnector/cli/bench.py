@@ -22,9 +22,12 @@ from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.sizes import parse_numbers, parse_tokens
 from kvconnector.cli import EXIT_ERROR, EXIT_INTERRUPTED
 from kvconnector.cli.console import (
-    MIN_WIDTH,
-    OUTPUT,
+    JSON_FILE,
+    PAGE_WIDTH,
+    PICTURE_FILE,
+    PICTURES,
     FiniteRange,
+    OutputPath,
     draw_loglog,
     host_and_port,
     picture,
@@ -60,6 +63,7 @@ _OPTIONS = (
     click.Option(["--hours"], type=FiniteRange(0), help="How long it runs, instead of --minutes."),
     click.Option(
         ["--state"],
+        type=JSON_FILE,
         metavar="FILE",
         help="File of what was found: an interrupted run goes on from there.",
     ),
@@ -97,9 +101,15 @@ _OPTIONS = (
     ),
     _numbers(["--pages"], default="16,64", help="Tokens of a page."),
     _numbers(["--bursts"], default="1,2,4,8,16,32,64", help="Requests at once."),
-    click.Option(["--html"], type=OUTPUT, help="Write tables and pictures here, as one page."),
-    click.Option(["--svg"], type=OUTPUT, help="Draw it into this file, .svg or .png."),
-    click.Option(["--output"], type=OUTPUT, help="Write the report here, as JSON."),
+    click.Option(
+        ["--html"],
+        type=OutputPath(".html", ".htm"),
+        help="Write tables and pictures here, as one page.",
+    ),
+    click.Option(
+        ["--svg"], type=PICTURE_FILE, help=f"Draw it into this file: {', '.join(PICTURES)}."
+    ),
+    click.Option(["--output"], type=JSON_FILE, help="Write the report here, as JSON."),
     click.Option(["--json"], is_flag=True, help="Print JSON."),
 )
 """Options of all benchmarks. Each benchmark names those that it has, and may have other defaults."""
@@ -237,6 +247,8 @@ def _options(given: dict[str, Any]) -> BenchOptions:
         given["device"], given["gpus"] = given["device"]
     if hours := given.pop("hours", 0.0):
         given["minutes"] = hours * 60
+    if "state" in given:
+        given["state"] = str(given["state"])
     soak = {name: given.pop(name) for name in SoakOptions._fields if name in given}
     given["soak"] = SoakOptions(**soak)
     return BenchOptions(**given)
@@ -276,7 +288,7 @@ def write_page(report: BenchReport, path: Path) -> None:
     """Write pictures of the bursts' throughput, all tables, and the environment as a page. Raises as `picture`."""
     from rich.console import Console
 
-    console = Console(record=True, width=MIN_WIDTH, file=StringIO(), highlight=False)
+    console = Console(record=True, width=PAGE_WIDTH, file=StringIO(), highlight=False)
     for case in report.cases:
         case.print_to(console)
     tables = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

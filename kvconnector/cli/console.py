@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,31 +21,46 @@ from kvconnector.errors import ConfigError, KVConnectorError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Column
 
     from kvconnector.bench.results import ShowProgress
 
-MIN_WIDTH = 100
+PAGE_WIDTH = 100
+"""Columns of tables in a page."""
 REFRESH_S = 0.25
 PATH = click.Path(path_type=Path)
 json_flag = click.option("--json", is_flag=True, help="Print JSON.")
 
 
-class OutputPath(click.Path):
-    """A file that is written at the end. A wrong name is refused at the start, not after hours."""
+PICTURES = (".svg", ".png", ".pdf")
+"""Endings of pictures that `picture` can draw."""
 
-    def __init__(self) -> None:
+
+class OutputPath(click.Path):
+    """A file that is written at the end. A wrong name is refused at the start, not after hours.
+
+    A name without one of `suffixes` is refused: it is mostly another option's value in the wrong place, and would
+    become a file. What is there already and is no regular file, such as /dev/stdout, may have any name.
+    """
+
+    def __init__(self, *suffixes: str) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self._suffixes = suffixes
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(str(super().convert(value, param, ctx)))
+        is_special = path.exists() and not (path.is_file() or path.is_dir())
+        if path.suffix.lower() not in self._suffixes and not is_special:
+            self.fail(f"{str(value)!r} does not end in {' or '.join(self._suffixes)}.", param, ctx)
         if not (path.exists() or os.access(path.parent, os.W_OK | os.X_OK)):
             self.fail(f"{path.parent} is no folder that can be written to.", param, ctx)
         return path
 
 
-OUTPUT = OutputPath()
-picture_option = click.option("--svg", type=OUTPUT, help="Draw it into this file, .svg or .png.")
+JSON_FILE = OutputPath(".json")
+PICTURE_FILE = OutputPath(*PICTURES)
+picture_option = click.option(
+    "--svg", type=PICTURE_FILE, help=f"Draw it into this file: {', '.join(PICTURES)}."
+)
 
 
 class FiniteRange(click.FloatRange):
@@ -69,12 +84,22 @@ def host_and_port(text: str) -> str:
 
 
 def terminal() -> Console:
-    """Return a console for tables, which is wide enough for them without a terminal. It takes no text as markup."""
+    """Return a console for tables. It takes no text as markup, and cuts nothing where there is no terminal.
+
+    Its `print` raises BrokenPipeError if nobody reads any more.
+    """
     from rich.console import Console
 
+    from kvconnector.bench.tables import UNCUT_WIDTH
+
+    class Terminal(Console):
+        def on_broken_pipe(self) -> None:
+            # rich would end the process, after it has hidden what happened to standard output
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: it was closed by the shell
-    width = None if is_terminal else max(MIN_WIDTH, shutil.get_terminal_size().columns)
-    return Console(width=width, soft_wrap=False, highlight=False, markup=False)
+    width = None if is_terminal else UNCUT_WIDTH
+    return Terminal(width=width, soft_wrap=False, highlight=False, markup=False)
 
 
 @contextmanager
@@ -108,13 +133,6 @@ def progress_bar(subject: str = "") -> Iterator[ShowProgress]:
             last = text
 
         yield show
-
-
-def right_aligned(*names: str) -> list[Column]:
-    """Return right-aligned columns for figures."""
-    from rich.table import Column
-
-    return [Column(name, justify="right") for name in names]
 
 
 def print_json(value: Any) -> None:

@@ -7,6 +7,7 @@ a window, and the wrong thing for a state. So unknown fields and kinds are refus
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +59,7 @@ WINDOW_PERIODS = {"gemma2": 2, "gemma3": 6, "cohere2": 4, "exaone4": 4}
 
 def named_model(name: str) -> ModelShape:
     """Return a known model, or that of a `config.json`. Raises ConfigError: there is no such model."""
-    is_path = name.endswith(".json") or "/" in name or Path(name).is_dir()
+    is_path = name.endswith(".json") or "/" in name or os.path.isdir(name)
     return read_model_config(Path(name)) if is_path else ModelShape.parse(name)
 
 

@@ -15,7 +15,13 @@ from rich.table import Table
 
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape, engine_geometry
 from kvconnector.bench.sizes import format_bytes, parse_bytes
-from kvconnector.cli.console import json_flag, picture_option, print_json, right_aligned, terminal
+from kvconnector.bench.tables import Fitted, right_aligned
+from kvconnector.cli.console import (
+    json_flag,
+    picture_option,
+    print_json,
+    terminal,
+)
 from kvconnector.cli.model_config import named_model
 from kvconnector.cli.plan_picture import draw_plan
 from kvconnector.errors import ConfigError
@@ -337,7 +343,7 @@ def _print(report: PlanReport) -> None:
             format_bytes(row.largest_chunk_bytes),
             format_bytes(row.bytes),
         )
-    console.print(table)
+    console.print(Fitted(table))
     console.print(
         f"{format_bytes(report.total_bytes)} in {sum(row.chunks for row in report.reads)} chunks"
         f" of at most {format_bytes(report.chunk_bytes)}"

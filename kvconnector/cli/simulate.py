@@ -15,6 +15,7 @@ from kvconnector.bench import file_errors
 from kvconnector.bench.shapes import MODELS, EngineShape, ModelShape
 from kvconnector.bench.simulation import Cluster, Costs, Outcome, Request, Simulation
 from kvconnector.bench.sizes import MAX_TOKENS, parse_numbers
+from kvconnector.bench.tables import Fitted, right_aligned
 from kvconnector.cli.console import (
     PATH,
     FiniteRange,
@@ -24,7 +25,6 @@ from kvconnector.cli.console import (
     picture_option,
     print_json,
     progress_bar,
-    right_aligned,
     terminal,
 )
 from kvconnector.config import PeerConfig
@@ -32,6 +32,7 @@ from kvconnector.errors import ConfigError
 
 PEER = PeerConfig()
 MAX_ENGINES = 100_000
+MAX_REQUESTS = 10_000_000
 
 
 class Report(Cluster, frozen=True, kw_only=True):
@@ -112,6 +113,11 @@ def simulate(
         rows=[],
     )
     traced = _read_trace(trace) if trace is not None else None
+    if traced is None and (expected := rate * seconds * max(engines) / 2) > MAX_REQUESTS:
+        raise ConfigError(
+            f"a simulation has at most {MAX_REQUESTS} requests: give fewer --seconds, a lower --rate or fewer engines",
+            requests=f"{expected:.3g}",
+        )
     rngs = [random.Random(seed) for _ in engines]
     runs = [
         traced or _poisson(rng, rate * (size - size // 2), seconds, tokens, spread)
@@ -192,7 +198,7 @@ def _print(report: Report) -> None:
             f"{row.busiest_s / row.elapsed_s:.1%}",
             *("" if time is None else f"{time:.1f}" for time in (row.p50_ms, row.p99_ms)),
         )
-    terminal().print(table)
+    terminal().print(Fitted(table))
 
 
 def _draw(report: Report, path: Path) -> None:

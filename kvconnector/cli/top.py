@@ -26,8 +26,9 @@ from rich.text import Text
 
 from kvconnector.bench import file_errors
 from kvconnector.bench.sizes import format_bytes
+from kvconnector.bench.tables import Fitted, right_aligned
 from kvconnector.cli import EXIT_FAULT
-from kvconnector.cli.console import OUTPUT, FiniteRange, json_flag, right_aligned, terminal
+from kvconnector.cli.console import FiniteRange, OutputPath, json_flag, terminal
 from kvconnector.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class Snapshot:
     "--interval", type=FiniteRange(0.1, 3600.0), default=2.0, help="Seconds between two looks."
 )
 @click.option("--count", type=click.IntRange(1), help="End after this many looks, not at Ctrl-C.")
-@click.option("--svg", type=OUTPUT, help="Write the last screen here.")
+@click.option("--svg", type=OutputPath(".svg"), help="Write the last screen here.")
 @json_flag
 def top(
     endpoints: tuple[str, ...], interval: float, count: int | None, svg: Path | None, json: bool
@@ -189,7 +190,7 @@ def _screen(
     for url, name, engine in engines:
         table.add_row(name or url, *_cells(engine, before.get(url, {}).get(name)))
     if engines:
-        yield table
+        yield Fitted(table)
     for _, name, engine in engines:
         for reason, count in engine.packed.most_common():
             yield Text(f"{name}: reads from {count} producer ranks are packed: {reason}")
@@ -231,7 +232,7 @@ def _quantile(buckets: Mapping[float, float], share: float) -> str:
     return f"< {bound * 1e3:g} ms" if math.isfinite(bound) else f"> {finite:g} s"
 
 
-def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
+def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Fitted]:
     """Yield a table of the loads under way that engines report, the oldest first."""
     found = [
         load
@@ -254,7 +255,7 @@ def _loads(now: Mapping[str, dict[str, Snapshot] | str]) -> Iterator[Table]:
             format_bytes(load.total_bytes),
             f"{load.seconds:.2f}",
         )
-    yield table
+    yield Fitted(table)
 
 
 def _loads_at(url: str) -> list[LoadInFlight]:

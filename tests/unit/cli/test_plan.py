@@ -180,7 +180,7 @@ def test_a_picture_that_cannot_be_written_is_one_line(capsys, tmp_path):
     assert main(["plan", "--svg", str(tmp_path / "no" / "plan.png")]) == 2
     assert "no folder that can be written to" in capsys.readouterr().err
     assert main(["plan", "--svg", str(tmp_path / "plan.unknown")]) == 2
-    assert "cannot write the picture" in capsys.readouterr().err
+    assert "does not end in .svg or .png or .pdf" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000], ids=["absent", "nested"])
